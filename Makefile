@@ -64,7 +64,7 @@ WORKER   = $(or $(EXTRA),$(shell $(BIN)/python -c '$(FITTING)'))
 TESTED   = '.[$(WORKER),test]'
 BENCHED  = '.[$(WORKER),bench]'
 EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py kernels/test_cpu_amx.py \
-  kernels/test_cpu_step.py kernels/test_cpu_latent.py kernels/test_quantised_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
+  kernels/test_cpu_step.py kernels/test_cpu_latent.py kernels/test_quantised_cache.py kernels/test_batch_invariance.py kernels/test_kernels_sampling.py engine/test_models_packed.py)
 NATIVE_TESTS := $(filter-out tests/kernels/test_batch_invariance.py tests/engine/%,$(EMULATED_TESTS))
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
@@ -104,7 +104,7 @@ test-clients: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
 test-schemas: $(VENV)/test.done $(VENV)/model.done
-	KVFERRY_TEST_SCHEMAS=1000 $(BIN)/python -m pytest -s tests/grammars/test_random_schemas.py
+	KVFERRY_TEST_SCHEMAS=1000 $(BIN)/python -m pytest -s tests/structured_output/test_random_schemas.py
 
 test-simulated: $(VENV)/test.done $(VENV)/model.done
 	KVFERRY_TEST_SIMULATED=8 $(BIN)/python -m pytest -s tests/cluster/test_simulated_live.py

@@ -26,17 +26,17 @@ import torch
 
 from benchmarks.models import FORMATS, SOURCE, find_models, on_path
 from benchmarks.table import markdown
-from kvferry.cli.door import set_threads
+from kvferry.cli.bootstrap import set_threads
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
 from kvferry.engine.models.hf import transformers_module
-from kvferry.node.assembly import assemble
-from kvferry.process.limits import available_cores
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 from kvferry.protocol.work import Generate
 from kvferry.router.text.load import load_text_model
+from kvferry.runtime.limits import available_cores
+from kvferry.worker.engine_factory import assemble
 
 PROSE = Path(__file__).with_name("prose.txt")
 PROMPTS, PROMPT_LEN, CONTINUED = 8, 64, 64

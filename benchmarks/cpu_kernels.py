@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.cpu_latent import latent_subjects
 from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
 from benchmarks.overhead import bench_overhead
-from kvferry.cli.door import set_threads
-from kvferry.process.limits import available_cores
+from kvferry.cli.bootstrap import set_threads
+from kvferry.runtime.limits import available_cores
 
 SECTIONS = ("limits", "dense", "attention", "latent", "step", "engine", "overhead")
 ROWS = (1, 4, 8, 16, 64, 512)
@@ -83,7 +83,7 @@ def shuffled_plan(query_len: int, total_len: int, seqs: int):  # type: ignore[no
     """(plan, blocks in the pool) of equal sequences whose blocks lie in shuffled order."""
     import torch
 
-    from kvferry.kernels.plan import BatchPlan
+    from kvferry.kernels.batch_plan import BatchPlan
 
     per = blocks_for(total_len, 16)
     table = torch.randperm(seqs * per, generator=torch.Generator().manual_seed(0)).int().view(seqs, per)
@@ -101,7 +101,7 @@ def random_pool(blocks: int, layers: int, heads: int, dim: int, planes: int = 2)
     """K and V in the memory that a node's pool has: on small pages, reading it would measure how these are found."""
     import torch
 
-    from kvferry.node.pool_memory import make_pool
+    from kvferry.worker.pool_memory import make_pool
 
     pool = make_pool(KVLayout(layers, heads, dim, "bfloat16", 16, planes), blocks, torch.device("cpu"))
     return pool.copy_(torch.randn(pool.shape))
@@ -179,11 +179,11 @@ def generate(engine, streams: int, prompt: int, output: int) -> float:  # type: 
     for stream in range(streams):
         tokens = tuple(random.Random(stamp + stream).choices(range(1000, 40000), k=prompt))
         engine.add(Job(f"{stamp}-{stream}", 0, tokens, prompt, Generate(params), "bench"))
-    while any(request.uncomputed > 1 for request in engine.roster.running) or engine.roster.waiting:
+    while any(request.uncomputed > 1 for request in engine.request_table.running) or engine.request_table.waiting:
         engine.step()
         engine.events.clear()
     begun, steps = time.perf_counter(), 0
-    while engine.has_work() and len(engine.roster.running) == streams:
+    while engine.has_work() and len(engine.request_table.running) == streams:
         engine.step()
         engine.events.clear()
         steps += 1
@@ -220,8 +220,8 @@ def main() -> None:
     import torch
 
     from kvferry.kernels.cpu import CpuOps, instruction_set
-    from kvferry.node.assembly import assemble
     from kvferry.protocol.settings import WorkerSettings
+    from kvferry.worker.engine_factory import assemble
 
     if instruction_set() is None:
         sys.exit("kvferry was installed without its CPU extension: install a C++ compiler, then the package again")

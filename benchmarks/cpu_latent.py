@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
 
 if TYPE_CHECKING:
     import torch
 
     from kvferry.kernels.cpu import CpuOps
-    from kvferry.kernels.step import Latent
+    from kvferry.kernels.decoder_spec import Latent
 
 ROTATED, PLAIN, RANK, VALUE = 64, 128, 512, 128
 HEADS = {"V2-Lite": 16, "V3": 128}
@@ -24,7 +24,7 @@ def weights(ops: CpuOps, heads: int) -> Latent:
     """Random ones, of what latent attention multiplies itself."""
     import torch
 
-    from kvferry.kernels.step import Latent
+    from kvferry.kernels.decoder_spec import Latent
 
     each = (torch.randn(heads, PLAIN + VALUE, RANK) * RANK**-0.5).bfloat16()
     none = ops.linear(torch.zeros(2, 2, dtype=torch.bfloat16))

@@ -21,12 +21,12 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
 from kvferry.engine.models.hf import transformers_module
 from kvferry.engine.models.loader import auto_dtype
+from kvferry.model_files.pooling_config import PoolingConfig, read_task
 from kvferry.model_files.source import ModelSource, resolve
-from kvferry.model_files.task import Task, read_task
-from kvferry.node.assembly import assemble
 from kvferry.protocol.messages import Job
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Embed
+from kvferry.worker.engine_factory import assemble
 
 MINILM = {
     "vocab_size": 30_522,
@@ -46,7 +46,7 @@ def prompts(count: int, vocabulary: int) -> list[list[int]]:
     return [torch.randint(1000, vocabulary, (int(n),), generator=chosen).tolist() for n in lengths]
 
 
-def by_engine(engine: Engine, texts: Sequence[Sequence[int]], task: Task, turn: int) -> torch.Tensor:
+def by_engine(engine: Engine, texts: Sequence[Sequence[int]], task: PoolingConfig, turn: int) -> torch.Tensor:
     """Vectors [text, width]; the prefix cache holds none of them."""
     for index, ids in enumerate(texts):
         job = Job(f"{turn}-{index}", 0, tuple(ids), len(ids), Embed(task.pooling), "bench", namespace=str(turn))
@@ -60,7 +60,7 @@ def by_engine(engine: Engine, texts: Sequence[Sequence[int]], task: Task, turn: 
 
 
 @torch.inference_mode()
-def by_transformers(module: Any, texts: Sequence[Sequence[int]], task: Task) -> torch.Tensor:
+def by_transformers(module: Any, texts: Sequence[Sequence[int]], task: PoolingConfig) -> torch.Tensor:
     """Vectors [text, width] of one padded batch."""
     lengths = torch.tensor([len(ids) for ids in texts])
     places = torch.arange(int(lengths.max()))

@@ -16,11 +16,11 @@ import time
 from collections.abc import Sequence
 from statistics import mean
 
-from kvferry.simulate.ask import Ask
 from kvferry.simulate.compare import CASES
 from kvferry.simulate.eviction import EVICTIONS
 from kvferry.simulate.machine import LARGE
 from kvferry.simulate.memory import Memory
+from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.workloads import WORKLOADS, Asked
 
 ORDERS = ("lru", *(name for name in EVICTIONS if name != "lru"))
@@ -39,8 +39,8 @@ class Replay:
         self.found, self.prompts, self.skipped = 0, 0, 0
         self.saved_s, self.whole_s, self.pool_s = 0.0, 0.0, 0.0
 
-    def play(self, trace: Sequence[Ask]) -> None:
-        followers: dict[int, list[Ask]] = {}
+    def play(self, trace: Sequence[Scenario]) -> None:
+        followers: dict[int, list[Scenario]] = {}
         coming: list[tuple[float, int, int]] = []
         """(when, request, whether it comes or goes; clients that wait ask on their own clock)"""
         for ask in trace:
@@ -63,7 +63,7 @@ class Replay:
             self.pool.give(number)
             self.pool_s += time.perf_counter() - began
 
-    def _take(self, ask: Ask) -> None:
+    def _take(self, ask: Scenario) -> None:
         size = LARGE.block_size
         began = time.perf_counter()
         hashes = ask.hashes[: (ask.prompt_len - 1) // size]

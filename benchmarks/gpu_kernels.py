@@ -31,8 +31,8 @@ from benchmarks.gpu_latent import latent_attention
 from benchmarks.gpu_products import FORMS, product
 from benchmarks.gpu_rows import Rows
 from benchmarks.gpu_subject import Shape, Subject, layers_for, paged_plan
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.ops import Ops, select
-from kvferry.kernels.plan import BatchPlan
 from kvferry.kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.protocol.layout import SCALE_BYTES

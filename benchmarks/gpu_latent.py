@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.gpu_subject import Shape, Subject, layers_for, paged_plan
+from kvferry.kernels.decoder_spec import Latent
 from kvferry.kernels.latent import absorbed, expanded, put_out
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.quantised_cache import dequantise, quantise, vector_width
-from kvferry.kernels.shared import TorchLinear, TorchLinearOfHeads
-from kvferry.kernels.step import Latent
+from kvferry.kernels.torch_operations import TorchLinear, TorchLinearOfHeads
 
 ROTATED, PLAIN, RANK, VALUE = 64, 128, 512, 128
 

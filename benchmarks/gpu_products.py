@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_subject import Shape, Subject, layers_for
-from kvferry.kernels.blocks import FORMATS
-from kvferry.kernels.codes import Codes
-from kvferry.kernels.form import form_of_stored
+from kvferry.kernels.decoder_spec import Stored, StoredRows
+from kvferry.kernels.gguf_blocks import FORMATS
+from kvferry.kernels.gpu_weight_layout import form_of_stored
 from kvferry.kernels.ops import Ops
-from kvferry.kernels.step import Stored, StoredRows
+from kvferry.kernels.quantised_codes import Codes
 
 GROUP, RUN = 128, 32
 """Inputs of a scale: of integers, and of MXFP4."""

@@ -30,10 +30,10 @@ from kvferry.engine.models import load_model
 from kvferry.engine.models.base import Model
 from kvferry.engine.request import Request
 from kvferry.engine.runner import Runner
-from kvferry.engine.slices import Slice
+from kvferry.engine.step_slices import Slice
 from kvferry.kernels.ops import select
-from kvferry.model_files.needs import ModelNeeds, config_needs
-from kvferry.model_files.refusals import resolve_runnable
+from kvferry.model_files.memory_needs import ModelNeeds, config_needs
+from kvferry.model_files.unsupported_models import resolve_runnable
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams

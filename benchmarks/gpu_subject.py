@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.protocol.layout import blocks_for
 
 COLD_BYTES = 256 << 20

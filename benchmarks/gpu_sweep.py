@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_sweep [--rows FILE]
 
-For each shape: the tile that `kernels.triton.launch` chooses today, and others that differ in keys a step, warps,
+For each shape: the tile that `kernels.triton.tile_sizes` chooses today, and others that differ in keys a step, warps,
 pipeline stages, or parts of a sequence. The row names the fastest tile; its last column is how much faster it is than
 today's. Products also stand beside cuBLAS over the same weights in bfloat16. Several processes first run each try once,
 so that compiling does not take most of the time.
@@ -27,14 +27,14 @@ import torch.nn.functional as F
 from benchmarks.gpu_products import stored
 from benchmarks.gpu_rows import Rows
 from benchmarks.gpu_subject import Shape, paged_plan
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.quantised_cache import FP8, PEAKS, quantise
-from kvferry.kernels.triton import TritonOps, launch, product
+from kvferry.kernels.triton import TritonOps, coded_product, tile_sizes
 from kvferry.kernels.triton.coded_linear import CodedLinear
 from kvferry.kernels.triton.decode import decode
-from kvferry.kernels.triton.launch import Tile, decode_tile, prefill_tile
-from kvferry.kernels.triton.parts import Division
 from kvferry.kernels.triton.prefill import prefill
+from kvferry.kernels.triton.split_kv import Division
+from kvferry.kernels.triton.tile_sizes import Tile, decode_tile, prefill_tile
 
 HEADS, KV_HEADS, DIM, PROCESSORS = 32, 8, 128, 132
 CACHES: tuple[tuple[str, torch.dtype | None], ...] = (("bf16", None), ("fp8", FP8))
@@ -93,7 +93,7 @@ def pool_of(blocks: int, cache: torch.dtype | None, device: torch.device) -> tor
 
 def decode_tries(q: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> Iterator[Try]:
     out, now = torch.empty_like(q), decode_tile(HEADS // KV_HEADS, DIM, 2)
-    spare = launch.spare_parts(KV_HEADS, PROCESSORS)
+    spare = tile_sizes.spare_parts(KV_HEADS, PROCESSORS)
     tiles = [
         now,
         replace(now, stages=4),
@@ -165,16 +165,16 @@ def sweep_products(device: torch.device, rows: Rows) -> None:
 def changed(change: dict[str, int], linear: CodedLinear, x: torch.Tensor) -> None:
     """The product with other constants: fields of its tile, programs a processor, inputs a step of the loop."""
     tile: dict[str, Any] = {name: value for name, value in change.items() if name not in ("programs", "inputs")}
-    choose = launch.product_tile
-    kept = launch.PROGRAMS_PER_PROCESSOR, product._UNROLLED_INPUTS
-    vars(product)["product_tile"] = lambda *given: replace(choose(*given), **tile)
-    launch.PROGRAMS_PER_PROCESSOR = change.get("programs", kept[0])
-    product._UNROLLED_INPUTS = change.get("inputs", kept[1])
+    choose = tile_sizes.product_tile
+    kept = tile_sizes.PROGRAMS_PER_PROCESSOR, coded_product._UNROLLED_INPUTS
+    vars(coded_product)["product_tile"] = lambda *given: replace(choose(*given), **tile)
+    tile_sizes.PROGRAMS_PER_PROCESSOR = change.get("programs", kept[0])
+    coded_product._UNROLLED_INPUTS = change.get("inputs", kept[1])
     try:
         linear(x)
     finally:
-        vars(product)["product_tile"] = choose
-        launch.PROGRAMS_PER_PROCESSOR, product._UNROLLED_INPUTS = kept
+        vars(coded_product)["product_tile"] = choose
+        tile_sizes.PROGRAMS_PER_PROCESSOR, coded_product._UNROLLED_INPUTS = kept
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -21,16 +21,16 @@ import numpy as np
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated
-from kvferry.grammars.library import Library
-from kvferry.grammars.seam import words_for
-from kvferry.grammars.vocabulary import Vocabulary
 from kvferry.model_files.source import read_facts, resolve
 from kvferry.model_files.tokenizer import load_tokenizer
-from kvferry.node.assembly import assemble
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Generate, Grammar
+from kvferry.structured_output.interface import words_for
+from kvferry.structured_output.llguidance_backend import LlguidanceBackend
+from kvferry.structured_output.vocabulary import Vocabulary
+from kvferry.worker.engine_factory import assemble
 
 BATCHES = (1, 32)
 PERSON = {
@@ -82,7 +82,7 @@ def single_masks() -> None:
     source = resolve("smollm2", weights=False)
     tokenizer, facts = load_tokenizer(source), read_facts(source)
     began = time.perf_counter()
-    library = Library(
+    library = LlguidanceBackend(
         Vocabulary(tokenizer.library.to_str(), facts.vocab_size, facts.eos_token_ids, tokenizer.special_texts)
     )
     print(f"tokenizer read in {time.perf_counter() - began:.2f} s\n")
@@ -179,7 +179,7 @@ def decode(
     for i, name in enumerate(names):
         params = SamplingParams(max_tokens=count + 80, temperature=1.0, seed=i, eos_token_ids=(2,), ignore_eos=True)
         engine.add(Job(name, 0, (10 + i, 20, 30, 40), 4, Generate(params, grammar), "bench"))
-    while len(engine.roster.running) < batch or not all(r.output_len for r in engine.roster.running):
+    while len(engine.request_table.running) < batch or not all(r.output_len for r in engine.request_table.running):
         if not engine.step():
             time.sleep(0.001)
     times: list[float] = []

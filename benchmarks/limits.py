@@ -1,4 +1,5 @@
-"""What this machine can do at most: with what a model needs at least (`model_files.needs`), ceilings in tokens/s."""
+"""What this machine can do at most: with what a model needs at least (`model_files.memory_needs`), ceilings in
+tokens/s."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.table import markdown
-from kvferry.cli.door import set_threads
+from kvferry.cli.bootstrap import set_threads
 from kvferry.engine.engine import Engine
-from kvferry.node.assembly import assemble
-from kvferry.process.limits import available_cores
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Generate
+from kvferry.runtime.limits import available_cores
+from kvferry.worker.engine_factory import assemble
 
 WIDTH, VOCABULARY, RUN = 1440, 8192, 32
 STACKS = ("gate_up_proj", "down_proj")
@@ -79,7 +79,7 @@ class Ours:
             params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
             engine.add(Job(f"{self._runs}-{number}", 0, tuple(prompt), len(prompt), Generate(params), "bench"))
         began = time.perf_counter()
-        while any(not request.output_here for request in engine.roster):
+        while any(not request.output_here for request in engine.request_table):
             engine.step()
         first = time.perf_counter()
         while engine.has_work():

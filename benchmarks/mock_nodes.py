@@ -19,12 +19,12 @@ import uvloop
 from benchmarks.mock_http import Exchange
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.registry import LeaseKeeper
-from kvferry.process.address import parse_host_port
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import Load, NodeLease
 from kvferry.protocol.messages import FirstToken, GenerateRequest, Job, PrefillRequest, ShipDone, StepFrame, TokenDelta
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import FrameReader, pack, unpack
+from kvferry.runtime.address import parse_host_port
 
 HOST = "127.0.0.1"
 MODEL = "mock"
@@ -81,7 +81,7 @@ class MockPrefill:
     def __init__(self) -> None:
         self._streams = Streams()
         self._links: dict[str, asyncio.Transport] = {}
-        self._errands: set[asyncio.Task[None]] = set()
+        self._background_calls: set[asyncio.Task[None]] = set()
 
     def answer(self, path: str, body: bytes, exchange: Exchange) -> None:
         """Any request of a router."""
@@ -98,9 +98,9 @@ class MockPrefill:
         if target is None or first.delta.finish_reason:
             exchange.chunk(b"")
             return
-        errand = asyncio.create_task(self._ship(job, target.link_address, exchange))
-        self._errands.add(errand)
-        errand.add_done_callback(self._errands.discard)
+        background_call = asyncio.create_task(self._ship(job, target.link_address, exchange))
+        self._background_calls.add(background_call)
+        background_call.add_done_callback(self._background_calls.discard)
 
     async def run(self) -> None:
         """Beat for ever."""

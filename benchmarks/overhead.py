@@ -68,10 +68,10 @@ def decode(engine: Engine, model: Timed, streams: int, params: SamplingParams) -
     for stream in range(streams):
         tokens = tuple(1000 + (stamp + 7919 * (stream * PROMPT + i)) % 30000 for i in range(PROMPT))
         engine.add(Job(f"{stamp}-{stream}", 0, tokens, PROMPT, Generate(params), "bench"))
-    while engine.roster.waiting or any(request.uncomputed > 1 for request in engine.roster.running):
+    while engine.request_table.waiting or any(request.uncomputed > 1 for request in engine.request_table.running):
         engine.step()
     whole, rest = [], []
-    while len(engine.roster.running) == streams:
+    while len(engine.request_table.running) == streams:
         model.seconds, begun = 0.0, time.perf_counter()
         engine.step()
         engine.load()

@@ -24,15 +24,15 @@ from benchmarks.workloads import percentile
 from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, store_hashes
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.redis_store import RedisStore
-from kvferry.model_files.naming import ModelName
-from kvferry.placement.terms import Demand
+from kvferry.model_files.model_name import ModelName
+from kvferry.placement.types import Demand
 from kvferry.protocol.hashing import chain as hashes_of
 from kvferry.protocol.hashing import root_hash
+from kvferry.protocol.index_rows import alone, rows_of
 from kvferry.protocol.lease import Load, NodeLease, Rates
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.protocol.rows import alone, rows_of
-from kvferry.router.journey.cluster import RouterCluster
-from kvferry.router.journey.model_cluster import ModelCluster
+from kvferry.router.dispatch.cluster import RouterCluster
+from kvferry.router.dispatch.model_cluster import ModelCluster
 
 KINDS = ("idle", "loaded", "stored")
 """stored: loaded, and a store has half of the prompt, which all of them read."""

@@ -33,12 +33,12 @@ from benchmarks.load import LoadError
 from benchmarks.models import SOURCE, find_models, on_path
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, Subject, missing
 from benchmarks.workloads import FIGURES, WORKLOADS, Figures, Workload
-from kvferry.cli.door import set_threads
-from kvferry.model_files.counts import NOWHERE, ON_CPU
+from kvferry.cli.bootstrap import set_threads
 from kvferry.model_files.gguf import read_gguf
-from kvferry.model_files.needs import gguf_needs
-from kvferry.process.limits import available_cores
+from kvferry.model_files.memory_needs import gguf_needs
+from kvferry.model_files.weight_counts import NOWHERE, ON_CPU
 from kvferry.protocol.errors import ConfigError
+from kvferry.runtime.limits import available_cores
 
 BUSY = 0.03
 """Share of one core above which a server that should be idle disturbs the others' figures."""

@@ -29,12 +29,12 @@ from benchmarks.load import Target, complete, random_prompt
 from benchmarks.lone_router import kvferry
 from benchmarks.subjects import Launch
 from benchmarks.table import markdown
-from kvferry.simulate.ask import Ask
 from kvferry.simulate.calibrate import calibrated, leases_of
 from kvferry.simulate.fleet import Shape
+from kvferry.simulate.kvferry_policy import KvferryPolicy
 from kvferry.simulate.machine import Machine
-from kvferry.simulate.ours import Ours
-from kvferry.simulate.probe import probed
+from kvferry.simulate.rate_probe import probed
+from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.workloads import hashes_of
 from kvferry.simulate.world import World
 
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[Sequence[float]], float]] = {
 PROBED = ("overhead_s", "prefill_tokens_per_s", "step_s", "stream_s", "beside")
 
 
-def trace(source: random.Random, count: int, busy: float, machine: Machine) -> list[Ask]:
+def trace(source: random.Random, count: int, busy: float, machine: Machine) -> list[Scenario]:
     """Requests at random moments that keep a node computing for such a share of its time."""
     lengths = [source.randint(*LENGTHS) for _ in range(count)]
     apart_s = statistics.mean(machine.compute_s(0, length) for length in lengths) / busy
@@ -56,14 +56,14 @@ def trace(source: random.Random, count: int, busy: float, machine: Machine) -> l
     for number, length in enumerate(lengths):
         at += source.expovariate(1 / apart_s)
         hashes = hashes_of([(f"p{number}", length), (f"o{number}", OUTPUT)], machine.block_size)
-        asks.append(Ask(number, at, length, OUTPUT, hashes))
+        asks.append(Scenario(number, at, length, OUTPUT, hashes))
     return asks
 
 
-async def measured(target: Target, asks: Sequence[Ask], source: random.Random) -> list[float]:
+async def measured(target: Target, asks: Sequence[Scenario], source: random.Random) -> list[float]:
     """Seconds to the first token of each."""
 
-    async def one(ask: Ask) -> float:
+    async def one(ask: Scenario) -> float:
         prompt = random_prompt(source, ask.prompt_len)
         await asyncio.sleep(ask.at)
         return (await complete(target, prompt, ask.output_len)).first_s
@@ -71,8 +71,8 @@ async def measured(target: Target, asks: Sequence[Ask], source: random.Random) -
     return list(await asyncio.gather(*map(one, asks)))
 
 
-async def simulated(machine: Machine, asks: Sequence[Ask]) -> list[float]:
-    world = World(Shape(1, 1, machine), Ours(), asks)
+async def simulated(machine: Machine, asks: Sequence[Scenario]) -> list[float]:
+    world = World(Shape(1, 1, machine), KvferryPolicy(), asks)
     await world.play()
     return [run.ttft_s for run in world.runs]
 

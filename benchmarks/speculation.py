@@ -24,16 +24,16 @@ import torch
 from benchmarks import models, workloads
 from benchmarks.deeper import deepen
 from benchmarks.table import markdown
-from kvferry.cli.door import set_threads
+from kvferry.cli.bootstrap import set_threads
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated, Stepped
-from kvferry.node.assembly import assemble
-from kvferry.process.limits import available_cores
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 from kvferry.protocol.work import Generate
 from kvferry.router.text.load import load_text_model
+from kvferry.runtime.limits import available_cores
+from kvferry.worker.engine_factory import assemble
 
 PROSE = Path(__file__).with_name("prose.txt").read_text()
 CODE = inspect.getsource(workloads)
@@ -63,7 +63,7 @@ class Bench:
             params = SamplingParams(max_tokens=self._output, temperature=temperature, seed=number, ignore_eos=True)
             name = f"{self._runs}-{number}"
             engine.add(Job(name, 0, tuple(prompt), len(prompt), Generate(params), "bench"))
-        while any(not request.output_here for request in engine.roster):
+        while any(not request.output_here for request in engine.request_table):
             engine.step()
         began, engine.events[:] = time.perf_counter(), []
         while engine.has_work():

@@ -24,7 +24,7 @@ _READ = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class BatchClient:
     """Where and how rows are asked; seconds. See the command's help."""
 
     url: str
@@ -34,7 +34,7 @@ class Asking:
     patience: float
 
 
-async def run_batch(source: Path, target: Path, asking: Asking) -> int:
+async def run_batch(source: Path, target: Path, asking: BatchClient) -> int:
     """The exit status: 1 if a row failed. Raises ConfigError for files that cannot be used."""
     rows = list(_rows(source))
     done = _settle(target)

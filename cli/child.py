@@ -14,7 +14,7 @@ from functools import partial
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import IO
 
-from kvferry.cli.door import ERROR_PREFIX
+from kvferry.cli.bootstrap import ERROR_PREFIX
 from kvferry.cli.options import variable
 
 _LIBC = ctypes.CDLL(None)
@@ -28,7 +28,7 @@ class Command:
     """What to run. `env` is added to the supervisor's environment without its KVFERRY_* variables: the command line
     alone configures a child.
 
-    reports       the command writes its status as process/status.py does
+    reports       the command writes its status as runtime/supervisor_status.py does
     ends_last     the others need it until they have ended; it gets no SIGINT, which a terminal sends to all at once
     address       where it will be found, if it does not report that itself
     niceness      added to the supervisor's own: the higher, the less of a core that another process wants as well

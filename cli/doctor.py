@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from kvferry.cli import preflight
-from kvferry.cli.seats import UNKNOWN, gpus, needs_of, require_memory, take_seats
-from kvferry.model_files.needs import ModelNeeds
+from kvferry.cli.resource_plan import UNKNOWN, gpus, needs_of, require_memory, take_seats
+from kvferry.model_files.memory_needs import ModelNeeds
 from kvferry.model_files.source import ModelSource, resolve
-from kvferry.process.address import host_port
-from kvferry.process.limits import available_cores
 from kvferry.protocol.errors import ConfigError, reason
 from kvferry.protocol.settings import ServeSettings
+from kvferry.runtime.address import host_port
+from kvferry.runtime.limits import available_cores
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -97,7 +97,7 @@ def threads(settings: ServeSettings) -> Result:
 
 def model(settings: ServeSettings) -> Result:
     """Each can run: how, and what memory it takes."""
-    from kvferry.cli.models import told
+    from kvferry.cli.model_report import told
 
     return Result("ok", "model", "; ".join(told(settings, source) for source in _sources(settings)))
 
@@ -116,7 +116,7 @@ def memory(settings: ServeSettings) -> Result:
 
 def speed(settings: ServeSettings) -> Result:
     """What the models would do here at most, each by itself, by limits that are measured now."""
-    from kvferry.cli.speed import expected, measure
+    from kvferry.cli.speed_estimate import expected, measure
 
     needs, found = _needs(settings), gpus()
     known = [each for each in needs if each is not None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.model_files.counts import NOWHERE, ON_CPU, ON_GPU
-from kvferry.model_files.needs import ModelNeeds
+from kvferry.model_files.memory_needs import ModelNeeds
+from kvferry.model_files.weight_counts import NOWHERE, ON_CPU, ON_GPU
 from kvferry.protocol.layout import cache_format
 from kvferry.protocol.settings import ServeSettings
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from kvferry.cli.door import complain
-from kvferry.process.address import dialable, host_port
+from kvferry.cli.bootstrap import complain
 from kvferry.protocol.errors import ConfigError
+from kvferry.runtime.address import dialable, host_port
 
 PATIENCE_S = 4.0
 

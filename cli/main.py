@@ -15,13 +15,13 @@ from typing import Any
 
 import click
 
-from kvferry.cli.door import GivenUp, complain, set_encoding, set_threads, set_up_traces, worker_threads
+from kvferry.cli.bootstrap import StartupFailed, complain, set_encoding, set_threads, set_up_traces, worker_threads
 from kvferry.cli.options import SERVE_FIXED, settings_options
 from kvferry.cli.simulate import plan, simulate
-from kvferry.process.log import set_up_log
-from kvferry.process.tracing import TRACER
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+from kvferry.runtime.log import set_up_log
+from kvferry.runtime.tracing import TRACER
 
 
 def _say_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -125,10 +125,10 @@ def batch(source: Path, target: Path, **options: Any) -> int:
     Both are JSON lines as of OpenAI's batches. A row that OUTPUT already answers is not asked again, so
     that a run that was interrupted can be repeated; rows that failed are. Exit status 1 if any row failed."""
     set_up_log("warning")
-    from kvferry.cli.batch import Asking, run_batch
+    from kvferry.cli.batch import BatchClient, run_batch
 
     gc.enable()
-    return asyncio.run(run_batch(source, target, Asking(**options)))
+    return asyncio.run(run_batch(source, target, BatchClient(**options)))
 
 
 @kvferry.command()
@@ -199,7 +199,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         complain(f"{error.format_message()} (see kvferry {_command_of(error)}--help)")
         return error.exit_code
-    except GivenUp as error:
+    except StartupFailed as error:
         complain(str(error))
         return error.exit_status
     except KvferryError as error:

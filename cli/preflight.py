@@ -14,11 +14,11 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.model_files.needs import ModelNeeds
-from kvferry.process.address import family_of
+from kvferry.model_files.memory_needs import ModelNeeds
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
 from kvferry.protocol.settings import ServeSettings
+from kvferry.runtime.address import family_of
 
 WORKER_PACKAGES = ("torch", "transformers", "safetensors", "ucxx")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

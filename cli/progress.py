@@ -11,7 +11,7 @@ from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
-from kvferry.process.log import json_line
+from kvferry.runtime.log import json_line
 
 LINE_S = 10.0
 _CHILDS = re.compile(r"\[([\w-]+)\] (.*)")

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.child import Child
-from kvferry.cli.commands import Program, kvferry_program, settings_command
+from kvferry.cli.child_commands import Program, kvferry_program, settings_command
 from kvferry.cli.progress import Lines, Objects, log_through
 from kvferry.cli.supervisor import Supervisor
-from kvferry.process.awake import LoopClock
-from kvferry.process.http import bind
-from kvferry.process.signals import Stop
-from kvferry.process.status import Status
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.siblings.siblings import ask
+from kvferry.router.worker_peers.peers import ask
+from kvferry.runtime.http import bind
+from kvferry.runtime.signals import StopSignal
+from kvferry.runtime.supervisor_status import SupervisorStatus
+from kvferry.runtime.suspend_aware_clock import LoopClock
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ async def serve_routers(settings: RouterSettings, program: Program = kvferry_pro
     raises, none of them runs. Raises ConfigError or KvferryError when they cannot be had."""
     progress = (Objects if settings.log_format == "json" else Lines)(sys.stderr)
     log_through(progress)
-    stop = Stop()
+    stop = StopSignal()
     stop.listen()
 
     def show(child: Child) -> None:
@@ -87,7 +87,7 @@ async def _live(
         await supervisor.ready(children)
         url = children[0].url or ""
         log.info("%d routers ready at %s", len(children), url)
-        Status.from_fd(settings.status_fd).ready(url, **children[0].facts)
+        SupervisorStatus.from_fd(settings.status_fd).ready(url, **children[0].facts)
 
 
 async def _look_after(child: Child, folder: Path, number: int, clock: LoopClock) -> None:
@@ -103,7 +103,7 @@ async def _look_after(child: Child, folder: Path, number: int, clock: LoopClock)
             heard_at = clock.now()
 
 
-async def _ended(supervisor: Supervisor, stop: Stop, drain_s: float) -> None:
+async def _ended(supervisor: Supervisor, stop: StopSignal, drain_s: float) -> None:
     """All of them drain, until there is a hurry."""
     ending = asyncio.create_task(supervisor.stop(drain_s + HURRY_S, drain_s))
     hurried = asyncio.create_task(stop.hurry.wait())

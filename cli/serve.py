@@ -20,22 +20,22 @@ from itertools import count
 from typing import Any, TypeVar
 
 from kvferry.cli import preflight
+from kvferry.cli.bootstrap import worker_threads
 from kvferry.cli.child import Child, Command
-from kvferry.cli.commands import Program, kvferry_program, settings_command
-from kvferry.cli.door import worker_threads
-from kvferry.cli.overview import overview, ready_line, stop_line
+from kvferry.cli.child_commands import Program, kvferry_program, settings_command
 from kvferry.cli.progress import Progress, log_through, progress_on
-from kvferry.cli.seats import Seat, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
+from kvferry.cli.ready_message import overview, ready_line, stop_line
+from kvferry.cli.resource_plan import WorkerPlan, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
 from kvferry.cli.supervisor import Supervisor
-from kvferry.model_files.naming import ModelName, require_distinct, split_names
-from kvferry.process import cores, written_once
-from kvferry.process.address import dialable, host_port
-from kvferry.process.limits import available_cores
-from kvferry.process.secret import ClusterSecrets
+from kvferry.model_files.model_name import ModelName, require_distinct, split_names
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import cache_format
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+from kvferry.runtime import core_lock, shared_file
+from kvferry.runtime.address import dialable, host_port
+from kvferry.runtime.cluster_secret import ClusterSecrets
+from kvferry.runtime.limits import available_cores
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +52,13 @@ class Checked:
     prefill workers, then of its decode workers."""
 
     settings: ServeSettings
-    seats: tuple[Seat, ...]
+    seats: tuple[WorkerPlan, ...]
 
 
 def check(settings: ServeSettings) -> Checked:
     """Everything that can fail before a process is started. Raises ConfigError."""
-    from kvferry.model_files.draft import resolve_draft
-    from kvferry.model_files.refusals import resolve_runnable
+    from kvferry.model_files.draft_model import resolve_draft
+    from kvferry.model_files.unsupported_models import resolve_runnable
 
     cache_format(settings.kv_cache_dtype, batch_invariant=settings.batch_invariant)
     port = preflight.free_port(settings.host, settings.port)
@@ -99,7 +99,7 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
 
 def cluster_commands(
     settings: ServeSettings,
-    seats: Sequence[Seat],
+    seats: Sequence[WorkerPlan],
     program: Program,
     cores_fd: int = -1,
     weights: Callable[[], int] = lambda: -1,
@@ -171,8 +171,8 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
         valkey = valkey_command(port, settings.log_level)
         settings = dataclasses.replace(settings, redis_url=valkey.address)
         supervisor.start(valkey)
-    weights = written_once.make if settings.share_weights else lambda: -1
-    commands = cluster_commands(settings, checked.seats, program, cores.make(), weights)
+    weights = shared_file.make if settings.share_weights else lambda: -1
+    commands = cluster_commands(settings, checked.seats, program, core_lock.make(), weights)
     children = [supervisor.start(command) for command in commands]
     for child in children:
         _show(progress, child)

@@ -164,7 +164,7 @@ def _machine(options: dict[str, Any]) -> Machine:
         except RegistryUnavailable as error:
             raise ConfigError(error.message, param="calibrate") from error
     if router:
-        from kvferry.simulate.probe import probed
+        from kvferry.simulate.rate_probe import probed
 
         machine = asyncio.run(probed(router, machine, api_key, model))
     return dataclasses.replace(machine, **{field: value for field, value in given.items() if value is not None})

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.cli.bootstrap import StartupFailed
 from kvferry.cli.child import Child, Command
-from kvferry.cli.door import GivenUp
 from kvferry.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def _check_start(child: Child, status: int, tries: int) -> None:
     if tries >= START_TRIES:
         said = child.complaint or child.last_words
         story = f"ended {tries} times before it was ready ({describe(status)})"
-        raise GivenUp(f"{child.name} {story}{f': {said}' if said else ''}", _shell_status(status))
+        raise StartupFailed(f"{child.name} {story}{f': {said}' if said else ''}", _shell_status(status))
 
 
 def _shell_status(status: int) -> int:

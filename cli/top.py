@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
-from kvferry.cli.top_picture import picture
+from kvferry.cli.top_view import picture
 from kvferry.protocol.errors import KvferryError
 from kvferry.router.dashboard.state import State
 from kvferry.router.dashboard.units import seconds

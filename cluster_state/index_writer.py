@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from kvferry.cluster_state.index import ROW_TTL_S, BlockIndex
-from kvferry.cluster_state.losses import Losses
-from kvferry.cluster_state.rows import Rows
-from kvferry.process.log import Seldom
+from kvferry.cluster_state.own_rows import OwnRows
+from kvferry.cluster_state.row_loss_detector import RowLossDetector
 from kvferry.protocol.errors import KvferryError, RegistryFull
+from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.index")
 
@@ -58,13 +58,13 @@ class IndexWriter:
     ) -> None:
         self._index, self._node_id, self._epoch, self._snapshot = index, node_id, epoch, snapshot
         self._flush_s, self._refresh_s, self._batch, self._max_noted = flush_s, refresh_s, batch, max_noted
-        self._losses, self._pace = Losses(sample_s), batch
-        self._room_at, self._no_room = -math.inf, Seldom(log, every_s=60.0)
+        self._losses, self._pace = RowLossDetector(sample_s), batch
+        self._room_at, self._no_room = -math.inf, RateLimitedLog(log, every_s=60.0)
         self._lock = threading.Lock()
         self._notes: list[tuple[Sequence[bytes], Sequence[bytes]]] = []
         self._noted = 0
         self._compare, self._rewrite = True, False
-        self._rows = Rows()
+        self._rows = OwnRows()
         self._stale: deque[bytes] = deque()  # to be refreshed
         self._failures = 0
         self._stopping = asyncio.Event()

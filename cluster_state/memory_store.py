@@ -11,9 +11,9 @@ from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, owner, store_hashes
 from kvferry.cluster_state.prefixes import longest
 from kvferry.cluster_state.registry import LEASE_S, Announced
 from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.index_rows import alone, key_and_tag, rows_of
 from kvferry.protocol.layout import STORE_GROUP
-from kvferry.protocol.lease import Foreign, NodeLease
-from kvferry.protocol.rows import alone, key_and_tag, rows_of
+from kvferry.protocol.lease import IncompatibleLease, NodeLease
 
 
 class MemoryStore:
@@ -28,7 +28,7 @@ class MemoryStore:
         row_ttl_s: float = ROW_TTL_S,
     ) -> None:
         self.available = True
-        self.foreign: tuple[Foreign, ...] = ()
+        self.incompatible: tuple[IncompatibleLease, ...] = ()
         self._clock, self._lease_s, self._row_ttl_s = clock, lease_s, row_ttl_s
         self._leases: dict[str, tuple[NodeLease, float]] = {}
         self._epochs: dict[str, int] = {}

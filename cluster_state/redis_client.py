@@ -37,11 +37,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from kvferry.cluster_state import redis_url
 from kvferry.cluster_state.redis_pool import Pool, SentinelPool
-from kvferry.process.log import Seldom
 from kvferry.protocol.errors import ConfigError, RegistryFull, RegistryRefuses, RegistryUnavailable, reason
+from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.redis")
-_odd = Seldom(log)
+_odd = RateLimitedLog(log)
 
 _MAX_CONNECTIONS = 16
 LONGEST = 3

@@ -5,8 +5,8 @@ kvferry:<cluster>:node:<id>     string, the NodeLease as sealed, expires with th
 kvferry:<cluster>:epoch:<id>    string, the epoch last given to the node's processes, expires EPOCH_TTL_S after that
 kvferry:<cluster>:b:<16 bytes>  hash  node id, or another name of `index` → epoch: who holds the block of this hash, the
                                 first of a chain, or what it stands for
-kvferry:<cluster>:g:<8 bytes>   hash  8 bytes, name → epoch: the same of the blocks of a group (`protocol.rows`). Both
-                                expire ROW_TTL_S after the last write
+kvferry:<cluster>:g:<8 bytes>   hash  8 bytes, name → epoch: the same of the blocks of a group (`protocol.index_rows`).
+                                Both expire ROW_TTL_S after the last write
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from kvferry.cluster_state import redis_client, redis_scripts, row_scripts
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
+from kvferry.cluster_state.query_batching import QueryBatcher, Question
 from kvferry.cluster_state.redis_check import checked
 from kvferry.cluster_state.redis_client import LONGEST, Script, answered, sensible
 from kvferry.cluster_state.redis_url import shown
 from kvferry.cluster_state.registry import LEASE_S, Announced
-from kvferry.cluster_state.together import Question, Together
 from kvferry.protocol.layout import STORE_GROUP
-from kvferry.protocol.lease import Foreign, NodeLease, sealed, unsealed
+from kvferry.protocol.lease import IncompatibleLease, NodeLease, sealed, unsealed
 from kvferry.protocol.wire import WireError
 
 log = logging.getLogger("kvferry.redis")
@@ -55,12 +55,12 @@ class RedisStore:
         row_ttl_s: float = ROW_TTL_S,
         password_file: str = "",
     ) -> None:
-        self.foreign: tuple[Foreign, ...] = ()
+        self.incompatible: tuple[IncompatibleLease, ...] = ()
         self._shown, self._prefix = shown(url), f"kvferry:{cluster}:"
         prefix = self._prefix
         self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", [prefix + "b:", prefix + "g:"]
         self._epochs = prefix + "epoch:"
-        self._lookups = Together(self._longest_prefixes, lookup_s)
+        self._lookups = QueryBatcher(self._longest_prefixes, lookup_s)
         self._told_unreadable = False
         self._lease_ms, self._row_ttl_ms = int(lease_s * 1000), int(row_ttl_s * 1000)
         self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), LONGEST * timeout_s
@@ -103,9 +103,9 @@ class RedisStore:
 
     async def nodes(self) -> list[NodeLease]:
         """Leases that this version cannot read are left out: an incompatible node may share the registry. Those that
-        tell another version are `foreign` then."""
+        tell another version are `incompatible` then."""
         leases: list[NodeLease] = []
-        foreign, unreadable = [], ""
+        incompatible, unreadable = [], ""
         answer = await self._nodes.run([self._members, self._leases], [])
         with sensible():
             told = [bytes(packed) for packed in answer]
@@ -118,8 +118,8 @@ class RedisStore:
             if isinstance(lease, NodeLease):
                 leases.append(lease)
             else:
-                foreign.append(lease)
-        self.foreign = tuple(foreign)
+                incompatible.append(lease)
+        self.incompatible = tuple(incompatible)
         if unreadable and not self._told_unreadable:
             log.warning("a lease cannot be read, its node is not used: %s", unreadable)
         self._told_unreadable = bool(unreadable)

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from kvferry.process.log import Seldom
 from kvferry.protocol.errors import KvferryError, RegistryRefuses
 from kvferry.protocol.lease import NodeLease
+from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.registry")
 
@@ -84,7 +84,7 @@ class LeaseKeeper:
         self._period_s, self._lease_s = period_s, lease_s
         self._held_until = 0.0
         self.trouble = "the registry was not asked yet"
-        self._refused = Seldom(log)
+        self._refused = RateLimitedLog(log)
         self._stands = self._absence_told = self._lapse_told = False
         self._held_once = asyncio.Event()
         self._failures = 0

@@ -1,13 +1,13 @@
 """The Lua of the block index, as `redis_scripts` says.
 
-Block hashes travel as one string of 16 bytes each, rows (`protocol.rows`) as one of 17 and a name each. Where memory is
-full, rows that are there live on; new ones are refused.
+Block hashes travel as one string of 16 bytes each, rows (`protocol.index_rows`) as one of 17 and a name each. Where
+memory is full, rows that are there live on; new ones are refused.
 """
 
 # Each command that a script calls costs the server a microsecond and more, so one is for all rows of a key that follow
 # each other. They stand under a node's id, or under `index.on_tier` of it, whose lease is the node's, or under
-# `index.ON_STORE`; in the key of a group (`protocol.rows`) the block's tag is before the name. The name travels behind
-# each row, so that a field is one piece of what came: making strings is most of what Lua takes.
+# `index.ON_STORE`; in the key of a group (`protocol.index_rows`) the block's tag is before the name. The name travels
+# behind each row, so that a field is one piece of what came: making strings is most of what Lua takes.
 _ROWS = """
 local call, sub, byte = redis.call, string.sub, string.byte
 local id, epoch = ARGV[1], ARGV[2]
@@ -117,7 +117,7 @@ return found
 # each node that holds the first block; whose epochs live is for who asks to know, since a thousand of them would cost
 # more to send than the search. The search of each node is that of `cluster_state.prefixes.longest`, with positions
 # counted from 1; nodes whose next question is the same position are asked together. Where a position's row stands,
-# `protocol.rows` says.
+# `protocol.index_rows` says.
 LONGEST_PREFIX = """
 local call, sub, answers = redis.call, string.sub, {}
 local hashes, chained, epochs, answer

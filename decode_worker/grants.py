@@ -8,11 +8,11 @@ from typing import cast
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Event, ReservationFailed, Reserved
 from kvferry.kv_transfer.ports import TransferKey
-from kvferry.node.arrivals import Arrivals
-from kvferry.node.service import Base, ship_outcome
 from kvferry.protocol.errors import Draining, KvferryError
 from kvferry.protocol.link_messages import Asked, Commit
 from kvferry.protocol.messages import Job
+from kvferry.worker.grant_dispatch import GrantDispatch
+from kvferry.worker.service import Base, ship_outcome
 
 
 class Grants:
@@ -20,7 +20,7 @@ class Grants:
     the link thread of every job that a grant is asked for. Without state of its own; nothing passes the asyncio loop: a
     busy HTTP server delays no block."""
 
-    def __init__(self, base: Base, arrivals: Arrivals, begun: Callable[[Job], None]) -> None:
+    def __init__(self, base: Base, arrivals: GrantDispatch, begun: Callable[[Job], None]) -> None:
         self._base, self._arrivals, self._begun = base, arrivals, begun
         self.receiver = arrivals.receiver
         arrivals.take(Job, self)
@@ -78,4 +78,4 @@ class Grants:
         self._base.engine.submit(lambda engine: engine.withdraw(key, error))
 
     def quiet(self, key: TransferKey) -> None:
-        self._base.engine.submit(lambda engine: engine.lent.grant_quiet(key))
+        self._base.engine.submit(lambda engine: engine.transfer_holds.grant_quiet(key))

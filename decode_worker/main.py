@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry.decode_worker.service import DecodeService
-from kvferry.node.serve import serve_node
 from kvferry.protocol.settings import WorkerSettings
+from kvferry.worker.serve import serve_node
 
 
 async def serve_decode(settings: WorkerSettings) -> None:

@@ -2,7 +2,7 @@
 
 It prefills locally what a router asks it to, with what other nodes hold of it; copies what streams have to their
 buddies, and hands them over while it drains. Engine, receiver and sender talk to each other directly (`grants`,
-`buddies`, `departures`, `node.fetches`); everything here belongs to the asyncio loop.
+`buddies`, `departures`, `worker.fetch_client`); everything here belongs to the asyncio loop.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from kvferry.decode_worker.buddies import Buddies
-from kvferry.decode_worker.departures import Departures
+from kvferry.decode_worker.canary_log import CanaryLog
 from kvferry.decode_worker.grants import Grants
-from kvferry.decode_worker.looks import Looks
-from kvferry.decode_worker.spans import Spans
-from kvferry.engine.events import Event, Failed, Generated, Looked
-from kvferry.node.accounts import audit
-from kvferry.node.endpoints import Endpoints
-from kvferry.node.service import Base
-from kvferry.process.http import read_message
+from kvferry.decode_worker.migration_sender import MigrationSender
+from kvferry.decode_worker.replication import Replication
+from kvferry.decode_worker.trace_spans import TraceSpans
+from kvferry.engine.events import CanaryChecked, Event, Failed, Generated
 from kvferry.protocol.errors import Moved
 from kvferry.protocol.messages import (
     AttemptFailed,
@@ -33,6 +29,10 @@ from kvferry.protocol.messages import (
     StepFrame,
     TokenDelta,
 )
+from kvferry.runtime.http import read_message
+from kvferry.worker.endpoints import Endpoints
+from kvferry.worker.reuse_check import audit
+from kvferry.worker.service import Base
 
 
 class DecodeService:
@@ -40,12 +40,12 @@ class DecodeService:
 
     def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
         self._base = base
-        self._spans = Spans()
-        self._looks = Looks(base.metrics)
+        self._spans = TraceSpans()
+        self._looks = CanaryLog(base.metrics)
         self.endpoints = endpoints or Endpoints(base)
         self._grants = Grants(base, self.endpoints.arrivals, self._spans.begin)
-        self._departures = Departures(base, self.endpoints.sender)
-        self._buddies = Buddies(base, self.endpoints.sender)
+        self._departures = MigrationSender(base, self.endpoints.sender)
+        self._buddies = Replication(base, self.endpoints.sender)
         base.app.post("/attempts/generate", status_code=202)(self.post_generate)
         base.app.post("/attempts/move", status_code=202)(self.post_move)
 
@@ -92,7 +92,7 @@ class DecodeService:
                     self._base.metrics.attempts["done"].inc()
             elif isinstance(event, Failed):
                 outputs[event.router_id].failed.append(self._failure(event))
-            elif isinstance(event, Looked) and self._looks.differs(event):
+            elif isinstance(event, CanaryChecked) and self._looks.differs(event):
                 outputs[event.router_id].deviations.append(Deviation(event.key[0], event.sender))
         for router_id, output in outputs.items():
             self._base.streams.publish(router_id, output.frame())

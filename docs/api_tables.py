@@ -13,8 +13,8 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.version import VERSION
 from kvferry.router.api.app import create_app
 from kvferry.router.api.documentation import Application
-from kvferry.router.api.pool import Pools
-from kvferry.router.dashboard.board import Board
+from kvferry.router.api.served_models import ServedModels
+from kvferry.router.dashboard.snapshot import SnapshotBuilder
 
 _TREE_LINE = re.compile(r"^[│ ├└─]*(?P<name>[A-Z]\w+)\s+(?P<rest>\S.*)$")
 _MEANING = re.compile(r"^(?:\d{3} \w+)?[ :]*\(?(?P<text>.*?)\)?$")
@@ -22,7 +22,7 @@ _MEANING = re.compile(r"^(?:\d{3} \w+)?[ :]*\(?(?P<text>.*?)\)?$")
 
 def openapi() -> dict[str, Any]:
     """Returns the OpenAPI description of a router; the routes need no model until a request arrives."""
-    pools, board = cast(Pools, object()), cast(Board, object())
+    pools, board = cast(ServedModels, object()), cast(SnapshotBuilder, object())
     door = create_app(RouterSettings(), pools, RouterMetrics(), board=board)
     return cast(Application, vars(door)["_app"]).openapi()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry.elastic_worker.service import ElasticService
-from kvferry.node.serve import serve_node
 from kvferry.protocol.settings import WorkerSettings
+from kvferry.worker.serve import serve_node
 
 
 async def serve_elastic(settings: WorkerSettings) -> None:

@@ -1,6 +1,6 @@
 """Both roles over one engine, one link and one pool: each half hears only what was made while its role was the node's.
 
-A role changes only when nothing of it is under way (`node.roles`), so the half that is out of work knows of nothing.
+A role changes only when nothing of it is under way (`worker.roles`), so the half that is out of work knows of nothing.
 What a node does in either role, to keep copies, fetch, read tiers, give others what they ask for, goes on all the time.
 """
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 from kvferry.decode_worker.service import DecodeService
 from kvferry.engine.events import Event
-from kvferry.node.endpoints import Endpoints
-from kvferry.node.service import Base, Service
 from kvferry.prefill_worker.service import PrefillService
 from kvferry.protocol.messages import CancelRequest
+from kvferry.worker.endpoints import Endpoints
+from kvferry.worker.service import Base, Service
 
 
 class ElasticService:
-    """Implements node.service.Service."""
+    """Implements worker.service.Service."""
 
     def __init__(self, base: Base) -> None:
         self._roles, self.endpoints = base.roles, Endpoints(base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvferry.engine.request import Request
-from kvferry.kernels.low_rank import Adapter
+from kvferry.kernels.lora import Adapter
 from kvferry.protocol.errors import AdapterNotLoaded
 
 

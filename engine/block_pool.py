@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.engine import recount
-from kvferry.engine.absences import Absences
-from kvferry.engine.changes import Changes
+from kvferry.engine import audit
+from kvferry.engine.eviction import PROTECTED, SegmentedLru
 from kvferry.engine.free_list import FreeList
-from kvferry.engine.idle import PROTECTED, Idle
+from kvferry.engine.index_changes import IndexChanges
+from kvferry.engine.miss_reasons import MissReasons
+from kvferry.engine.partial_blocks import PartialBlocks
 from kvferry.engine.ports import Holds
-from kvferry.engine.tails import Tails
 
 
 @dataclass(slots=True)
@@ -36,14 +36,14 @@ class BlockPool:
         self.holds = holds
         self.prefix_caching = prefix_caching
         self.evicted_total = 0
-        self.tails = Tails(enabled=prefix_caching)
-        self.absences = Absences(num_blocks)
-        self.idle = Idle(num_blocks // PROTECTED)
+        self.tails = PartialBlocks(enabled=prefix_caching)
+        self.miss_reasons = MissReasons(num_blocks)
+        self.idle = SegmentedLru(num_blocks // PROTECTED)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._free = FreeList(num_blocks)
         self._by_hash: dict[bytes, int] = {}
-        self.changes = Changes()
-        self._recounts: list[recount.Children] = []
+        self.changes = IndexChanges()
+        self._recounts: list[audit.Children] = []
 
     @property
     def free_blocks(self) -> int:
@@ -114,7 +114,7 @@ class BlockPool:
             self._blocks[parent].children += 1
             self._changed(block_id, parent, 1)
         self._by_hash[block_hash] = block_id
-        self.absences.arrived(block_hash)
+        self.miss_reasons.arrived(block_hash)
         self.changes.came(block_hash, None if parent is None else self._blocks[parent].hash)
         return block_id
 
@@ -152,21 +152,21 @@ class BlockPool:
         """`check_integrity` in pieces of a fraction of a millisecond, between which the pool may be used: what is wrong
         for good is found in one of two passes."""
         yield from self.holds.audit()
-        anew = recount.Children((yield from recount.zeros(self.num_blocks)))
+        anew = audit.Children((yield from audit.zeros(self.num_blocks)))
         self._recounts.append(anew)
         try:
-            for piece in recount.strides(self.num_blocks):
+            for piece in audit.strides(self.num_blocks):
                 for block_id in piece:
                     self._check(block_id)
                 anew.read(piece, [self._blocks[block_id].parent for block_id in piece])
                 yield
-            for piece in recount.strides(self.num_blocks):
+            for piece in audit.strides(self.num_blocks):
                 counts = [self._blocks[block_id].children for block_id in piece]
                 assert anew.counts[piece.start : piece.stop].tolist() == counts, f"children of {piece} miscounted"
                 yield
         finally:
             self._recounts.remove(anew)
-        for piece in recount.strides(self.num_blocks):
+        for piece in audit.strides(self.num_blocks):
             self._free.check(piece)
             yield
         counted = self.available + self.holds.num_held
@@ -205,7 +205,7 @@ class BlockPool:
         assert block.hash is not None
         self.idle.forget(block_id)
         del self._by_hash[block.hash]
-        self.absences.note((block.hash,), reason)
+        self.miss_reasons.note((block.hash,), reason)
         self.changes.went(block.hash)
         if block.parent is not None:
             self._blocks[block.parent].children -= 1

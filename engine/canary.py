@@ -24,15 +24,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.events import BlocksChanged, Event, Looked
-from kvferry.engine.isolation import DeviceLost
-from kvferry.engine.look import Computes, Look, draws_likeliest
-from kvferry.engine.models.base import Unwanted, Wanted
+from kvferry.engine.canary_check import CanaryCheck, Computes, draws_likeliest
+from kvferry.engine.events import BlocksChanged, CanaryChecked, Event
+from kvferry.engine.fault_isolation import DeviceLost
+from kvferry.engine.models.base import ForwardAbandoned, Wanted
 from kvferry.engine.ports import CANARY
 from kvferry.engine.request import Request
-from kvferry.engine.roster import Roster
+from kvferry.engine.request_table import RequestTable
 from kvferry.protocol.layout import blocks_for
-from kvferry.protocol.names import NodeName
+from kvferry.protocol.process_names import NodeName
 
 log = logging.getLogger("kvferry.engine")
 
@@ -46,13 +46,13 @@ KNOWN = 4096
 
 
 class Canary:
-    """One look at a time. rate: the share of ships that are looked at; tolerated: see engine.likeness. Owned by the
-    engine thread."""
+    """One look at a time. rate: the share of ships that are looked at; tolerated: see engine.output_tolerance. Owned
+    by the engine thread."""
 
     def __init__(
         self,
         pool: BlockPool,
-        roster: Roster,
+        request_table: RequestTable,
         runner: Computes,
         events: list[Event],
         *,
@@ -62,10 +62,10 @@ class Canary:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        self._pool, self._roster, self._runner, self._events = pool, roster, runner, events
+        self._pool, self._request_table, self._runner, self._events = pool, request_table, runner, events
         self._block_size, self._rate, self._tolerated = block_size, rate, tolerated
         self._clock, self._draw = clock, draw
-        self._look: Look | None = None
+        self._look: CanaryCheck | None = None
         self._rests_until = 0.0
         self._agreed: OrderedDict[NodeName, None] = OrderedDict()
 
@@ -84,7 +84,7 @@ class Canary:
             return
         keep = max(self._pool.num_blocks // SPARED, self._wanted())
         own = self._pool.acquire(request.key, CANARY, [], blocks_for(known + 1, size) + 1, keep=keep)
-        look = Look(
+        look = CanaryCheck(
             request.key,
             request.job.router_id,
             sender,
@@ -119,7 +119,7 @@ class Canary:
         """Seconds until the next piece may be computed; None: there is nothing to compute."""
         if self._look is None:
             return None
-        if not self._roster:
+        if not self._request_table:
             return 0.0
         return max(0.0, max(self._look.began + PATIENCE_S, self._rests_until) - self._clock())
 
@@ -130,12 +130,12 @@ class Canary:
             return
         began = self._clock()
         try:
-            ended = look.go_on(self._runner, PIECE_BESIDE if self._roster else PIECE, wanted)
+            ended = look.go_on(self._runner, PIECE_BESIDE if self._request_table else PIECE, wanted)
             if look.distance > self._tolerated:
                 self._end(look, "differed")
             elif ended:
                 self._end(look, "agreed")
-        except Unwanted:
+        except ForwardAbandoned:
             pass
         except DeviceLost:
             raise
@@ -150,11 +150,11 @@ class Canary:
 
     def _wanted(self) -> int:
         """Blocks that those who are here may take next."""
-        size, here = self._block_size, self._roster
+        size, here = self._block_size, self._request_table
         queued = sum(blocks_for(len(r.token_ids) + r.job.ahead, size) for r in here.waiting)
         return queued + len(here.running) + len(here.awaiting)
 
-    def _end(self, look: Look, outcome: str) -> None:
+    def _end(self, look: CanaryCheck, outcome: str) -> None:
         self._look = None
         if outcome == "differed":
             self._pool.forget(look.landed)
@@ -169,7 +169,7 @@ class Canary:
             self._agreed.pop(look.sender, None)
         self._tell(look, outcome)
 
-    def _tell(self, look: Look, outcome: str) -> None:
+    def _tell(self, look: CanaryCheck, outcome: str) -> None:
         self._events.append(
-            Looked(look.key, look.router_id, look.sender, outcome, look.known, look.distance, self._tolerated)
+            CanaryChecked(look.key, look.router_id, look.sender, outcome, look.known, look.distance, self._tolerated)
         )

@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.findable import make_findable
+from kvferry.engine.core_sharing import CoreTurns
+from kvferry.engine.prefix_registration import make_findable
 from kvferry.engine.request import Key, Request
-from kvferry.engine.roster import Roster
+from kvferry.engine.request_table import RequestTable
 from kvferry.engine.runner import Found, Runner
 from kvferry.engine.sampler import Sampled
-from kvferry.engine.shift import Shift
-from kvferry.engine.slices import Slice, chunks_of
 from kvferry.engine.step_cost import StepCost
-from kvferry.kernels.step import always
+from kvferry.engine.step_slices import Slice, chunks_of
+from kvferry.kernels.decoder_spec import always
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.work import Generate
 
@@ -32,7 +32,7 @@ LEARN = 0.3
 
 
 @dataclass(slots=True, eq=False)
-class Shadow:
+class DraftState:
     """Of one stream. known: how many of its request's tokens are the stream's; the rest was drawn here. fits: the draft
     model knows all of them."""
 
@@ -59,14 +59,14 @@ class DraftModel:
     streams can have; shift: when it may compute (its runner asks nobody). cost: seconds of its decode steps; token_s:
     of each token of a chunk; waited_s: for the cores, in the last `draft`."""
 
-    def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, shift: Shift) -> None:
+    def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, shift: CoreTurns) -> None:
         self.cost = StepCost()
         self.token_s = self.waited_s = 0.0
         self.runner, self.pool = runner, pool
         self._chunk, self._shift = chunk, shift
         info = runner.model.info
         self._longest, self._ids, self._vocab = info.max_model_len, info.vocab_size, min(info.vocab_size, vocab_size)
-        self._shadows: dict[Key, Shadow] = {}
+        self._shadows: dict[Key, DraftState] = {}
 
     def can(self, stream: Request) -> bool:
         """Whether it may have a draft: it is not beyond what the draft model was made for, nor of other tokens."""
@@ -108,14 +108,14 @@ class DraftModel:
             self.pool.release(*shadow.request.holder, shadow.request.block_ids)
         self._shadows.clear()
 
-    def audit(self, roster: Roster) -> Iterator[None]:
+    def audit(self, request_table: RequestTable) -> Iterator[None]:
         """Assert that its books balance, and that it follows nobody who has gone; in pieces below a millisecond."""
         yield from self.pool.audit()
-        assert all(roster.find(key) for key in self._shadows), "the draft model follows streams that have gone"
+        assert all(request_table.find(key) for key in self._shadows), "the draft model follows streams that have gone"
         held = {block for shadow in self._shadows.values() for block in shadow.request.block_ids}
         assert self.pool.holds.num_held == len(held), "blocks of the draft model leaked"
 
-    def _shadow(self, stream: Request, count: int) -> Shadow | None:
+    def _shadow(self, stream: Request, count: int) -> DraftState | None:
         """The stream's shadow as of now, with room for `count` drafts; None where it can have none."""
         shadow = self._shadows.get(stream.key)
         new = stream.token_ids if shadow is None else shadow.follow(stream)
@@ -133,11 +133,11 @@ class DraftModel:
             request.block_ids.extend(more)
         return shadow
 
-    def _open(self, stream: Request) -> Shadow:
+    def _open(self, stream: Request) -> DraftState:
         """With what is found of the stream: its prompt may begin as another one did."""
         params = replace(stream.job.params, logprobs=None)
         job = replace(stream.job, token_ids=(), work=Generate(params))
-        shadow = Shadow(Request(job, stream.root, stream.block_size))
+        shadow = DraftState(Request(job, stream.root, stream.block_size))
         shadow.follow(stream)
         request = shadow.request
         found = self.pool.match(request.reusable_hashes)

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvferry.engine.acceptance import Accepted
+from kvferry.engine.draft_acceptance import Accepted
 from kvferry.engine.draft_model import FEW, DraftModel
-from kvferry.engine.drafts import Drafts
+from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.request import Request
-from kvferry.engine.slices import Slice
 from kvferry.engine.step_cost import ROW
+from kvferry.engine.step_slices import Slice
 
 log = logging.getLogger("kvferry.engine")
 
@@ -37,7 +37,7 @@ class Drafter:
         self.share = AT_FIRST
         self._spent_s = self._waited_s = self._gained_s = 0.0
 
-    def improve(self, requests: Sequence[Request], drafts: Sequence[Drafts | None], step: Line) -> None:
+    def improve(self, requests: Sequence[Request], drafts: Sequence[NgramDrafts | None], step: Line) -> None:
         """Have the model draft where nothing likelier was found, and it pays. step: what a step takes. What the model
         raises ends its service, and nothing else."""
         began, model = time.monotonic(), self.model
@@ -87,7 +87,7 @@ class Drafter:
             self.model.forget(request)
 
     def _wanted(
-        self, model: DraftModel, asked: Sequence[tuple[Request, Drafts]], count: int, step: Line
+        self, model: DraftModel, asked: Sequence[tuple[Request, NgramDrafts]], count: int, step: Line
     ) -> dict[int, int]:
         """How many drafts of which: as many as pay or, once in a while, one of the stream that lacks least."""
         shares = [(own.of_model, own.most) for _, own in asked]

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvferry.engine.masks import Masks
-from kvferry.engine.models.base import Halfway, Unwanted, Wanted
+from kvferry.engine.grammar_masks import GrammarMasks
+from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.models.hf_encoder import EncoderModel, Text
 from kvferry.engine.pooling import Pooler, Read, read, take
-from kvferry.engine.slices import Slice
-from kvferry.kernels.step import always
+from kvferry.engine.step_slices import Slice
+from kvferry.kernels.decoder_spec import always
 from kvferry.protocol.work import Classify, Embed
 
 SHORTEST = 0.5
@@ -28,7 +28,7 @@ class EncoderRunner:
 
     def __init__(self, model: EncoderModel, pooler: Pooler) -> None:
         self.model = model
-        self.masks = Masks.none("an encoder generates nothing")
+        self.masks = GrammarMasks.none("an encoder generates nothing")
         self._pooler = pooler
 
     def hurry(self) -> None:
@@ -39,14 +39,14 @@ class EncoderRunner:
 
     @torch.inference_mode()
     def run(
-        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None
+        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
     ) -> list[Read | None]:
         """The answer to each slice. Raises Unwanted when they were not `wanted` to the end."""
         texts = [_text(part) for part in slices]
         found: list[Read | None] = [None] * len(slices)
         for batch in batches([len(text.token_ids) for text in texts]):
             if not wanted():
-                raise Unwanted
+                raise ForwardAbandoned
             answers = self._answers([slices[i] for i in batch], [texts[i] for i in batch])
             for index, answer in zip(batch, answers, strict=True):
                 found[index] = answer

@@ -12,31 +12,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvferry.engine.adapters import Adapters
+from kvferry.engine.admission import Admission
+from kvferry.engine.audit_schedule import audit
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.canary import Canary
-from kvferry.engine.copies import Copies
-from kvferry.engine.courtesy import Courtesy
-from kvferry.engine.door import Door
+from kvferry.engine.cancellations import Cancellations
 from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.events import Event, Failed, ReservationFailed
 from kvferry.engine.grammars import Grammars
-from kvferry.engine.leaving import Leaving
-from kvferry.engine.lent import Lent
-from kvferry.engine.moving import Moving, widen
+from kvferry.engine.migration import OutboundMigrations, widen
+from kvferry.engine.newcomer_priority import NewcomerPriority
+from kvferry.engine.replication import Replicas
 from kvferry.engine.request import Key, Request, key_of
-from kvferry.engine.roster import Roster
-from kvferry.engine.runner import Runs
+from kvferry.engine.request_states import Awaits
+from kvferry.engine.request_table import RequestTable
+from kvferry.engine.runner import StepRunner
 from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.self_check import audit
 from kvferry.engine.speculation import Speculation
-from kvferry.engine.states import Awaits
 from kvferry.engine.step import Stepper
+from kvferry.engine.transfer_holds import TransferHolds
 from kvferry.protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
 from kvferry.protocol.hashing import root_hash
 from kvferry.protocol.lease import Load
 from kvferry.protocol.messages import Job, TokenDelta
-from kvferry.protocol.names import NOBODY, NodeName
+from kvferry.protocol.process_names import NOBODY, NodeName
 from kvferry.protocol.work import Embed, Generate
 
 log = logging.getLogger("kvferry.engine")
@@ -61,26 +61,28 @@ class Engine:
     """The arithmetic side of a node."""
 
     def __init__(
-        self, config: EngineConfig, runner: Runs, pool: BlockPool, draft_model: DraftModel | None = None
+        self, config: EngineConfig, runner: StepRunner, pool: BlockPool, draft_model: DraftModel | None = None
     ) -> None:
         self.config, self.runner, self.pool, self.draft_model = config, runner, pool, draft_model
-        self.roster = Roster()
-        self.scheduler = Scheduler(pool, self.roster, config.block_size, config.limits, runner.copy_block)
+        self.request_table = RequestTable()
+        self.scheduler = Scheduler(pool, self.request_table, config.block_size, config.limits, runner.copy_block)
         self.events: list[Event] = []
         self.longest = min(config.max_model_len, pool.num_blocks * config.block_size)
-        self.lent = Lent(pool)
-        self.leaving = Leaving()
-        self.courtesy = Courtesy(self.roster, shares=config.shares_cores)
+        self.transfer_holds = TransferHolds(pool)
+        self.leaving = Cancellations()
+        self.newcomer_priority = NewcomerPriority(self.request_table, shares=config.shares_cores)
         info = runner.model.info
         self.grammars = Grammars(runner.masks, lambda key: self.resume(key, Awaits.GRAMMAR), self.fail)
         self.canary: Canary | None = None
-        self._door = Door(self.longest, info.vocab_size, config.takes, info.name)
+        self._door = Admission(self.longest, info.vocab_size, config.takes, info.name)
         self.adapters = Adapters()
-        self.moving = Moving(pool, self.scheduler, self.longest, self.events)
-        self.copies = Copies(pool, self.roster)
+        self.moving = OutboundMigrations(pool, self.scheduler, self.longest, self.events)
+        self.copies = Replicas(pool, self.request_table)
         speculation = Speculation(pool, config.drafts, config.limits.max_num_batched_tokens, draft_model)
-        self.roster.left = speculation.forget
-        self.stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events, speculation)
+        self.request_table.left = speculation.forget
+        self.stepper = Stepper(
+            self.scheduler, runner, self.transfer_holds, self.leaving, self.longest, self.events, speculation
+        )
 
     def add(
         self,
@@ -94,7 +96,7 @@ class Engine:
         """Queue an attempt; one that is here already stays as it is. With a transfer its blocks from `first_block` on
         are announced as they are computed, and `lent.ship_quiet` must follow; for all that it awaits, `resume`. A
         Failed event answers if it cannot be."""
-        if self.roster.find(key_of(job)):
+        if self.request_table.find(key_of(job)):
             return
         with self._answering(lambda error: self._refuse(job, error)):
             self._door.check(job)
@@ -109,7 +111,7 @@ class Engine:
         `lent.grant_quiet`. What else it awaits may come before or after them."""
         with self._answering(lambda error: self._refuse_grant(grant, error)):
             self._door.check(job)
-            if self.roster.find(key_of(job)):
+            if self.request_table.find(key_of(job)):
                 raise GrantRefused(f"attempt {job.attempt} of {job.request_id} is here already")
             request = self._request(job)
             request.grant = grant
@@ -120,11 +122,11 @@ class Engine:
         """The grant's blocks have landed from `sender`: continue after the first token. If it was withdrawn meanwhile,
         its blocks are released: nothing else reports it quiet. A Failed event answers if it cannot go on. One that
         moved brings more tokens than one; `covered` in front have their K/V in the blocks (0: those of the job)."""
-        request = self.roster.by_grant(grant)
+        request = self.request_table.by_grant(grant)
         if request is None or not request.block_ids:
-            self.lent.grant_quiet(grant)
+            self.transfer_holds.grant_quiet(grant)
             return
-        shared = any(other.behind is request for other in self.roster.awaiting.values())
+        shared = any(other.behind is request for other in self.request_table.awaiting.values())
         self.scheduler.land(request)
         request.computed_len = len(request.token_ids)
         self.pool.tails.note(request)
@@ -143,19 +145,19 @@ class Engine:
 
     def resume(self, key: Key, awaited: Awaits) -> None:
         """What an attempt awaited has come; nothing if it has gone."""
-        request = self.roster.find(key)
+        request = self.request_table.find(key)
         if request is not None:
-            self.roster.resume(request, awaited)
+            self.request_table.resume(request, awaited)
 
     def fail(self, key: Key, error: KvferryError) -> None:
         """End an attempt: what it awaits will not come. Nothing if it has gone."""
-        request = self.roster.find(key)
+        request = self.request_table.find(key)
         if request is not None:
             self.stepper.drop(request, error)
 
     def withdraw(self, grant: Hashable, error: KvferryError) -> None:
         """The grant failed: queued, its request is dropped; with blocks, they stay held until `lent.grant_quiet`."""
-        request = self.roster.by_grant(grant)
+        request = self.request_table.by_grant(grant)
         if request is not None:
             self.stepper.drop(request, error)
 
@@ -163,18 +165,18 @@ class Engine:
         """Drop all attempts of the request up to `attempt`, and refuse those that arrive later."""
         self._door.close(request_id, attempt)
         error = Cancelled("the request was cancelled")
-        for request in self.roster.attempts(request_id, attempt):
+        for request in self.request_table.attempts(request_id, attempt):
             self.stepper.drop(request, error)
 
     def cancel_router(self, router_id: str) -> None:
         """The router is gone: drop everything it asked for."""
-        for request in list(self.roster):
+        for request in list(self.request_table):
             if request.job.router_id == router_id:
                 self.cancel(request.job.request_id, request.job.attempt)
 
     def has_work(self) -> bool:
         """Whether a step could do something."""
-        return bool(self.roster.running or self.roster.waiting)
+        return bool(self.request_table.running or self.request_table.waiting)
 
     def step(self) -> bool:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
@@ -183,13 +185,13 @@ class Engine:
         attempts that are `leaving`. Raises DeviceLost: no other step can run."""
         began = time.monotonic()
         ran = self.stepper.step()
-        self.courtesy.stepped(time.monotonic() - began)
-        self.adapters.settle(self.roster)
+        self.newcomer_priority.stepped(time.monotonic() - began)
+        self.adapters.settle(self.request_table)
         return ran
 
     def load(self) -> Load:
         """What the node is doing now."""
-        here, seated = self.roster, self.roster.seated
+        here, seated = self.request_table, self.request_table.seated
         granted = [len(r.block_ids) - r.first_block for r in seated if r.grant is not None]
         free, cached = self.pool.free_blocks, self.pool.cached_blocks
         return Load(
@@ -222,7 +224,7 @@ class Engine:
 
     def _refuse(self, job: Job, error: KvferryError) -> None:
         """End an attempt that may be here already, or an older one of the same name in its place."""
-        request = self.roster.find(key_of(job))
+        request = self.request_table.find(key_of(job))
         if request is not None and request.job is job:
             self.stepper.drop(request, error)
         else:
@@ -230,7 +232,7 @@ class Engine:
 
     def _refuse_grant(self, grant: Hashable, error: KvferryError) -> None:
         """End a request that may be queued already."""
-        request = self.roster.by_grant(grant)
+        request = self.request_table.by_grant(grant)
         if request is not None:
             self.stepper.drop(request, error)
         else:

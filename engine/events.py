@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.engine.request import Key
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.messages import TokenDelta
-from kvferry.protocol.names import NodeName
+from kvferry.protocol.process_names import NodeName
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class ReservationFailed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """Blocks became findable or were evicted, hashes and their rows (`protocol.rows`): news for the block index."""
+    """Blocks became findable or were evicted, hashes and their rows (`protocol.index_rows`): news for the block
+    index."""
 
     stored: Mapping[bytes, bytes]
     removed: Mapping[bytes, bytes]
@@ -93,9 +94,9 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class CanaryChecked:
     """The canary looked at a ship of `sender`, which brought the K/V of `tokens` tokens. outcome: agreed, differed, or
-    dropped before it was known; distance, tolerated: see engine.likeness."""
+    dropped before it was known; distance, tolerated: see engine.output_tolerance."""
 
     key: Key
     router_id: str
@@ -106,4 +107,6 @@ class Looked:
     tolerated: float
 
 
-Event = Generated | Failed | Computed | Reserved | ReservationFailed | BlocksChanged | Admitted | Stepped | Looked
+Event = (
+    Generated | Failed | Computed | Reserved | ReservationFailed | BlocksChanged | Admitted | Stepped | CanaryChecked
+)

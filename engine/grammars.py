@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.engine.masks import Masks
+from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.request import Key, Request
 from kvferry.engine.sampler import SampleRow
 from kvferry.protocol.errors import KvferryError
@@ -17,7 +17,7 @@ class Grammars:
     whatever thread that is known on, until `attach`."""
 
     def __init__(
-        self, masks: Masks, compiled: Callable[[Key], None], failed: Callable[[Key, KvferryError], None]
+        self, masks: GrammarMasks, compiled: Callable[[Key], None], failed: Callable[[Key, KvferryError], None]
     ) -> None:
         self._masks, self._compiled, self._failed = masks, compiled, failed
         self._post: Callable[[Call], None] = lambda call: call()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 
-from kvferry.engine import recount
+from kvferry.engine import audit
 
 
 class Ledger:
@@ -22,7 +22,7 @@ class Ledger:
         self._counts = [0] * num_blocks
         self._books: dict[str, dict[Hashable, dict[int, None]]] = {}
         self._num_held = 0
-        self._recounts: list[recount.Holds] = []
+        self._recounts: list[audit.Holds] = []
 
     @property
     def num_held(self) -> int:
@@ -96,18 +96,18 @@ class Ledger:
     def audit(self) -> Iterator[None]:
         """`check_integrity` in pieces, between which holds may come and go."""
         assert all(self._books.values()), "an empty book"
-        counts = yield from recount.zeros(self.num_blocks)
-        anew = recount.Holds(counts, self.owners())
+        counts = yield from audit.zeros(self.num_blocks)
+        anew = audit.Holds(counts, self.owners())
         self._recounts.append(anew)
         try:
             while anew.unread:
                 (reason, owner), _ = anew.unread.popitem()
                 page = list(self._page(reason, owner))
-                for piece in recount.strides(len(page)):
+                for piece in audit.strides(len(page)):
                     for i in piece:
                         counts[page[i]] += 1
                     yield
-            for piece in recount.strides(self.num_blocks):
+            for piece in audit.strides(self.num_blocks):
                 part = slice(piece.start, piece.stop)
                 assert counts[part].tolist() == self._counts[part], f"counts of {piece} differ from the books"
                 yield

@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvferry.engine.audit_schedule import AuditSchedule, audit
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Event
-from kvferry.engine.outlived import Outlived
-from kvferry.engine.self_check import SelfCheck, audit
-from kvferry.engine.states import State
+from kvferry.engine.leak_detector import LeakDetector
+from kvferry.engine.request_states import State
 
 log = logging.getLogger("kvferry.engine")
 
@@ -39,10 +39,10 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._turning = False
-        self._self_check = SelfCheck(lambda: audit(engine))
+        self._self_check = AuditSchedule(lambda: audit(engine))
         engine.stepper.suspended.called = lambda: bool(self._inbox) or self._stopping
         engine.grammars.attach(lambda call: self.submit(lambda engine: call()))
-        self._outlived = Outlived(engine)
+        self._leaked = LeakDetector(engine)
         self.load = engine.load()
         self.fault: str | None = None
         self._turns = 0
@@ -75,18 +75,18 @@ class EngineLoop:
             self._inbox.append(call)
             self._wake.notify()
 
-    def outlived_s(self) -> float:
+    def leaked_s(self) -> float:
         """Seconds for which the oldest hold has outlived what it was for, as of the last time that this was asked. From
         any thread."""
-        self.submit(lambda engine: self._outlived.look())
-        return self._outlived.seconds
+        self.submit(lambda engine: self._leaked.look())
+        return self._leaked.seconds
 
     @property
     def busy(self) -> bool:
         """Whether anything was submitted and not looked at, or is under way. Once false, all news was handed out. From
         any thread."""
         with self._wake:
-            return self._turning or bool(self._inbox) or self._engine.roster.busy
+            return self._turning or bool(self._inbox) or self._engine.request_table.busy
 
     @property
     def waits_s(self) -> float:
@@ -138,13 +138,13 @@ class EngineLoop:
         return self._stopping or bool(self._inbox) or (self._may_step() and not stuck)
 
     def _may_step(self) -> bool:
-        return self._engine.has_work() and self._engine.courtesy.pause_s() <= 0
+        return self._engine.has_work() and self._engine.newcomer_priority.pause_s() <= 0
 
     def _patience(self) -> float | None:
         """Seconds after which to look again unless something is submitted; None: never."""
         canary = self._engine.canary
         look = canary.pause_s() if canary and not self._engine.has_work() else None
-        waits = (self._self_check.pause(), self._engine.courtesy.pause_s() or None, look)
+        waits = (self._self_check.pause(), self._engine.newcomer_priority.pause_s() or None, look)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:

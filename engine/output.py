@@ -10,7 +10,7 @@ from kvferry.engine.request import Request
 from kvferry.engine.sampler import Sampled
 from kvferry.protocol.errors import GrammarFailed, KvferryError, ModelFailed
 from kvferry.protocol.messages import TokenDelta
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 
 
 def append(request: Request, sampled: Sampled, longest: int) -> Generated:

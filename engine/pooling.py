@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.engine.request import Request
-from kvferry.engine.slices import Slice
+from kvferry.engine.step_slices import Slice
 from kvferry.protocol.work import Embed
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvferry.engine.drafts import Drafts
+from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.ports import GRANT, REQUEST
+from kvferry.engine.request_states import MOVES, Awaits, State
 from kvferry.engine.sampler import SampleRow
-from kvferry.engine.states import MOVES, Awaits, State
-from kvferry.kernels.low_rank import Adapter
+from kvferry.kernels.lora import Adapter
 from kvferry.protocol.hashing import chain
 from kvferry.protocol.messages import Job, TokenLogprobs
-from kvferry.protocol.reuse import Missed
+from kvferry.protocol.prefix_reuse import Missed
 from kvferry.protocol.work import Generate
 
 Key = tuple[str, int]
@@ -59,12 +59,12 @@ class Request:
     when its slice is scheduled. first_block and shipped are of a ship alone: it announces blocks first_block ...
     b(prompt) - 1, each once, full ones as they are registered and the last with the prompt's end.
 
-    state         see engine.states; `awaits`: what must come before it can run, whatever its state is by then
+    state         see engine.request_states; `awaits`: what must come before it can run, whatever its state is by then
     grant         on the link, by which its prompt is coming; None once it is here, or computed here. The blocks are
                   held for the grant until then
     place         in the queues of the engine: the least goes first (see Roster)
     behind        the request whose prompt by a grant it awaits, to share the blocks
-    lent          the link may touch its blocks: when it ends they stay held until the link is quiet
+    held_for_transfer  the link may touch its blocks: when it ends they stay held until the link is quiet
     token_ids     prompt and output so far; only ever extended
     computed_len  how many of them have their K/V in the cache
     cached_len    how many of the prompt were found in the cache when it was first admitted
@@ -98,7 +98,7 @@ class Request:
     state: State = State.WAITING
     place: Place = (True, 0, True, 0, 0)
     behind: Request | None = None
-    lent: bool = False
+    held_for_transfer: bool = False
     token_ids: list[int] = field(default_factory=list)
     computed_len: int = 0
     cached_len: int | None = None
@@ -115,7 +115,7 @@ class Request:
     admitted: float | None = None
     lacking: int = 0
     sample_row: SampleRow | None = None
-    drafts: Drafts | None = None
+    drafts: NgramDrafts | None = None
     pooled: torch.Tensor | None = None
     generates: bool = True
     adapter: Adapter | None = None

@@ -8,19 +8,19 @@ from typing import Protocol
 
 import torch
 
-from kvferry.engine.acceptance import Accepted, accept
-from kvferry.engine.flight import Flight, Launch
-from kvferry.engine.masks import Masks
-from kvferry.engine.models.base import Computing, Halfway, Model, Unwanted, Wanted
-from kvferry.engine.planner import Part, Planner, lay_out
+from kvferry.engine.batch_planner import BatchPlanner, Part, lay_out
+from kvferry.engine.core_sharing import CoreTurns
+from kvferry.engine.draft_acceptance import Accepted, accept
+from kvferry.engine.grammar_masks import GrammarMasks
+from kvferry.engine.inflight_step import InflightStep, Launch
+from kvferry.engine.models.base import Computing, ForwardAbandoned, Model, SuspendedPass, Wanted
 from kvferry.engine.pooling import Pooler, Read, take
 from kvferry.engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
-from kvferry.engine.shift import Shift
-from kvferry.engine.slices import Slice
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.readback import Readback
-from kvferry.kernels.staging import Staging
-from kvferry.kernels.step import always
+from kvferry.engine.step_slices import Slice
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.input_staging import Staging
+from kvferry.kernels.token_readback import Readback
 
 Found = Sampled | Accepted | Read | None
 """For a slice: the next token, or several where it had drafts, or a vector; None for one that does not sample."""
@@ -32,10 +32,10 @@ SHORT = 64
 """Tokens of a step that keeps the cores to its end: in turns with a long one it would take as long as that."""
 
 
-class Runs(Protocol):
+class StepRunner(Protocol):
     """What an engine needs of a runner."""
 
-    masks: Masks
+    masks: GrammarMasks
 
     @property
     def model(self) -> Computing: ...
@@ -54,7 +54,7 @@ class Runs(Protocol):
         """Begins steps of plain streams; None: its steps are over when they return."""
 
     def run(
-        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None
+        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
     ) -> Sequence[Found]: ...
 
 
@@ -68,19 +68,19 @@ class Runner:
         model: Model,
         kv: torch.Tensor,
         block_size: int,
-        masks: Masks | None = None,
+        masks: GrammarMasks | None = None,
         pooler: Pooler | None = None,
-        shift: Shift | None = None,
+        shift: CoreTurns | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
-        self.masks = masks or Masks.none("this node reads no grammars")
-        self._pooler, self._shift = pooler or Pooler(), shift or Shift()
+        self.masks = masks or GrammarMasks.none("this node reads no grammars")
+        self._pooler, self._shift = pooler or Pooler(), shift or CoreTurns()
         inputs = torch.device("cpu") if model.fed_by_host else model.device
         self.beside = inputs.type == "cuda"
         self._block_size = block_size
         self._staging = Staging(inputs)
-        self._planner = Planner(block_size, self._staging)
+        self._planner = BatchPlanner(block_size, self._staging)
 
     @property
     def waited_s(self) -> float:
@@ -95,7 +95,9 @@ class Runner:
         self.model.copy_block(self.kv, source, target)
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None) -> Sequence[Found]:
+    def run(
+        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
+    ) -> Sequence[Found]:
         """Compute the slices and draw the next token of each that samples, or read its vector (None for the others, and
         where the mask of a grammar is not ready). On return their K/V is in the pool: the link may read it, which no
         stream orders (drawing tokens has waited for the device already).
@@ -106,7 +108,7 @@ class Runner:
         with self._shift.computing(wanted, whole=whole, urgent=urgent) as wanted:
             return self._run(slices, wanted, halfway)
 
-    def _run(self, slices: Sequence[Slice], wanted: Wanted, halfway: Halfway | None) -> Sequence[Found]:
+    def _run(self, slices: Sequence[Slice], wanted: Wanted, halfway: SuspendedPass | None) -> Sequence[Found]:
         token_ids, plan = self._planner.plan(slices)
         if all(map(_only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
@@ -115,7 +117,7 @@ class Runner:
             return drawn if len(rows) == len(slices) else _by_slice(slices, drawn)
         try:
             hidden = self.model.forward(token_ids, self.kv, plan, wanted, halfway)
-        except Unwanted:
+        except ForwardAbandoned:
             self._wait()
             raise
         ends = list(accumulate(plan.query_lens))
@@ -131,7 +133,7 @@ class Runner:
         return self._launch if self.beside else None
 
     @torch.inference_mode()
-    def _launch(self, slices: Sequence[Slice], behind: Flight | None) -> Flight:
+    def _launch(self, slices: Sequence[Slice], behind: InflightStep | None) -> InflightStep:
         """Have the next token of each slice drawn, and wait for nothing. The slices are decodes of plain streams: rows
         without masks, scores and banned words. behind: the flight, row for row, that draws the tokens
         of the slices, which the host does not know yet; one that draws none is followed by what nobody may use."""
@@ -142,7 +144,7 @@ class Runner:
             rows = [row.ahead(1, place) for row, place in zip(rows, behind.rows, strict=True)]
         logits = self.model.next_logits(token_ids, self.kv, plan).values
         drawn = None if behind is None else behind.tokens
-        return Flight(Readback(draw_plain(logits, rows, self.model.ops, drawn)), range(len(rows)))
+        return InflightStep(Readback(draw_plain(logits, rows, self.model.ops, drawn)), range(len(rows)))
 
     @torch.inference_mode()
     def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Choosing the next token of every row of a step: edits of single rows' logits (engine/edits.py), `Ops.adjust`, then
-`Ops.draw`. What a grammar forbids stays forbidden, whatever an edit does to it.
+"""Choosing the next token of every row of a step: edits of single rows' logits (engine/logits_processors.py),
+`Ops.adjust`, then `Ops.draw`. What a grammar forbids stays forbidden, whatever an edit does to it.
 
 Only what some row of the batch asks for is run; rows never affect each other. Names and ranges are those of
 protocol.sampling.
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvferry.engine.edits import Edit, edits_for
+from kvferry.engine.grammar_mask import GrammarMask
+from kvferry.engine.logits_processors import LogitsProcessor, edits_for
 from kvferry.engine.logprobs import score_prompt, token_logprobs
-from kvferry.engine.mask import Mask
-from kvferry.kernels.adjustments import Adjusted, Adjustments
-from kvferry.kernels.draw import NO_TOKEN, NoiseKeys, is_greedy
+from kvferry.kernels.logit_adjustments import Adjusted, Adjustments
 from kvferry.kernels.ops import Ops
+from kvferry.kernels.sampling import NO_TOKEN, NoiseKeys, is_greedy
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 
@@ -34,9 +34,9 @@ class SampleRow:
     params: SamplingParams
     token_ids: Sequence[int]
     prompt_len: int
-    mask: Mask | None = None
+    mask: GrammarMask | None = None
     bare: bool = field(init=False)
-    _edits: tuple[Edit, ...] | None = field(init=False, default=None)
+    _edits: tuple[LogitsProcessor, ...] | None = field(init=False, default=None)
     _adjustments: Adjustments = field(init=False)
     _behind: int = field(init=False, default=-1)
 
@@ -57,7 +57,7 @@ class SampleRow:
         row._edits, row._adjustments, row._behind = self._edits, self._adjustments, behind
         return row
 
-    def edits(self, device: torch.device) -> tuple[Edit, ...]:
+    def edits(self, device: torch.device) -> tuple[LogitsProcessor, ...]:
         """What changes the row's logits before its adjustments."""
         if self._edits is None:
             self._edits = edits_for(self.params, self.token_ids, self.prompt_len, device)
@@ -115,7 +115,7 @@ def _adjusted(rows: Sequence[SampleRow]) -> list[Adjusted]:
 
 def _change(
     logits: torch.Tensor,
-    edits: Sequence[Sequence[Edit]],
+    edits: Sequence[Sequence[LogitsProcessor]],
     adjusted: Sequence[Adjusted],
     ops: Ops,
     drawn: torch.Tensor | None = None,

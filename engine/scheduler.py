@@ -20,12 +20,12 @@ from itertools import chain
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Budget, Limits
+from kvferry.engine.partial_blocks import PartialBlock
 from kvferry.engine.ports import REQUEST, SHIP
 from kvferry.engine.request import Place, Request, grows, held_up, resumed
-from kvferry.engine.roster import PLACE, Roster
-from kvferry.engine.slices import Slice, chunks_of
-from kvferry.engine.states import State
-from kvferry.engine.tails import Tail
+from kvferry.engine.request_states import State
+from kvferry.engine.request_table import PLACE, RequestTable
+from kvferry.engine.step_slices import Slice, chunks_of
 from kvferry.protocol.layout import blocks_for
 
 KEPT = 32
@@ -36,10 +36,15 @@ class Scheduler:
     """Gives and takes blocks and seats. `refused`: who is next and lacks them. Owned by the engine thread."""
 
     def __init__(
-        self, pool: BlockPool, roster: Roster, block_size: int, limits: Limits, copy_block: Callable[[int, int], None]
+        self,
+        pool: BlockPool,
+        request_table: RequestTable,
+        block_size: int,
+        limits: Limits,
+        copy_block: Callable[[int, int], None],
     ) -> None:
         self.pool = pool
-        self.roster = roster
+        self.request_table = request_table
         self.block_size = block_size
         self.limits = limits
         self.budget = Budget(limits)
@@ -51,21 +56,21 @@ class Scheduler:
     def enqueue(self, request: Request) -> None:
         """Add an attempt that is not here yet."""
         self._expect(request)
-        self.roster.enter(request)
+        self.request_table.enter(request)
 
     def schedule(self, before: Place | None = None) -> list[Slice]:
         """The next step's slices, decodes first; empty when nothing can run. before: no prompts but those that come
         before that place, and nothing if there are none."""
         decodes = self._grow_decodes()
-        budget = self.budget.tokens(len(decodes), chain(self.roster.running, self.roster.waiting))
-        prompts = sorted((r for r in self.roster.running if not r.decodes), key=PLACE)
+        budget = self.budget.tokens(len(decodes), chain(self.request_table.running, self.request_table.waiting))
+        prompts = sorted((r for r in self.request_table.running if not r.decodes), key=PLACE)
         begun = self._admit(budget, prompts)
         order = [r for r in sorted(prompts + begun, key=PLACE) if before is None or r.place < before]
         chunks = chunks_of(order, budget, whole=self.limits.whole)
         if before is not None and not chunks:
             return []
         chunks.sort(key=lambda s: not s.decodes)
-        self.roster.worked += len(decodes) + sum(s.count for s in chunks)
+        self.request_table.worked += len(decodes) + sum(s.count for s in chunks)
         return decodes + chunks
 
     def seat(self) -> None:
@@ -77,11 +82,11 @@ class Scheduler:
         """What the request's grant brings is in its blocks: it holds them for itself and goes on."""
         self.pool.holds.hold(request.key, REQUEST, request.block_ids)
         self.pool.release(*request.holder, request.block_ids)
-        self.roster.landed(request)
+        self.request_table.landed(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that finished or is dropped, and give up its blocks but those the link may touch."""
-        self.roster.leave(request)
+        self.request_table.leave(request)
         if request.grant is None:
             self.pool.release(*request.holder, request.block_ids)
         if request.state is State.DONE:
@@ -97,13 +102,13 @@ class Scheduler:
         request.pooled = None
         self._expect(request)
         request.queued = time.monotonic()
-        self.roster.preempt(request)
+        self.request_table.preempt(request)
         self.preempted_total += 1
 
     def _grow_decodes(self) -> list[Slice]:
         decodes: list[Slice] = []
         preempted = self.preempted_total
-        for request in list(self.roster.running):
+        for request in list(self.request_table.running):
             if request.decodes and not held_up(request) and request.block_ids and self._grow(request):
                 decodes.append(Slice(request, request.computed_len, 1))
         if self.preempted_total > preempted:
@@ -118,7 +123,7 @@ class Scheduler:
             if more is not None:
                 request.block_ids.extend(more)
                 return True
-            victim = max(self.roster.running, key=_junior)
+            victim = max(self.request_table.running, key=_junior)
             self.preempt(victim)
             if victim is request:
                 return False
@@ -129,12 +134,12 @@ class Scheduler:
         computed, in order, leave budget for them; returns those that run now. One block stays free for each stream that
         will grow: what is admitted must not be preempted at once, nor preempt others."""
         begun: list[Request] = []
-        waiting = self.roster.waiting
+        waiting = self.request_table.waiting
         if not waiting:
             return begun
-        seated = self.roster.seated
-        taken = len(self.roster.running) + len(seated)
-        kept = len(seated) + sum(grows(r) + self._missing(r) for r in self.roster.running)
+        seated = self.request_table.seated
+        taken = len(self.request_table.running) + len(seated)
+        kept = len(seated) + sum(grows(r) + self._missing(r) for r in self.request_table.running)
         before = list(prompts)
         passed = 0
         while passed < len(waiting) and taken + passed < self._seats(waiting[passed]):
@@ -148,7 +153,7 @@ class Scheduler:
             spare = 0 if request.output_len or not taken else self.pool.num_blocks // KEPT
             if not self._take_blocks(request, kept + spare):
                 break
-            self.roster.admit(passed)
+            self.request_table.admit(passed)
             taken += 1
             kept += grows(request)
             self._note_admission(request)
@@ -179,14 +184,14 @@ class Scheduler:
             self._copy_tail(request, tail)
         return True
 
-    def _tail(self, request: Request, start: int) -> Tail | None:
+    def _tail(self, request: Request, start: int) -> PartialBlock | None:
         """A block that has what a fork shares with the prompts of others behind its `start` tokens in full blocks."""
         if not request.job.fork_of or request.grant is not None or request.job.work.whole_prompt:
             return None
         upto = min(start + self.block_size, len(request.token_ids) - 1)
         return self.pool.tails.match(request.parent_of(start), request.token_ids[start:upto])
 
-    def _copy_tail(self, request: Request, tail: Tail) -> None:
+    def _copy_tail(self, request: Request, tail: PartialBlock) -> None:
         """At once: the block it is copied from may be free, and taken next. The copy is as good as that one."""
         start = request.computed_len
         target = request.block_ids[start // self.block_size]
@@ -198,18 +203,18 @@ class Scheduler:
     def _note_admission(self, request: Request) -> None:
         """The first time counts. From now on the link sends from the blocks, or receives into them."""
         if request.grant is not None:
-            request.first_block, request.lent = request.registered, True
-            self.pool.absences.note(request.hashes[request.registered :], "not_arrived")
+            request.first_block, request.held_for_transfer = request.registered, True
+            self.pool.miss_reasons.note(request.hashes[request.registered :], "not_arrived")
         elif request.admitted is not None:
             return
         else:
-            request.missed = self.pool.absences.missed(request)
-            self.pool.absences.note(request.hashes[request.registered :], "computing")
+            request.missed = self.pool.miss_reasons.missed(request)
+            self.pool.miss_reasons.note(request.hashes[request.registered :], "computing")
         request.admitted = time.monotonic()
         request.cached_len = request.computed_len
         self.newly_admitted.append(request)
         if request.transfer is not None:
-            request.lent = True
+            request.held_for_transfer = True
             self.pool.holds.hold(("ship", request.transfer), SHIP, request.block_ids)
 
     def _missing(self, request: Request) -> int:

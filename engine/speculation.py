@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.engine.acceptance import Accepted
 from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.draft_acceptance import Accepted
 from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.drafter import Drafter
-from kvferry.engine.drafts import Drafts
-from kvferry.engine.edits import look_back
+from kvferry.engine.logits_processors import look_back
+from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.request import Request
 from kvferry.engine.sampler import Sampled
-from kvferry.engine.slices import Slice
 from kvferry.engine.step_cost import TRUST, StepCost
+from kvferry.engine.step_slices import Slice
 from kvferry.protocol.layout import blocks_for
 
 KEPT = 8
@@ -81,7 +81,7 @@ class Speculation:
         self._drafted = self._accepted = 0
         return taken
 
-    def _look(self, request: Request) -> Drafts | None:
+    def _look(self, request: Request) -> NgramDrafts | None:
         """Drafts for the request; None where the tokens behind a draft could not be drawn as without it."""
         row = request.sample_row
         if row is None or row.mask is not None or look_back(row.params):
@@ -90,12 +90,12 @@ class Speculation:
         if most <= 0:
             return None
         if request.drafts is None:
-            request.drafts = Drafts(request.token_ids, self._drafter.share if self._drafter else 0.0)
+            request.drafts = NgramDrafts(request.token_ids, self._drafter.share if self._drafter else 0.0)
         request.drafts.most = most
         request.drafts.look(most)
         return request.drafts
 
-    def _counts(self, drafts: Sequence[Drafts | None]) -> list[int]:
+    def _counts(self, drafts: Sequence[NgramDrafts | None]) -> list[int]:
         """How many of each are worth their rows: the likeliest first, while one more makes more tokens of a second."""
         first, further = self._cost.line()
         counts, rows = [0] * len(drafts), len(drafts)

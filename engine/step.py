@@ -7,28 +7,28 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
-from kvferry.engine import isolation, output
-from kvferry.engine.acceptance import Accepted
-from kvferry.engine.ahead import Ahead
+from kvferry.engine import fault_isolation, output
+from kvferry.engine.cancellations import Cancellations
+from kvferry.engine.deadlines import Deadlines
+from kvferry.engine.draft_acceptance import Accepted
 from kvferry.engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
-from kvferry.engine.figures import Figures
-from kvferry.engine.findable import make_findable
-from kvferry.engine.isolation import DeviceLost, Drawn, Raised
-from kvferry.engine.late import Deadlines
-from kvferry.engine.leaving import Leaving
-from kvferry.engine.lent import Lent
-from kvferry.engine.mask import Mask
+from kvferry.engine.fault_isolation import DeviceLost, Drawn, StepFault
+from kvferry.engine.grammar_mask import GrammarMask
+from kvferry.engine.lookahead import Lookahead
 from kvferry.engine.pooling import Read
 from kvferry.engine.ports import REQUEST, SHIP
+from kvferry.engine.prefix_registration import make_findable
 from kvferry.engine.request import Request
-from kvferry.engine.runner import Runs
+from kvferry.engine.request_states import State
+from kvferry.engine.runner import StepRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.slices import Slice
 from kvferry.engine.speculation import Speculation
-from kvferry.engine.states import State
-from kvferry.engine.suspended import Suspended
-from kvferry.kernels.draw import NO_TOKEN
+from kvferry.engine.step_slices import Slice
+from kvferry.engine.step_stats import StepStats
+from kvferry.engine.suspended_steps import SuspendedStep
+from kvferry.engine.transfer_holds import TransferHolds
+from kvferry.kernels.sampling import NO_TOKEN
 from kvferry.protocol.errors import DeadlineExceeded, KvferryError, ModelFailed, NodeLost, StepFailed, reason
 
 log = logging.getLogger("kvferry.engine")
@@ -43,9 +43,9 @@ class Stepper:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runs,
-        lent: Lent,
-        leaving: Leaving,
+        runner: StepRunner,
+        transfer_holds: TransferHolds,
+        leaving: Cancellations,
         longest: int,
         events: list[Event],
         speculation: Speculation,
@@ -54,23 +54,23 @@ class Stepper:
         self._pool = scheduler.pool
         self._runner = runner
         self._speculation = speculation
-        self._lent = lent
+        self._transfer_holds = transfer_holds
         self._longest = longest
         self._events = events
-        self.suspended = Suspended(scheduler, leaving)
-        self.ahead = Ahead(scheduler, runner, self.suspended, speculation, longest)
+        self.suspended = SuspendedStep(scheduler, leaving)
+        self.ahead = Lookahead(scheduler, runner, self.suspended, speculation, longest)
         self._deadlines = Deadlines()
-        self._figures = Figures(scheduler, speculation)
+        self._figures = StepStats(scheduler, speculation)
 
     def step(self) -> bool:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
         computed ends alone; if scheduling breaks, every running request ends with the error, and what is queued stays,
         but for its head where nothing ran. Raises DeviceLost."""
-        late = self._deadlines.late(self._scheduler.roster)
+        late = self._deadlines.late(self._scheduler.request_table)
         if late:
             self.collect()
         for request in late:
-            if self._scheduler.roster.find(request.key) is request:
+            if self._scheduler.request_table.find(request.key) is request:
                 self.drop(request, DeadlineExceeded(f"not finished after {request.job.deadline_s:.3g} s"))
         return self._tried(further=True)
 
@@ -90,14 +90,14 @@ class Stepper:
 
     def drop(self, request: Request, error: KvferryError) -> None:
         """End a request with an error, whatever it was doing, and tell those who wait for it. The blocks of a grant
-        that has them stay held until `Lent.grant_quiet`."""
-        granted = request.lent
+        that has them stay held until `TransferHolds.grant_quiet`."""
+        granted = request.held_for_transfer
         self._scheduler.remove(request)
         if request.grant is None:
             self._events.append(Failed(request.key, request.job.router_id, error))
             return
         if granted:
-            self._lent.withdraw(request)
+            self._transfer_holds.withdraw(request)
         self._events.append(ReservationFailed(request.grant, error, granted))
 
     def register(self, request: Request, whole: bool = False) -> None:
@@ -126,7 +126,7 @@ class Stepper:
             raise
         except Exception as error:
             log.exception("engine step failed")
-            isolation.require_device(self._runner.model.device, error)
+            fault_isolation.require_device(self._runner.model.device, error)
             self._fail_step(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
             self.ahead.settle()
             return True
@@ -153,15 +153,15 @@ class Stepper:
 
     def _fail_step(self, error: KvferryError) -> None:
         """The head of the queue goes where nothing ran: the next step would begin with it again."""
-        roster = self._scheduler.roster
-        for request in list(roster.running) or list(roster.waiting)[:1]:
+        request_table = self._scheduler.request_table
+        for request in list(request_table.running) or list(request_table.waiting)[:1]:
             self.drop(request, error)
 
     def _announce_admissions(self) -> None:
         for request in self._scheduler.newly_admitted:
             assert request.admitted is not None
             if request.transfer is not None:
-                self._lent.ship(request)
+                self._transfer_holds.ship(request)
                 self._events += _to_ship(request, request.registered)
             if request.grant is not None:
                 blocks = tuple(request.block_ids[request.first_block :])
@@ -176,7 +176,7 @@ class Stepper:
         """Commit one slice. What breaks there ends its own request."""
         request = part.request
         try:
-            if isinstance(found, Raised):
+            if isinstance(found, StepFault):
                 self.drop(request, found.error)
             elif isinstance(found, Accepted):
                 self._commit_all(request, found.tokens)
@@ -184,7 +184,7 @@ class Stepper:
                 self._commit(part, found)
         except Exception as error:
             log.exception("what was computed for %s cannot be used", request.key)
-            if self._scheduler.roster.find(request.key) is request:
+            if self._scheduler.request_table.find(request.key) is request:
                 self.drop(request, StepFailed(f"what the node computed for this request is of no use: {reason(error)}"))
 
     def _commit(self, part: Slice, sampled: Sampled | Read | None) -> None:
@@ -229,7 +229,7 @@ class Stepper:
         self._scheduler.remove(request)
 
 
-def _trailing(slices: Sequence[Slice]) -> list[Mask]:
+def _trailing(slices: Sequence[Slice]) -> list[GrammarMask]:
     """Masks that are to be advanced, of those that go on here behind a token that was drawn now."""
     rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
     return [row.mask for row in rows if row is not None and row.mask is not None and row.mask.trails]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.protocol.layout import blocks_for
 
 

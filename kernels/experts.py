@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from kvferry.kernels.routing import route
-from kvferry.kernels.step import Experts, GroupedGated
+from kvferry.kernels.decoder_spec import Experts, GroupedGated
+from kvferry.kernels.expert_routing import route
 
 Activated = Callable[[torch.Tensor], torch.Tensor]
 """act(gate) * up of gate and up [n, 2 * inner] side by side."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kvferry.kernels.step import Latent, Linear
+from kvferry.kernels.decoder_spec import Latent, Linear
 
 
 def absorbed(q: torch.Tensor, own: Latent) -> torch.Tensor:

@@ -11,14 +11,9 @@ from typing import Protocol
 
 import torch
 
-from kvferry.kernels.adjustments import Adjusted
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.capabilities import Capabilities
-from kvferry.kernels.draw import NoiseKeys
-from kvferry.kernels.gate import SILU, Gate
-from kvferry.kernels.low_rank import LowRank
-from kvferry.kernels.masking import Masks
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.step import (
+from kvferry.kernels.decoder_spec import (
     DecoderForm,
     Gated,
     GroupedGated,
@@ -30,6 +25,11 @@ from kvferry.kernels.step import (
     Stored,
     StoredLinear,
 )
+from kvferry.kernels.gated_activation import SILU, Gate
+from kvferry.kernels.logit_adjustments import Adjusted
+from kvferry.kernels.lora import LowRank
+from kvferry.kernels.sampling import NoiseKeys
+from kvferry.kernels.token_masks import Masks
 from kvferry.protocol.sampling import SamplingParams
 
 

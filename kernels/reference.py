@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.batch_index import AttentionGroup, BatchIndex, block_rows
-from kvferry.kernels.gate import SILU, Gate
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import Latent
+from kvferry.kernels.gated_activation import SILU, Gate
 from kvferry.kernels.latent import absorbed, expanded, expands, put_out
-from kvferry.kernels.plan import BatchPlan
 from kvferry.kernels.quantised_cache import PEAKS, as_bytes, dequantise, quantise
-from kvferry.kernels.shared import TorchShared
-from kvferry.kernels.step import Latent
+from kvferry.kernels.torch_operations import TorchShared
 
 
 class ReferenceOps(TorchShared):

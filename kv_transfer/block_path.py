@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.kv_transfer.checksum import Checksums
 from kvferry.kv_transfer.link import Link
 from kvferry.kv_transfer.ports import BlockMemory
-from kvferry.kv_transfer.window import Window
+from kvferry.kv_transfer.send_window import SendWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,5 +20,5 @@ class BlockPath:
     memory: BlockMemory
     checksums: Checksums
     verify: float
-    window: Window
+    window: SendWindow
     clock: Callable[[], float]

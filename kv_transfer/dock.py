@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 from kvferry.kv_transfer.block_path import BlockPath
 from kvferry.kv_transfer.checksum import Checksums, InlineChecksums
-from kvferry.kv_transfer.control import read
-from kvferry.kv_transfer.dialled import Dialled
+from kvferry.kv_transfer.control_validation import read
 from kvferry.kv_transfer.link import Link, Peer
+from kvferry.kv_transfer.outbound_connections import OutboundConnections
 from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.kv_transfer.send_window import SendWindow
 from kvferry.kv_transfer.transfers import Transfers
-from kvferry.kv_transfer.window import Window
 from kvferry.protocol.errors import KvferryError, TransferFailed
-from kvferry.protocol.names import NOBODY, NodeName
+from kvferry.protocol.process_names import NOBODY, NodeName
 from kvferry.protocol.wire import WireError, pack
 
 log = logging.getLogger(__name__)
@@ -76,14 +76,14 @@ class Dock:
         name: NodeName = NOBODY,
         verify: float = 1.0,
         checksums: Checksums | None = None,
-        window: Window | None = None,
+        window: SendWindow | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.link, self.name, self.clock = link, name, clock
-        self.path = BlockPath(link, memory, checksums or InlineChecksums(), verify, window or Window(), clock)
+        self.path = BlockPath(link, memory, checksums or InlineChecksums(), verify, window or SendWindow(), clock)
         self._endpoints: list[Endpoint] = []
         self._routes: dict[type, Endpoint] = {}
-        self._dialled = Dialled(link)
+        self._dialled = OutboundConnections(link)
         self._closing: set[Peer] = set()
         self._heard: set[Peer] = set()
         self._sweeping = False

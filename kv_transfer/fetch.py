@@ -43,7 +43,7 @@ class OpenFetch:
         return self.fetch
 
 
-class Asker:
+class FetchClient:
     """Asks other nodes, as an endpoint of a dock. `ask` and `give_up` may be called from any thread, everything else
     on the link thread.
 
@@ -130,7 +130,7 @@ class Asker:
             del self._by_grant[fetch.grant]
 
 
-class Giver:
+class FetchServer:
     """Hears what other nodes ask for, as an endpoint of a dock. A question that comes twice is asked twice: the asker
     refuses what it has no use for. wanted: is told of each, on the link thread."""
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kvferry.kv_transfer.answers import Senders
 from kvferry.kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
 from kvferry.kv_transfer.incoming import Incoming
 from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.ports import GrantEvents, TransferKey
 from kvferry.kv_transfer.receiver_grant import COMMIT_TIMEOUT_S, GrantState, OpenGrant, objection
+from kvferry.kv_transfer.retransmission import Senders
 from kvferry.kv_transfer.tags import MAX_BLOCKS
 from kvferry.kv_transfer.transfers import Transfers
 from kvferry.protocol.errors import BlocksCorrupt, Cancelled, KvferryError, TransferFailed

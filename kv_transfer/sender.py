@@ -17,7 +17,7 @@ from kvferry.kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
 from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.outgoing import Outgoing
 from kvferry.kv_transfer.ports import ShipEvents
-from kvferry.kv_transfer.sender_ship import STALL_TIMEOUT_S, Patience, Ship, ShipState, has_sent, lack, too_long
+from kvferry.kv_transfer.sender_ship import STALL_TIMEOUT_S, Ship, ShipState, ShipTimeouts, has_sent, lack, too_long
 from kvferry.kv_transfer.transfers import Transfers
 from kvferry.protocol import errors
 from kvferry.protocol.errors import GrantRefused, KvferryError, NodeLost, TransferFailed
@@ -37,7 +37,7 @@ class Sender:
         self, dock: Dock, events: ShipEvents | None = None, *, grant_timeout: float = 30.0,
         stall_timeout: float = STALL_TIMEOUT_S,
     ):  # fmt: skip
-        self._dock, self._events, self._patience = dock, events, Patience(grant_timeout, stall_timeout)
+        self._dock, self._events, self._patience = dock, events, ShipTimeouts(grant_timeout, stall_timeout)
         self._lock = threading.Lock()
         self._last_transfer = 0
         self.transfers: Transfers[Ship] = Transfers(dock.watch)
@@ -47,7 +47,7 @@ class Sender:
 
     def offer(
         self, target: DecodeTarget, asked: Asked, events: ShipEvents | None = None, peer: Peer = None,
-        patience: Patience | None = None,
+        patience: ShipTimeouts | None = None,
     ) -> int:  # fmt: skip
         """Ask the decode node for a grant; returns the transfer id, under which events come: to `events`, if given.
         peer: the connection on which the node asked for them."""
@@ -75,7 +75,7 @@ class Sender:
     # Link thread: orders of the engine.
 
     def _offer(
-        self, transfer: int, target: DecodeTarget, asked: Asked, events: ShipEvents, asker: Peer, patience: Patience
+        self, transfer: int, target: DecodeTarget, asked: Asked, events: ShipEvents, asker: Peer, patience: ShipTimeouts
     ) -> None:
         peer, now = asker or self._dock.dial(target.link_address), self._dock.clock()
         ship = Ship(transfer, events, target.node_id, peer, now + patience.grant_s, self._dock.name, patience)

@@ -7,20 +7,20 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
-from kvferry.kv_transfer.answers import Question
 from kvferry.kv_transfer.dock import QUIESCE_TIMEOUT_S
 from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES, Peer
 from kvferry.kv_transfer.outgoing import Outgoing
 from kvferry.kv_transfer.ports import ShipEvents, ShipStats
+from kvferry.kv_transfer.retransmission import Question
 from kvferry.protocol.errors import Draining, GrantRefused, InvalidRequest, KvferryError, NodeLost, TransferFailed
 from kvferry.protocol.link_messages import Asked, Commit, Supply
 from kvferry.protocol.messages import TokenDelta
-from kvferry.protocol.names import NodeName
+from kvferry.protocol.process_names import NodeName
 
 STALL_TIMEOUT_S = 15.0
 
 
-class Patience(NamedTuple):
+class ShipTimeouts(NamedTuple):
     """grant_s: seconds an offer waits for its grant; stall_s: seconds in which something of a ship must move while its
     blocks are being sent, or its commit waits for the acknowledgement: one that moves has all the time it needs."""
 
@@ -28,7 +28,7 @@ class Patience(NamedTuple):
     stall_s: float = STALL_TIMEOUT_S
 
 
-USUAL = Patience()
+USUAL = ShipTimeouts()
 
 
 class ShipState(StrEnum):
@@ -69,7 +69,7 @@ class Ship:
     peer: Peer
     ends: float
     sender: NodeName
-    patience: Patience = USUAL
+    patience: ShipTimeouts = USUAL
     state: ShipState = ShipState.OFFERED
     unanswered: bool = True
     blocks: Outgoing | None = None

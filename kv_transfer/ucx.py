@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.kv_transfer.greeting import Terms
+from kvferry.kv_transfer.handshake import HandshakeTerms
 from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
 from kvferry.kv_transfer.stream import MESSAGE
 from kvferry.kv_transfer.ucx_blocks import Post
-from kvferry.kv_transfer.ucx_connections import Patience, UcxConnections
+from kvferry.kv_transfer.ucx_connections import ConnectionTimeouts, UcxConnections
 from kvferry.kv_transfer.ucx_library import context_options, load
 from kvferry.kv_transfer.ucx_loop import UcxLoop
-from kvferry.process.address import host_port
 from kvferry.protocol.errors import ConfigError, NodeLost
+from kvferry.runtime.address import host_port
 
-NO_TERMS = Terms()
+NO_TERMS = HandshakeTerms()
 
 
 class UcxLink:
@@ -47,7 +47,7 @@ class UcxLink:
         ping_interval: float = 0.4,
         silence_limit: float = 2.0,
         connect_timeout: float = 2.0,
-        terms: Terms = NO_TERMS,
+        terms: HandshakeTerms = NO_TERMS,
         on_fault: Callable[[str], None] = lambda fault: None,
     ):
         self._host, self._port = host, port
@@ -57,7 +57,7 @@ class UcxLink:
         self._loop = UcxLoop(library, self._options, prepare, self._opened, self._closing, on_fault)
         self.native_id: int | None = None
         """Of the link thread, for the system, once it runs."""
-        patience = Patience(ping_interval, silence_limit, connect_timeout)
+        patience = ConnectionTimeouts(ping_interval, silence_limit, connect_timeout)
         self._connections = UcxConnections(library, self._loop, patience, terms)
         self._traffic = self._connections.traffic
 

@@ -12,17 +12,17 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvferry.kv_transfer.greeting import Terms
+from kvferry.kv_transfer.handshake import HandshakeTerms
 from kvferry.kv_transfer.link import LinkHandler, Peer
 from kvferry.kv_transfer.stream import ALIVE
-from kvferry.kv_transfer.ucx_greetings import UcxGreetings
+from kvferry.kv_transfer.ucx_handshakes import UcxHandshakes
 from kvferry.kv_transfer.ucx_library import UcxLibrary
 from kvferry.kv_transfer.ucx_loop import UcxLoop
 from kvferry.kv_transfer.ucx_peer import UcxPeer
 from kvferry.kv_transfer.ucx_traffic import UcxTraffic, guarded
-from kvferry.process.log import Seldom
 from kvferry.protocol.errors import Incompatible, KvferryError, NodeLost
 from kvferry.protocol.wire import WireError
+from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 CONNECT_TRIES = 3
@@ -30,7 +30,7 @@ RETRY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ConnectionTimeouts:
     """Seconds between ALIVE frames, without any sign of a peer until it is lost, and per try to connect."""
 
     ping_interval: float
@@ -41,14 +41,14 @@ class Patience:
 class UcxConnections:
     """Runs on the link thread, but for `dial`, whose caller may be any of the link's."""
 
-    def __init__(self, library: UcxLibrary, loop: UcxLoop, patience: Patience, terms: Terms):
+    def __init__(self, library: UcxLibrary, loop: UcxLoop, patience: ConnectionTimeouts, terms: HandshakeTerms):
         self._library, self._loop, self._patience, self._terms = library, loop, patience, terms
-        self._greetings = UcxGreetings(loop, patience.connect_timeout, self._arrived, self._fail)
+        self._greetings = UcxHandshakes(loop, patience.connect_timeout, self._arrived, self._fail)
         self.traffic = UcxTraffic(loop, self._greetings.greeted, self._fail)
         self._greetings.traffic = self.traffic
         self._peers: dict[Peer, UcxPeer] = {}
         self._serial = itertools.count(1)
-        self._dropped = Seldom(log)
+        self._dropped = RateLimitedLog(log)
         self._handler: LinkHandler
 
     def listen(self, host: str, port: int, handler: LinkHandler) -> int:

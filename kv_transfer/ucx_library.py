@@ -12,8 +12,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.process.address import is_loopback
 from kvferry.protocol.errors import ConfigError
+from kvferry.runtime.address import is_loopback
 
 HOST_TRANSPORTS = "tcp,posix,self"
 CUDA_TRANSPORTS = "cuda_copy,cuda_ipc"

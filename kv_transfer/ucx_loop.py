@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from kvferry.kv_transfer.bell import Bell
-from kvferry.kv_transfer.ucx_left import LeftBehind
+from kvferry.kv_transfer.ucx_abandoned_connections import AbandonedConnections
 from kvferry.kv_transfer.ucx_library import UcxLibrary
 from kvferry.kv_transfer.ucx_worker import SPIN_S, UcxWorker
-from kvferry.process.limits import allow_descriptors
+from kvferry.kv_transfer.wakeup import Wakeup
+from kvferry.runtime.limits import allow_descriptors
 
 log = logging.getLogger(__name__)
 MAX_SLEEP_S = 1.0
@@ -60,7 +60,7 @@ class UcxLoop:
         self._watched: dict[int, Heard] = {}
         self._workers: set[UcxWorker] = set()
         self._awake: dict[UcxWorker, None] = {}
-        self._left = LeftBehind(options["TLS"])
+        self._left = AbandonedConnections(options["TLS"])
         self._heard_at = 0.0
         self._sleeping = self._stopping = False
         self._thread: threading.Thread | None = None
@@ -69,7 +69,7 @@ class UcxLoop:
     def start(self) -> None:
         """Start the thread; raises what opening raised."""
         allow_descriptors()
-        self._bell = Bell()
+        self._bell = Wakeup()
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kv-link", daemon=True)
         self._thread.start()

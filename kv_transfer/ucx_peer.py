@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvferry.kv_transfer.greeting import Greeting, Terms
+from kvferry.kv_transfer.handshake import Handshake, HandshakeTerms
 from kvferry.kv_transfer.link import Done
 from kvferry.kv_transfer.stream import Stream
 from kvferry.kv_transfer.ucx_blocks import Post, UcxBlocks
@@ -19,7 +19,9 @@ class UcxPeer:
     address of a peer that this side connects to, empty where the peer connected. `lost` for good: by a loss, or closed
     by this side. `greeting` tells one try to connect from the next."""
 
-    def __init__(self, name: str, library: UcxLibrary, loop: UcxLoop, terms: Terms, now: float, dialled: str = ""):
+    def __init__(
+        self, name: str, library: UcxLibrary, loop: UcxLoop, terms: HandshakeTerms, now: float, dialled: str = ""
+    ):
         self.name, self.dialled = name, dialled
         self.open = self.lost = False
         self.heard_at = now
@@ -33,7 +35,7 @@ class UcxPeer:
 
     def begin(self) -> None:
         """Another try, which has nothing in common with those before."""
-        self.greeting = Greeting(self._terms, bool(self.dialled))
+        self.greeting = Handshake(self._terms, bool(self.dialled))
 
     def abandon(self) -> list[Done]:
         """Callbacks of every block not ended, also of those that waited for the connection."""

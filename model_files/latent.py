@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.model_files.fields import whole
+from kvferry.model_files.config_fields import whole
 
 
 @dataclass(frozen=True, slots=True)

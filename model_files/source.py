@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kvferry.model_files.context_length import context_length
 from kvferry.model_files.download import download
-from kvferry.model_files.encoders import encoder_length, is_encoder
 from kvferry.model_files.gguf import GGUFFile, gguf_parts, gguf_stem, read_gguf
-from kvferry.model_files.length import context_length
 from kvferry.model_files.multimodal import text_config
+from kvferry.model_files.supported_encoders import encoder_length, is_encoder
 from kvferry.protocol.errors import ConfigError, reason
 
 DEMO_MODEL = "smollm2"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.placement.terms import Demand, NodeView
+from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.layout import blocks_for
 
 EXPECTED_OUTPUT = 128

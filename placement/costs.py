@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvferry.placement.blocks import freed_per_s, missing_blocks
+from kvferry.placement.cache_value import displaced_s
 from kvferry.placement.fetching import fetching
-from kvferry.placement.reading import by_itself_s
-from kvferry.placement.terms import Demand, NodeView
-from kvferry.placement.worth import displaced_s
+from kvferry.placement.tier_reads import by_itself_s
+from kvferry.placement.types import Demand, NodeView
 
 HANDOFF_S = 0.002
 """Grant, commit and acknowledgement of one ship between idle nodes."""

@@ -8,8 +8,8 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from kvferry.placement.blocks import cached_len, whole_len
-from kvferry.placement.reading import by_itself_s
-from kvferry.placement.terms import Demand, Holding, NodeView, Placement, unbroken
+from kvferry.placement.tier_reads import by_itself_s
+from kvferry.placement.types import Demand, Holding, NodeView, Placement, unbroken
 from kvferry.protocol.messages import Holder
 
 QUESTION_S = 0.003

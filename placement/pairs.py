@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from math import inf
 from operator import itemgetter
 
-from kvferry.placement.terms import Demand, NodeKey, NodeView, unbroken
+from kvferry.placement.types import Demand, NodeKey, NodeView, unbroken
 from kvferry.protocol.layout import blocks_for
 
 CHUNK_TOKENS = 256

@@ -16,14 +16,14 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from kvferry.placement.blocks import fits, freed_per_s, has_room, new_blocks, shipped_blocks, uncached_len
+from kvferry.placement.cache_value import spared_s
 from kvferry.placement.costs import HANDOFF_S, compute_s, doubt_s, first_s, own_s, queue_s, risk_s, wait_s
 from kvferry.placement.fetching import holders, with_fetch
 from kvferry.placement.pairs import First, Ready, cheapest_pair, pair_s
-from kvferry.placement.plain import alone, alone_from_s, apart, firsts, readies
-from kvferry.placement.reading import found_len
-from kvferry.placement.refusals import full, no_nodes, too_long
-from kvferry.placement.terms import Demand, NodeView, Placement, unbroken
-from kvferry.placement.worth import spared_s
+from kvferry.placement.rejections import full, no_nodes, too_long
+from kvferry.placement.tier_reads import found_len
+from kvferry.placement.types import Demand, NodeView, Placement, unbroken
+from kvferry.placement.uncached_nodes import alone, alone_from_s, apart, firsts, readies
 from kvferry.protocol.errors import KvferryError
 
 NOISE = 0.2

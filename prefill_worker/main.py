@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvferry.node.serve import serve_node
 from kvferry.prefill_worker.service import PrefillService
 from kvferry.protocol.settings import WorkerSettings
+from kvferry.worker.serve import serve_node
 
 
 async def serve_prefill(settings: WorkerSettings) -> None:

@@ -17,18 +17,18 @@ from fastapi import Request, Response
 from kvferry.engine.events import Event, Failed, Generated
 from kvferry.engine.request import Key, key_of
 from kvferry.kv_transfer.ports import ShipStats
-from kvferry.node.accounts import audit
-from kvferry.node.endpoints import Endpoints
-from kvferry.node.frames import FrameResponse
-from kvferry.node.service import Base
 from kvferry.prefill_worker.ships import Ships
-from kvferry.process.http import read_message
-from kvferry.process.tracing import TRACER, Span
 from kvferry.protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
 from kvferry.protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import pack
 from kvferry.protocol.work import Generate
+from kvferry.runtime.http import read_message
+from kvferry.runtime.tracing import TRACER, Span
+from kvferry.worker.endpoints import Endpoints
+from kvferry.worker.message_stream import MessageStreamResponse
+from kvferry.worker.reuse_check import audit
+from kvferry.worker.service import Base
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class PrefillService:
         message = await read_message(request, PrefillRequest)
         self._base.require("prefill")
         answer = self._begin(message)
-        return FrameResponse(_drain(answer), on_close=lambda: self._abandon(answer))
+        return MessageStreamResponse(_drain(answer), on_close=lambda: self._abandon(answer))
 
     def cancel(self, cancel: CancelRequest) -> None:
         for answer in list(self._answers.values()):

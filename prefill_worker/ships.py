@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from kvferry.engine.events import Computed, Event, Generated
 from kvferry.kv_transfer.ports import ShipStats
-from kvferry.node.endpoints import Endpoints
-from kvferry.node.service import Base, ship_outcome
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.messages import DecodeTarget, Job
+from kvferry.worker.endpoints import Endpoints
+from kvferry.worker.service import Base, ship_outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +111,7 @@ class Ships:
 
     def quiet(self, transfer: int) -> None:
         """No send touches the ship's blocks any more."""
-        self._base.engine.submit(lambda engine: engine.lent.ship_quiet(transfer))
+        self._base.engine.submit(lambda engine: engine.transfer_holds.ship_quiet(transfer))
         with self._lock:
             self._offers.pop(transfer, None)
 

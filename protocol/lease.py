@@ -105,7 +105,7 @@ class NodeLease:
         return other.role == self.role and other.state == "ready" and not other.leaving
 
 
-class Foreign(NamedTuple):
+class IncompatibleLease(NamedTuple):
     """A lease that a node of another wire version wrote. Nothing else of it can be believed."""
 
     node_id: str
@@ -118,16 +118,16 @@ def sealed(lease: NodeLease) -> bytes:
     return pack([WIRE_VERSION, lease.node_id, lease.role, pack(lease)])
 
 
-def unsealed(data: bytes) -> NodeLease | Foreign:
+def unsealed(data: bytes) -> NodeLease | IncompatibleLease:
     """What `sealed` wrote, in whatever wire version. Raises WireError."""
     value = unpack(data)
     if isinstance(value, NodeLease):
-        return Foreign(value.node_id, value.role, UNSEALED)
+        return IncompatibleLease(value.node_id, value.role, UNSEALED)
     if not isinstance(value, list) or [type(part) for part in value] != [int, str, str, bytes]:
         raise WireError(f"a {type(value).__name__} is no lease")
     version, node_id, role, packed = value
     if version != WIRE_VERSION:
-        return Foreign(node_id, role, version)
+        return IncompatibleLease(node_id, role, version)
     lease = unpack(packed)
     if not isinstance(lease, NodeLease):
         raise WireError(f"a {type(lease).__name__} is no lease")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta
-from kvferry.protocol.names import NOBODY, NodeName
+from kvferry.protocol.process_names import NOBODY, NodeName
 from kvferry.protocol.wire import message
 
 

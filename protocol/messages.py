@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.protocol.names import NodeName
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.protocol.process_names import NodeName
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import message
 from kvferry.protocol.work import Generate, Grammar, Work

@@ -16,7 +16,7 @@ from kvferry.protocol.loop_metrics import LoopMetrics
 from kvferry.protocol.model_metrics import ModelMetrics, live_nodes
 from kvferry.protocol.reuse_metrics import ReuseMetrics
 from kvferry.protocol.scaling_metrics import RouterScaling
-from kvferry.protocol.tally import Tallies
+from kvferry.protocol.token_histogram import TokenHistograms
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -38,7 +38,7 @@ class RouterMetrics:
             registry=r,
             buckets=LATENCY_BUCKETS,
         )
-        self.itl = Tallies(
+        self.itl = TokenHistograms(
             "kvferry_inter_token_latency_seconds",
             "Seconds between consecutive output tokens of one request, by model.",
             labels.MODEL,
@@ -71,7 +71,7 @@ class RouterMetrics:
             "Seconds by which time to first token exceeded the placement's estimate, summed.",
             registry=r,
         )
-        self.ladder = Counter(
+        self.retries = Counter(
             "kvferry_ladder_rungs",
             "Attempts started after a failure, beside a late one (hedge), or to leave a draining node (move), by rung.",
             ["rung"],
@@ -124,7 +124,7 @@ class RouterMetrics:
         self.scaling = RouterScaling(r)
         _exist(self.requests, labels.ENDPOINTS, ("200",))
         _exist(self.placements, labels.PLACEMENT_KINDS)
-        _exist(self.ladder, labels.RUNGS)
+        _exist(self.retries, labels.RUNGS)
         _exist(self.refused, labels.REFUSALS)
         for status, code in labels.ERROR_ANSWERS:
             self.errors.labels(status, code)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from kvferry.protocol import labels
-from kvferry.protocol.tally import Tally
+from kvferry.protocol.token_histogram import TokenHistogram
 
 Family = TypeVar("Family", Counter, Gauge, Histogram)
 
@@ -19,7 +19,7 @@ class ModelMetrics:
     """Those metrics of a router that carry the label `model_name`, bound to one model. prompt_tokens: by source."""
 
     ttft: Histogram
-    itl: Tally
+    itl: TokenHistogram
     prompt_tokens: dict[str, Counter]
     output_tokens: Counter
 

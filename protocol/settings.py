@@ -216,8 +216,10 @@ class WorkerSettings(CommonSettings):
     max_lora_rank: int = setting(64, "largest rank of an adapter", least=1)
     respawned: bool = setting(False, "whether another process follows when this one has ended", hidden=True)
     pools_apart: bool = setting(False, "have ranks on a CPU keep pools of their own, as on GPUs", hidden=True)
-    cores_fd: int = setting(-1, "descriptor of what processes on the same cores share (process/cores.py)", hidden=True)
-    weights_fd: int = setting(-1, "descriptor of the weights' one copy (process/written_once.py)", hidden=True)
+    cores_fd: int = setting(
+        -1, "descriptor of what processes on the same cores share (runtime/core_lock.py)", hidden=True
+    )
+    weights_fd: int = setting(-1, "descriptor of the weights' one copy (runtime/shared_file.py)", hidden=True)
     verify_checksums: float = setting(
         1.0, "share of shipped blocks whose checksum is verified, 0 to 1", least=0, most=1
     )

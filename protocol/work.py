@@ -21,11 +21,12 @@ class Grammar:
     regex           a regular expression (Rust's `regex` syntax), matched by the whole output
     choice          a JSON list of texts, one of which is the whole output
     lark            a grammar in Lark's notation as llguidance reads it; its rule `start` is the whole output. It mixes
-                    literal text, special tokens by id `<[17]>` and JSON schemas `%json {...}`: grammars/lark.py writes
-                    these pieces. End-of-sequence tokens are not named: the output may end where the grammar is complete
+                    literal text, special tokens by id `<[17]>` and JSON schemas `%json {...}`:
+                    structured_output/lark.py writes these pieces. End-of-sequence tokens are not named: the output may
+                    end where the grammar is complete
     ebnf            a grammar in GBNF / EBNF notation; its rule `root` is the whole output
     structural_tag  JSON text: free text in which certain words open a part with a grammar of its own
-                    (grammars/structural.py)
+                    (structured_output/structural.py)
 
     lenient         of JSON schemas: keywords that cannot be enforced are ignored; otherwise they are refused
     whitespace      of JSON: a regular expression for the blanks between tokens, None for those of Python's json.dumps,

@@ -65,7 +65,7 @@ class WorkerMetrics:
             "kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", "state", labels.BLOCK_STATES
         )
         self.kv_blocks_total = gauge("kvferry_kv_pool_blocks", "Size of the KV pool in blocks.")
-        self.outlived = gauge(
+        self.leaked = gauge(
             "kvferry_kv_outlived_hold_seconds", "Seconds for which the oldest hold on blocks has outlived its cause."
         )
         self.prefix_queries = counter("kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the cache.")

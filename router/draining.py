@@ -13,11 +13,11 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvferry.process.connection_limits import Limits
-from kvferry.process.connections import guarded
-from kvferry.process.http import Server, make_app
-from kvferry.process.refusal import retry_headers
 from kvferry.protocol.errors import Draining
+from kvferry.runtime.connection_limits import Limits
+from kvferry.runtime.connections import guarded
+from kvferry.runtime.http import Server, make_app
+from kvferry.runtime.rejection import retry_headers
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 

@@ -17,31 +17,31 @@ import uvicorn
 from kvferry.cluster_state.redis_responses import RedisResponses
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.responses import ResponseStore
-from kvferry.process.address import host_port
-from kvferry.process.connection_limits import Limits
-from kvferry.process.farewell import lingering
-from kvferry.process.http import Server, bind
-from kvferry.process.loop_lag import watched
-from kvferry.process.secret import ClusterSecrets
-from kvferry.process.signals import Stop
-from kvferry.process.status import Status
-from kvferry.process.toll import Toll
 from kvferry.protocol.errors import ConfigError, RegistryUnavailable, reason
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router import draining
 from kvferry.router.api.app import create_app
-from kvferry.router.api.pool import Pools, pool_of
-from kvferry.router.balance import Balance
+from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.batch.batches import Batches
-from kvferry.router.dashboard.board import Board
-from kvferry.router.journey.cluster import RouterCluster
-from kvferry.router.journey.prefixes import BlockLookup
-from kvferry.router.nodes.table import NodeSource
-from kvferry.router.siblings.exposition import scraped
-from kvferry.router.siblings.siblings import Siblings
-from kvferry.router.tenants.tenancy import Tenancy
+from kvferry.router.dashboard.snapshot import SnapshotBuilder
+from kvferry.router.dispatch.cluster import RouterCluster
+from kvferry.router.dispatch.prefixes import BlockLookup
+from kvferry.router.nodes.node_table import NodeSource
+from kvferry.router.role_rebalancing import RoleRebalancer
+from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_models
+from kvferry.router.worker_peers.exposition import scraped
+from kvferry.router.worker_peers.peers import WorkerPeers
+from kvferry.runtime.address import host_port
+from kvferry.runtime.cluster_secret import ClusterSecrets
+from kvferry.runtime.connection_limits import Limits
+from kvferry.runtime.graceful_close import lingering
+from kvferry.runtime.http import Server, bind
+from kvferry.runtime.loop_lag import watched
+from kvferry.runtime.rejection_throttle import RejectionThrottle
+from kvferry.runtime.signals import StopSignal
+from kvferry.runtime.supervisor_status import SupervisorStatus
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ async def serve_router(settings: RouterSettings) -> None:
     port, the model or Redis cannot be used; a Redis that does not answer yet is waited for while serving."""
     sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(GARBAGE)
-    stop = Stop()
+    stop = StopSignal()
     stop.listen()
     store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
     kept = kept_responses(settings)
@@ -97,11 +97,11 @@ def kept_responses(settings: RouterSettings) -> RedisResponses | None:
 
 
 async def run_router(
-    settings: RouterSettings, store: Store, sock: socket.socket, stop: Stop, kept: ResponseStore | None = None
+    settings: RouterSettings, store: Store, sock: socket.socket, stop: StopSignal, kept: ResponseStore | None = None
 ) -> None:
     """Serve on a bound socket until `stop`."""
-    status = Status.from_fd(settings.status_fd)
-    tenancy, secrets = Tenancy(settings), ClusterSecrets(settings)
+    status = SupervisorStatus.from_fd(settings.status_fd)
+    tenant_registry, secrets = TenantRegistry(settings), ClusterSecrets(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
     metrics, batches = RouterMetrics(), Batches(settings)
     nodes = RouterCluster(
@@ -114,21 +114,24 @@ async def run_router(
         patience_s=settings.queue_timeout,
         token=secrets.token,
     )
-    board, siblings, toll = Board(nodes, metrics), Siblings.of(settings), Toll()
-    pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
+    board, peers, throttle = SnapshotBuilder(nodes, metrics), WorkerPeers.of(settings), RejectionThrottle()
+    pools = ServedModels(
+        *(pool_of(text, nodes.pool(text.called), metrics, settings, tenant_registry) for text in texts)
+    )
     followed: tuple[contextlib.AbstractAsyncContextManager[Any], ...] = (
-        secrets.followed(), tenancy.keyring.followed(), board.followed(), watched(metrics.loop), siblings.answering()
+        secrets.followed(), tenant_registry.keyring.followed(), board.followed(), watched(metrics.loop),
+        peers.answering()
     )  # fmt: skip
     if settings.elastic:
-        followed += (Balance(pools, nodes.change_role, settings.elastic_rest).kept(),)
+        followed += (RoleRebalancer(pools, nodes.change_role, settings.elastic_rest).kept(),)
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
-        app = create_app(settings, pools, metrics, tenancy, kept, batches, board, siblings, toll)
+        app = create_app(settings, pools, metrics, tenant_registry, kept, batches, board, peers, throttle)
         for each in followed:
             await stack.enter_async_context(each)
         config = uvicorn.Config(
             app,
             **tls(settings),
-            http=lingering(connection_limits(settings), toll),
+            http=lingering(connection_limits(settings), throttle),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -148,7 +151,7 @@ async def run_router(
         status.ready(url, model=texts[0].name)
         async with batches:
             last = draining.answering(
-                sock, server, partial(scraped, metrics, siblings), tls(settings), connection_limits(settings)
+                sock, server, partial(scraped, metrics, peers), tls(settings), connection_limits(settings)
             )
             await _until_ended(server, serving, stop, last)
 
@@ -191,7 +194,7 @@ def connection_limits(settings: RouterSettings) -> Limits:
 async def _until_ended(
     server: uvicorn.Server,
     serving: asyncio.Task[None],
-    stop: Stop,
+    stop: StopSignal,
     last: contextlib.AbstractAsyncContextManager[None],
 ) -> None:
     """Return when the server ended: by itself, after its last request, or `HURRY_S` after it was hurried; from the
@@ -206,7 +209,7 @@ async def _until_ended(
         await _drained(server, serving, stop)
 
 
-async def _drained(server: uvicorn.Server, serving: asyncio.Task[None], stop: Stop) -> None:
+async def _drained(server: uvicorn.Server, serving: asyncio.Task[None], stop: StopSignal) -> None:
     server.should_exit = True
     hurried = asyncio.create_task(stop.hurry.wait())
     await asyncio.wait((serving, hurried), return_when=asyncio.FIRST_COMPLETED)

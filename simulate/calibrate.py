@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvferry.cluster_state.redis_store import RedisStore
-from kvferry.placement.terms import STREAM_SHARE
+from kvferry.placement.types import STREAM_SHARE
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.lease import NodeLease, Rates
-from kvferry.simulate.known import check_known
+from kvferry.simulate.choices import check_known
 from kvferry.simulate.machine import Machine
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvferry.protocol.errors import ConfigError
-from kvferry.simulate import picture
-from kvferry.simulate.ask import Ask
+from kvferry.simulate import plots
+from kvferry.simulate.choices import check_known
 from kvferry.simulate.compare import CASES, POLICIES, case, simulated
-from kvferry.simulate.figures import Figures, Goal
 from kvferry.simulate.fleet import Shape
-from kvferry.simulate.known import check_known
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.mooncake import read_trace
-from kvferry.simulate.pace import Pace
+from kvferry.simulate.progress import SimulationProgress
+from kvferry.simulate.results import Figures, Goal
+from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.workloads import Asked
 from kvferry.simulate.world import Loss
 
@@ -54,10 +54,10 @@ def simulate_command(
         _write(plot, "", "a")
     results: dict[str, dict[str, list[Figures]]] = {}
 
-    def play(name: str, asks: Sequence[Ask], losses: Sequence[Loss], models: tuple[str, ...]) -> None:
+    def play(name: str, asks: Sequence[Scenario], losses: Sequence[Loss], models: tuple[str, ...]) -> None:
         shape = Shape(prefill, decode, machine, models, eviction)
         for each in dict.fromkeys(policy or POLICIES):
-            pace = Pace(f"{name}, {each}", len(asks), say)
+            pace = SimulationProgress(f"{name}, {each}", len(asks), say)
             found = simulated(each, shape, asks, goal, losses, pace)
             results.setdefault(name, {}).setdefault(each, []).append(found)
             speed = found.virtual_s / max(found.real_s, 1e-9)
@@ -69,13 +69,13 @@ def simulate_command(
         for one in dict.fromkeys(seed):
             scale = load * (prefill + decode) / 16
             play(name, *case(name, Asked(requests, scale, one, machine.block_size)))
-    say("\n" + picture.table(results) + "\n" + picture.goodputs(results))
+    say("\n" + plots.table(results) + "\n" + plots.goodputs(results))
     if plot:
-        _write(plot, picture.plot(results))
+        _write(plot, plots.plot(results))
     return 0
 
 
-def _read(path: Path, machine: Machine, load: float, most: int, say: Say) -> list[Ask]:
+def _read(path: Path, machine: Machine, load: float, most: int, say: Say) -> list[Scenario]:
     """Those that count, and whether there are more."""
     asks = read_trace(path, machine.block_size, speed=load, most=most)
     if len(asks) == most:

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import blocks_for
-from kvferry.simulate.ask import Ask
-from kvferry.simulate.figures import Figures, Goal, figures
+from kvferry.simulate.choices import check_known
 from kvferry.simulate.fleet import Shape
-from kvferry.simulate.known import check_known
-from kvferry.simulate.others import OTHERS
-from kvferry.simulate.ours import Ours
-from kvferry.simulate.pace import Pace
+from kvferry.simulate.kvferry_policy import KvferryPolicy
+from kvferry.simulate.peer_policies import OTHERS
 from kvferry.simulate.policy import Policy
+from kvferry.simulate.progress import SimulationProgress
+from kvferry.simulate.results import Figures, Goal, figures
+from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.workloads import WORKLOADS, Asked
 from kvferry.simulate.world import Loss, World
 
 OURS = "kvferry"
-POLICIES: Mapping[str, Callable[[], Policy]] = {OURS: Ours, **OTHERS}
+POLICIES: Mapping[str, Callable[[], Policy]] = {OURS: KvferryPolicy, **OTHERS}
 MOST_S = 7 * 24 * 3600
 LOSSES = 4
 """Nodes that are lost in a trace with losses, one after the other, alternating between roles."""
@@ -52,7 +52,12 @@ CASES: Mapping[str, Case] = {
 
 
 def simulated(
-    name: str, shape: Shape, trace: Sequence[Ask], goal: Goal, losses: Sequence[Loss] = (), pace: Pace | None = None
+    name: str,
+    shape: Shape,
+    trace: Sequence[Scenario],
+    goal: Goal,
+    losses: Sequence[Loss] = (),
+    pace: SimulationProgress | None = None,
 ) -> Figures:
     """One policy on one trace. Raises ConfigError where there is no such policy, a request that fits into no pool, or
     requests that come over too long a time."""
@@ -79,7 +84,7 @@ def _quiet_routers() -> Iterator[None]:
         log.setLevel(before)
 
 
-def check_fits(trace: Sequence[Ask], shape: Shape) -> None:
+def check_fits(trace: Sequence[Scenario], shape: Shape) -> None:
     for ask in trace:
         needed = blocks_for(ask.prompt_len + ask.output_len, shape.machine.block_size)
         if needed > shape.machine.blocks:
@@ -92,7 +97,7 @@ def check_fits(trace: Sequence[Ask], shape: Shape) -> None:
             )
 
 
-def check_span(trace: Sequence[Ask], param: str = "load") -> None:
+def check_span(trace: Sequence[Scenario], param: str = "load") -> None:
     """Leases are renewed all the time, whether anything is asked or not. Raises ConfigError, of what is named so."""
     last_s = max(ask.at for ask in trace)
     if last_s > MOST_S:
@@ -101,14 +106,14 @@ def check_span(trace: Sequence[Ask], param: str = "load") -> None:
         )
 
 
-def losses_of(count: int, trace: Sequence[Ask], rate: float) -> list[Loss]:
+def losses_of(count: int, trace: Sequence[Scenario], rate: float) -> list[Loss]:
     """So many, spread over the time in which the trace's requests arrive."""
     span_s = len(trace) / rate
     roles = ("prefill", "decode")
     return [Loss((i + 1) * span_s / (count + 1), roles[i % 2], (0.37 * i) % 1) for i in range(count)]
 
 
-def case(name: str, asked: Asked) -> tuple[list[Ask], list[Loss], tuple[str, ...]]:
+def case(name: str, asked: Asked) -> tuple[list[Scenario], list[Loss], tuple[str, ...]]:
     """A case's trace, losses and models; `asked` has its rate as a multiple of the usual one. Raises ConfigError."""
     check_known("workload", name, CASES)
     which = CASES[name]

@@ -1,7 +1,8 @@
-"""Orders in which idle blocks leave a pool, to compare with the engine's own (`engine/idle.py`). In the simulator only.
+"""Orders in which idle blocks leave a pool, to compare with the engine's own (`engine/eviction.py`). In the simulator
+only.
 
-Each stands in the place of a pool's `Idle`. A block with children in the pool is never given up: chains leave from
-their tails.
+Each stands in the place of a pool's `SegmentedLru`. A block with children in the pool is never given up: chains leave
+from their tails.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvferry.engine.idle import Idle
-from kvferry.simulate.known import check_known
+from kvferry.engine.eviction import SegmentedLru
+from kvferry.simulate.choices import check_known
 
 if TYPE_CHECKING:
     from kvferry.engine.block_pool import BlockPool
@@ -28,19 +29,19 @@ MOST_LOOKS = 64
 """At heads of queues for one block; then the block that is idle for longest leaves."""
 
 
-def order_of(name: str, pool: BlockPool) -> Idle:
+def order_of(name: str, pool: BlockPool) -> SegmentedLru:
     """Raises ConfigError."""
     check_known("eviction", name, EVICTIONS)
     if name == "slru":
         return pool.idle
     if name == "lru":
-        return Idle(0)
+        return SegmentedLru(0)
     if name == "s3fifo":
         return S3Fifo(pool)
     return Gdsf(pool, attention_blocks=COST_BLOCKS if name == "gdsf-cost" else 0)
 
 
-class _Known(Idle):
+class _Known(SegmentedLru):
     """What the others share: which blocks are idle, and what is known of each block's content by its hash."""
 
     def __init__(self, pool: BlockPool) -> None:

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from kvferry.protocol.layout import blocks_for
-from kvferry.simulate.ask import Run
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
+from kvferry.simulate.scenario import Run
 
 Granted = Callable[[int], None]
 """Told how many of the stream's blocks are here."""

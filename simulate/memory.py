@@ -10,7 +10,7 @@ from kvferry.engine.ports import REQUEST
 from kvferry.simulate.eviction import order_of
 
 COPY_KEPT = 4
-"""One block of so many must stay available at a node that takes a copy (engine/copies.py)."""
+"""One block of so many must stay available at a node that takes a copy (engine/replication.py)."""
 
 
 class Memory(BlockPool):

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import HASH_BYTES
-from kvferry.simulate.ask import Ask
+from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.workloads import hashes_of
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -22,7 +22,7 @@ MOST_MS = 10**15
 """Of a time of day, until a float tells no milliseconds any more."""
 
 
-def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0) -> list[Ask]:
+def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0) -> list[Scenario]:
     """The first `most` requests (0: all), which come `speed` times as fast, the earliest of them at 0; lines need
     not be in the order of their times. Raises ConfigError with the line that is wrong."""
     if ID_TOKENS % block_size:
@@ -42,7 +42,7 @@ def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0
     return [replace(ask, at=ask.at - begun) for ask in trace]
 
 
-def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: Path) -> Iterator[Ask]:
+def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: Path) -> Iterator[Scenario]:
     number = 0
     for line_number, line in enumerate(lines, 1):
         if not line.strip():
@@ -58,7 +58,7 @@ def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: 
             return
 
 
-def _ask(number: int, row: Any, block_size: int, speed: float) -> Ask:
+def _ask(number: int, row: Any, block_size: int, speed: float) -> Scenario:
     if type(row) is not dict:
         raise ValueError("a request must be an object")
     if missing := [name for name in FIELDS if name not in row]:
@@ -84,7 +84,7 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> Ask:
         own = hashes_of([(f"own{number}", prompt - whole * block_size + max(1, output))], block_size)
         hashes = [*hashes, *own]
     session = str(ids[0]) if ids else str(number)
-    return Ask(number, at / 1000 / speed, prompt, max(1, output), tuple(hashes), session=session)
+    return Scenario(number, at / 1000 / speed, prompt, max(1, output), tuple(hashes), session=session)
 
 
 def _split(ids: list[int], block_size: int) -> list[bytes]:

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from kvferry.protocol.labels import OWN_TIERS
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import Rates
-from kvferry.simulate.ask import RunOf
 from kvferry.simulate.clock import Clock
 from kvferry.simulate.cores import Cores
 from kvferry.simulate.grants import Granted, Grants
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.prompts import Prompt, Prompts
+from kvferry.simulate.scenario import RunOf
 from kvferry.simulate.streams import Streams
 from kvferry.simulate.tiers import Tiers
 
 WEIGHT = 0.1
-"""Of a new observation in the rates that its lease tells (node/rates.py)."""
+"""Of a new observation in the rates that its lease tells (worker/rates.py)."""
 LEAST_TOKENS = 32
 """Fewer say nothing about a prompt's speed."""
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import blocks_for
-from kvferry.simulate.ask import Ask
 from kvferry.simulate.compare import OURS, check_span, simulated
-from kvferry.simulate.figures import Figures, Goal
 from kvferry.simulate.fleet import Shape
 from kvferry.simulate.machine import Machine
-from kvferry.simulate.pace import Pace
+from kvferry.simulate.progress import SimulationProgress
+from kvferry.simulate.results import Figures, Goal
+from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.workloads import Asked, Writer
 
 BUSY = 0.7
@@ -75,7 +75,7 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
     return max(1, math.ceil(prefill)), max(1, math.ceil(decode))
 
 
-def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[Ask]:
+def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[Scenario]:
     """Requests of such lengths, log-normal around their means, at random times."""
     writer = Writer(Asked(requests, need.rate, seed, block_size), "plan")
     shrink = math.exp(-SPREAD * SPREAD / 2)
@@ -114,7 +114,7 @@ def checks(
 
     def attempt(nodes: tuple[int, int]) -> Figures:
         if nodes not in tried:
-            pace = Pace("{} prefill, {} decode".format(*nodes), len(trace), say)
+            pace = SimulationProgress("{} prefill, {} decode".format(*nodes), len(trace), say)
             tried[nodes] = simulated(OURS, Shape(*nodes, machine), trace, goal, pace=pace)
         return tried[nodes]
 

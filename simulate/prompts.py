@@ -1,4 +1,4 @@
-"""The prompts of a node, in the order in which it computes them (engine/roster.py)."""
+"""The prompts of a node, in the order in which it computes them (engine/request_table.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from kvferry.simulate.ask import Run
+from kvferry.simulate.scenario import Run
 
 
 @dataclass(slots=True, order=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
-from kvferry.simulate.ask import Run
+from kvferry.simulate.scenario import Run
 
 NEAR = 1e-6
 """Steps that rounding may leave."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from kvferry.kv_transfer.tiers.catalog import Catalog
 from kvferry.protocol.labels import OWN_TIERS
-from kvferry.simulate.ask import Run
 from kvferry.simulate.clock import Clock
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import COPY_KEPT, Memory
+from kvferry.simulate.scenario import Run
 
 GROUP = 64
 """Blocks of a chain that are written together, at most (kv_transfer/tiers/files.py)."""
@@ -86,7 +86,7 @@ class Tier:
 
 
 class Tiers:
-    """What a node does with them (node/tiers.py): what is new is written to all; a prompt is read from the quickest
+    """What a node does with them (worker/tiers.py): what is new is written to all; a prompt is read from the quickest
     that has its next block, where that takes less time than computing. `reading`: whose prompts are."""
 
     def __init__(self, machine: Machine, clock: Clock) -> None:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import HASH_BYTES
-from kvferry.simulate.ask import Ask
+from kvferry.simulate.scenario import Scenario
 
 Piece = tuple[str, int]
 """Text by what it is, and its tokens."""
@@ -52,7 +52,7 @@ class Writer:
 
     def __init__(self, asked: Asked, name: str) -> None:
         self.asked, self.rng = asked, random.Random(f"{asked.seed}/{name}")
-        self.trace: list[Ask] = []
+        self.trace: list[Scenario] = []
 
     @property
     def full(self) -> bool:
@@ -75,7 +75,7 @@ class Writer:
         said = (f"out{number}", output)
         hashes = hashes_of([*prompt, said], self.asked.block_size)
         length = sum(tokens for _, tokens in prompt)
-        self.trace.append(Ask(number, at, length, output, hashes, after, session or f"s{number}"))
+        self.trace.append(Scenario(number, at, length, output, hashes, after, session or f"s{number}"))
         return said
 
     def talk(self, at: float, context: list[Piece], turns: int, said: int, output: int, pause_s: float) -> None:
@@ -89,7 +89,7 @@ class Writer:
             at, after = self.rng.expovariate(1 / pause_s), number
 
 
-def low_sharing(asked: Asked) -> list[Ask]:
+def low_sharing(asked: Asked) -> list[Scenario]:
     """Prompts of their own."""
     writer = Writer(asked, "low")
     for at in writer.times(asked.rate):
@@ -99,7 +99,7 @@ def low_sharing(asked: Asked) -> list[Ask]:
     return writer.trace
 
 
-def hot_prefix(asked: Asked) -> list[Ask]:
+def hot_prefix(asked: Asked) -> list[Scenario]:
     """One long system prompt for all."""
     writer = Writer(asked, "hot")
     for at in writer.times(asked.rate):
@@ -109,7 +109,7 @@ def hot_prefix(asked: Asked) -> list[Ask]:
     return writer.trace
 
 
-def many_prefixes(asked: Asked) -> list[Ask]:
+def many_prefixes(asked: Asked) -> list[Scenario]:
     """Hundreds of long prefixes, some more liked than others: together more than any node holds."""
     writer = Writer(asked, "many")
     names = range(400)
@@ -122,19 +122,19 @@ def many_prefixes(asked: Asked) -> list[Ask]:
     return writer.trace
 
 
-def chat(asked: Asked) -> list[Ask]:
+def chat(asked: Asked) -> list[Scenario]:
     """Conversations of several turns, of a few applications."""
     return _talks(asked, "chat", turns=8, first=(10, 3000), said=1500, output=250, pause_s=5.0)
 
 
-def agents(asked: Asked) -> list[Ask]:
+def agents(asked: Asked) -> list[Scenario]:
     """Loops of tool calls: much comes back from tools, little is said, and soon."""
     return _talks(asked, "agents", turns=15, first=(20, 4000), said=700, output=80, pause_s=1.5)
 
 
 def _talks(
     asked: Asked, name: str, *, turns: int, first: tuple[int, int], said: int, output: int, pause_s: float
-) -> list[Ask]:
+) -> list[Scenario]:
     writer = Writer(asked, name)
     for at in writer.times(asked.rate / turns):
         if writer.full:
@@ -144,7 +144,7 @@ def _talks(
     return writer.trace
 
 
-def bursts(asked: Asked) -> list[Ask]:
+def bursts(asked: Asked) -> list[Scenario]:
     """Two seconds in ten have six tenths of the requests, which share prefixes."""
     writer = Writer(asked, "bursts")
     now = 0.0
@@ -155,7 +155,7 @@ def bursts(asked: Asked) -> list[Ask]:
     return writer.trace
 
 
-def documents(asked: Asked) -> list[Ask]:
+def documents(asked: Asked) -> list[Scenario]:
     """Long documents, about each of which a few questions are asked within a minute."""
     writer = Writer(asked, "documents")
     questions = 4
@@ -171,7 +171,7 @@ def documents(asked: Asked) -> list[Ask]:
     return sorted(writer.trace, key=lambda ask: ask.at)
 
 
-def mixed_models(asked: Asked) -> list[Ask]:
+def mixed_models(asked: Asked) -> list[Scenario]:
     """Two models, each on nodes of its own: agents for one, prompts of their own for the other."""
     half = replace(asked, count=-(-asked.count // 2))
     first = agents(replace(half, rate=asked.rate * 0.7))
@@ -180,7 +180,7 @@ def mixed_models(asked: Asked) -> list[Ask]:
     return first + [replace(ask, number=ask.number + moved, session=f"n{ask.session}") for ask in others]
 
 
-WORKLOADS: Mapping[str, Callable[[Asked], list[Ask]]] = {
+WORKLOADS: Mapping[str, Callable[[Asked], list[Scenario]]] = {
     "low-sharing": low_sharing,
     "hot-prefix": hot_prefix,
     "many-prefixes": many_prefixes,

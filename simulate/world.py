@@ -10,12 +10,12 @@ from kvferry.placement.costs import HANDOFF_S
 from kvferry.placement.pairs import CHUNK_TOKENS
 from kvferry.protocol.errors import ContextLengthExceeded
 from kvferry.protocol.layout import blocks_for
-from kvferry.simulate.ask import Ask
 from kvferry.simulate.clock import Clock, Deed
 from kvferry.simulate.fleet import Fleet, Shape
 from kvferry.simulate.node import Node, Run
-from kvferry.simulate.pace import Pace
 from kvferry.simulate.policy import Policy
+from kvferry.simulate.progress import SimulationProgress
+from kvferry.simulate.scenario import Scenario
 
 POLL_S = 0.5
 """Between two looks of a router at the registry."""
@@ -36,7 +36,12 @@ class World:
     """`runs`: all requests that arrived, in the order of their arrival. pace: told as they end."""
 
     def __init__(
-        self, shape: Shape, policy: Policy, trace: Sequence[Ask], losses: Sequence[Loss] = (), pace: Pace | None = None
+        self,
+        shape: Shape,
+        policy: Policy,
+        trace: Sequence[Scenario],
+        losses: Sequence[Loss] = (),
+        pace: SimulationProgress | None = None,
     ) -> None:
         self.clock = Clock()
         self.fleet, self.policy = Fleet(shape, self.clock), policy
@@ -44,7 +49,7 @@ class World:
         self.runs: list[Run] = []
         self._left = len(trace)
         self._waiting: deque[Run] = deque()
-        self._after: dict[int, list[Ask]] = {}
+        self._after: dict[int, list[Scenario]] = {}
         self._pumping = False
 
     async def play(self) -> None:
@@ -70,7 +75,7 @@ class World:
         self.clock.soon(POLL_S, self._poll)
         await self._pump()
 
-    def _arrival(self, ask: Ask) -> Deed:
+    def _arrival(self, ask: Scenario) -> Deed:
         async def arrive() -> None:
             run = Run(ask, self.clock.now)
             self.runs.append(run)

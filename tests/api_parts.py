@@ -18,25 +18,25 @@ from starlette.types import ASGIApp
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.responses import MemoryResponses, ResponseStore
 from kvferry.placement.capacity import Capacity
-from kvferry.process.toll import Toll
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.work import Generate
 from kvferry.router.api.app import create_app
-from kvferry.router.api.pool import Pools, pool_of
+from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.batch.batches import Batches
-from kvferry.router.dashboard.board import Board
-from kvferry.router.journey.cluster import RouterCluster
-from kvferry.router.journey.held import Held
-from kvferry.router.journey.spec import Cluster, ClusterInfo, Enough, Fork, Output, RequestSpec, Route
-from kvferry.router.tenants.tenancy import Tenancy
+from kvferry.router.dashboard.snapshot import SnapshotBuilder
+from kvferry.router.dispatch.cluster import RouterCluster
+from kvferry.router.dispatch.interface import Cluster, ClusterInfo, Enough, Fork, Output, RequestSpec, Route
+from kvferry.router.dispatch.pending_requests import PendingRequests
+from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_model
 from kvferry.router.text.text_model import TextModel
+from kvferry.runtime.rejection_throttle import RejectionThrottle
 
 EOS = 2
 Script = Callable[[RequestSpec], Sequence[Output | KvferryError]]
@@ -51,7 +51,7 @@ def ids_of(text: str) -> list[int]:
     return demo_text().encode(text, add_special_tokens=False)
 
 
-class FakeJourney:
+class FakeDispatch:
     def __init__(self, spec: RequestSpec, outputs: Sequence[Output | KvferryError], route: Route, gap_s: float):
         self.spec = spec
         self.route: Route | None = None
@@ -107,13 +107,13 @@ class FakeCluster:
     def __init__(self, script: Script, *, gap_s: float = 0.0, max_model_len: int = 4096, cached: int = 0) -> None:
         self.script, self.gap_s, self.cached = script, gap_s, cached
         self.max_model_len = max_model_len
-        self.journeys: list[FakeJourney] = []
+        self.dispatches: list[FakeDispatch] = []
         self.adapters = FakeAdapters()
         self.refusal: KvferryError | None = None
         self.is_ready, self.lacks = True, ""
         self.nodes: list[NodeLease] = []
         self.takes = Capacity()
-        self.held = Held()
+        self.held = PendingRequests()
 
     def info(self) -> ClusterInfo:
         return ClusterInfo("demo", self.max_model_len, 16, "f" * 32)
@@ -130,15 +130,15 @@ class FakeCluster:
     def ready(self) -> dict[str, int]:
         return {"prefill": 0, "decode": int(self.is_ready)}
 
-    def start(self, spec: RequestSpec) -> FakeJourney:
+    def start(self, spec: RequestSpec) -> FakeDispatch:
         if self.refusal is not None:
             raise self.refusal
         prompt_len = len(spec.token_ids)
         cached = min(self.cached, prompt_len)
         route = Route("p0", "d0", Reuse(prompt_len, reused_prefill=cached, computed=prompt_len - cached))
-        journey = FakeJourney(spec, self.script(spec), route, self.gap_s)
-        self.journeys.append(journey)
-        return journey
+        dispatch = FakeDispatch(spec, self.script(spec), route, self.gap_s)
+        self.dispatches.append(dispatch)
+        return dispatch
 
 
 def says(text: str, *, finish: str = "stop", per_output: int = 1) -> Script:
@@ -196,26 +196,32 @@ def app_of(
     settings: RouterSettings | None = None,
     kept: ResponseStore | None = None,
     batches: Batches | None = None,
-    board: Board | None = None,
-    toll: Toll | None = None,
+    board: SnapshotBuilder | None = None,
+    throttle: RejectionThrottle | None = None,
 ) -> ASGIApp:
     """A single model, served by this cluster."""
     settings = settings or RouterSettings()
-    tenancy = Tenancy(settings)
-    pools = Pools(pool_of(text, cluster, metrics, settings, tenancy))
-    return create_app(settings, pools, metrics, tenancy, kept, batches, board or unwatched(metrics), toll=toll)
+    tenant_registry = TenantRegistry(settings)
+    pools = ServedModels(pool_of(text, cluster, metrics, settings, tenant_registry))
+    return create_app(
+        settings, pools, metrics, tenant_registry, kept, batches, board or unwatched(metrics), throttle=throttle
+    )
 
 
-def unwatched(metrics: RouterMetrics) -> Board:
+def unwatched(metrics: RouterMetrics) -> SnapshotBuilder:
     """Of a cluster without nodes."""
-    return Board(RouterCluster(MemoryStore(), MemoryStore(), metrics), metrics)
+    return SnapshotBuilder(RouterCluster(MemoryStore(), MemoryStore(), metrics), metrics)
 
 
 class Api:
     """An application over a fake cluster and a client that talks to it in process."""
 
     def __init__(
-        self, cluster: FakeCluster, text: TextModel | None = None, toll: Toll | None = None, **settings: Any
+        self,
+        cluster: FakeCluster,
+        text: TextModel | None = None,
+        throttle: RejectionThrottle | None = None,
+        **settings: Any,
     ) -> None:
         self.cluster = cluster
         self.metrics = RouterMetrics()
@@ -223,7 +229,7 @@ class Api:
         self.batches = Batches(self.settings)
         self.kept = MemoryResponses()
         text = text or demo_text()
-        self.app = app_of(cluster, text, self.metrics, self.settings, self.kept, self.batches, toll=toll)
+        self.app = app_of(cluster, text, self.metrics, self.settings, self.kept, self.batches, throttle=throttle)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:

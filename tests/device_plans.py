@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
 
 
 def moved(plan: BatchPlan, device: torch.device | str) -> BatchPlan:

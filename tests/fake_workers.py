@@ -18,7 +18,7 @@ from starlette.routing import Route as HttpRoute
 from waiting import until
 
 from kvferry.cluster_state.memory_store import MemoryStore
-from kvferry.model_files.naming import ModelName
+from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.adapters import AdapterName, ChangeAdapter
 from kvferry.protocol.errors import KvferryError, StreamGone, TransferFailed
 from kvferry.protocol.lease import Load, NodeLease
@@ -36,16 +36,16 @@ from kvferry.protocol.messages import (
     TokenDelta,
 )
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.protocol.reuse import Missed, Reuse
+from kvferry.protocol.prefix_reuse import Missed, Reuse
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import pack, unpack
 from kvferry.protocol.work import Generate
-from kvferry.router.call import Call
-from kvferry.router.journey.cluster import RouterCluster
-from kvferry.router.journey.journey import RouterJourney
-from kvferry.router.journey.spec import Output, RequestSpec
+from kvferry.router.dispatch.cluster import RouterCluster
+from kvferry.router.dispatch.dispatch import RequestDispatch
+from kvferry.router.dispatch.interface import Output, RequestSpec
 from kvferry.router.nodes.client import NodeClient
-from kvferry.router.nodes.table import NodeTable
+from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.request_context import RequestContext
 
 BLOCK = 4
 PROMPT = tuple(range(100, 164))
@@ -404,17 +404,17 @@ class Bench:
 
     def balanced(self) -> bool:
         """No booking, no listener, no errand is left."""
-        return all(entry.idle for entry in self.nodes.entries.values()) and not self.cluster.errands.open
+        return all(entry.idle for entry in self.nodes.entries.values()) and not self.cluster.background_calls.open
 
     def start(
         self, max_tokens: int = 8, prompt: Sequence[int] = PROMPT, *, deadline_s: float = 600.0, **spec: Any
-    ) -> RouterJourney:
+    ) -> RequestDispatch:
         params = SamplingParams(max_tokens=max_tokens, **spec.pop("params", {}))
-        call = Call("r", arrival=(now := time.monotonic()), deadline=now + deadline_s)
+        call = RequestContext("r", arrival=(now := time.monotonic()), deadline=now + deadline_s)
         return self.cluster.start(RequestSpec(call, "r", tuple(prompt), Generate(params), **spec))
 
     def rungs(self) -> dict[str, int]:
-        samples = self.metrics.ladder.collect()[0].samples
+        samples = self.metrics.retries.collect()[0].samples
         return {s.labels["rung"]: int(s.value) for s in samples if s.name.endswith("_total") and s.value}
 
 
@@ -422,11 +422,11 @@ def ids(outputs: Sequence[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-async def collect(journey: RouterJourney) -> list[Output]:
+async def collect(dispatch: RequestDispatch) -> list[Output]:
     """All outputs, as the API takes them: most are heard, the others iterated."""
     outputs: list[Output] = []
-    journey.listen(outputs.append)
-    async for output in journey:
+    dispatch.listen(outputs.append)
+    async for output in dispatch:
         outputs.append(output)
     return outputs
 

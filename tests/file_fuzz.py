@@ -85,10 +85,8 @@ def main(home: Path, first: int, last: int) -> None:
 def read(path: Path) -> None:
     """All that a router and a worker read of a model, and a few tokens of it. Raises what they raise."""
     from kvferry.engine.events import Failed
-    from kvferry.grammars.library import Library
-    from kvferry.model_files.needs import model_needs
+    from kvferry.model_files.memory_needs import model_needs
     from kvferry.model_files.source import resolve
-    from kvferry.node.assembly import assemble
     from kvferry.protocol.errors import ConfigError, InvalidRequest
     from kvferry.protocol.messages import Job
     from kvferry.protocol.sampling import SamplingParams
@@ -96,6 +94,8 @@ def read(path: Path) -> None:
     from kvferry.protocol.work import Generate, Grammar
     from kvferry.router.text.grammar_vocabulary import vocabulary_of
     from kvferry.router.text.load import load_text_model
+    from kvferry.structured_output.llguidance_backend import LlguidanceBackend
+    from kvferry.worker.engine_factory import assemble
 
     model_needs(resolve(str(path)))
     text = load_text_model(RouterSettings(model=(str(path),)))
@@ -105,7 +105,7 @@ def read(path: Path) -> None:
         with suppress(InvalidRequest):
             text.render([{"role": "user", "content": "hello"}])
     with suppress(ConfigError):  # such a model is served without grammars
-        Library(vocabulary_of(text)).compile(Grammar("json_object", ""))
+        LlguidanceBackend(vocabulary_of(text)).compile(Grammar("json_object", ""))
     settings = WorkerSettings(role="decode", model=str(path), kv_blocks=16, threads=1, model_impl="kvferry")
     engine = assemble(settings).engine
     prompt = tuple(range(20))

@@ -12,7 +12,7 @@ from api_parts import Api, FakeCluster, demo_text, outputs_for
 from tokenizers import AddedToken, Tokenizer
 
 from kvferry.model_files.tokenizer import TextTokenizer
-from kvferry.router.journey.spec import Output, RequestSpec
+from kvferry.router.dispatch.interface import Output, RequestSpec
 from kvferry.router.text.parsers.harmony import MARKERS
 from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.text_model import TextModel

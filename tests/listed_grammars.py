@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.grammars.seam import Bits
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.work import Grammar
+from kvferry.structured_output.interface import Bits
 
 
 def listed(*outputs: Sequence[int]) -> Grammar:

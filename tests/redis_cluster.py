@@ -17,16 +17,16 @@ from waiting import until
 from worker_pair import Worker, worker
 
 from kvferry.cluster_state.redis_store import RedisStore
-from kvferry.model_files.naming import ModelName
-from kvferry.node.rates import RateMeter
+from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.lease import Rates
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
-from kvferry.router.call import Call
-from kvferry.router.journey.cluster import RouterCluster
-from kvferry.router.journey.prefixes import Remembered
-from kvferry.router.journey.spec import RequestSpec
+from kvferry.router.dispatch.cluster import RouterCluster
+from kvferry.router.dispatch.interface import RequestSpec
+from kvferry.router.dispatch.prefixes import Remembered
+from kvferry.router.request_context import RequestContext
+from kvferry.worker.rates import RateMeter
 
 PREFIX = 64
 """Tokens; blocks have 4."""
@@ -135,12 +135,14 @@ class RedisCluster:
         now = time.monotonic()
         name = f"r{self._made}"
         work = Generate(SamplingParams(max_tokens=3, temperature=0.0))
-        journey = router.toy.start(RequestSpec(Call(name, arrival=now, deadline=now + 30), name, tuple(prompt), work))  # type: ignore[attr-defined]
-        tokens = [token async for output in journey for token in output.token_ids]
+        dispatch = router.toy.start(
+            RequestSpec(RequestContext(name, arrival=now, deadline=now + 30), name, tuple(prompt), work)
+        )  # type: ignore[attr-defined]
+        tokens = [token async for output in dispatch for token in output.token_ids]
         assert tokens == expected(prompt, 3)
-        assert journey.route is not None
-        assert journey.route.decode is not None
-        return journey.route.decode, journey.route.reuse.cached_len
+        assert dispatch.route is not None
+        assert dispatch.route.decode is not None
+        return dispatch.route.decode, dispatch.route.reuse.cached_len
 
 
 @contextlib.asynccontextmanager

@@ -12,11 +12,11 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated
 from kvferry.model_files.source import resolve
 from kvferry.model_files.tokenizer import load_tokenizer
-from kvferry.node.assembly import assemble
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Generate, Grammar
+from kvferry.worker.engine_factory import assemble
 
 EOS = (2,)
 TOGETHER = 16

@@ -17,13 +17,13 @@ FLOORS = {
     "protocol": 0,
     "kernels": 1,
     "model_files": 1,
-    "grammars": 1,
-    "process": 1,
+    "structured_output": 1,
+    "runtime": 1,
     "placement": 1,
     "engine": 2,
     "kv_transfer": 2,
     "cluster_state": 2,
-    "node": 3,
+    "worker": 3,
     "prefill_worker": 4,
     "decode_worker": 4,
     "router": 4,
@@ -31,7 +31,16 @@ FLOORS = {
     "simulate": 5,
     "cli": 6,
 }
-TORCHLESS = ["protocol", "model_files", "grammars", "process", "placement", "cluster_state", "router", "simulate"]
+TORCHLESS = [
+    "protocol",
+    "model_files",
+    "structured_output",
+    "runtime",
+    "placement",
+    "cluster_state",
+    "router",
+    "simulate",
+]
 WORKERS = ["torch", "transformers", "safetensors", "ucxx", "libucx", "triton", "accelerate", "numpy", "gguf"]
 """What a router's environment lacks."""
 TRANSFORMERS_DOOR = Path("engine/models/hf.py")

@@ -12,14 +12,14 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated
+from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.masks import Masks
-from kvferry.engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, Model, ModelInfo, SuspendedPass, Wanted
 from kvferry.engine.runner import Runner
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import always
 from kvferry.kernels.ops import Ops
-from kvferry.kernels.plan import BatchPlan
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.kernels.step import always
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
@@ -52,7 +52,7 @@ class ToyModel(Model):
         kv: torch.Tensor,
         plan: BatchPlan,
         wanted: Wanted = always,
-        halfway: Halfway | None = None,
+        halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         blocks, slots = plan.slots // plan.block_size, plan.slots % plan.block_size
         kv[blocks, 0, :, 0, slots, 0] = token_ids.float()[:, None]
@@ -88,13 +88,13 @@ class HeldModel(ToyModel):
         kv: torch.Tensor,
         plan: BatchPlan,
         wanted: Wanted = always,
-        halfway: Halfway | None = None,
+        halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         self.begun.set()
         deadline = time.monotonic() + HELD_S
         while not self._go.wait(0.001) and time.monotonic() < deadline:
             if not wanted():
-                raise Unwanted
+                raise ForwardAbandoned
             self.asked += 1
         return super().forward(token_ids, kv, plan)
 
@@ -107,7 +107,7 @@ def make_engine(
     beside: int = 8,
     seqs: int = 8,
     caching: bool = True,
-    masks: Masks | None = None,
+    masks: GrammarMasks | None = None,
     drafts: int = 0,
     runs: type[Runner] = Runner,
 ) -> Engine:

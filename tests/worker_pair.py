@@ -17,16 +17,12 @@ import torch
 from toy import FINGERPRINT, ToyModel, make_engine
 from waiting import until
 
-import kvferry.node.node as node_module
+import kvferry.worker.node as node_module
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.decode_worker.service import DecodeService
 from kvferry.elastic_worker.service import ElasticService
 from kvferry.engine.engine import Engine
-from kvferry.node.assembled import Assembled
-from kvferry.node.loaded import Loaded
-from kvferry.node.node import Node
 from kvferry.prefill_worker.service import PrefillService
-from kvferry.process.signals import Stop
 from kvferry.protocol.messages import (
     AttemptFailed,
     CancelRequest,
@@ -41,6 +37,10 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.wire import FrameReader, pack
+from kvferry.runtime.signals import StopSignal
+from kvferry.worker.engine_parts import EngineParts
+from kvferry.worker.node import Node
+from kvferry.worker.runtime import WorkerRuntime
 
 PATIENCE_S = 15.0
 SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}
@@ -50,7 +50,7 @@ SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}
 class Worker:
     """One running node. `pause_at` stops the engine before that step, counted from when it was set, until `resume`."""
 
-    def __init__(self, node: Node, engine: Engine, run: asyncio.Task[None], stop: Stop) -> None:
+    def __init__(self, node: Node, engine: Engine, run: asyncio.Task[None], stop: StopSignal) -> None:
         self.node, self.engine, self.run, self.stop = node, engine, run, stop
         self.paused = self.link_lost = False
         self._go = threading.Event()
@@ -59,7 +59,7 @@ class Worker:
         engine.runner.run = self._run_step  # type: ignore[method-assign]
 
     @property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> WorkerRuntime:
         assert self.node.loaded
         return self.node.loaded
 
@@ -129,8 +129,13 @@ class Worker:
 
     def _remains(self) -> object:
         engine, service = self.engine, self.service
-        tables = [engine.lent.ships, engine.lent.grants, engine.moving._lent, engine.roster._attempts]
-        tables += [engine.copies._lent, engine.copies._landing]
+        tables = [
+            engine.transfer_holds.ships,
+            engine.transfer_holds.grants,
+            engine.moving._transfer_holds,
+            engine.request_table._attempts,
+        ]
+        tables += [engine.copies._transfer_holds, engine.copies._landing]
         mounted = service.endpoints
         tables += [mounted.tiers._waiting, mounted.tiers._coming]
         tables += [mounted.fetches._waiting, mounted.fetches._open, mounted.fetches._coming]
@@ -262,21 +267,21 @@ class Router:
                     await self._http.post(f"{url}/seen", content=pack(Seen(self.seen)))
 
 
-def _of_toy(engine: Engine) -> Assembled:
+def _of_toy(engine: Engine) -> EngineParts:
     layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
     kv: torch.Tensor = engine.runner.kv
-    return Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+    return EngineParts(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
 
 
 @contextlib.asynccontextmanager
 async def worker(
-    role: str, engine: Engine | Assembled, *, store: MemoryStore | None = None, state: str = "ready", **settings: Any
+    role: str, engine: Engine | EngineParts, *, store: MemoryStore | None = None, state: str = "ready", **settings: Any
 ) -> AsyncIterator[Worker]:
     """A node of its own registry, once it is in this state; ended with SIGINT. It drains though it is the last one.
     engine: of a toy model, or all that was assembled around another one."""
     settings.setdefault("respawned", True)
-    parts = engine if isinstance(engine, Assembled) else _of_toy(engine)
-    stop = Stop()
+    parts = engine if isinstance(engine, EngineParts) else _of_toy(engine)
+    stop = StopSignal()
     with (
         patch.object(node_module, "assemble", lambda settings, progress: parts),
         patch.object(node_module, "RedisStore", lambda url, cluster, **options: store or MemoryStore()),

@@ -13,11 +13,11 @@ from kvferry.engine.models.base import Computing
 from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.interleaved import half_split
-from kvferry.engine.ranks.adapters import BY_INPUT, LedAdapter, joined_layers
-from kvferry.engine.ranks.led import Led
+from kvferry.engine.ranks.adapters import BY_INPUT, ShardedAdapter, joined_layers
 from kvferry.engine.ranks.shard import Shard
+from kvferry.engine.ranks.sharded_model import ShardedModel
 from kvferry.engine.ranks.weights import Cut
-from kvferry.kernels.low_rank import Adapter, LowRank, on_device
+from kvferry.kernels.lora import Adapter, LowRank, on_device
 from kvferry.model_files.adapter import WEIGHTS, AdapterFiles
 from kvferry.protocol.errors import ConfigError
 
@@ -60,7 +60,7 @@ class _Site:
 def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
     """The adapter on the model's device, in its dtype. Raises ConfigError: it does not fit the model, or the device's
     memory does not hold it."""
-    led = model if isinstance(model, Led) else None
+    led = model if isinstance(model, ShardedModel) else None
     model, ranks = (model, 1) if led is None else (led.own.decoder, led.ranks)
     if not isinstance(model, Decoder):
         raise _misfit(files, "adapters need a model of our own decoder, not transformers' (--model-impl kvferry)")
@@ -88,7 +88,7 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
     try:
         if led is None:
             return Adapter(files.id, on_device(own, model.device))
-        return LedAdapter(files.id, joined_layers(own, led.own.group, model.device), tuple(others))
+        return ShardedAdapter(files.id, joined_layers(own, led.own.group, model.device), tuple(others))
     except torch.OutOfMemoryError as error:
         raise _misfit(files, f"it does not fit the memory of {model.device}") from error
 

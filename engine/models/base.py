@@ -8,33 +8,33 @@ from typing import Protocol
 
 import torch
 
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import NextLogits, always
 from kvferry.kernels.ops import Ops
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.step import NextLogits, always
 from kvferry.protocol.layout import KVLayout
 
 Wanted = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Halfway:
+class SuspendedPass:
     """Where a forward pass was given up, before `layer`: x and residual [T, hidden], as that layer takes them."""
 
     layer: int
     x: torch.Tensor
     residual: torch.Tensor
 
-    def of(self, rows: Sequence[int]) -> Halfway:
+    def of(self, rows: Sequence[int]) -> SuspendedPass:
         """The same of some of the tokens."""
         kept = torch.tensor(rows, dtype=torch.int64, device=self.x.device)
-        return Halfway(self.layer, self.x[kept], self.residual[kept])
+        return SuspendedPass(self.layer, self.x[kept], self.residual[kept])
 
 
-class Unwanted(Exception):
+class ForwardAbandoned(Exception):
     """A computation was given up: nobody waits for it any more, or something else comes first. halfway: where, if it
     can be taken up there."""
 
-    def __init__(self, halfway: Halfway | None = None) -> None:
+    def __init__(self, halfway: SuspendedPass | None = None) -> None:
         super().__init__("given up")
         self.halfway = halfway
 
@@ -80,7 +80,7 @@ class Model(Computing, Protocol):
         kv: torch.Tensor,
         plan: BatchPlan,
         wanted: Wanted = always,
-        halfway: Halfway | None = None,
+        halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; writes the tokens' K/V into the pool
         `kv` [block, layer, plane, kv_head, slot, dim]. Prompts ask between layers whether they are still wanted: if

@@ -9,7 +9,7 @@ from kvferry.engine.models.experts_config import ExpertsConfig, parse_experts, u
 from kvferry.engine.models.families import FAMILIES, LLAMA, Family
 from kvferry.engine.models.rope_config import ROPE_KINDS, RopeConfig, mscale, parse_rope, rope_dicts, rope_kind
 from kvferry.engine.models.windows import rotations_and_windows
-from kvferry.model_files.fields import whole
+from kvferry.model_files.config_fields import whole
 from kvferry.model_files.latent import LatentSizes, latent_sizes
 from kvferry.model_files.quantisation import quantisation
 from kvferry.protocol.errors import ConfigError

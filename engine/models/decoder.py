@@ -8,15 +8,15 @@ from functools import partial
 
 import torch
 
-from kvferry.engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, Model, ModelInfo, SuspendedPass, Wanted
 from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.parameters import Parameters
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import DecoderForm, Experts, Halted, Latent, Linear, NextLogits, always
 from kvferry.kernels.experts import mixture
-from kvferry.kernels.gate import GELU, SILU, Gate
+from kvferry.kernels.gated_activation import GELU, SILU, Gate
 from kvferry.kernels.layer_norm import layer_norm
 from kvferry.kernels.ops import Ops
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.step import DecoderForm, Experts, Halted, Latent, Linear, NextLogits, always
 
 
 class Decoder(Model):
@@ -70,14 +70,14 @@ class Decoder(Model):
         kv: torch.Tensor,
         plan: BatchPlan,
         wanted: Wanted = always,
-        halfway: Halfway | None = None,
+        halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         if self._step is not None and halfway is None and not plan.adapted and self._step.takes(plan, kv):
             try:
                 return self._step(token_ids, kv, plan, wanted)
             except Halted as halted:
                 x = self._normed(halted.residual, self.parameters.layers[halted.layer].input_norm)
-                raise Unwanted(Halfway(halted.layer, x, halted.residual)) from None
+                raise ForwardAbandoned(SuspendedPass(halted.layer, x, halted.residual)) from None
         return self._one_by_one(token_ids, kv, plan, wanted, halfway)
 
     def _one_by_one(
@@ -86,16 +86,16 @@ class Decoder(Model):
         kv: torch.Tensor,
         plan: BatchPlan,
         wanted: Wanted = always,
-        halfway: Halfway | None = None,
+        halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         layers = self.parameters.layers
         if halfway is None:
             residual = self.parameters.embedding.rows(token_ids)
-            halfway = Halfway(0, self._normed(residual, layers[0].input_norm), residual)
+            halfway = SuspendedPass(0, self._normed(residual, layers[0].input_norm), residual)
         first, x, residual = halfway.layer, halfway.x, halfway.residual
         for index, layer in enumerate(layers[first:], first):
             if index > first and not wanted():
-                raise Unwanted(Halfway(index, x, residual))
+                raise ForwardAbandoned(SuspendedPass(index, x, residual))
             attended = self._attention(index, x, kv[:, index], plan)
             if self.config.family.parallel:
                 x = attended + self._mlp(index, x, plan)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvferry.kernels.decoder_spec import Linear, Stored, StoredRows
 from kvferry.kernels.ops import Ops
-from kvferry.kernels.step import Linear, Stored, StoredRows
 
 
 class DenseForms:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from kvferry.engine.models.mxfp4 import RUN, codes_of_blocks
-from kvferry.kernels.blocks import FORMATS, Format, Parts
-from kvferry.kernels.codes import Levels
+from kvferry.kernels.gguf_blocks import FORMATS, Format, Parts
+from kvferry.kernels.quantised_codes import Levels
 from kvferry.protocol.errors import ConfigError
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engine.models.families import ExpertNames, Family
-from kvferry.kernels.gate import Gate
-from kvferry.kernels.routing import Routing
-from kvferry.model_files.fields import whole
+from kvferry.kernels.expert_routing import Routing
+from kvferry.kernels.gated_activation import Gate
+from kvferry.model_files.config_fields import whole
 from kvferry.protocol.errors import ConfigError
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

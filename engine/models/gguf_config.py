@@ -8,9 +8,9 @@ from typing import Any
 
 from kvferry.engine.models.config import DecoderConfig, parse_config
 from kvferry.engine.models.families import FAMILIES
-from kvferry.model_files.decoders import LATENT, gguf_family
 from kvferry.model_files.gguf import GGUFFile
 from kvferry.model_files.gguf_latent import latent_fields, latent_rope
+from kvferry.model_files.supported_decoders import LATENT, gguf_family
 from kvferry.protocol.errors import ConfigError
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from kvferry.engine.models.base import Halfway, Model, ModelInfo, Wanted
-from kvferry.engine.models.hf_attention import PagedAttention, Seat, seated_attention
+from kvferry.engine.models.base import Model, ModelInfo, SuspendedPass, Wanted
+from kvferry.engine.models.hf_attention import AttentionSlot, PagedAttention, seated_attention
 from kvferry.engine.models.hf_dense import DenseModule
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import always
 from kvferry.kernels.ops import Ops
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.step import always
 
 ATTENTION = "kvferry_paged"
 
@@ -58,7 +58,9 @@ def gguf_architectures() -> Container[str]:
 class HFModel(Model):
     """A `Model`: a flat batch [1, T] with the plan's positions, no cache of transformers."""
 
-    def __init__(self, module: Any, seat: Seat, info: ModelInfo, device: torch.device, dtype: torch.dtype, ops: Ops):
+    def __init__(
+        self, module: Any, seat: AttentionSlot, info: ModelInfo, device: torch.device, dtype: torch.dtype, ops: Ops
+    ):
         self.info = info
         self.device = device
         self.dtype = dtype
@@ -72,7 +74,7 @@ class HFModel(Model):
         kv: torch.Tensor,
         plan: BatchPlan,
         wanted: Wanted = always,
-        halfway: Halfway | None = None,
+        halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         assert halfway is None, "a module of transformers gives up without a trace"
         self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype, wanted)

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kvferry.engine.models.base import Unwanted, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, Wanted
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.ops import Ops
-from kvferry.kernels.plan import BatchPlan
 from kvferry.protocol.errors import ConfigError
 
 SEAT = "kvferry_seat"
@@ -29,15 +29,15 @@ class Attention(Protocol):
 
 
 @dataclass(slots=True)
-class Seat:
+class AttentionSlot:
     """The attention of the current forward pass."""
 
     attention: Attention | None = None
 
 
-def take_seats(model: torch.nn.Module) -> Seat:
+def take_seats(model: torch.nn.Module) -> AttentionSlot:
     """Hang one seat on every module that knows its layer."""
-    seat = Seat()
+    seat = AttentionSlot()
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, SEAT, seat)
@@ -63,7 +63,7 @@ def seated_attention(
         altered.append("attention to later tokens")
     if altered:
         raise ConfigError(f"the model's attention uses {', '.join(altered)}, which is not supported", param="model")
-    seat: Seat = getattr(module, SEAT)
+    seat: AttentionSlot = getattr(module, SEAT)
     assert seat.attention is not None, "attention outside a forward pass"
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
@@ -85,7 +85,7 @@ class PagedAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
         if not self.wanted():
-            raise Unwanted
+            raise ForwardAbandoned
         kv_layer, dtype = self.kv[:, layer], q.dtype
         q, k, v = (tensor.to(self.dtype).contiguous() for tensor in (q, k, v))
         q = self.ops.rope_and_cache(q, k, v, None, None, kv_layer, self.plan)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from kvferry.engine.models.dense_forms import DenseForms
-from kvferry.kernels.shared import TorchLinear
-from kvferry.kernels.step import Linear, StoredRows
+from kvferry.kernels.decoder_spec import Linear, StoredRows
+from kvferry.kernels.torch_operations import TorchLinear
 
 StoredAs = Callable[[torch.Tensor], StoredRows | None]
 """The rows of a file that hold the values of a weight [out, in]; None: there are none."""
@@ -40,7 +40,7 @@ class DenseModule(nn.Module):
         return self.linear(x, dtype)
 
 
-class WordsModule(nn.Module):
+class EmbeddingModule(nn.Module):
     """In the place of the embedding of tokens."""
 
     def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ def pack_modules(model: Any, forms: DenseForms, stored_as: StoredAs | None = Non
     for name in [name for name, _ in model.named_modules()]:
         module = model.get_submodule(name)
         if module is words and embedding is not None:
-            model.set_submodule(name, WordsModule(embedding, words.weight))
+            model.set_submodule(name, EmbeddingModule(embedding, words.weight))
         elif (weight := outputs_first(module)) is not None:
             shared = module.weight is tied and module.bias is None
             linear = embedding if shared else dense.form(weight, module.bias)

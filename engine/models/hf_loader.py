@@ -13,15 +13,15 @@ from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.models.dense_forms import DenseForms
 from kvferry.engine.models.directory import open_directory
 from kvferry.engine.models.hf import ATTENTION, HFModel, hidden_states, logits_of, transformers_module
-from kvferry.engine.models.hf_attention import Seat, ShapeProbe, take_seats
+from kvferry.engine.models.hf_attention import AttentionSlot, ShapeProbe, take_seats
 from kvferry.engine.models.hf_dense import pack_modules
 from kvferry.engine.models.hf_stored import GGUFRows, coded_layers
-from kvferry.engine.models.one_copy import one_copy
 from kvferry.engine.models.parameters import Progress
+from kvferry.engine.models.shared_weights import one_copy
 from kvferry.kernels.cpu import CpuOps
 from kvferry.kernels.ops import Ops
+from kvferry.model_files.context_length import steady_length
 from kvferry.model_files.gguf import gguf_parts, read_gguf
-from kvferry.model_files.length import steady_length
 from kvferry.model_files.quantisation import quantisation
 from kvferry.model_files.source import ModelSource, read_facts, read_json
 from kvferry.protocol.errors import ConfigError, reason
@@ -164,7 +164,7 @@ def _told(source: ModelSource) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _probe(module: Any, seat: Seat, device: torch.device) -> tuple[ShapeProbe, int]:
+def _probe(module: Any, seat: AttentionSlot, device: torch.device) -> tuple[ShapeProbe, int]:
     """What the layers ask for, and the width of the logits."""
     if "position_ids" not in inspect.signature(module.base_model.forward).parameters:
         raise ConfigError(f"{type(module).__name__} takes no position_ids, which is not supported", param="model")

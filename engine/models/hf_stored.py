@@ -13,7 +13,7 @@ from kvferry.engine.models.dequantise import BLOCKS, dequantise
 from kvferry.engine.models.hf_dense import DenseModule, outputs_first
 from kvferry.engine.models.quantised import QuantisedWeights
 from kvferry.engine.models.weights import GGUFWeights
-from kvferry.kernels.step import StoredRows
+from kvferry.kernels.decoder_spec import StoredRows
 from kvferry.model_files.gguf import GGUFFile, GGUFTensor
 from kvferry.protocol.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvferry.engine.models.reader import TensorReader
-from kvferry.kernels.step import Latent
+from kvferry.kernels.decoder_spec import Latent
 from kvferry.model_files.latent import LatentSizes
 
 

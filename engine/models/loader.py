@@ -14,26 +14,26 @@ from kvferry.engine.models.directory import FileWeights, open_directory
 from kvferry.engine.models.dummy_weights import DummyWeights
 from kvferry.engine.models.families import FAMILIES
 from kvferry.engine.models.gguf_config import parse_gguf
-from kvferry.engine.models.heap import trim_heap
-from kvferry.engine.models.one_copy import one_copy
+from kvferry.engine.models.heap_trim import trim_heap
 from kvferry.engine.models.parameters import ParameterLoader, Parameters, Progress
 from kvferry.engine.models.reader import Peaks, TensorReader, whole_rows
 from kvferry.engine.models.rope import rope_tables, stretched
+from kvferry.engine.models.shared_weights import one_copy
 from kvferry.engine.models.stacked import StackedWeights
 from kvferry.engine.models.weights import GGUFWeights, Weights
 from kvferry.engine.ranks.layers import joined
-from kvferry.engine.ranks.part import Part
+from kvferry.engine.ranks.rank_assignment import RankAssignment
 from kvferry.engine.ranks.shard import FLAG
 from kvferry.engine.ranks.weights import ShardWeights
 from kvferry.kernels.cpu import CpuOps
 from kvferry.kernels.ops import Ops
-from kvferry.model_files.decoders import gguf_family, own_alone
 from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.memory_needs import has_experts
 from kvferry.model_files.multimodal import is_multimodal, text_config
-from kvferry.model_files.needs import has_experts
 from kvferry.model_files.quantisation import quantisation
-from kvferry.model_files.refusals import require_runnable
 from kvferry.model_files.source import ModelSource, gguf_facts, read_facts, read_json
+from kvferry.model_files.supported_decoders import gguf_family, own_alone
+from kvferry.model_files.unsupported_models import require_runnable
 from kvferry.protocol.errors import ConfigError, reason
 
 log = logging.getLogger("kvferry.models")
@@ -53,14 +53,14 @@ def load_model(
     max_model_len: int = 0,
     progress: Progress | None = None,
     weights_fd: int = -1,
-    part: Part | None = None,
+    part: RankAssignment | None = None,
 ) -> Model:
     """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
     decoder where it supports the architecture). quantization: auto (block formats of a GGUF and codes of a quantised
     checkpoint run as stored where the operations can, in bfloat16), none, or int8 (dense layers quantised per channel).
     load_format: auto, or dummy: weights that are made, for our own decoder. max_model_len: no sequence will be longer
     (tokens; 0: the model's own limit, which `info` tells in any case). progress receives the loaded fraction, 0 to 1.
-    weights_fd: of memory in which processes that load the same have one copy (`process.written_once`), or -1.
+    weights_fd: of memory in which processes that load the same have one copy (`runtime.shared_file`), or -1.
     part: the one of our own decoder that a rank loads, or None.
     Raises ConfigError naming what is missing or unsupported, whatever else was raised on the way."""
     if impl not in IMPLEMENTATIONS:
@@ -82,7 +82,7 @@ def load_model(
 
 def _load(
     source: ModelSource,
-    opened: Opened | None,
+    opened: OpenedModel | None,
     device: torch.device,
     dtype: torch.dtype | None,
     ops: Ops,
@@ -90,7 +90,7 @@ def _load(
     max_model_len: int,
     progress: Progress | None,
     weights_fd: int,
-    part: Part | None,
+    part: RankAssignment | None,
 ) -> Model:
     """opened: None for transformers' model."""
     if dtype is None:
@@ -130,7 +130,7 @@ def auto_dtype(device: torch.device, compiled: bool) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedModel:
     """A checkpoint of a known family, before its tensors are read. rope_divisors: of a GGUF that carries them."""
 
     config: DecoderConfig
@@ -139,7 +139,7 @@ class Opened:
     rope_divisors: torch.Tensor | None = None
 
 
-def _open_as(source: ModelSource, impl: str, load_format: str) -> Opened | None:
+def _open_as(source: ModelSource, impl: str, load_format: str) -> OpenedModel | None:
     """The checkpoint for our own decoder; None where transformers' model is to be loaded."""
     dummy, must = load_format == "dummy", impl == "kvferry"
     if dummy and (impl == "transformers" or source.kind == "gguf"):
@@ -151,7 +151,7 @@ def _open_as(source: ModelSource, impl: str, load_format: str) -> Opened | None:
     return _open_gguf(source, must) if source.kind == "gguf" else _open_directory(source, must or dummy, dummy)
 
 
-def _open_directory(source: ModelSource, must: bool, dummy: bool) -> Opened | None:
+def _open_directory(source: ModelSource, must: bool, dummy: bool) -> OpenedModel | None:
     whole = read_json(source.path / "config.json")
     config, multimodal = text_config(whole), is_multimodal(whole)
     if not must and own_alone(whole) is None and unsupported(config) is not None:
@@ -161,16 +161,16 @@ def _open_directory(source: ModelSource, must: bool, dummy: bool) -> Opened | No
         raise ConfigError(f"{source.path}/config.json names no max_position_embeddings", param="model")
     parsed = parse_config(config)
     if dummy:
-        return Opened(parsed, DummyWeights(parsed), length)
+        return OpenedModel(parsed, DummyWeights(parsed), length)
     weights = open_directory(source.path, quantisation(whole))
     if multimodal:
         parsed = replace(parsed, tie_embeddings=not weights.holds("lm_head.weight"))
     if parsed.family.stacked and isinstance(weights, FileWeights):
-        return Opened(parsed, StackedWeights(weights), length)
-    return Opened(parsed, weights, length)
+        return OpenedModel(parsed, StackedWeights(weights), length)
+    return OpenedModel(parsed, weights, length)
 
 
-def _open_gguf(source: ModelSource, must: bool) -> Opened | None:
+def _open_gguf(source: ModelSource, must: bool) -> OpenedModel | None:
     file = read_gguf(source.path)
     family = FAMILIES.get(gguf_family(file))
     if not must and (family is None or not family.gguf):
@@ -178,12 +178,12 @@ def _open_gguf(source: ModelSource, must: bool) -> Opened | None:
     config = parse_gguf(file)
     permuted = FAMILIES[config.model_type].gguf_permuted
     weights = GGUFWeights(file, (config.num_heads, config.num_kv_heads) if permuted else None)
-    return Opened(config, weights, gguf_facts(file).max_model_len, weights.rope_divisors())
+    return OpenedModel(config, weights, gguf_facts(file).max_model_len, weights.rope_divisors())
 
 
 def _load_decoder(
     source: ModelSource,
-    opened: Opened,
+    opened: OpenedModel,
     device: torch.device,
     dtype: torch.dtype,
     ops: Ops,
@@ -191,7 +191,7 @@ def _load_decoder(
     max_model_len: int,
     progress: Progress | None,
     weights_fd: int,
-    part: Part | None,
+    part: RankAssignment | None,
 ) -> Decoder:
     config, weights = opened.config, opened.weights
     peaks: Peaks = whole_rows

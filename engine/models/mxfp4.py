@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from kvferry.kernels.codes import Codes
+from kvferry.kernels.quantised_codes import Codes
 
 RUN = 32
 """Inputs of one scale."""

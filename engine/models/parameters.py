@@ -11,7 +11,7 @@ from kvferry.engine.models.families import ExpertNames
 from kvferry.engine.models.interleaved import half_split
 from kvferry.engine.models.latent import read_latent
 from kvferry.engine.models.reader import TensorReader
-from kvferry.kernels.step import Experts, Gated, Gqa, Latent, LayerForm, Linear
+from kvferry.kernels.decoder_spec import Experts, Gated, Gqa, Latent, LayerForm, Linear
 
 Progress = Callable[[float], None]
 

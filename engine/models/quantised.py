@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from kvferry.kernels.codes import Codes
+from kvferry.kernels.quantised_codes import Codes
 from kvferry.model_files.quantisation import AWQ, GPTQ, Quantisation
 from kvferry.protocol.errors import ConfigError
 

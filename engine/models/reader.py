@@ -10,8 +10,8 @@ from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.dense_forms import DenseForms
 from kvferry.engine.models.interleaved import LATENT_ROTATED, ROTATED, half_split, rotated_first
 from kvferry.engine.models.weights import Weights
+from kvferry.kernels.decoder_spec import Linear, Stored, StoredRows
 from kvferry.kernels.ops import Ops
-from kvferry.kernels.step import Linear, Stored, StoredRows
 
 Rows = list[tuple[str, int]]
 """Tensors that are laid under each other: names and numbers of rows."""

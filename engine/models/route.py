@@ -10,13 +10,13 @@ from kvferry.engine.models.dequantise import BLOCKS, CODED, PLAIN, stored_bytes
 from kvferry.engine.models.families import FAMILIES
 from kvferry.engine.models.gguf_config import parse_gguf
 from kvferry.engine.models.hf import gguf_architectures, language_models
-from kvferry.model_files.decoders import gguf_family, own_alone
-from kvferry.model_files.encoders import is_encoder
 from kvferry.model_files.gguf import GGUFFile, gguf_parts, read_gguf
+from kvferry.model_files.memory_needs import has_experts
 from kvferry.model_files.multimodal import text_config
-from kvferry.model_files.needs import has_experts
 from kvferry.model_files.quantisation import quantisation
 from kvferry.model_files.source import ModelSource, read_json
+from kvferry.model_files.supported_decoders import gguf_family, own_alone
+from kvferry.model_files.supported_encoders import is_encoder
 from kvferry.protocol.errors import ConfigError
 
 OWN, ENCODER = "our own decoder", "transformers' encoder"

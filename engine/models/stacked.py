@@ -9,7 +9,7 @@ import torch
 from kvferry.engine.models.mxfp4 import RUN, codes_of
 from kvferry.engine.models.quantised import Tensors
 from kvferry.engine.models.weights import check_shape, missing
-from kvferry.kernels.codes import Codes
+from kvferry.kernels.quantised_codes import Codes
 from kvferry.protocol.errors import ConfigError
 
 _TENSOR = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")

@@ -11,7 +11,7 @@ import torch
 
 from kvferry.engine.models.dequantise import BLOCKS, CODED, dequantise, stored_bytes
 from kvferry.engine.models.mxfp4 import RUN, codes_of_blocks
-from kvferry.kernels.step import Stored, StoredRows
+from kvferry.kernels.decoder_spec import Stored, StoredRows
 from kvferry.model_files.gguf import GGUFFile, GGUFTensor
 from kvferry.protocol.errors import ConfigError
 

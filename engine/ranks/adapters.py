@@ -9,15 +9,15 @@ from itertools import count
 import torch
 
 from kvferry.engine.ranks.group import Group
-from kvferry.kernels.low_rank import Adapter, Layers
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.lora import Adapter, Layers
 
 BY_INPUT = ("o", "down")
 """Dense layers of whose inputs a rank has a part: see `engine.ranks.weights.INPUTS`."""
 
 
 @dataclass(slots=True, eq=False)
-class LedAdapter(Adapter):
+class ShardedAdapter(Adapter):
     """The first rank's. others: the layers of each other one, in the host's memory, until they have them."""
 
     others: tuple[Layers, ...] = ()
@@ -41,7 +41,7 @@ class Numbers:
     """Of the adapters that other ranks have; of the engine thread. take: tells them of one, by its number; drop: that
     nobody computes with it any more."""
 
-    def __init__(self, take: Callable[[int, LedAdapter], None], drop: Callable[[int], None]) -> None:
+    def __init__(self, take: Callable[[int, ShardedAdapter], None], drop: Callable[[int], None]) -> None:
         self._take, self._drop = take, drop
         self._next, self._known = count(), dict[Adapter, int]()
 
@@ -54,7 +54,7 @@ class Numbers:
             self._drop(self._known.pop(adapter))
         for adapter in (each.adapter for each in plan.adapted):
             if adapter not in self._known:
-                assert isinstance(adapter, LedAdapter)
+                assert isinstance(adapter, ShardedAdapter)
                 self._known[adapter] = number = next(self._next)
                 self._take(number, adapter)
                 adapter.others = ()

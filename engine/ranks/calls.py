@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from kvferry.engine.models.base import Halfway, Unwanted, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.ranks.adapters import Numbers, joined_layers
-from kvferry.engine.ranks.own import Own
-from kvferry.kernels.low_rank import Adapter, Layers
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.step import always
+from kvferry.engine.ranks.rank_worker import RankWorker
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.lora import Adapter, Layers
 
 Hear = Callable[[], bytes]
 """The first rank's next message. Raises OSError or EOFError once it is gone."""
@@ -29,11 +29,11 @@ class Forward:
 
     token_ids: torch.Tensor
     plan: BatchPlan
-    halfway: Halfway | None
+    halfway: SuspendedPass | None
     asks: bool
     draws: bool
 
-    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
         wanted: Wanted = (lambda: hear() == GO_ON) if self.asks else always
         token_ids, plan = part.inputs(self.token_ids, self.plan)
         hidden = part.decoder.forward(token_ids, kv, plan, wanted, self.halfway and part.brought(self.halfway))
@@ -47,7 +47,7 @@ class Logits:
 
     hidden: torch.Tensor
 
-    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
         part.decoder.logits(self.hidden.to(part.decoder.device))
 
 
@@ -58,7 +58,7 @@ class CopyBlock:
     source: int
     target: int
 
-    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
         part.decoder.copy_block(kv, self.source, self.target)
 
 
@@ -70,7 +70,7 @@ class TakeAdapter:
     id: str
     others: tuple[Layers, ...]
 
-    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
         own = joined_layers(self.others[part.group.rank - 1], part.group, part.decoder.device)
         part.adapters[self.number] = Adapter(self.id, own)
 
@@ -81,7 +81,7 @@ class DropAdapter:
 
     number: int
 
-    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
         part.adapters.pop(self.number).release()
 
 
@@ -96,7 +96,7 @@ def packed(call: Call, numbers: Numbers | None = None) -> bytes:
 
 
 @torch.inference_mode()
-def follow(part: Own, kv: torch.Tensor, hear: Hear) -> None:
+def follow(part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
     """Do what the first rank says, to the pool `kv`: all of it where it is shared, or this rank's own. Ends by what
     `hear` raises."""
     kv = part.of_pool(kv)
@@ -104,7 +104,7 @@ def follow(part: Own, kv: torch.Tensor, hear: Hear) -> None:
         call: Call = _Unpickler(io.BytesIO(hear()), part.adapters).load()
         try:
             call.run(part, kv, hear)
-        except Unwanted:
+        except ForwardAbandoned:
             continue
 
 

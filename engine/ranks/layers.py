@@ -9,7 +9,7 @@ import torch
 from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.parameters import Parameters
 from kvferry.engine.ranks.group import Group
-from kvferry.kernels.step import Experts, Gated, Gqa, Latent, Linear
+from kvferry.kernels.decoder_spec import Experts, Gated, Gqa, Latent, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class NormedTogether:
+class ShardedNorm:
     """RMS norms of q and k that go over the heads of all ranks, of which each has as many. q_norm, k_norm: of the
     rank's own."""
 
@@ -100,7 +100,7 @@ def _joined_heads(attention: Gqa | Latent, group: Group, config: DecoderConfig) 
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if not config.family.wide_qk_norm or q_norm is None or k_norm is None:
         return replace(attention, o=o)
-    return replace(attention, o=o, normed=NormedTogether(q_norm, k_norm, config.norm_eps, group))
+    return replace(attention, o=o, normed=ShardedNorm(q_norm, k_norm, config.norm_eps, group))
 
 
 def _joined(mlp: Gated | Experts, group: Group) -> Gated | Experts:

@@ -10,8 +10,8 @@ import torch
 from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.weights import Weights
 from kvferry.engine.ranks.shard import FLAG, Shard
-from kvferry.kernels.codes import Codes
-from kvferry.kernels.step import Stored, StoredRows
+from kvferry.kernels.decoder_spec import Stored, StoredRows
+from kvferry.kernels.quantised_codes import Codes
 from kvferry.protocol.errors import ConfigError
 
 VOCABULARY = ("embed_tokens", "lm_head")

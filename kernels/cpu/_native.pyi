@@ -8,7 +8,7 @@ from torch import Tensor
 
 def instruction_sets() -> list[str]: ...
 def row_bytes(kind: str, inputs: int) -> int:
-    """Bytes of a stored row of that kind (see kernels.step.StoredRows); -1 where it is not packed."""
+    """Bytes of a stored row of that kind (see kernels.decoder_spec.StoredRows); -1 where it is not packed."""
 
 Place = tuple[int, int, int, list[tuple[int, int]]]
 """Inputs, outputs, where the bias lies (-1: there is none), and of each panel its form and where it lies."""
@@ -28,7 +28,7 @@ class Kernels:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float
     ) -> None: ...
     def gate_mul(self, gate_up: Tensor, out: Tensor, slope: float, cubic: float, limit: float, offset: float) -> None:
-        """The constants are those of kernels.gate.Gate."""
+        """The constants are those of kernels.gated_activation.Gate."""
     def rope_and_cache(
         self,
         q: Tensor,

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.cpu.packed_layers import PackedLinear
+from kvferry.kernels.decoder_spec import Latent
 from kvferry.kernels.latent import absorbed, expands
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.step import Latent
 
 if TYPE_CHECKING:
     from kvferry.kernels.cpu._native import Kernels

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import torch
 
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.capabilities import Capabilities
 from kvferry.kernels.cpu import latent
-from kvferry.kernels.cpu.dense import PackedLayers
 from kvferry.kernels.cpu.extension import extension, instruction_set
+from kvferry.kernels.cpu.packed_layers import PackedLayers
 from kvferry.kernels.cpu.step import CpuStep, record
-from kvferry.kernels.draw import NoiseKeys, is_greedy
-from kvferry.kernels.gate import SILU, Gate
+from kvferry.kernels.decoder_spec import DecoderForm, Latent, OneByOne
+from kvferry.kernels.gated_activation import SILU, Gate
+from kvferry.kernels.gumbel_noise import row_key
 from kvferry.kernels.latent import absorbed
-from kvferry.kernels.masking import Masks
-from kvferry.kernels.noise import row_key
-from kvferry.kernels.plan import BatchPlan
 from kvferry.kernels.quantised_cache import FP8
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.kernels.shared import TorchShared
-from kvferry.kernels.step import DecoderForm, Latent, OneByOne
+from kvferry.kernels.sampling import NoiseKeys, is_greedy
+from kvferry.kernels.token_masks import Masks
+from kvferry.kernels.torch_operations import TorchShared
 from kvferry.protocol.sampling import SamplingParams
 
 _DTYPES = (torch.float32, torch.bfloat16)

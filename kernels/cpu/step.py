@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvferry.kernels.cpu.dense import PackedLinear
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.cpu.packed_layers import PackedLinear
+from kvferry.kernels.decoder_spec import DecoderForm, Gated, Gqa, Halted, LayerForm, NextLogits, always
 from kvferry.kernels.quantised_cache import vector_width
-from kvferry.kernels.step import DecoderForm, Gated, Gqa, Halted, LayerForm, NextLogits, always
 
 if TYPE_CHECKING:
     from kvferry.kernels.cpu._native import Kernels, Packed, Step
@@ -25,7 +25,7 @@ _POOL_DTYPES = (torch.bfloat16, torch.int8)
 
 
 class CpuStep:
-    """A `kernels.step.Step` for batches of up to `MAX_ROWS` tokens in bfloat16: one call, or one a layer for
+    """A `kernels.decoder_spec.Step` for batches of up to `MAX_ROWS` tokens in bfloat16: one call, or one a layer for
     prompts alone."""
 
     def __init__(self, native: Step, form: DecoderForm, vocab_size: int):

@@ -10,27 +10,27 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.kernels.adjustments import Adjusted
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.capabilities import Capabilities
-from kvferry.kernels.draw import NoiseKeys
-from kvferry.kernels.form import form_of_stored, laid_together
-from kvferry.kernels.gate import SILU, Gate
-from kvferry.kernels.graphs import Capture, CudaCapture, GraphStep
-from kvferry.kernels.masking import Masks
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.cuda_graphs import Capture, CudaCapture, GraphStep
+from kvferry.kernels.decoder_spec import DecoderForm, Experts, Gated, GroupedGated, Latent, OneByOne, Step, Stored
+from kvferry.kernels.gated_activation import SILU, Gate
+from kvferry.kernels.gpu_weight_layout import form_of_stored, laid_together
+from kvferry.kernels.input_staging import Staging
+from kvferry.kernels.logit_adjustments import Adjusted
 from kvferry.kernels.quantised_cache import PEAKS
-from kvferry.kernels.shared import TorchShared, grouped_by_torch
-from kvferry.kernels.staging import Staging
-from kvferry.kernels.step import DecoderForm, Experts, Gated, GroupedGated, Latent, OneByOne, Step, Stored
+from kvferry.kernels.sampling import NoiseKeys
+from kvferry.kernels.token_masks import Masks
+from kvferry.kernels.torch_operations import TorchShared, grouped_by_torch
 from kvferry.kernels.triton import elementwise, rope
-from kvferry.kernels.triton.adjust import Adjuster
 from kvferry.kernels.triton.coded_linear import CodedLinear
 from kvferry.kernels.triton.decode import decode
-from kvferry.kernels.triton.draw import draw
 from kvferry.kernels.triton.latent_batch import LatentBatch
-from kvferry.kernels.triton.launch import Tile, decode_tile, fills, prefill_tile, spare_parts
-from kvferry.kernels.triton.parts import Division
+from kvferry.kernels.triton.logit_adjustments import Adjuster
 from kvferry.kernels.triton.prefill import prefill
+from kvferry.kernels.triton.sampling import draw
+from kvferry.kernels.triton.split_kv import Division
+from kvferry.kernels.triton.tile_sizes import Tile, decode_tile, fills, prefill_tile, spare_parts
 from kvferry.protocol.sampling import SamplingParams
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.kernels.form import CodedForm
-from kvferry.kernels.triton.product import product
+from kvferry.kernels.gpu_weight_layout import CodedForm
+from kvferry.kernels.triton.coded_product import product
 
 
 class CodedLinear:

@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.triton.eight_bits import peak_of, pool_words
-from kvferry.kernels.triton.launch import Tile
-from kvferry.kernels.triton.parts import ITEM, SPAN, Division, store_mean
-from kvferry.kernels.triton.softmax import LOG2_E, attend
+from kvferry.kernels.triton.online_softmax import LOG2_E, attend
+from kvferry.kernels.triton.split_kv import ITEM, SPAN, Division, store_mean
+from kvferry.kernels.triton.tile_sizes import Tile
 
 
 @triton.jit(do_not_specialize=["stride_table"])

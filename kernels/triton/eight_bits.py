@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.quantised_cache import FP8, PEAKS
-from kvferry.kernels.triton.target import hardware_e4m3
+from kvferry.kernels.triton.device_features import hardware_e4m3
 
 BY_HARDWARE = tl.constexpr(-448)
 

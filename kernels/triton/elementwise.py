@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.gate import Gate
-from kvferry.kernels.triton.launch import power_of_two
+from kvferry.kernels.gated_activation import Gate
+from kvferry.kernels.triton.tile_sizes import power_of_two
 
 TILE = 2048
 

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.triton.eight_bits import number, peak_of, pool_words, scales_of
-from kvferry.kernels.triton.launch import Tile, power_of_two
-from kvferry.kernels.triton.parts import ITEM, SPAN, Division, store_mean
-from kvferry.kernels.triton.softmax import LOG2_E, slots_of, weigh
+from kvferry.kernels.triton.online_softmax import LOG2_E, slots_of, weigh
+from kvferry.kernels.triton.split_kv import ITEM, SPAN, Division, store_mean
+from kvferry.kernels.triton.tile_sizes import Tile, power_of_two
 
 
 @triton.jit

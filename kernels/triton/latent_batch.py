@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import Latent
 from kvferry.kernels.latent import expanded, expands
-from kvferry.kernels.plan import BatchPlan
 from kvferry.kernels.quantised_cache import PEAKS, as_bytes, dequantise
-from kvferry.kernels.shared import TorchLinear
-from kvferry.kernels.step import Latent
+from kvferry.kernels.torch_operations import TorchLinear
 from kvferry.kernels.triton.latent import sum_latents
-from kvferry.kernels.triton.launch import LATENT_PARTS, Tile, latent_tile, prefill_tile, spare_parts
-from kvferry.kernels.triton.parts import Division
 from kvferry.kernels.triton.prefill import prefill
+from kvferry.kernels.triton.split_kv import Division
+from kvferry.kernels.triton.tile_sizes import LATENT_PARTS, Tile, latent_tile, prefill_tile, spare_parts
 from kvferry.protocol.layout import blocks_for
 
 MOST_BYTES = 512 << 20

@@ -5,10 +5,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.quantised_cache import PEAKS
 from kvferry.kernels.triton.eight_bits import nearest, pool_words
-from kvferry.kernels.triton.launch import power_of_two
+from kvferry.kernels.triton.tile_sizes import power_of_two
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.protocol.rows import behind
+from kvferry.protocol.index_rows import behind
 
 
 class Group(Protocol):

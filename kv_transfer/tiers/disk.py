@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO
 
-from kvferry.kv_transfer.tiers import places
+from kvferry.kv_transfer.tiers import disk_directories
 from kvferry.kv_transfer.tiers.files import Folder, Group
 from kvferry.kv_transfer.tiers.local import LocalTier
 from kvferry.kv_transfer.tiers.staging import Copies
@@ -34,7 +34,7 @@ def open_disk(
 ) -> DiskTier:
     """The tier of the first directory below the path that no other process has. copies: how blocks are reached that are
     not bytes of the host. Raises ConfigError."""
-    directory, lock_file = places.take(path, name, fingerprint)
+    directory, lock_file = disk_directories.take(path, name, fingerprint)
     try:
         return DiskTier(directory, lock_file, size, fingerprint, block_bytes, copies)
     except (OSError, MemoryError) as error:

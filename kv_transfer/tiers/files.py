@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvferry.kv_transfer.checksum import checksum
-from kvferry.kv_transfer.tiers import header
+from kvferry.kv_transfer.tiers import block_header
 from kvferry.kv_transfer.tiers.staging import Copies, Staging, at_once
 from kvferry.protocol.errors import BlocksCorrupt, reason
 
@@ -89,7 +89,7 @@ class Folder:
 def size_of(fingerprint: str, hashes: Sequence[bytes], block_bytes: int) -> int:
     """Bytes of a file of these blocks, at most."""
     return (
-        len(header.packed(fingerprint, block_bytes, hashes[0], hashes, [2**63 - 1] * len(hashes)))
+        len(block_header.packed(fingerprint, block_bytes, hashes[0], hashes, [2**63 - 1] * len(hashes)))
         + len(hashes) * block_bytes
     )
 
@@ -99,7 +99,7 @@ def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: by
     of it then."""
     block_bytes = memoryview(blocks[0]).nbytes
     sums = array("q", (checksum(block) for block in blocks))
-    lead = header.packed(fingerprint, block_bytes, parent, hashes, sums)
+    lead = block_header.packed(fingerprint, block_bytes, parent, hashes, sums)
     group = Group(directory / (hashes[-1].hex() + SUFFIX), parent, tuple(hashes), sums, len(lead), block_bytes)
     unfinished = group.path.with_suffix(UNFINISHED)
     try:
@@ -157,12 +157,12 @@ def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]
 def _describe(path: Path, fingerprint: str, block_bytes: int) -> Group | None:
     """None for what is not a whole file of these blocks."""
     with _opened(path) as file:
-        lead = file.read(header.PAGE)
-        length = header.length(lead)
+        lead = file.read(block_header.PAGE)
+        length = block_header.length(lead)
         if length is not None and len(lead) < length:
             lead += file.read(length - len(lead))
         size = os.fstat(file.fileno()).st_size
-    told = header.unpacked(lead, fingerprint, block_bytes)
+    told = block_header.unpacked(lead, fingerprint, block_bytes)
     if told is None:
         return None
     group = Group(path, told.parent, told.hashes, told.sums, told.start, block_bytes)

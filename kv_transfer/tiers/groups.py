@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.kv_transfer.tiers.store import Changed
+from kvferry.protocol.index_rows import alone
 from kvferry.protocol.layout import STORE_GROUP
-from kvferry.protocol.rows import alone
 
 GROUP = STORE_GROUP
 """Blocks of one object."""

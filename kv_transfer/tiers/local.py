@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
+from kvferry.kv_transfer.tiers.call_thread import CallThread
 from kvferry.kv_transfer.tiers.catalog import G
-from kvferry.kv_transfer.tiers.lane import Lane
-from kvferry.kv_transfer.tiers.pace import FIRST_RATE, Pace
+from kvferry.kv_transfer.tiers.read_rates import FIRST_RATE, ReadRates
 from kvferry.kv_transfer.tiers.store import Backing, Changed, Store
 from kvferry.protocol.errors import KvferryError, TransferFailed, reason
 
@@ -52,9 +52,9 @@ class LocalTier(Generic[G]):
         self.changed: Changed = lambda stored, removed: None
         self._store = Store(backing, size, lambda stored, removed: self.changed(stored, removed))
         self._coming: dict[bytes, Write] = {}
-        self._pace, self._open, self._ends = Pace(block_bytes, rate=rate), 2, threading.Lock()
-        self._reader = Lane(f"kv-{name}-read", READS, self._ended)
-        self._writer = Lane(f"kv-{name}-write", WRITES, self._written)
+        self._pace, self._open, self._ends = ReadRates(block_bytes, rate=rate), 2, threading.Lock()
+        self._reader = CallThread(f"kv-{name}-read", READS, self._ended)
+        self._writer = CallThread(f"kv-{name}-write", WRITES, self._written)
 
     def close(self) -> None:
         """Nothing is begun any more; the backing is free once this one's threads have ended."""

@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kvferry.kv_transfer.tiers.contents import packed, unpack
 from kvferry.kv_transfer.tiers.groups import ANEW_S, GROUP, Group, Known, in_chain
+from kvferry.kv_transfer.tiers.object_format import packed, unpack
 from kvferry.kv_transfer.tiers.objects import CALL_S, Objects
-from kvferry.kv_transfer.tiers.pace import Pace
+from kvferry.kv_transfer.tiers.read_rates import ReadRates
 from kvferry.kv_transfer.tiers.staging import Copies, Staging
-from kvferry.kv_transfer.tiers.sweep import keep_below
-from kvferry.kv_transfer.tiers.tasks import Tasks
-from kvferry.process.log import Seldom
+from kvferry.kv_transfer.tiers.store_eviction import keep_below
+from kvferry.kv_transfer.tiers.store_loop import StoreLoop
 from kvferry.protocol.errors import BlocksCorrupt, KvferryError, NotFound, TransferFailed, reason
+from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.tiers")
 
@@ -53,14 +53,14 @@ class RemoteTier:
         are reached that are not bytes of the host. Raises MemoryError."""
         self._objects, self._fingerprint, self._block_bytes = objects, fingerprint, block_bytes
         self.folder = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
-        self._pace, self.known = Pace(block_bytes, rate=RATE), Known()
+        self._pace, self.known = ReadRates(block_bytes, rate=RATE), Known()
         self._looks, self._reads = threading.Semaphore(LOOKS), threading.Semaphore(READS)
         self._staging = Staging(copies, GROUP)
         self._held, self._lock = 0, threading.Lock()
         self._out_until = self._shut_until = 0.0
-        self._trouble = Seldom(log, every_s=60.0)
+        self._trouble = RateLimitedLog(log, every_s=60.0)
         self._one_read, self._one_write = asyncio.Lock(), asyncio.Lock()
-        self._tasks = Tasks("kv-tier-remote")
+        self._tasks = StoreLoop("kv-tier-remote")
         if size:
             self._tasks.begin(keep_below(objects, self.folder, size, self.known.deleted))
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Any, Generic, Protocol
 
 from kvferry.kv_transfer.tiers.catalog import Catalog, G
-from kvferry.process.log import Seldom
 from kvferry.protocol.errors import BlocksCorrupt, NotFound, reason
+from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.tiers")
 
@@ -27,7 +27,7 @@ PASSING = (
 """What is not the file's fault: it is kept."""
 
 Changed = Callable[[Sequence[bytes], Sequence[bytes]], None]
-"""Rows (`protocol.rows`) of blocks that are here now, and of those that are not here any more."""
+"""Rows (`protocol.index_rows`) of blocks that are here now, and of those that are not here any more."""
 
 
 class Backing(Protocol[G]):
@@ -76,7 +76,7 @@ class Store(Generic[G]):
         self.catalog = Catalog(backing.find())
         self._doomed: deque[G] = deque()
         self._stuck: deque[G] = deque()  # that could not be removed: they still take their room
-        self.trouble = Seldom(log, every_s=60.0)
+        self.trouble = RateLimitedLog(log, every_s=60.0)
         with suppress(OSError):  # it writes nothing until there is room
             self._make_room(0)
 

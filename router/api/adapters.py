@@ -13,7 +13,7 @@ from kvferry.router.api.bodies.fields import MAX_NAME
 from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.reader import BodyReader, parse
 from kvferry.router.api.documentation import Responses, errors, takes
-from kvferry.router.api.pool import Pools
+from kvferry.router.api.served_models import ServedModels
 
 MAX_PATH = 4096
 
@@ -44,7 +44,7 @@ class LoadAdapterBody(UnloadAdapterBody):
 ADAPTER_BODIES = (LoadAdapterBody, UnloadAdapterBody)
 
 
-def adapter_routes(pools: Pools, reader: BodyReader, allowed: bool) -> APIRouter:
+def adapter_routes(pools: ServedModels, reader: BodyReader, allowed: bool) -> APIRouter:
     """Refused unless they are `allowed`: a client names a path that the nodes will read."""
     router = APIRouter(responses=CHANGING)
 

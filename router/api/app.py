@@ -11,11 +11,8 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.cluster_state.responses import ResponseStore
-from kvferry.process.disconnect import until_disconnect
-from kvferry.process.toll import Toll
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.api.about import about
 from kvferry.router.api.adapters import ADAPTER_BODIES, adapter_routes
 from kvferry.router.api.answers import (
     ChatAnswer,
@@ -28,43 +25,46 @@ from kvferry.router.api.batches.batches import BatchBody, batches_router
 from kvferry.router.api.batches.files import files_router
 from kvferry.router.api.bodies.generating import ChatBody, CompletionBody
 from kvferry.router.api.bodies.reader import BodyReader
+from kvferry.router.api.cors import across_origins
 from kvferry.router.api.documentation import ANSWERED, STREAMED, Application, errors, takes
-from kvferry.router.api.door import Door
-from kvferry.router.api.exchange import Admission, Generating
 from kvferry.router.api.fold import Endpoint
+from kvferry.router.api.generation_route import GeneratingRoute, InflightLimit
 from kvferry.router.api.http_errors import HANDLERS
+from kvferry.router.api.ingress import Ingress
 from kvferry.router.api.messages.answer import MessageAnswer
 from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageObject
 from kvferry.router.api.messages.body import CountBody, MessagesBody
 from kvferry.router.api.messages.chat import asked
 from kvferry.router.api.messages.errors import PLACE
 from kvferry.router.api.messages.routes import counting
-from kvferry.router.api.origins import across_origins
-from kvferry.router.api.pool import Pools
+from kvferry.router.api.models_route import about
+from kvferry.router.api.pooling.endpoints import READINGS, PoolingRoute
 from kvferry.router.api.probes import probes, targets
-from kvferry.router.api.readings.endpoints import READINGS, Reading
 from kvferry.router.api.responses.answer import ResponseAnswer
 from kvferry.router.api.responses.answers import ResponseObject
 from kvferry.router.api.responses.background import Background
 from kvferry.router.api.responses.body import ResponsesBody
-from kvferry.router.api.responses.kept import Responses
 from kvferry.router.api.responses.routes import kept_responses
+from kvferry.router.api.responses.stored_responses import StoredResponses
+from kvferry.router.api.served_models import ServedModels
 from kvferry.router.api.shapes.chat import ChatShape
 from kvferry.router.api.shapes.chunks import chunks
 from kvferry.router.api.shapes.completions import CompletionShape
 from kvferry.router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
 from kvferry.router.batch.batches import Batches
 from kvferry.router.dashboard import routes as dashboard
-from kvferry.router.dashboard.board import Board
-from kvferry.router.siblings.siblings import Siblings
-from kvferry.router.tenants.tenancy import Tenancy
+from kvferry.router.dashboard.snapshot import SnapshotBuilder
+from kvferry.router.tenants.tenant_registry import TenantRegistry
+from kvferry.router.worker_peers.peers import WorkerPeers
+from kvferry.runtime.disconnect import until_disconnect
+from kvferry.runtime.rejection_throttle import RejectionThrottle
 
 ENCODING = (400, 404, 413, 415, 429, 500)
 GENERATING = (*ENCODING, 503, 504)
 """Statuses of errors, by what a route does."""
 
 
-def endpoints(responses: Responses, background: Background) -> tuple[Endpoint, ...]:
+def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpoint, ...]:
     """All that generate: a line each."""
     return (
         Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
@@ -86,33 +86,39 @@ def endpoints(responses: Responses, background: Background) -> tuple[Endpoint, .
 
 def create_app(
     settings: RouterSettings,
-    pools: Pools,
+    pools: ServedModels,
     metrics: RouterMetrics,
-    tenancy: Tenancy | None = None,
+    tenant_registry: TenantRegistry | None = None,
     kept: ResponseStore | None = None,
     batches: Batches | None = None,
-    board: Board | None = None,
-    siblings: Siblings | None = None,
-    toll: Toll | None = None,
+    board: SnapshotBuilder | None = None,
+    peers: WorkerPeers | None = None,
+    throttle: RejectionThrottle | None = None,
 ) -> ASGIApp:
-    """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now, and
-    keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed, without `board`
-    there is no dashboard. `siblings`: who shares the port; `toll`: what refusals wait for, if
+    """The application that serves the models of `pools` to those in `tenant_registry`, or in the settings as they are
+    now, and keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed, without
+    `board` there is no dashboard. `peers`: who shares the port; `throttle`: what refusals wait for, if
     for anything. Raises ConfigError for keys that
     cannot be read."""
-    tenancy, batches, siblings = tenancy or Tenancy(settings), batches or Batches(settings), siblings or Siblings()
+    tenant_registry, batches, peers = (
+        tenant_registry or TenantRegistry(settings),
+        batches or Batches(settings),
+        peers or WorkerPeers(),
+    )
     reader = BodyReader(settings.max_body_mib * 2**20)
-    admission = Admission(settings.max_inflight)
-    responses = Responses(kept)
-    background = Background(responses, admission, siblings)
-    offered, shared = endpoints(responses, background), (pools, admission, reader, tenancy, metrics)
-    exchanges: dict[str, Generating | Reading] = {each.path: Generating(each, *shared) for each in offered}
-    exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
+    admission = InflightLimit(settings.max_inflight)
+    responses = StoredResponses(kept)
+    background = Background(responses, admission, peers)
+    offered, shared = endpoints(responses, background), (pools, admission, reader, tenant_registry, metrics)
+    exchanges: dict[str, GeneratingRoute | PoolingRoute] = {
+        each.path: GeneratingRoute(each, *shared) for each in offered
+    }
+    exchanges |= {each.path: PoolingRoute(each, *shared) for each in READINGS}
     bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
     bodies += [CountBody, TokenizeBody, DetokenizeBody, BatchBody, *ADAPTER_BODIES]
     told = dict.fromkeys(each.error for each in offered)
     app = Application(bodies, told, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    guarded, refusals = (_guarded(), (401,)) if tenancy.keyring.guards else ({"responses": ANSWERED}, ())
+    guarded, refusals = (_guarded(), (401,)) if tenant_registry.keyring.guards else ({"responses": ANSWERED}, ())
     for router in (
         _working(exchanges, refusals),
         kept_responses(responses, background),
@@ -126,12 +132,12 @@ def create_app(
     ):
         app.include_router(router, **guarded)
     if board is not None:
-        boards = dashboard.Boards(board, siblings)
-        app.include_router(dashboard.shown(boards, tenancy.keyring), **guarded)
-        app.include_router(dashboard.page(boards, tenancy.keyring), responses=ANSWERED)
-    app.include_router(probes(pools, metrics, siblings), responses=ANSWERED)
-    batches.serve(app, exchanges, lambda: admission.count, tenancy.realm)
-    return across_origins(Door(app, settings, tenancy, exchanges, toll), settings)
+        boards = dashboard.DashboardRoutes(board, peers)
+        app.include_router(dashboard.shown(boards, tenant_registry.keyring), **guarded)
+        app.include_router(dashboard.page(boards, tenant_registry.keyring), responses=ANSWERED)
+    app.include_router(probes(pools, metrics, peers), responses=ANSWERED)
+    batches.serve(app, exchanges, lambda: admission.count, tenant_registry.realm)
+    return across_origins(Ingress(app, settings, tenant_registry, exchanges, throttle), settings)
 
 
 def _guarded() -> dict[str, Any]:
@@ -140,10 +146,10 @@ def _guarded() -> dict[str, Any]:
     return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
 
 
-def _working(exchanges: Mapping[str, Generating | Reading], refusals: Sequence[int]) -> APIRouter:
+def _working(exchanges: Mapping[str, GeneratingRoute | PoolingRoute], refusals: Sequence[int]) -> APIRouter:
     router = APIRouter()
     for exchange in exchanges.values():
-        endpoint, streamed = exchange.endpoint, STREAMED if isinstance(exchange, Generating) else {}
+        endpoint, streamed = exchange.endpoint, STREAMED if isinstance(exchange, GeneratingRoute) else {}
         router.post(
             endpoint.path,
             summary=endpoint.summary,
@@ -172,7 +178,7 @@ def _exchanged(exchange: ASGIApp) -> Callable[[], Awaitable[Response]]:
     return generate
 
 
-def _text(pools: Pools, reader: BodyReader) -> APIRouter:
+def _text(pools: ServedModels, reader: BodyReader) -> APIRouter:
     router = APIRouter(responses=errors(*ENCODING))
 
     @router.post(

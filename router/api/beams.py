@@ -18,12 +18,12 @@ from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.router.api.bodies.generating import GenerationBody
-from kvferry.router.api.following import Choice, ChoicePiece
 from kvferry.router.api.generation import Generation
-from kvferry.router.api.pool import Pool
-from kvferry.router.journey.beam_search import Beam, BeamSearch
-from kvferry.router.journey.spec import Fork, Output, RequestSpec
-from kvferry.router.tenants.turns import Size
+from kvferry.router.api.sequence_stream import Choice, ChoicePiece
+from kvferry.router.api.served_models import ServedModel
+from kvferry.router.dispatch.beam_search import Beam, BeamSearch
+from kvferry.router.dispatch.interface import Fork, Output, RequestSpec
+from kvferry.router.tenants.scheduler_slots import Size
 from kvferry.router.text.transcript import Piece
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class BeamGeneration(Generation):
     """The n best beams of each prompt are its choices, best first. Each comes as one piece when its search has ended;
     log-probabilities of the prompt come with the first."""
 
-    def __init__(self, pool: Pool, prompts: Sequence[RequestSpec], body: GenerationBody) -> None:
+    def __init__(self, pool: ServedModel, prompts: Sequence[RequestSpec], body: GenerationBody) -> None:
         super().__init__(pool, prompts, body.text_options(), n=body.n or 1)
         self._width = body.sequences()
         self._penalty = 1.0 if body.length_penalty is None else body.length_penalty
@@ -85,7 +85,7 @@ class BeamGeneration(Generation):
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2 * self._width, ignore_eos=True)
         if not beam.entries:
             params = replace(params, prompt_logprobs=asked.prompt_logprobs)
-        journey = self._pool.cluster.start(
+        dispatch = self._pool.cluster.start(
             replace(
                 spec,
                 request_id=request_id,
@@ -95,12 +95,12 @@ class BeamGeneration(Generation):
             )
         )
         if not beam.entries:
-            leader.journey, leader.ended = journey, True
-        async for output in journey:
+            leader.dispatch, leader.ended = dispatch, True
+        async for output in dispatch:
             if output.logprobs:
                 if not beam.entries:
-                    self.count_first(time.monotonic(), journey.route)
-                return output, output.logprobs[0], journey.fork
+                    self.count_first(time.monotonic(), dispatch.route)
+                return output, output.logprobs[0], dispatch.fork
         raise KvferryError("a step of the beam search ended without a token")
 
     def _piece(self, choice: Choice, beam: Beam, first: Output | None) -> Piece:

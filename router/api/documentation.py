@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.types import Receive, Scope, Send
 
-from kvferry.process.refusal import RETRY_AFTER_S
 from kvferry.protocol.version import VERSION
 from kvferry.router.api.answers import ErrorAnswer
+from kvferry.runtime.rejection import RETRY_AFTER_S
 
 Responses = dict[int | str, dict[str, Any]]
 """What FastAPI takes as `responses`, by status."""

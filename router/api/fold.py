@@ -9,17 +9,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvferry.protocol.errors import KvferryError
+from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.answers import ErrorAnswer
 from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.translated import TranslatedChat
-from kvferry.router.api.coalescing import Held
-from kvferry.router.api.following import Choice, ChoicePiece
 from kvferry.router.api.generation import Generation
-from kvferry.router.api.pool import Pool, Pools
 from kvferry.router.api.responder import Responder
+from kvferry.router.api.sequence_stream import Choice, ChoicePiece
+from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.api.sse import event
-from kvferry.router.api.visit import Visit
-from kvferry.router.call import Call
+from kvferry.router.api.write_buffer import WriteBuffer
+from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Piece
 
 
@@ -30,7 +30,7 @@ class Answer:
     def __init__(self, generation: Generation, *, streams: bool) -> None:
         self.generation = generation
         self._streams = streams
-        self._held: Held | None = None
+        self._held: WriteBuffer | None = None
 
     async def fold(self, first: ChoicePiece, rest: AsyncIterator[ChoicePiece], responder: Responder) -> None:
         """Write the pieces as events, or collect them. Nothing is written before `first` is there; what came together
@@ -42,7 +42,7 @@ class Answer:
                 self.take(choice, piece)
             return
         await responder.begin_stream(self._route(), self.failing)
-        held = self._held = Held(responder)
+        held = self._held = WriteBuffer(responder)
         held.add(self.opening() + self.events(*first))
         try:
             self.generation.listen(self._tell)
@@ -122,8 +122,8 @@ class Endpoint:
     path: str
     summary: str
     body: type[RequestBody]
-    shape: Callable[[Call, Pool, Any, Generation], Answer]
+    shape: Callable[[RequestContext, ServedModel, Any, Generation], Answer]
     answer: type[BaseModel]
     error: type[BaseModel] = ErrorAnswer
-    asked: Callable[[Call, Any, Pools], Awaitable[TranslatedChat]] | None = None
-    later: Callable[[Visit, Pool, Any, Generation], Awaitable[Answer | None]] | None = None
+    asked: Callable[[RequestContext, Any, ServedModels], Awaitable[TranslatedChat]] | None = None
+    later: Callable[[AdmittedRequest, ServedModel, Any, Generation], Awaitable[Answer | None]] | None = None

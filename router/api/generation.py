@@ -1,7 +1,7 @@
 """All sequences of one HTTP request: starts their journeys, counts what they produce, cancels the rest.
 
-What a journey yields becomes a Piece in `Following`: the transcript makes text of it. Where calls of tools or reasoning
-may be in the text, a stage of parsers stands behind the transcript, before the shape that shows the piece.
+What a journey yields becomes a Piece in `SequenceStream`: the transcript makes text of it. Where calls of tools or
+reasoning may be in the text, a stage of parsers stands behind the transcript, before the shape that shows the piece.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.protocol.model_metrics import ModelMetrics
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
-from kvferry.router.api.following import Choice, Following, Listener, Pieces
-from kvferry.router.api.merged import Merged
-from kvferry.router.api.pool import Pool
-from kvferry.router.api.visit import Used
-from kvferry.router.journey.spec import RequestSpec, Route
-from kvferry.router.tenants.lane import Turn
-from kvferry.router.tenants.turns import Size
+from kvferry.router.api.admission import TokenUsage
+from kvferry.router.api.choice_merge import ChoiceMerge
+from kvferry.router.api.sequence_stream import Choice, Listener, Pieces, SequenceStream
+from kvferry.router.api.served_models import ServedModel
+from kvferry.router.dispatch.interface import RequestSpec, Route
+from kvferry.router.tenants.scheduler_slots import Size
+from kvferry.router.tenants.tenant_queue import Slot
 from kvferry.router.text.parsers.families import shown
 from kvferry.router.text.parsers.stage import PLAIN, Parsing, Stage
 from kvferry.router.text.transcript import TextOptions, Transcript
@@ -41,7 +41,7 @@ class Generation:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: ServedModel,
         prompts: Sequence[RequestSpec],
         options: TextOptions,
         parsing: Parsing = PLAIN,
@@ -54,8 +54,8 @@ class Generation:
         if parsing is not PLAIN:
             self._options = replace(options, shown=shown(pool.text.tokenizer, options, channels=parsing.channels))
         self._parsing = parsing
-        self.turn: Turn | None = None
-        self._pieces: Following | Merged | None = None
+        self.turn: Slot | None = None
+        self._pieces: SequenceStream | ChoiceMerge | None = None
         self._started = False
         self.prompts = tuple(prompts)
         self.choices = [
@@ -71,7 +71,9 @@ class Generation:
             for leader, *_ in self._groups:
                 leader.spec = replace(leader.spec, newcomer=True)
         if len(self.choices) > 1:
-            self._pieces = Merged(self._groups, self._follow, self.turn.at_once if self.turn else len(self.choices))
+            self._pieces = ChoiceMerge(
+                self._groups, self._follow, self.turn.at_once if self.turn else len(self.choices)
+            )
         else:
             self._pieces = self._follow(self.choices[0])
         return self._pieces
@@ -91,8 +93,8 @@ class Generation:
     @property
     def route(self) -> Route | None:
         """Where the first choice went; known once its first piece is there."""
-        journey = self.choices[0].journey
-        return journey.route if journey is not None else None
+        dispatch = self.choices[0].dispatch
+        return dispatch.route if dispatch is not None else None
 
     @property
     def size(self) -> Size:
@@ -102,12 +104,12 @@ class Generation:
         longest = max(work.params.max_tokens for work in works if isinstance(work, Generate))
         return Size(len(self.choices), prompt, longest)
 
-    def used(self) -> Used:
+    def used(self) -> TokenUsage:
         """So far; each prompt counts once."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
         output = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
-        routes = (leader.journey.route for leader, *_ in self._groups if leader.journey is not None)
-        return Used(prompt, sum(route.reuse.cached_len for route in routes if route is not None), output)
+        routes = (leader.dispatch.route for leader, *_ in self._groups if leader.dispatch is not None)
+        return TokenUsage(prompt, sum(route.reuse.cached_len for route in routes if route is not None), output)
 
     def usage(self) -> dict[str, Any]:
         """The API's usage object so far."""
@@ -123,10 +125,10 @@ class Generation:
             usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         return usage
 
-    def _follow(self, choice: Choice) -> Following:
-        if choice.journey is None:
-            choice.journey = self._pool.cluster.start(choice.spec)
-        return Following(choice, aiter(choice.journey), self)
+    def _follow(self, choice: Choice) -> SequenceStream:
+        if choice.dispatch is None:
+            choice.dispatch = self._pool.cluster.start(choice.spec)
+        return SequenceStream(choice, aiter(choice.dispatch), self)
 
     def transcript(self, spec: RequestSpec) -> Transcript | Stage:
         assert isinstance(spec.work, Generate)
@@ -137,9 +139,9 @@ class Generation:
         return Stage(transcript, self._parsing, self._parsing.reader(tokenizer, spec.token_ids))
 
     async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
-        if choice.journey is not None and not choice.ended:
+        if choice.dispatch is not None and not choice.ended:
             choice.ended = True
-            await choice.journey.cancel(enough=enough)
+            await choice.dispatch.cancel(enough=enough)
 
     def count_first(self, now: float, route: Route | None) -> None:
         if not self._started:

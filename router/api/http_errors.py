@@ -10,11 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvferry.process.refusal import retry_headers
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound
 from kvferry.router.api.messages import errors as messages
 from kvferry.router.api.sse import dump
-from kvferry.router.call import CALL
+from kvferry.router.request_context import CALL
+from kvferry.runtime.rejection import retry_headers
 
 logger = logging.getLogger(__name__)
 

@@ -8,22 +8,22 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvferry.process.refusal import retry_headers
 from kvferry.protocol.labels import ROLES
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.api.answers import Health, Ready, Targets
 from kvferry.router.api.documentation import answers
-from kvferry.router.api.pool import Pools
+from kvferry.router.api.served_models import ServedModels
 from kvferry.router.page.page import chat_page
-from kvferry.router.siblings.exposition import scraped
-from kvferry.router.siblings.siblings import Siblings
+from kvferry.router.worker_peers.exposition import scraped
+from kvferry.router.worker_peers.peers import WorkerPeers
+from kvferry.runtime.rejection import retry_headers
 
 ASKED = ("1", "true")
 NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "boolean"}}
 
 
-def probes(pools: Pools, metrics: RouterMetrics, siblings: Siblings) -> APIRouter:
+def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> APIRouter:
     """Open to whoever asks: see OPEN_PATHS. Whichever process of several answers, it answers for all of them."""
     router = APIRouter()
 
@@ -33,7 +33,7 @@ def probes(pools: Pools, metrics: RouterMetrics, siblings: Siblings) -> APIRoute
     async def own_trouble(placing: bool) -> bytes:
         return trouble(pools, placing).encode()
 
-    siblings.answers |= {"metrics": own_metrics, "trouble": own_trouble}
+    peers.answers |= {"metrics": own_metrics, "trouble": own_trouble}
 
     @router.get("/", summary="A page to talk to the model", response_class=HTMLResponse)
     async def page() -> Response:
@@ -45,7 +45,7 @@ def probes(pools: Pools, metrics: RouterMetrics, siblings: Siblings) -> APIRoute
         responses=answers(Health, 503),
     )
     async def health(response: Response) -> Health:
-        silent = await siblings.silent()
+        silent = await peers.silent()
         if silent:
             response.status_code = 503
         return Health(status=f"no answer from router process {silent[0]}" if silent else "ok")
@@ -61,7 +61,7 @@ def probes(pools: Pools, metrics: RouterMetrics, siblings: Siblings) -> APIRoute
         models = pools.ready()
         nodes = {role: sum(counts[role] for counts in models.values()) for role in ROLES}
         placing = request.query_params.get("nodes") in ASKED
-        why = trouble(pools, placing) or await _troubles(siblings, placing)
+        why = trouble(pools, placing) or await _troubles(peers, placing)
         if why:
             response.status_code = 503
             response.headers.update(retry_headers(503))
@@ -69,12 +69,12 @@ def probes(pools: Pools, metrics: RouterMetrics, siblings: Siblings) -> APIRoute
 
     @router.get("/metrics", summary="Prometheus' text format", response_class=PlainTextResponse)
     async def scrape() -> Response:
-        return Response(await scraped(metrics, siblings), media_type=CONTENT_TYPE_LATEST)
+        return Response(await scraped(metrics, peers), media_type=CONTENT_TYPE_LATEST)
 
     return router
 
 
-def trouble(pools: Pools, placing: bool) -> str:
+def trouble(pools: ServedModels, placing: bool) -> str:
     """Why this process takes no requests, or could place none now; empty where it does."""
     if pools.trouble or not placing:
         return pools.trouble
@@ -82,9 +82,9 @@ def trouble(pools: Pools, placing: bool) -> str:
     return "" if serving else "no node can serve yet"
 
 
-async def _troubles(siblings: Siblings, placing: bool) -> str:
+async def _troubles(peers: WorkerPeers, placing: bool) -> str:
     """As `trouble`, of those that share the port."""
-    for number, told in (await siblings.ask("trouble", placing)).items():
+    for number, told in (await peers.ask("trouble", placing)).items():
         if told is None:
             return f"no answer from router process {number}"
         if told:
@@ -92,7 +92,7 @@ async def _troubles(siblings: Siblings, placing: bool) -> str:
     return ""
 
 
-def targets(pools: Pools) -> APIRouter:
+def targets(pools: ServedModels) -> APIRouter:
     """For Prometheus' `http_sd_configs`: nodes may have other ports after each start, which their leases tell."""
     router = APIRouter()
 

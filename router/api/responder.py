@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from starlette.types import Send
 
-from kvferry.process.refusal import retry_headers
 from kvferry.protocol.errors import Cancelled, KvferryError
 from kvferry.router.api.http_errors import shown
 from kvferry.router.api.sse import dump
+from kvferry.runtime.rejection import retry_headers
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"

@@ -9,7 +9,7 @@ from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.fields import Detokenized, Messages
 from kvferry.router.api.bodies.generating import ChatPrompt, RequestBody
 from kvferry.router.api.bodies.reader import parse
-from kvferry.router.api.pool import Pools
+from kvferry.router.api.served_models import ServedModels
 from kvferry.router.text.encoding import LONG_CHARS, Bound
 
 
@@ -32,7 +32,7 @@ class DetokenizeBody(RequestBody):
     tokens: Detokenized
 
 
-async def tokenize(pools: Pools, data: bytes) -> dict[str, Any]:
+async def tokenize(pools: ServedModels, data: bytes) -> dict[str, Any]:
     """Token ids of a prompt, or of messages rendered by the chat template. Raises InvalidRequest."""
     body = parse(TokenizeBody, data)
     pool = pools.pool(body.model)
@@ -51,7 +51,7 @@ async def tokenize(pools: Pools, data: bytes) -> dict[str, Any]:
     }
 
 
-def describe(pools: Pools) -> dict[str, Any]:
+def describe(pools: ServedModels) -> dict[str, Any]:
     """What vLLM's clients read of a tokenizer, of the first model."""
     pool = pools.first
     template = pool.text.template
@@ -64,7 +64,7 @@ def describe(pools: Pools) -> dict[str, Any]:
     }
 
 
-async def detokenize(pools: Pools, data: bytes) -> dict[str, Any]:
+async def detokenize(pools: ServedModels, data: bytes) -> dict[str, Any]:
     """The text of token ids, special tokens included. Raises InvalidRequest."""
     body = parse(DetokenizeBody, data)
     pool = pools.pool(body.model)

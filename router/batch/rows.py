@@ -26,7 +26,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class InvalidRow:
     """A line that is no request. `line` counts from 1."""
 
     line: int
@@ -38,47 +38,49 @@ class Wrong:
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
-def read_rows(path: Path, endpoint: str) -> Iterator[Row | Wrong]:
+def read_rows(path: Path, endpoint: str) -> Iterator[Row | InvalidRow]:
     """Every line of the file that is not blank, up to the first that is too long. Blocks."""
     seen: set[str] = set()
     with path.open("rb") as lines:
         for number, line in enumerate(iter(partial(lines.readline, LONGEST_ROW + 1), b""), start=1):
             if len(line) > LONGEST_ROW:
-                yield Wrong(number, f"the line is longer than {LONGEST_ROW} bytes", code="line_too_long")
+                yield InvalidRow(number, f"the line is longer than {LONGEST_ROW} bytes", code="line_too_long")
                 return
             if not line.strip():
                 continue
             row = _row(number, line, endpoint)
             if isinstance(row, Row) and row.custom_id in seen:
-                row = Wrong(number, f"custom_id {row.custom_id!r} was there before", "custom_id", "duplicate_custom_id")
+                row = InvalidRow(
+                    number, f"custom_id {row.custom_id!r} was there before", "custom_id", "duplicate_custom_id"
+                )
             elif isinstance(row, Row):
                 seen.add(row.custom_id)
                 if len(seen) > MAX_ROWS:
-                    yield Wrong(number, f"a batch takes at most {MAX_ROWS} requests", None, "too_many_requests")
+                    yield InvalidRow(number, f"a batch takes at most {MAX_ROWS} requests", None, "too_many_requests")
                     return
             yield row
 
 
-def _row(number: int, line: bytes, endpoint: str) -> Row | Wrong:
+def _row(number: int, line: bytes, endpoint: str) -> Row | InvalidRow:
     try:
         value = json.loads(line)
     except RecursionError:
-        return Wrong(number, "the line nests too deep", code="invalid_json_line")
+        return InvalidRow(number, "the line nests too deep", code="invalid_json_line")
     except ValueError as error:
-        return Wrong(number, f"the line is not valid JSON: {error}", code="invalid_json_line")
+        return InvalidRow(number, f"the line is not valid JSON: {error}", code="invalid_json_line")
     if not isinstance(value, dict):
-        return Wrong(number, "the line must be a JSON object")
+        return InvalidRow(number, "the line must be a JSON object")
     custom_id, body = value.get("custom_id"), value.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        return Wrong(number, "custom_id must be a string that is not empty", "custom_id")
+        return InvalidRow(number, "custom_id must be a string that is not empty", "custom_id")
     if value.get("method") != "POST":
-        return Wrong(number, "method must be 'POST'", "method", "invalid_method")
+        return InvalidRow(number, "method must be 'POST'", "method", "invalid_method")
     if value.get("url") != endpoint:
-        return Wrong(number, f"url must be the batch's endpoint, {endpoint!r}", "url", "mismatched_url")
+        return InvalidRow(number, f"url must be the batch's endpoint, {endpoint!r}", "url", "mismatched_url")
     if not isinstance(body, dict):
-        return Wrong(number, "body must be a JSON object", "body")
+        return InvalidRow(number, "body must be a JSON object", "body")
     if body.get("stream"):
-        return Wrong(number, "answers of a batch cannot be streamed", "body.stream")
+        return InvalidRow(number, "answers of a batch cannot be streamed", "body.stream")
     return Row(custom_id, json.dumps({**body, "priority": None}).encode())
 
 

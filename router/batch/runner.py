@@ -15,11 +15,11 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from kvferry.protocol.errors import NotFound
-from kvferry.router.batch.asking import ask
 from kvferry.router.batch.batch import Batch, BatchFolder
 from kvferry.router.batch.files import DiskFailed, FileStore
-from kvferry.router.batch.rows import MAX_ERRORS, Row, Wrong, answer_row, answered, read_rows, unanswered_row
-from kvferry.router.call import Call
+from kvferry.router.batch.internal_client import ask
+from kvferry.router.batch.rows import MAX_ERRORS, InvalidRow, Row, answer_row, answered, read_rows, unanswered_row
+from kvferry.router.request_context import RequestContext
 
 LATER = (429, 503)
 """Statuses of a request that may be tried again: there is no room, or no node, now."""
@@ -82,7 +82,7 @@ class Runner:
             if isinstance(error, (OSError, DiskFailed)) and time.time() < batch.expires_at:
                 raise
             logger.exception("%s failed", batch.id)
-            batch.fail([Wrong(0, f"the batch cannot go on: {error}", code="server_error").shown()])
+            batch.fail([InvalidRow(0, f"the batch cannot go on: {error}", code="server_error").shown()])
         await asyncio.shield(self._save())
 
     def _validate(self, path: Path) -> list[dict[str, Any]]:
@@ -90,12 +90,12 @@ class Runner:
         wrong, total = [], 0
         for row in read_rows(path, self._batch.endpoint):
             total += isinstance(row, Row)
-            if isinstance(row, Wrong):
+            if isinstance(row, InvalidRow):
                 wrong.append(row.shown())
                 if len(wrong) == MAX_ERRORS:
                     break
         if not total and not wrong:
-            wrong.append(Wrong(1, "the file holds no request", code="empty_file").shown())
+            wrong.append(InvalidRow(1, "the file holds no request", code="empty_file").shown())
         self._batch.request_counts["total"] = total
         return wrong
 
@@ -171,11 +171,13 @@ class Runner:
             self._running -= 1
             self._freed.set()
 
-    def _call(self) -> Call:
+    def _call(self) -> RequestContext:
         now = time.monotonic()
         name = uuid.uuid4().hex
         tenant = self._batch.tenant
-        return Call(name, arrival=now, deadline=now + self._row_s, tenant=tenant, realm=self._realm, priority=PRIORITY)
+        return RequestContext(
+            name, arrival=now, deadline=now + self._row_s, tenant=tenant, realm=self._realm, priority=PRIORITY
+        )
 
     async def _write(self, row: dict[str, Any], *, ok: bool) -> None:
         """A row once begun is written and counted, also when nobody waits for it any more."""

@@ -102,7 +102,7 @@ class History:
             int(total(m.ttft, "_count")),
             total(m.ttft, "_sum"),
             sums(m.errors, "status", "code"),
-            sums(m.ladder, "rung"),
+            sums(m.retries, "rung"),
         )
 
 

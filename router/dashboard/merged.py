@@ -7,7 +7,7 @@ from itertools import zip_longest
 from statistics import fmean
 
 from kvferry.protocol.labels import NODE_STATES
-from kvferry.router.dashboard.board import EVENTS, RECENT, RUNNING
+from kvferry.router.dashboard.snapshot import EVENTS, RECENT, RUNNING
 from kvferry.router.dashboard.state import Counts, Event, Node, State, Suspect, Transfer
 
 OF_NODES = ("joined", "lost", *NODE_STATES, "incompatible")

@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.responses import HTMLResponse, Response
 
-from kvferry.router.dashboard import drawings, flows, units
+from kvferry.router.dashboard import charts, flows, units
 from kvferry.router.dashboard.state import Counts, State
 from kvferry.router.page.policy import headers
 
@@ -28,9 +28,9 @@ def whole_page(state: State | None) -> Response:
 
 def view(state: State) -> str:
     """What is shown between the page's head and its script."""
-    sources, highest = drawings.stacked([point.prompt for point in state.points])
-    refusals, _ = drawings.stacked([point.refused for point in state.points])
-    misses, _ = drawings.stacked([point.missed for point in state.points])
+    sources, highest = charts.stacked([point.prompt for point in state.points])
+    refusals, _ = charts.stacked([point.refused for point in state.points])
+    misses, _ = charts.stacked([point.missed for point in state.points])
     window = Counts.of(state.points)
     lately = Counts.of([point for point in state.points if point.ago_s < LATELY_S])
     return (
@@ -44,7 +44,7 @@ def view(state: State) -> str:
             misses=misses,
             refusals=refusals,
             rungs={rung: number for rung, number in window.rungs.items() if number},
-            hit_path=drawings.hit_line(state.points),
+            hit_path=charts.hit_line(state.points),
             picture=flows.transfers(state.nodes, state.transfers),
             hit=window.hit_rate,
             missed=sum(window.missed.values()) / window.predicted if window.predicted else None,
@@ -65,5 +65,5 @@ def _shell() -> str:
 def _templates() -> Environment:
     made = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
     made.filters |= {name: getattr(units, name) for name in ("seconds", "count", "rate", "share")}
-    made.filters["bar"] = drawings.bar
+    made.filters["bar"] = charts.bar
     return made

@@ -8,37 +8,37 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
-from kvferry.router.call import CALL
-from kvferry.router.dashboard.board import Board
 from kvferry.router.dashboard.merged import merged
 from kvferry.router.dashboard.page import view, whole_page
+from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dashboard.state import State
-from kvferry.router.siblings.siblings import Siblings
+from kvferry.router.request_context import CALL
 from kvferry.router.tenants.keyring import Keyring
+from kvferry.router.worker_peers.peers import WorkerPeers
 
 FRESH = {"cache-control": "no-store"}
 
 
-class Boards:
+class DashboardRoutes:
     """Those of all processes that share the port, as one."""
 
-    def __init__(self, board: Board, siblings: Siblings) -> None:
-        self._board, self._siblings = board, siblings
-        siblings.answers["state"] = self._own
+    def __init__(self, board: SnapshotBuilder, peers: WorkerPeers) -> None:
+        self._board, self._peers = board, peers
+        peers.answers["state"] = self._own
 
     async def state(self, viewer: str | None = None) -> State:
-        """As `Board.state`."""
+        """As `SnapshotBuilder.state`."""
         own = self._board.state(viewer)
-        if self._siblings.alone:
+        if self._peers.alone:
             return own
-        told = (await self._siblings.ask("state", viewer)).values()
-        return merged(own, [State.model_validate_json(each) for each in told if each is not None], self._siblings.count)
+        told = (await self._peers.ask("state", viewer)).values()
+        return merged(own, [State.model_validate_json(each) for each in told if each is not None], self._peers.count)
 
     async def _own(self, viewer: str | None) -> bytes:
         return self._board.state(viewer).model_dump_json().encode()
 
 
-def shown(boards: Boards, keyring: Keyring) -> APIRouter:
+def shown(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
     """What is asked for by those with a key."""
     router = APIRouter()
 
@@ -56,7 +56,7 @@ def shown(boards: Boards, keyring: Keyring) -> APIRouter:
     return router
 
 
-def page(boards: Boards, keyring: Keyring) -> APIRouter:
+def page(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
     """The page around it."""
     router = APIRouter()
 

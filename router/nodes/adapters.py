@@ -7,13 +7,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
-from kvferry.placement.refusals import no_nodes
+from kvferry.placement.rejections import no_nodes
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.wire import pack
 from kvferry.router.nodes.client import NodeClient
-from kvferry.router.nodes.group import NodeGroup
-from kvferry.router.nodes.table import NodeTable
+from kvferry.router.nodes.model_nodes import ModelNodes
+from kvferry.router.nodes.node_table import NodeTable
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class GroupAdapters:
     """Of one group of the table. `ids`: by name the id of the adapter that most members hold by it; without members,
     what was so last."""
 
-    def __init__(self, group: NodeGroup, nodes: NodeTable, client: NodeClient) -> None:
+    def __init__(self, group: ModelNodes, nodes: NodeTable, client: NodeClient) -> None:
         self.ids: Mapping[str, str] = {}
         self._group, self._nodes, self._client = group, nodes, client
         nodes.listen(self._follow)

@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from kvferry.process.secret import HEADER
 from kvferry.protocol.errors import KvferryError, NodeDied, NodeLost
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, MoveRequest, PrefillRequest, Seen, StepFrame
 from kvferry.protocol.wire import WireError, pack
 from kvferry.router.nodes.connection import Connection, Told
-from kvferry.router.nodes.heard import check_answer, check_frame
+from kvferry.router.nodes.message_validation import check_answer, check_frame
+from kvferry.runtime.cluster_secret import HEADER
 
 MAX_IDLE = 64
 """Idle connections kept to one node."""

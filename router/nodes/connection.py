@@ -10,7 +10,7 @@ from typing import cast
 import httptools
 
 from kvferry.protocol.wire import FrameReader
-from kvferry.router.nodes.heard import refusal_of
+from kvferry.router.nodes.message_validation import refusal_of
 
 KEEPALIVE_S = 2.0
 """Idle connections are dropped before the nodes' server does it (5 s), so that none is used as it closes."""

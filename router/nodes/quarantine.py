@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvferry.placement.terms import NodeKey, Pair
+from kvferry.placement.types import NodeKey, Pair
 
 log = logging.getLogger(__name__)
 

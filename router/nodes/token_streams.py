@@ -12,12 +12,12 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from kvferry.placement.terms import NodeKey
+from kvferry.placement.types import NodeKey
 from kvferry.protocol.errors import Fenced, KvferryError, NodeDied, NodeLost
 from kvferry.protocol.messages import StepFrame
 from kvferry.protocol.wire import WireError
 from kvferry.router.nodes.client import NodeClient
-from kvferry.router.nodes.entry import NodeEntry
+from kvferry.router.nodes.node_entry import NodeEntry
 
 log = logging.getLogger(__name__)
 

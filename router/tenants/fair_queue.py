@@ -12,8 +12,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from kvferry.router.tenants.lane import OUTPUT_WEIGHT, Lane, Turn, Window
 from kvferry.router.tenants.tenant import Tenant
+from kvferry.router.tenants.tenant_queue import OUTPUT_WEIGHT, Slot, TenantQueue, Window
 
 LEARN = 0.2
 """Weight of the newest request in what is expected of the next."""
@@ -36,21 +36,21 @@ class FairQueue:
 
     def __init__(self) -> None:
         self.queued = 0
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, TenantQueue] = {}
         self._now = self._latest = 0.0
         self._entered = self._running = 0
         self._sequences = self._prompt = self._under_way = 0.0
 
-    def enter(self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0) -> Turn:
+    def enter(self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0) -> Slot:
         """A request of so many sequences and prompt tokens, with at most `most_output` output tokens for each sequence.
         Lower priorities go first within a tenant."""
         lane = self._lanes.get(tenant.name)
         if lane is None:
-            lane = self._lanes[tenant.name] = Lane(tenant)
+            lane = self._lanes[tenant.name] = TenantQueue(tenant)
         lane.tenant = tenant
         self._entered += 1
         expected = max(SMALLEST_PROMPT, round(prompt * lane.fresh))
-        turn = Turn(lane, (priority, self._entered), sequences, expected, sequences * min(most_output, lane.output))
+        turn = Slot(lane, (priority, self._entered), sequences, expected, sequences * min(most_output, lane.output))
         if len(lane.waiting) > 2 * lane.queued + FEW_LEFT:
             lane.waiting = sorted(other for other in lane.waiting if not other.over)
         heapq.heappush(lane.waiting, turn)
@@ -59,7 +59,7 @@ class FairQueue:
         self.queued += 1
         return turn
 
-    def next(self, window: Window) -> Turn | None:
+    def next(self, window: Window) -> Slot | None:
         """The turn that begins now; None while nobody's may. O(tenants)."""
         if not self.queued:
             return None
@@ -70,14 +70,14 @@ class FairQueue:
                 return turn
         return None
 
-    def compute(self, turn: Turn, share: float) -> None:
+    def compute(self, turn: Slot, share: float) -> None:
         """The first token is out, and this share of the prompt's tokens was computed for it."""
         if not turn.computed:
             turn.computed = True
             turn.lane.fresh += LEARN * (share - turn.lane.fresh)
             self._uncount_prompt(turn)
 
-    def leave(self, turn: Turn, prompt: float = 0.0, output: float = 0.0) -> None:
+    def leave(self, turn: Slot, prompt: float = 0.0, output: float = 0.0) -> None:
         """It ended, or gave up its place: so many tokens were computed and put out. May be called again."""
         if turn.over:
             return
@@ -107,7 +107,7 @@ class FairQueue:
         """Tokens of work of all that wait."""
         return sum(lane.work for lane in self._lanes.values())
 
-    def ahead(self, turn: Turn) -> float:
+    def ahead(self, turn: Slot) -> float:
         """Tokens of work that are likely to begin before a turn that waits. O(tenants + turns of its own)."""
         own = turn.lane
         before = sum(other.work for other in own.waiting if other < turn and not other.over)
@@ -119,13 +119,13 @@ class FairQueue:
                 before += min(lane.work, per_share * lane.tenant.share)
         return before
 
-    def _in_order(self) -> Iterator[Lane]:
+    def _in_order(self) -> Iterator[TenantQueue]:
         lanes = [lane for lane in self._lanes.values() if lane.queued]
         if len(lanes) > 1:
             lanes.sort(key=lambda lane: (lane.tenant.priority, max(lane.finish, self._now), lane.waiting[0].order[1]))
         yield from lanes
 
-    def _fits(self, turn: Turn, window: Window) -> bool:
+    def _fits(self, turn: Slot, window: Window) -> bool:
         """Whether there is room for it: for its tenant's next beside what that has under way, and for the first of one
         that has nothing under way nearly always. So it is for a prompt of one that has little: nodes compute it before
         the long ones of others."""
@@ -137,12 +137,12 @@ class FairQueue:
             window.prompt, had, self._prompt - lane.prompt, prompt, window.shared
         )
 
-    def _little(self, turn: Turn) -> bool:
+    def _little(self, turn: Slot) -> bool:
         """Whether its tenant has, with it, not half of the work that is under way of others."""
         own = turn.lane.under_way
         return 2 * (own + turn.work) <= self._under_way - own
 
-    def _begin(self, turn: Turn, window: Window) -> None:
+    def _begin(self, turn: Slot, window: Window) -> None:
         lane = turn.lane
         heapq.heappop(lane.waiting)
         self._unqueue(turn)
@@ -158,7 +158,7 @@ class FairQueue:
         self._sequences += turn.counted[0]
         self._prompt += turn.counted[1]
 
-    def _newcomer(self, turn: Turn) -> bool:
+    def _newcomer(self, turn: Slot) -> bool:
         """Whether its tenant was given less than LENIENT times what another was, of those whose requests are under way,
         and has little there."""
         own = turn.lane
@@ -168,7 +168,7 @@ class FairQueue:
         most = max(lane.given for lane in self._lanes.values() if lane is not own and lane.sequences)
         return own.given + turn.work / own.tenant.share <= LENIENT * most
 
-    def _give(self, turn: Turn) -> None:
+    def _give(self, turn: Slot) -> None:
         """Its tenant is given its work; of what all were given before a part is forgotten."""
         self._under_way += turn.work
         turn.lane.under_way += turn.work
@@ -177,17 +177,17 @@ class FairQueue:
             lane.given *= kept
         turn.lane.given += turn.work / turn.lane.tenant.share
 
-    def _unqueue(self, turn: Turn) -> None:
+    def _unqueue(self, turn: Slot) -> None:
         turn.lane.queued -= 1
         turn.lane.work -= turn.work
         self.queued -= 1
 
-    def _uncount_prompt(self, turn: Turn) -> None:
+    def _uncount_prompt(self, turn: Slot) -> None:
         turn.lane.prompt -= turn.counted[1]
         self._prompt -= turn.counted[1]
 
 
-def _counted(turn: Turn, window: Window) -> tuple[float, float]:
+def _counted(turn: Slot, window: Window) -> tuple[float, float]:
     """What it takes of the window: never more than one tenant may have, or it would never begin."""
     part = 2 if window.shared else 1
     return min(turn.sequences, window.sequences / part), min(turn.prompt, window.prompt / part)

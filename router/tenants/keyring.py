@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from kvferry.process.followed_file import FollowedFile
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keys import Keys, key_hash, read_keys
 from kvferry.router.tenants.tenant import NOBODY, Tenant
+from kvferry.runtime.watched_file import WatchedFile
 
 
 class Keyring:
@@ -17,7 +17,7 @@ class Keyring:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._own = {key_hash(settings.api_key.encode()): NOBODY} if settings.api_key else {}
-        self._file = FollowedFile(settings.api_keys, "api_keys", read_keys, self._take) if settings.api_keys else None
+        self._file = WatchedFile(settings.api_keys, "api_keys", read_keys, self._take) if settings.api_keys else None
         self.guards = bool(self._own or self._file)
         self._keys: Keys = {}
         self.tenants: dict[str, Tenant] = {}

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
-from kvferry.router.text.lanes import SHORT, Lanes
-from kvferry.router.text.memo import Memo
-from kvferry.router.text.reach import reach_of
+from kvferry.router.text.length_bound import reach_of
 from kvferry.router.text.text_model import TextModel
-from kvferry.router.text.words import Words
+from kvferry.router.text.token_cache import TokenCache
+from kvferry.router.text.tokenizer_threads import SHORT, TokenizerThreads
+from kvferry.router.text.word_cache import WordCache
 
 T = TypeVar("T")
 
@@ -54,9 +54,9 @@ class Encoder:
     def __init__(self, text: TextModel, most: int = MOST_TOKENS) -> None:
         self._text, self._most = text, most
         self._reach = reach_of(text.tokenizer.library)
-        self._lanes = Lanes()
+        self._lanes = TokenizerThreads()
         encode = partial(text.encode_all, add_special_tokens=False)
-        self._memo, self._words = Memo(text.tokenizer.library, encode), Words(text.tokenizer.library, encode)
+        self._memo, self._words = TokenCache(text.tokenizer.library, encode), WordCache(text.tokenizer.library, encode)
 
     def short(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text shorter than LONG_CHARS, on the event loop."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.grammars.vocabulary import Vocabulary
 from kvferry.router.text.text_model import TextModel
+from kvferry.structured_output.vocabulary import Vocabulary
 
 
 def vocabulary_of(text: TextModel) -> Vocabulary:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.model_files.gguf import read_gguf
-from kvferry.model_files.naming import ModelName, naming, require_distinct, split_names
+from kvferry.model_files.model_name import ModelName, naming, require_distinct, split_names
+from kvferry.model_files.pooling_config import read_task
 from kvferry.model_files.source import ModelSource, read_facts, read_json, resolve
-from kvferry.model_files.task import read_task
 from kvferry.model_files.tokenizer import load_tokenizer
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings

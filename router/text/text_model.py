@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.model_files.naming import ModelName
+from kvferry.model_files.model_name import ModelName
+from kvferry.model_files.pooling_config import GENERATES, PoolingConfig
 from kvferry.model_files.source import ModelFacts
-from kvferry.model_files.task import GENERATES, Task
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.text.channel_history import channelled, described
+from kvferry.router.text.harmony_history import channelled, described
 from kvferry.router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.template import ChatTemplate
@@ -40,7 +40,7 @@ class TextModel:
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     facts: ModelFacts
-    task: Task = GENERATES
+    task: PoolingConfig = GENERATES
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
-from kvferry.router.journey.spec import Output
+from kvferry.router.dispatch.interface import Output
 from kvferry.router.text.detokenizer import detokenizer
 from kvferry.router.text.stop_strings import StopMatcher
 

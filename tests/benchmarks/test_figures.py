@@ -14,10 +14,10 @@ from benchmarks.serving import parse, report
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, missing
 from benchmarks.table import GOALS, LIMIT, Results, as_json, markdown, number, reached, times_as_good
 from benchmarks.workloads import FIGURES, Figure, gaps, output_rate, percentile
-from kvferry.model_files.counts import ON_CPU
 from kvferry.model_files.gguf import read_gguf
-from kvferry.model_files.needs import config_needs, gguf_needs
+from kvferry.model_files.memory_needs import config_needs, gguf_needs
 from kvferry.model_files.source import DEMO_MODEL, resolve
+from kvferry.model_files.weight_counts import ON_CPU
 
 NAMES = {subject.name for subject in SUBJECTS}
 

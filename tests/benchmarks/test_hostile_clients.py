@@ -15,9 +15,9 @@ from benchmarks import attacking
 from benchmarks.attacks import ATTACKS
 from benchmarks.hostile import Phase, ratio, report
 from benchmarks.load import Completion
-from kvferry.process.connection_limits import Limits
-from kvferry.process.connections import guarded
-from kvferry.process.http import Server, bind
+from kvferry.runtime.connection_limits import Limits
+from kvferry.runtime.connections import guarded
+from kvferry.runtime.http import Server, bind
 
 ANSWERED = {
     "biases": {"200"}, "choices": {"200"}, "garbage": {"200", "400", "431"}, "refused": {"400", "404"},

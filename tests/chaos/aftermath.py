@@ -68,7 +68,7 @@ async def _of_node(stage: Stage, name: str) -> Any:
     seen = await _books(stage, name)
     if "size" not in seen:
         return "no answer"
-    left = {key: seen[key] for key in ("holds", "waiting", "lent") if seen[key]}
+    left = {key: seen[key] for key in ("holds", "waiting", "transfer_holds") if seen[key]}
     if seen["available"] != seen["size"]:
         left["away"] = seen["size"] - seen["available"]
     return left

@@ -54,22 +54,22 @@ CLOCK = Clock(HOME / f"{NAME}.clock")
 
 def prepare_worker() -> None:
     """Put the handles in, before anything of the worker is imported that would hold what they replace."""
-    from kvferry.cli.door import set_threads
+    from kvferry.cli.bootstrap import set_threads
 
     set_threads(1)
     from chaos.weather import StormyLink
 
     import kvferry.engine.loop
     import kvferry.engine.runner
-    import kvferry.node.linking
+    import kvferry.worker.link_factory
 
-    real = kvferry.node.linking.UcxLink
+    real = kvferry.worker.link_factory.UcxLink
 
     def make_link(*args: Any, **options: Any) -> Any:
         PARTS.link = StormyLink(real(*args, **options), WEATHER)
         return PARTS.link
 
-    kvferry.node.linking.UcxLink = make_link  # type: ignore[assignment, misc]
+    kvferry.worker.link_factory.UcxLink = make_link  # type: ignore[assignment, misc]
     run, start = kvferry.engine.runner.Runner.run, kvferry.engine.loop.EngineLoop.start
 
     def paced(self: Any, slices: Any, *rest: Any) -> Any:
@@ -122,7 +122,7 @@ def books() -> dict[str, Any]:
         pool = engine.pool
         held = {reason: sum(map(len, book.values())) for reason, book in pool.holds._books.items()}
         found.update(holds=held, available=pool.available, size=pool.num_blocks)
-        found.update(waiting=bool(engine.roster), lent=bool(engine.lent))
+        found.update(waiting=bool(engine.request_table), transfer_holds=bool(engine.transfer_holds))
         seen.set()
 
     PARTS.engine.submit(read)

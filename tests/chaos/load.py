@@ -17,7 +17,7 @@ from chaos.plan import ROUTERS
 from chaos.stage import MODEL
 from chaos.watch import Late
 
-from kvferry.simulate.probe import lines
+from kvferry.simulate.rate_probe import lines
 
 PATIENCE_S = 60.0
 """A client waits this long for its next token, or its answer; longer is an error."""

@@ -24,7 +24,7 @@ from chaos.redis_proxy import Ways
 from chaos.zygote import ForkedChild, Zygote
 
 from kvferry.cli.child import Child, Command
-from kvferry.cli.commands import PREFILL_NICENESS
+from kvferry.cli.child_commands import PREFILL_NICENESS
 from kvferry.cli.serve import valkey_command
 from kvferry.cli.supervisor import Backoff, Supervisor
 

@@ -7,7 +7,7 @@ import random
 import time
 from typing import Any
 
-from kvferry.kv_transfer.faulty import Faults, FaultyLink
+from kvferry.kv_transfer.fault_injection import Faults, FaultyLink
 from kvferry.protocol.errors import NodeLost
 
 RESENT_S = (0.2, 0.8)

@@ -103,7 +103,7 @@ class Forked:
 
 def serve(descriptor: int) -> None:
     """In the zygote: import, then fork for whoever asks. Ends with the other side."""
-    from kvferry.cli.door import set_threads
+    from kvferry.cli.bootstrap import set_threads
 
     set_threads(1)
     for name in IMPORTED:

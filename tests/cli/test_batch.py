@@ -49,7 +49,7 @@ def test_what_ends_a_line_in_an_answer_ends_no_row(tmp_path: Path, url: str, clu
     assert run(command) == 0
     written = target.read_text()
     assert run(command) == 0
-    assert (len(cluster.journeys), target.read_text()) == (1, written)
+    assert (len(cluster.dispatches), target.read_text()) == (1, written)
 
 
 def test_rows_are_answered_once(tmp_path: Path, url: str, cluster: FakeCluster) -> None:
@@ -62,7 +62,7 @@ def test_rows_are_answered_once(tmp_path: Path, url: str, cluster: FakeCluster) 
         assert row["response"]["body"]["choices"][0]["message"]["content"] == "Yes."
         assert row["error"] is None
     assert run(command) == 0
-    assert len(cluster.journeys) == 20
+    assert len(cluster.dispatches) == 20
 
 
 def test_what_failed_or_broke_off_is_asked_again(tmp_path: Path, url: str, cluster: FakeCluster) -> None:
@@ -75,7 +75,7 @@ def test_what_failed_or_broke_off_is_asked_again(tmp_path: Path, url: str, clust
     write(source, ask("a"), ask("b"), ask("c"))
     assert run(command) == 0
     assert sorted(read(target)) == ["r0", "r1", "r2"]
-    assert len(cluster.journeys) == 2 + 2
+    assert len(cluster.dispatches) == 2 + 2
 
 
 def test_a_full_server_is_waited_for_with_patience(tmp_path: Path, url: str, cluster: FakeCluster) -> None:

@@ -102,7 +102,7 @@ def test_model():
 
 
 def test_weights_and_pools_must_fit_together(monkeypatch):
-    monkeypatch.setattr("kvferry.cli.seats._kernels_are_compiled", lambda: True)
+    monkeypatch.setattr("kvferry.cli.resource_plan._kernels_are_compiled", lambda: True)
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=11 * 1024**3))
     fits = {"device": "cpu", "prefill": 3, "decode": 2, "kv_cache_gib": 2.0}
     assert one(doctor.memory, **fits).level == "ok"

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.cli import doctor
 from kvferry.cli import main as command
-from kvferry.cli.door import ERROR_PREFIX
+from kvferry.cli.bootstrap import ERROR_PREFIX
 from kvferry.protocol.errors import ConfigError, NoNodes
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from waiting import wait_for
 
-from kvferry.cli.seats import Seat
+from kvferry.cli.resource_plan import WorkerPlan
 from kvferry.cli.serve import check, cluster_commands, kvferry_program
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import ServeSettings
@@ -247,7 +247,7 @@ def test_a_cache_that_cannot_be_batch_invariant_is_refused_before_anything_start
 def test_children_get_a_url_with_a_password_where_nobody_sees_it():
     for url in ("redis://u:hunter2@h:1/0", "redis+sentinel://h:1/kv?sentinel_password=hunter2"):
         settings = ServeSettings(redis_url=url, redis_password_file="/run/password")
-        for command in cluster_commands(settings, [Seat("cpu")] * 2, lambda subcommand: ["kvferry", subcommand]):
+        for command in cluster_commands(settings, [WorkerPlan("cpu")] * 2, lambda subcommand: ["kvferry", subcommand]):
             assert not any("hunter2" in word for word in command.argv)
             assert command.env["KVFERRY_REDIS_URL"] == url
             assert command.argv[command.argv.index("--redis-password-file") + 1] == "/run/password"
@@ -257,7 +257,7 @@ def test_children_get_only_what_differs_from_their_defaults():
     settings = ServeSettings(
         redis_url="redis://127.0.0.1:1/0", prefill=1, decode=2, port=8123, host="0.0.0.0", threads=3, kv_blocks=9
     )
-    seats = [Seat("cpu"), Seat("cuda:0", 1.5), Seat("cuda:1")]
+    seats = [WorkerPlan("cpu"), WorkerPlan("cuda:0", 1.5), WorkerPlan("cuda:1")]
     router, prefill, first, second = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
     assert router.argv == (
         "kvferry",
@@ -294,7 +294,7 @@ def test_children_get_only_what_differs_from_their_defaults():
 )
 def test_workers_that_compute_on_the_same_cores_share_them(threads, devices, sharing):
     settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", prefill=1, decode=2, threads=threads)
-    seats = [Seat(device) for device in devices]
+    seats = [WorkerPlan(device) for device in devices]
     router, *workers = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand], cores_fd=7)
     assert sum(["--cores-fd", "7"] in map(list, pairwise(worker.argv)) for worker in workers) == sharing
     assert [worker.fds for worker in workers].count((7,)) == sharing
@@ -311,7 +311,7 @@ def test_workers_that_compute_on_the_same_cores_share_them(threads, devices, sha
 )
 def test_workers_of_a_model_on_the_cpu_are_given_one_copy_of_its_weights(devices, given):
     settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", model=("/m/a", "/m/b"), threads=1)
-    seats, made = [Seat(device) for device in devices], iter((10, 11))
+    seats, made = [WorkerPlan(device) for device in devices], iter((10, 11))
     program = lambda subcommand: ["kvferry", subcommand]  # noqa: E731
     _, *workers = cluster_commands(settings, seats, program, weights=lambda: next(made))
     assert [worker.fds for worker in workers] == [(each,) if each >= 0 else () for each in given]
@@ -320,11 +320,11 @@ def test_workers_of_a_model_on_the_cpu_are_given_one_copy_of_its_weights(devices
 
 
 def test_nodes_of_several_ranks_divide_the_cores_and_have_no_one_copy(monkeypatch):
-    monkeypatch.setattr("kvferry.cli.door.available_cores", lambda: 4)
+    monkeypatch.setattr("kvferry.cli.bootstrap.available_cores", lambda: 4)
     monkeypatch.setattr("kvferry.cli.serve.available_cores", lambda: 4)
     settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", tensor_parallel_size=2)
     program = lambda subcommand: ["kvferry", subcommand]  # noqa: E731
-    _, *workers = cluster_commands(settings, [Seat("cpu")] * 2, program, cores_fd=7, weights=lambda: 10)
+    _, *workers = cluster_commands(settings, [WorkerPlan("cpu")] * 2, program, cores_fd=7, weights=lambda: 10)
     assert [worker.fds for worker in workers] == [(7,), (7,)]
     for worker in workers:
         given = set(pairwise(worker.argv))
@@ -335,7 +335,7 @@ def test_each_model_has_workers_of_its_own_and_the_router_all_models():
     settings = ServeSettings(
         redis_url="redis://127.0.0.1:1/0", model=("/m/a", "/m/b"), served_model_name=("a,first", "b"), decode=2
     )
-    seats = [Seat(f"cuda:{index}") for index in range(6)]
+    seats = [WorkerPlan(f"cuda:{index}") for index in range(6)]
     router, *workers = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
     models = ["--model", "/m/a", "--model", "/m/b"]
     names = ["--served-model-name", "a,first", "--served-model-name", "b"]
@@ -361,7 +361,7 @@ def test_the_program_is_the_console_script_where_there_is_one(tmp_path, monkeypa
 def test_nodes_that_change_their_roles_are_all_told_so_and_none_gives_way() -> None:
     """A process cannot take its priority back when it is to decode."""
     settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", elastic=True, elastic_rest=5.0)
-    seats = [Seat("cpu"), Seat("cpu")]
+    seats = [WorkerPlan("cpu"), WorkerPlan("cpu")]
     commands = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
     assert all("--elastic" in command.argv for command in commands)
     assert ["--elastic-rest" in command.argv for command in commands] == [True, False, False]

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import pytest
 
+from kvferry.cli.bootstrap import StartupFailed
 from kvferry.cli.child import Child, Command
-from kvferry.cli.door import GivenUp
 from kvferry.cli.supervisor import Backoff, Supervisor, describe
 from kvferry.protocol.errors import ConfigError
 
@@ -114,7 +114,7 @@ async def test_status_2_before_ready_is_the_cluster_s_failure(supervisor):
 
 async def test_a_complaint_with_another_status_is_shown(supervisor):
     supervisor.start(python("print('kvferry: error: no nodes'); raise SystemExit(1)"))
-    with pytest.raises(GivenUp, match="child-0 ended 3 times before it was ready"):
+    with pytest.raises(StartupFailed, match="child-0 ended 3 times before it was ready"):
         await asyncio.wait_for(supervisor.failure, 10)
     assert supervisor.lines == ["[child-0] kvferry: error: no nodes"] * 2
     assert "no nodes" in str(supervisor.failure.exception())
@@ -123,7 +123,9 @@ async def test_a_complaint_with_another_status_is_shown(supervisor):
 @pytest.mark.parametrize(("end", "status"), [("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 15)", 143), ("", 1)])
 async def test_three_failed_starts_end_the_cluster_with_the_last_words_and_the_status(supervisor, end, status):
     supervisor.start(python(f"import os; print('Boom: too deep', flush=True); print(flush=True); {end}"))
-    with pytest.raises(GivenUp, match=r"child-0 ended 3 times before it was ready \(.*\): Boom: too deep$") as caught:
+    with pytest.raises(
+        StartupFailed, match=r"child-0 ended 3 times before it was ready \(.*\): Boom: too deep$"
+    ) as caught:
         await asyncio.wait_for(supervisor.failure, 10)
     assert caught.value.exit_status == status
     assert supervisor.lines == ["[child-0] Boom: too deep"] * 3

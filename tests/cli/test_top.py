@@ -20,7 +20,7 @@ from rich.console import Console
 
 import kvferry.cli.main as command
 from kvferry.cli.top import Unseen, Watching, run_top
-from kvferry.cli.top_picture import BAR, picture, pool, spark
+from kvferry.cli.top_view import BAR, picture, pool, spark
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.dashboard.state import Blocks, State

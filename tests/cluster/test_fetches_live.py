@@ -16,8 +16,8 @@ from tiny_checkpoints import VOCAB, save_checkpoint
 from waiting import wait_for
 
 from benchmarks.fetching import Asked, Node, nodes
-from kvferry.node.fetches import SHUN_S
 from kvferry.protocol.messages import Holder, TokenDelta
+from kvferry.worker.fetch_client import SHUN_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

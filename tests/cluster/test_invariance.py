@@ -15,12 +15,12 @@ from tiny_checkpoints import VOCAB, save_checkpoint
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
 from kvferry.kernels.cpu import instruction_sets
-from kvferry.node.assembly import assemble
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Generate
+from kvferry.worker.engine_factory import assemble
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,7 +87,7 @@ def preempting() -> Callable[[Engine, int], None]:
     left = {0, 5, 17}
 
     def sometimes(engine: Engine, step: int) -> None:
-        for request in list(engine.roster.running):
+        for request in list(engine.request_table.running):
             if request.job.request_id == "probe" and request.output_len in left:
                 left.remove(request.output_len)
                 engine.scheduler.preempt(request)

@@ -13,11 +13,11 @@ from oracle import LENGTHS, NEW_TOKENS, answers, prompts
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
-from kvferry.node.assembly import assemble
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Generate
+from kvferry.worker.engine_factory import assemble
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -63,7 +63,7 @@ def run(
 
 def preempting(engine: Engine) -> Callable[[int], None]:
     def sometimes(step: int) -> None:
-        running = engine.roster.running
+        running = engine.request_table.running
         if step % 13 == 0 and running and step < 300:
             engine.scheduler.preempt(running[step % len(running)])
 

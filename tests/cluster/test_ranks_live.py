@@ -22,7 +22,7 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def other_ranks(cluster: LocalCluster, node: str) -> list[psutil.Process]:
-    return [child for child in cluster.worker(node).children() if "kvferry.node.rank" in child.cmdline()]
+    return [child for child in cluster.worker(node).children() if "kvferry.worker.rank" in child.cmdline()]
 
 
 def expect(cluster: LocalCluster, answer: Answer, path: str) -> None:

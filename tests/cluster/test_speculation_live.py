@@ -14,12 +14,12 @@ from tiny_checkpoints import VOCAB, save_checkpoint
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
 from kvferry.kernels.cpu import instruction_sets
-from kvferry.node.assembly import assemble
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 from kvferry.protocol.work import Generate
 from kvferry.router.text.load import load_text_model
+from kvferry.worker.engine_factory import assemble
 
 pytestmark = [
     pytest.mark.slow,

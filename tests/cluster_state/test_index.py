@@ -14,9 +14,9 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.prefixes import longest
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.index_rows import GROUP, alone, rows_of
 from kvferry.protocol.layout import STORE_GROUP
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.rows import GROUP, alone, rows_of
 
 LEASE = NodeLease("a", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 

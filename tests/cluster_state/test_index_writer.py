@@ -7,12 +7,12 @@ import time
 import pytest
 from waiting import until
 
-from kvferry.cluster_state import rows
+from kvferry.cluster_state import own_rows
 from kvferry.cluster_state.index_writer import IndexWriter
-from kvferry.cluster_state.losses import NEWEST, SAMPLE, Losses
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.redis_store import RedisStore
-from kvferry.protocol.rows import GROUP, alone, key_and_tag, rows_of
+from kvferry.cluster_state.row_loss_detector import NEWEST, SAMPLE, RowLossDetector
+from kvferry.protocol.index_rows import GROUP, alone, key_and_tag, rows_of
 
 
 def _hashes(count: int, tag: int = 0) -> list[bytes]:
@@ -377,7 +377,7 @@ async def test_stop_waits_for_one_batch_and_not_for_what_keeps_coming():
 
 
 async def test_others_on_the_loop_have_their_turn_while_many_rows_are_compared_and_written_again():
-    h = _rows(20 * rows.SLICE)
+    h = _rows(20 * own_rows.SLICE)
     w = _Writing(h, batch=256)
     turns = 0
 
@@ -399,7 +399,7 @@ async def test_others_on_the_loop_have_their_turn_while_many_rows_are_compared_a
 
 
 async def test_what_is_noted_while_rows_are_compared_counts():
-    h = _rows(4 * rows.SLICE)
+    h = _rows(4 * own_rows.SLICE)
     w = _Writing(h)
     taking = asyncio.create_task(w.writer._take_notes())
     await asyncio.sleep(0)
@@ -413,13 +413,13 @@ async def test_what_is_noted_while_rows_are_compared_counts():
 
 def test_what_is_looked_for_is_of_many_keys_and_the_newest_among_it():
     held = dict.fromkeys(_rows(1 + 40 * GROUP))
-    sample = Losses(0.0).sample(held, ())
+    sample = RowLossDetector(0.0).sample(held, ())
     assert len({key_and_tag(row)[0] for row in sample}) >= max(SAMPLE, NEWEST)
     assert list(held)[-1] in sample
     few = _rows(3)
-    assert Losses(0.0).sample(dict.fromkeys(few), few[:1]) == few[-1:]
+    assert RowLossDetector(0.0).sample(dict.fromkeys(few), few[:1]) == few[-1:]
 
 
 def test_rows_are_written_again_where_some_are_lost_and_not_again_at_once():
-    losses = Losses(0.0)
+    losses = RowLossDetector(0.0)
     assert [losses.mend(found, 8) for found in (8, 7, 7)] == [False, True, False]

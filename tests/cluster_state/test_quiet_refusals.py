@@ -13,13 +13,13 @@ from redis_servers import RedisServer, redis_server
 from waiting import until
 
 from kvferry.cluster_state.redis_store import RedisStore
-from kvferry.model_files.naming import ModelName
-from kvferry.node.membership import Membership
+from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
-from kvferry.router.nodes.group import NodeGroup
-from kvferry.router.nodes.table import NodeTable
+from kvferry.router.nodes.model_nodes import ModelNodes
+from kvferry.router.nodes.node_table import NodeTable
+from kvferry.worker.membership import Membership
 
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 REFUSED_S = 3.0
@@ -55,7 +55,7 @@ async def member_and_router(url: str) -> AsyncIterator[tuple[Membership, NodeTab
     store, other = RedisStore(url, "test"), RedisStore(url, "test")
     node = Membership(store, lambda: LEASE, lambda: [bytes([i]) * 16 for i in range(9)], WorkerMetrics("decode"))
     table = NodeTable(other, RouterMetrics())
-    table.add(NodeGroup(ModelName("m")))
+    table.add(ModelNodes(ModelName("m")))
     await node.join()
     await table.start()
     try:

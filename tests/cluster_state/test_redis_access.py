@@ -17,13 +17,13 @@ from kvferry.cluster_state import redis_responses, redis_scripts, row_scripts
 from kvferry.cluster_state.redis_responses import RedisResponses
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.decode_worker.service import DecodeService
-from kvferry.node.node import Node
-from kvferry.process.signals import Stop
 from kvferry.protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
+from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.rows import rows_of
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 from kvferry.router.main import serve_router
+from kvferry.runtime.signals import StopSignal
+from kvferry.worker.node import Node
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 ROWS = rows_of(HASHES)
@@ -205,7 +205,7 @@ async def test_cluster_mode_is_refused_in_one_line():
         with pytest.raises(ConfigError, match="Cluster mode"):
             await serve_router(RouterSettings(port=0, redis_url=clustered.url))
         with pytest.raises(ConfigError, match="Cluster mode"):
-            await Node(WorkerSettings(role="decode", port=0, redis_url=clustered.url), DecodeService).run(Stop())
+            await Node(WorkerSettings(role="decode", port=0, redis_url=clustered.url), DecodeService).run(StopSignal())
         with clustered.client() as client:
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         for _ in range(100):

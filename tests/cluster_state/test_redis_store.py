@@ -13,9 +13,9 @@ from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.registry import Announced
 from kvferry.protocol import lease as lease_module
 from kvferry.protocol.errors import ConfigError, RegistryUnavailable, from_body
+from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.layout import WIRE_VERSION
-from kvferry.protocol.lease import Foreign, NodeLease
-from kvferry.protocol.rows import rows_of
+from kvferry.protocol.lease import IncompatibleLease, NodeLease
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 ROWS = rows_of(HASHES)
@@ -182,7 +182,7 @@ async def test_nodes_of_another_wire_version_are_told_apart_and_not_among_the_no
         later.setattr(lease_module, "WIRE_VERSION", WIRE_VERSION + 1)
         await redis_store.announce(replace(LEASE, node_id="b", role="prefill"))
     assert await redis_store.nodes() == [LEASE]
-    assert redis_store.foreign == (Foreign("b", "prefill", WIRE_VERSION + 1),)
+    assert redis_store.incompatible == (IncompatibleLease("b", "prefill", WIRE_VERSION + 1),)
     await redis_store.withdraw("b", 5)
     await redis_store.nodes()
-    assert redis_store.foreign == ()
+    assert redis_store.incompatible == ()

@@ -15,8 +15,8 @@ from kvferry.cluster_state.redis_client import answered
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.registry import Announced
 from kvferry.protocol.errors import RegistryFull, RegistryUnavailable
+from kvferry.protocol.index_rows import key_and_tag, rows_of
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.rows import key_and_tag, rows_of
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 ROWS = rows_of(HASHES)

@@ -14,8 +14,8 @@ from kvferry.cluster_state.index import on_tier, owner
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.prefixes import longest
 from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.protocol.index_rows import GROUP, ROW_BYTES, alone, behind, key_and_tag, rows_of
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.rows import GROUP, ROW_BYTES, alone, behind, key_and_tag, rows_of
 
 LEASE = NodeLease("a", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 LENGTH, TTL_S = 3 * GROUP, 1000.0

@@ -12,8 +12,8 @@ from kvferry.cluster_state import store_rows
 from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.store_rows import StoreRows
+from kvferry.protocol.index_rows import alone
 from kvferry.protocol.layout import STORE_GROUP
-from kvferry.protocol.rows import alone
 
 CHAIN = [number.to_bytes(16, "little") for number in range(1, 4 * STORE_GROUP + 1)]
 ENDS = [alone(each) for each in CHAIN[STORE_GROUP - 1 :: STORE_GROUP]]

@@ -17,7 +17,7 @@ from worker_pair import Router, worker
 from kvferry.engine.events import Generated
 from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.messages import Job, TokenDelta
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 
 
 def prompt(length: int = 40, seed: int = 0) -> list[int]:

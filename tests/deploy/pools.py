@@ -11,12 +11,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.node.pressure import decode_pressure, latency_share, prefill_backlog_s
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.lease import Load
+from kvferry.router.tenants.arrival_rate import ArrivalRate
 from kvferry.router.tenants.backlog import Backlog, Waiting
-from kvferry.router.tenants.flow import Flow
-from kvferry.router.tenants.turns import AHEAD
+from kvferry.router.tenants.scheduler_slots import AHEAD
+from kvferry.worker.load import decode_pressure, latency_share, prefill_backlog_s
 from tests.deploy.remote_write import STALE, Series, series
 
 TICK_S = 0.5
@@ -60,7 +60,7 @@ class Pools:
         self.waiting: list[Prompt] = []
         self.done = 0
         self._made, self._output = 0, 0.0
-        self._flow = Flow()
+        self._flow = ArrivalRate()
         self._backlog = Backlog(lambda: self._queue(held=False), _Holds(self), self._capacity)
         self._shown: set[Series] = set()
         self.scale("prefill", prefill, start_s=0.0)

@@ -210,7 +210,7 @@ class Absent(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Absent())
 import kvferry.cli.main
-import kvferry.grammars.child
+import kvferry.structured_output.checker_process
 import kvferry.router.main
 kvferry.cli.main.run(["router", "--help"])
 """

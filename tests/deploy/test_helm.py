@@ -11,7 +11,7 @@ import yaml
 
 from docs import chart as made_docs
 from kvferry.cluster_state import redis_url
-from kvferry.process import tracing
+from kvferry.runtime import tracing
 from tests.deploy.charts import CHART, EXAMPLES, chart, plain, refusal
 from tests.deploy.installations import FULL
 from tests.deploy.manifests import PROCESSES, Manifest, Objects, container_command, of_kind, pod_specs, render

@@ -19,7 +19,7 @@ from waiting import until
 from worker_pair import Worker, worker
 
 from kvferry.cluster_state.memory_store import MemoryStore
-from kvferry.model_files.naming import ModelName
+from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.errors import InvalidRequest, RoleKept
 from kvferry.protocol.messages import GenerateRequest, PrefillRequest
 from kvferry.protocol.metrics import RouterMetrics
@@ -27,10 +27,10 @@ from kvferry.protocol.roles import ChangeRole
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import pack
 from kvferry.protocol.work import Generate
-from kvferry.router.call import Call
-from kvferry.router.journey.cluster import RouterCluster
-from kvferry.router.journey.spec import RequestSpec
-from kvferry.router.nodes.table import NodeTable
+from kvferry.router.dispatch.cluster import RouterCluster
+from kvferry.router.dispatch.interface import RequestSpec
+from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.request_context import RequestContext
 
 ROLES = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
 
@@ -63,13 +63,13 @@ class Fleet:
         """One request, whose every token is checked. Returns where it was computed, and where it began to decode."""
         name, now = f"r{next(self._names)}", time.monotonic()
         work = Generate(SamplingParams(max_tokens=tokens, temperature=0.0))
-        journey = self.pool.start(RequestSpec(Call(name, now, now + 60.0), name, tuple(prompt), work))
-        made = [token async for output in journey for token in output.token_ids]
+        dispatch = self.pool.start(RequestSpec(RequestContext(name, now, now + 60.0), name, tuple(prompt), work))
+        made = [token async for output in dispatch for token in output.token_ids]
         assert made == expected(prompt, tokens)
-        assert journey.route
-        self.reused += journey.route.reuse.cached_len
+        assert dispatch.route
+        self.reused += dispatch.route.reuse.cached_len
         self.served += 1
-        return journey.route.prefill, journey.route.decode
+        return dispatch.route.prefill, dispatch.route.decode
 
     async def settle(self) -> None:
         for node in self.nodes.values():
@@ -139,7 +139,7 @@ async def test_roles_change_both_ways_under_load_and_every_stream_is_exact() -> 
                 assert changes("kvferry_role_changes_total", labels) == 1
             assert changes("kvferry_kv_pool_blocks", {"role": other, "model_name": "toy"}) is None
         await made.settle()
-        assert not made.pool.errands.open
+        assert not made.pool.background_calls.open
 
 
 async def test_what_was_cached_is_found_in_the_other_role() -> None:

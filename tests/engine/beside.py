@@ -9,13 +9,13 @@ from dataclasses import fields, replace
 
 import torch
 
-from kvferry.engine.flight import Flight
-from kvferry.engine.models.base import Halfway, Wanted
+from kvferry.engine.inflight_step import InflightStep
+from kvferry.engine.models.base import SuspendedPass, Wanted
 from kvferry.engine.runner import Found, Runner
 from kvferry.engine.sampler import SampleRow, draw_plain
-from kvferry.engine.slices import Slice
-from kvferry.kernels.readback import Readback
-from kvferry.kernels.step import always
+from kvferry.engine.step_slices import Slice
+from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.token_readback import Readback
 
 POISON = -1000
 
@@ -29,7 +29,7 @@ class Eager(Runner):
         self.launched = self.behind = 0
         self.streams: list[int] = []
 
-    def _launch(self, slices: Sequence[Slice], behind: Flight | None) -> Flight:
+    def _launch(self, slices: Sequence[Slice], behind: InflightStep | None) -> InflightStep:
         self.launched += 1
         self.behind += behind is not None
         self.streams.append(len(slices))
@@ -78,7 +78,7 @@ class Lazy(Eager):
         self.stream = Stream()
         self.chance = random.Random(0)
 
-    def _launch(self, slices: Sequence[Slice], behind: Flight | None) -> Flight:
+    def _launch(self, slices: Sequence[Slice], behind: InflightStep | None) -> InflightStep:
         self.launched += 1
         self.behind += behind is not None
         self.streams.append(len(slices))
@@ -98,9 +98,11 @@ class Lazy(Eager):
             drawn = None if behind is None else behind.tokens
             return draw_plain(self.model.next_logits(known, self.kv, plan).values, rows, self.model.ops, drawn)
 
-        return Flight(Late(len(slices), self.stream, compute), range(len(slices)))
+        return InflightStep(Late(len(slices), self.stream, compute), range(len(slices)))
 
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None) -> Sequence[Found]:
+    def run(
+        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
+    ) -> Sequence[Found]:
         self.stream.drain()
         return super().run(slices, wanted, halfway)
 

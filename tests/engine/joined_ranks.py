@@ -19,9 +19,9 @@ from kvferry.engine.models.base import Model
 from kvferry.engine.ranks.calls import follow
 from kvferry.engine.ranks.device_group import DeviceGroup
 from kvferry.engine.ranks.group import Group
-from kvferry.engine.ranks.led import Led
-from kvferry.engine.ranks.own import Own
-from kvferry.engine.ranks.part import Part
+from kvferry.engine.ranks.rank_assignment import RankAssignment
+from kvferry.engine.ranks.rank_worker import RankWorker
+from kvferry.engine.ranks.sharded_model import ShardedModel
 from kvferry.engine.ranks.shared_group import TURNS, SharedGroup
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
@@ -66,10 +66,11 @@ class Threads:
         source = resolve(str(path))
         options: dict[str, Any] = {"dtype": torch.float32, "impl": "kvferry"} | load
         self.decoders: list[Any] = [
-            load_model(source, device=CPU, ops=ops(), part=Part(group, whole_experts), **options) for group in groups
+            load_model(source, device=CPU, ops=ops(), part=RankAssignment(group, whole_experts), **options)
+            for group in groups
         ]
-        self.model = Led(self.decoders[0], groups[0], self._tell)
-        self.others = [Own(decoder, group) for decoder, group in zip(self.decoders[1:], groups[1:], strict=True)]
+        self.model = ShardedModel(self.decoders[0], groups[0], self._tell)
+        self.others = [RankWorker(decoder, group) for decoder, group in zip(self.decoders[1:], groups[1:], strict=True)]
         self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, ranks)]
 
     def _sharing(self, ranks: int, room: int) -> list[Group]:

@@ -9,7 +9,7 @@ import numpy as np
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
 from kvferry.protocol.messages import Job
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.work import Work
 
 

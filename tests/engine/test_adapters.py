@@ -37,7 +37,7 @@ from kvferry.engine.models.adapters import load_adapter
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.runner import Runner
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.kernels.low_rank import Adapted, Adapter
+from kvferry.kernels.lora import Adapted, Adapter
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.adapter import FUSED, TARGETS, read_adapter
@@ -237,7 +237,7 @@ def test_an_adapter_that_is_dropped_serves_its_attempts_to_their_end_and_then_it
     engine.add(job)
     for _ in range(5):
         engine.step()
-    engine.adapters.drop(adapter_id, engine.roster)
+    engine.adapters.drop(adapter_id, engine.request_table)
     engine.add(replace(make_job("late", [1, 2, 3]), adapter=adapter_id))
     (refused,) = [event for event in engine.events if isinstance(event, Failed)]
     assert (refused.key[0], refused.error.code, refused.error.status) == ("late", "adapter_not_loaded", 503)
@@ -257,7 +257,7 @@ def test_an_idle_adapter_is_gone_at_once(tiny: Path, tmp_path: Path) -> None:
     engine.adapters.put(adapter)
     engine.add(replace(make_job("a", [1, 2, 3]), adapter=adapter_id))
     drive(engine)
-    engine.adapters.drop(adapter_id, engine.roster)
+    engine.adapters.drop(adapter_id, engine.request_table)
     assert seen() is None
 
 

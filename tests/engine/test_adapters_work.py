@@ -18,12 +18,12 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated
+from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.masks import Masks
 from kvferry.engine.runner import Runner
-from kvferry.grammars.pool import Inline
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Embed, Generate
+from kvferry.structured_output.compile_threads import Inline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = tokens_for(30).tolist()
@@ -46,7 +46,7 @@ def test_a_grammar_holds_for_what_an_adapter_draws(tiny: tuple[Path, Path]) -> N
     model = load(tiny[0])
     adapter = adapter_of(tiny[1], model)
     kv = torch.zeros(64, *model.info.layout(model.dtype, BLOCK).block_shape, dtype=model.dtype)
-    masks = Masks(ListedCompiler(EOS), VOCAB, Inline(), Inline())
+    masks = GrammarMasks(ListedCompiler(EOS), VOCAB, Inline(), Inline())
     engine = Engine(
         EngineConfig("f" * 32, BLOCK, 128, Limits(24, 12, 8)),
         Runner(model, kv, BLOCK, masks=masks),

@@ -53,8 +53,8 @@ def test_a_command_that_breaks_once_it_was_queued_leaves_nothing_behind(monkeypa
     monkeypatch.setattr(engine.pool, "match", lambda hashes: 1 / 0)
     engine.add(make_job("a", [1, 2, 3]))
     monkeypatch.undo()
-    enter = engine.roster.enter
-    monkeypatch.setattr(engine.roster, "enter", lambda request: (enter(request), 1 / 0))
+    enter = engine.request_table.enter
+    monkeypatch.setattr(engine.request_table, "enter", lambda request: (enter(request), 1 / 0))
     engine.reserve("g", make_job("b", [1, 2, 3]))
     engine.add(make_job("c", [1, 2, 3]))
     monkeypatch.undo()

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import make_engine
 
-from kvferry.engine import recount
+from kvferry.engine import audit
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
-from kvferry.node.news import block_books
 from kvferry.protocol.hashing import chain
 from kvferry.protocol.layout import blocks_for
+from kvferry.worker.event_relay import block_books
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recount, "STRIDE", 2)
+    monkeypatch.setattr(audit, "STRIDE", 2)
 
 
 class Used:

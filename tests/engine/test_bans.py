@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, expected, make_engine, make_job
 
-from kvferry.engine.edits import edits_for
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
-from kvferry.kernels.adjustments import Adjustments
+from kvferry.engine.logits_processors import edits_for
+from kvferry.kernels.logit_adjustments import Adjustments
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams

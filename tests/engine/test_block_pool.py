@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.idle import PROTECTED, Idle
+from kvferry.engine.eviction import PROTECTED, SegmentedLru
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import REQUEST
 from kvferry.protocol.hashing import chain
+from kvferry.protocol.index_rows import GROUP, rows_of
 from kvferry.protocol.layout import blocks_for
-from kvferry.protocol.rows import GROUP, rows_of
 
 BS = 2
 
@@ -193,7 +193,7 @@ def test_books_balance_and_changes_mirror_the_pool(
 ) -> None:
     """Requests come and go, and now and then a block of the pool is forgotten, held or not."""
     pool = make_pool(size)
-    pool.idle = Idle(protected)
+    pool.idle = SegmentedLru(protected)
     held: dict[str, list[int]] = {}
     mirror: dict[bytes, bytes] = {}
     for number, (tokens, keep, wrong) in enumerate(steps):

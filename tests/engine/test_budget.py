@@ -129,4 +129,4 @@ def test_newcomers_prompts_have_what_they_need_and_others_no_more_for_it() -> No
         engine.add(replace(make_job(name, [6] * length), newcomer=True))
     counts = {part.request.key[0]: part.count for part in engine.scheduler.schedule()}
     assert counts == {"stream": 1, "new": 20, "newer": 7}
-    assert engine.scheduler.budget.tokens(1, engine.roster.running) == 27
+    assert engine.scheduler.budget.tokens(1, engine.request_table.running) == 27

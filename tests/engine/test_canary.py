@@ -16,23 +16,23 @@ from tiny_models import BLOCK, OURS, VOCAB, save_tiny
 from waiting import wait_for
 
 from kvferry.engine import canary as canary_module
-from kvferry.engine import likeness
+from kvferry.engine import output_tolerance
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.canary import MOST_S, PATIENCE_S, REST, Canary
 from kvferry.engine.engine import Engine, EngineConfig
-from kvferry.engine.events import BlocksChanged, Computed, Generated, Looked, Reserved
-from kvferry.engine.isolation import DeviceLost
+from kvferry.engine.events import BlocksChanged, CanaryChecked, Computed, Generated, Reserved
+from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.models import load_model
-from kvferry.engine.models.base import Model, Unwanted
+from kvferry.engine.models.base import ForwardAbandoned, Model
 from kvferry.engine.runner import Runner
 from kvferry.kernels.ops import select
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
 from kvferry.protocol.messages import Job
-from kvferry.protocol.names import NodeName
+from kvferry.protocol.process_names import NodeName
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 
@@ -74,9 +74,9 @@ class Pair:
     def __init__(self, prefill: Model, decode: Model, *, cache: torch.dtype | None = None, rate: float = 1.0) -> None:
         self.prefill, self.decode = engine_of(prefill, cache), engine_of(decode, cache)
         self.clock, self.chance = Clock(), [0.99]
-        tolerated = likeness.tolerance(decode.dtype, cache or decode.dtype, exact=False)
+        tolerated = output_tolerance.tolerance(decode.dtype, cache or decode.dtype, exact=False)
         self.canary = self.decode.canary = Canary(
-            self.decode.pool, self.decode.roster, self.decode.runner, self.decode.events, block_size=BLOCK,
+            self.decode.pool, self.decode.request_table, self.decode.runner, self.decode.events, block_size=BLOCK,
             rate=rate, tolerated=tolerated, clock=self.clock, draw=lambda: self.chance[0],
         )  # fmt: skip
         self.spoil: Callable[[torch.Tensor], None] = lambda block: None
@@ -105,7 +105,7 @@ class Pair:
                     self.decode.runner.kv[target] = self.prefill.runner.kv[block_id]
                     self.spoil(self.decode.runner.kv[target])
         (first,) = [e.delta for e in self.prefill.events if isinstance(e, Generated)]
-        self.prefill.lent.ship_quiet(transfer)
+        self.prefill.transfer_holds.ship_quiet(transfer)
         self.prefill.events.clear()
         self.decode.start(job.request_id, first, 0, sender)
 
@@ -116,15 +116,15 @@ class Pair:
         while self.decode.has_work():
             assert self.decode.step()
 
-    def look(self) -> list[Looked]:
+    def look(self) -> list[CanaryChecked]:
         """Let the canary do all that it has to."""
         while self.canary:
             self.clock.now += 1.01 * (self.canary.pause_s() or 0.0)
             self.canary.turn(lambda: True)
         self.decode.check_integrity()
-        return [event for event in self.decode.events if isinstance(event, Looked)]
+        return [event for event in self.decode.events if isinstance(event, CanaryChecked)]
 
-    def looks(self, tokens: list[int], **params: object) -> Looked:
+    def looks(self, tokens: list[int], **params: object) -> CanaryChecked:
         self.decode.events.clear()
         self.ship(tokens, **params)  # type: ignore[arg-type]
         self.finish()
@@ -160,7 +160,7 @@ def test_batch_invariant_nodes_agree_to_the_bit(tmp_path: Path) -> None:
     ops = select("cpu", CPU, batch_invariant=True)
     models = [load_model(resolve(str(tmp_path)), device=CPU, dtype=torch.bfloat16, ops=ops) for _ in range(2)]
     pair = Pair(*models)
-    pair.canary._tolerated = likeness.tolerance(torch.bfloat16, torch.bfloat16, exact=True)
+    pair.canary._tolerated = output_tolerance.tolerance(torch.bfloat16, torch.bfloat16, exact=True)
     for length in (1, BLOCK, 43, 90):
         found = pair.looks(random.Random(length).choices(range(VOCAB), k=length))
         assert (found.outcome, found.distance, found.tolerated) == ("agreed", 0.0, 0.0)
@@ -281,7 +281,7 @@ def test_landed_blocks_may_be_written_behind_exchanged_or_let_go(checkpoint: Pat
     pair.finish()
     assert len(pair.look()) == 1
     pair.land(*ways[1])
-    (request,) = pair.decode.roster.running
+    (request,) = pair.decode.request_table.running
     assert pair.canary
     assert request.block_ids[0] != ways[1][1].block_ids[0]
     pair.finish()
@@ -330,8 +330,8 @@ def test_it_lets_go_where_blocks_grow_short(checkpoint: Path) -> None:
     pair.canary.give_way()
     assert not pair.canary
     pair.decode.stepper.seat()
-    assert all(request.block_ids for request in pair.decode.roster)
-    assert [found.outcome for found in pair.decode.events if isinstance(found, Looked)] == ["dropped"]
+    assert all(request.block_ids for request in pair.decode.request_table)
+    assert [found.outcome for found in pair.decode.events if isinstance(found, CanaryChecked)] == ["dropped"]
 
 
 def test_it_is_dropped_where_it_takes_too_long_cannot_be_computed_or_has_no_room(checkpoint: Path) -> None:
@@ -348,7 +348,7 @@ def test_it_is_dropped_where_it_takes_too_long_cannot_be_computed_or_has_no_room
     ways = [pair.reserve([number] * 110) for number in range(3)]
     pair.land(*ways[0])
     assert not pair.canary
-    assert [found.outcome for found in pair.decode.events if isinstance(found, Looked)] == ["dropped"] * 3
+    assert [found.outcome for found in pair.decode.events if isinstance(found, CanaryChecked)] == ["dropped"] * 3
 
 
 def test_a_device_that_is_lost_meanwhile_is_told(checkpoint: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_loop_looks_while_nobody_is_here_and_stops_at_once_for_whoever_comes(c
             time.sleep(0.001)
         if first:
             first.clear()
-            raise Unwanted
+            raise ForwardAbandoned
         return look(token_ids, part, rows, wanted)
 
     first = [True]
@@ -389,9 +389,9 @@ def test_a_loop_looks_while_nobody_is_here_and_stops_at_once_for_whoever_comes(c
         came = threading.Event()
         loop.submit(lambda engine: came.set())
         assert came.wait(1), "it waited for the canary"
-        wait_for(lambda: any(isinstance(event, Looked) for event in found), 5)
+        wait_for(lambda: any(isinstance(event, CanaryChecked) for event in found), 5)
         assert loop.load.active_blocks == 0
     finally:
         loop.stop()
-    assert [event.outcome for event in found if isinstance(event, Looked)] == ["agreed"]
+    assert [event.outcome for event in found if isinstance(event, CanaryChecked)] == ["agreed"]
     pair.decode.check_integrity()

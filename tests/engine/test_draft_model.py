@@ -14,27 +14,27 @@ from test_speculation import figures, finish, prompt
 from toy import FINGERPRINT, VOCAB, ToyModel, expected, make_job, tokens_of
 
 from kvferry.engine import draft_model, drafter
+from kvferry.engine.batch_planner import BatchPlanner, build_plan
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
+from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.draft_model import DraftModel
-from kvferry.engine.drafts import Drafts
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated
+from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.masks import Masks
-from kvferry.engine.models.base import Halfway, ModelInfo, Wanted
-from kvferry.engine.planner import Planner, build_plan
+from kvferry.engine.models.base import ModelInfo, SuspendedPass, Wanted
+from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.runner import Runner
-from kvferry.engine.shift import Shift
-from kvferry.engine.slices import Slice
-from kvferry.grammars.pool import Inline
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.staging import Staging
-from kvferry.kernels.step import always
+from kvferry.engine.step_slices import Slice
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.input_staging import Staging
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from kvferry.structured_output.compile_threads import Inline
 
 BLOCK = 4
 Guess = Callable[[int], bool]
@@ -53,7 +53,7 @@ class Guessing(ToyModel):
         kv: torch.Tensor,
         plan: BatchPlan,
         wanted: Wanted = always,
-        halfway: Halfway | None = None,
+        halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         self.rows.append(len(token_ids))
         hidden = super().forward(token_ids, kv, plan)
@@ -63,11 +63,11 @@ class Guessing(ToyModel):
 
 def make_draft(model: ToyModel, blocks: int = 64, chunk: int = 8, vocab: int = VOCAB) -> DraftModel:
     kv = torch.full((blocks, 1, 2, 1, BLOCK, 1), -1.0)
-    return DraftModel(Runner(model, kv, BLOCK), BlockPool(blocks, Ledger(blocks)), chunk, vocab, Shift())
+    return DraftModel(Runner(model, kv, BLOCK), BlockPool(blocks, Ledger(blocks)), chunk, vocab, CoreTurns())
 
 
 def make_engine(
-    draft: DraftModel | None, blocks: int = 64, most: int = 4, seqs: int = 8, masks: Masks | None = None
+    draft: DraftModel | None, blocks: int = 64, most: int = 4, seqs: int = 8, masks: GrammarMasks | None = None
 ) -> Engine:
     kv = torch.full((blocks, 1, 2, 1, BLOCK, 1), -1.0)
     config = EngineConfig(FINGERPRINT, BLOCK, 256, Limits(16, 8, seqs), drafts=most)
@@ -92,7 +92,7 @@ def eager(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else drafts."""
-    monkeypatch.setattr(Drafts, "look", lambda self, most: setattr(self, "found", ()))
+    monkeypatch.setattr(NgramDrafts, "look", lambda self, most: setattr(self, "found", ()))
 
 
 def left_nothing(engine: Engine) -> bool:
@@ -158,9 +158,9 @@ def test_a_prompt_is_caught_up_in_chunks_beside_other_streams() -> None:
 @pytest.mark.parametrize("period", [3, 50])
 def test_kept_plans_are_those_made_anew(monkeypatch: pytest.MonkeyPatch, period: int) -> None:
     """Also where two tokens of a stream are rows of one step, of which the second attends to the first."""
-    original, chained = Planner.plan, 0
+    original, chained = BatchPlanner.plan, 0
 
-    def plan(planner: Planner, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
+    def plan(planner: BatchPlanner, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
         nonlocal chained
         token_ids, made = original(planner, slices)
         if not any(part.drafts for part in slices):
@@ -176,7 +176,7 @@ def test_kept_plans_are_those_made_anew(monkeypatch: pytest.MonkeyPatch, period:
                 chained += made.chained
         return token_ids, made
 
-    monkeypatch.setattr(Planner, "plan", plan)
+    monkeypatch.setattr(BatchPlanner, "plan", plan)
     engine = make_engine(make_draft(Guessing(lambda place: place % period != 0)), most=3)
     for number in range(3):
         engine.add(make_job(str(number), prompt(6 + number, number), 50))
@@ -282,7 +282,7 @@ def test_whatever_is_drawn_is_drawn_alike(name: str) -> None:
 def test_a_stream_with_a_grammar_goes_without_beside_one_that_is_drafted() -> None:
     told = []
     for draft in (None, make_draft(Guessing())):
-        masks = Masks(ListedCompiler(EOS), VOCAB, Inline(), Inline())
+        masks = GrammarMasks(ListedCompiler(EOS), VOCAB, Inline(), Inline())
         engine = make_engine(draft, most=4 if draft else 0, masks=masks)
         engine.add(job_of("bound", [1, 2, 3]))
         engine.add(make_job("free", prompt(9), 40))

@@ -12,15 +12,15 @@ from tiny_models import BLOCK, OURS, VOCAB, save_tiny, tokens_for
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
+from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.draft_model import DraftModel
-from kvferry.engine.drafts import Drafts
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated, Stepped
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.models.base import Model
 from kvferry.engine.models.loader import load_model
+from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.runner import Runner
-from kvferry.engine.shift import Shift
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
@@ -78,9 +78,11 @@ def test_tokens_with_a_draft_model_are_those_without(
     small: str, ops: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager(monkeypatch)
-    monkeypatch.setattr(Drafts, "look", lambda self, most: setattr(self, "found", ()))
+    monkeypatch.setattr(NgramDrafts, "look", lambda self, most: setattr(self, "found", ()))
     model = load(tmp_path / "target", "qwen3", ops)
-    draft = DraftModel(runner_of(load(tmp_path / "small", small, ops)), BlockPool(64, Ledger(64)), 12, VOCAB, Shift())
+    draft = DraftModel(
+        runner_of(load(tmp_path / "small", small, ops)), BlockPool(64, Ledger(64)), 12, VOCAB, CoreTurns()
+    )
     found = []
     for drafts_by in (None, draft):
         config = EngineConfig("f" * 32, BLOCK, 128, Limits(24, 12, 8), drafts=4 if drafts_by else 0)

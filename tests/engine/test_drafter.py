@@ -13,13 +13,13 @@ from test_speculation import figures, prompt
 from toy import VOCAB, ToyModel, make_job
 
 from kvferry.engine import draft_model, drafter, step
+from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.drafter import worth
-from kvferry.engine.drafts import Drafts
 from kvferry.engine.engine import Engine
-from kvferry.engine.models.base import Halfway, Wanted
-from kvferry.engine.shift import Shift
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.step import always
+from kvferry.engine.models.base import SuspendedPass, Wanted
+from kvferry.engine.ngram_drafts import NgramDrafts
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import always
 
 STEP_S, ROW_S = 0.050, 0.002
 
@@ -40,7 +40,7 @@ class Clocked(ToyModel):
         kv: torch.Tensor,
         plan: BatchPlan,
         wanted: Wanted = always,
-        halfway: Halfway | None = None,
+        halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         self.rows.append(len(token_ids))
         Clocked.now += self.first + self.further * (len(token_ids) - 1)
@@ -52,7 +52,7 @@ class Clocked(ToyModel):
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (step, draft_model, drafter):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: Clocked.now))
-    monkeypatch.setattr(Drafts, "look", lambda self, most: setattr(self, "found", ()))
+    monkeypatch.setattr(NgramDrafts, "look", lambda self, most: setattr(self, "found", ()))
 
 
 def engine_with(small: Clocked | None) -> Engine:
@@ -124,7 +124,7 @@ def test_so_many_drafts_are_worth_it() -> None:
 def test_waiting_for_shared_cores_is_no_cost_of_drafts() -> None:
     """What the neighbours compute meanwhile would be computed all the same."""
 
-    class Crowded(Shift):
+    class Crowded(CoreTurns):
         @contextmanager
         def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
             Clocked.now += 1.0

@@ -13,11 +13,11 @@ from kvferry.engine.models import load_model
 from kvferry.engine.models.config import parse_config
 from kvferry.engine.models.dummy_weights import DummyWeights
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.model_files.refusals import resolve_runnable
 from kvferry.model_files.source import resolve
-from kvferry.node.assembly import assemble
+from kvferry.model_files.unsupported_models import resolve_runnable
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
+from kvferry.worker.engine_factory import assemble
 
 CPU = torch.device("cpu")
 

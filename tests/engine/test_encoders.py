@@ -16,13 +16,13 @@ from toy import make_job
 from kvferry.engine.encoder_runner import batches
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed
-from kvferry.engine.models.base import Unwanted
-from kvferry.node.assembled import describe
-from kvferry.node.assembly import assemble
-from kvferry.node.rates import warm_up
+from kvferry.engine.models.base import ForwardAbandoned
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Classify, Embed
+from kvferry.worker.engine_factory import assemble
+from kvferry.worker.engine_parts import describe
+from kvferry.worker.rates import warm_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,7 +97,7 @@ def test_a_step_takes_whole_texts_within_its_budget_and_ends_what_it_began(tmp_p
     while engine.has_work():
         assert engine.step()
         done.append(len(vectors(engine)))
-        assert not engine.roster.running
+        assert not engine.request_table.running
     assert done == [3, 6, 9, 12], "48 tokens: two texts of 20, and one that may exceed it"
 
 
@@ -115,7 +115,7 @@ def test_what_was_not_wanted_is_read_again_when_somebody_is_left(tmp_path: Path)
 
 
 def _gives_up(*_: object) -> None:
-    raise Unwanted
+    raise ForwardAbandoned
 
 
 def test_an_encoder_refuses_what_it_cannot(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from ledger_books import owners
 from toy import VOCAB, expected, make_engine, make_job, toy_next
 
-from kvferry.engine import roster
+from kvferry.engine import request_table
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import BlocksChanged, Computed, Failed, Generated, ReservationFailed, Reserved
 from kvferry.engine.ports import GRANT
-from kvferry.engine.states import Awaits
+from kvferry.engine.request_states import Awaits
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import TokenDelta
 
@@ -210,7 +210,7 @@ def ship(prefill: Engine, decode: Engine, name: str, tokens: list[int], max_toke
     first = next(e for e in prefill.events if isinstance(e, Generated) and e.key[0] == name)
     assert first.handover == transfer
     decode.start(name, first.delta)
-    prefill.lent.ship_quiet(transfer)
+    prefill.transfer_holds.ship_quiet(transfer)
 
 
 def test_disaggregated_output_equals_local_output_and_ships_only_what_is_missing() -> None:
@@ -240,7 +240,7 @@ def test_a_cancelled_grant_keeps_its_blocks_until_it_is_quiet() -> None:
     failed = [e for e in engine.events if isinstance(e, ReservationFailed)]
     assert [(e.granted, e.error.code) for e in failed] == [(True, "cancelled")]
     assert engine.pool.available == 3
-    engine.lent.grant_quiet("g")
+    engine.transfer_holds.grant_quiet("g")
     assert engine.pool.available == 8
     engine.check_integrity()
 
@@ -276,11 +276,11 @@ def test_reservations_wait_for_room_in_order_and_can_be_withdrawn() -> None:
     assert [e.owner for e in engine.events if isinstance(e, Reserved)] == ["g1"]
     for owner in ("g2", "g1"):
         engine.withdraw(owner, TransferFailed("peer lost"))
-    engine.lent.grant_quiet("g1")
+    engine.transfer_holds.grant_quiet("g1")
     engine.step()
     assert [e.owner for e in engine.events if isinstance(e, Reserved)] == ["g1", "g3"]
     engine.withdraw("g3", TransferFailed("peer lost"))
-    engine.lent.grant_quiet("g3")
+    engine.transfer_holds.grant_quiet("g3")
     engine.check_integrity()
     assert owners(engine.pool.holds, GRANT) == []  # type: ignore[arg-type]
 
@@ -333,14 +333,14 @@ def test_books_balance_under_any_interleaving(ops: list[tuple[str, int]], blocks
         elif op == "cancel":
             engine.cancel(name, serial)
         elif op == "resume":
-            for request in engine.roster.attempts(f"r{4 + n % 2}", serial):
+            for request in engine.request_table.attempts(f"r{4 + n % 2}", serial):
                 engine.resume(request.key, Awaits.GRAMMAR)
         elif granted and op == "land":
             engine.start(granted.pop(), TokenDelta("x", 0, 0, (n,)))
         elif granted and op == "fail":
             owner = granted.pop()
             engine.withdraw(owner, TransferFailed("lost"))
-            engine.lent.grant_quiet(owner)
+            engine.transfer_holds.grant_quiet(owner)
         for event in engine.events:
             if isinstance(event, Reserved):
                 granted.add(str(event.owner))
@@ -350,16 +350,16 @@ def test_books_balance_under_any_interleaving(ops: list[tuple[str, int]], blocks
                 if n % 2:
                     engine.start(event.owner, TokenDelta("x", 0, 0, (n,)))
                 else:
-                    engine.lent.grant_quiet(event.owner)
+                    engine.transfer_holds.grant_quiet(event.owner)
         engine.events.clear()
         load = engine.load()
         assert load.free_blocks + load.active_blocks + load.cached_blocks + load.granted_blocks == blocks
         engine.pool.check_integrity()
-        roster.check_integrity(engine.roster)
+        request_table.check_integrity(engine.request_table)
         assert_tails_hold_what_they_say(engine)
     engine.cancel_router("router")
     for event in engine.events:
         if isinstance(event, ReservationFailed):
-            engine.lent.grant_quiet(event.owner)
+            engine.transfer_holds.grant_quiet(event.owner)
     engine.check_integrity()
     assert torch.isfinite(engine.runner.kv).all()

@@ -11,9 +11,9 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
 from kvferry.engine.output import _fetched_len
 from kvferry.engine.request import Request
-from kvferry.engine.roster import expect
-from kvferry.engine.states import Awaits, State
-from kvferry.protocol.reuse import Reuse
+from kvferry.engine.request_states import Awaits, State
+from kvferry.engine.request_table import expect
+from kvferry.protocol.prefix_reuse import Reuse
 
 PROMPT = random.Random(3).choices(range(VOCAB), k=22)
 
@@ -27,7 +27,7 @@ def holding(num_blocks: int = 64) -> Engine:
 
 def fetching(engine: Engine) -> Request:
     engine.add(make_job("a", PROMPT, 4), awaits=(Awaits.FETCH,))
-    request = engine.roster.find(("a", 0))
+    request = engine.request_table.find(("a", 0))
     assert request is not None
     assert request.state is State.AWAITING
     return request
@@ -77,7 +77,7 @@ def test_what_came_and_was_evicted_before_the_request_had_it_is_computed() -> No
     request = fetching(target)
     fetch(source, target, request)
     target.add(make_job("other", PROMPT[::-1], 1))
-    while target.roster.find(("other", 0)):
+    while target.request_table.find(("other", 0)):
         target.step()
     assert len(target.pool.match(request.hashes)) < 5
     target.resume(("a", 0), Awaits.FETCH)
@@ -106,13 +106,13 @@ def test_what_is_given_is_held_until_it_was_sent() -> None:
 def test_what_a_request_will_compute_is_known_anew(tokens: int) -> None:
     engine = make_engine()
     request = fetching(engine)
-    assert engine.roster.waiting_tokens == 22
-    expect(engine.roster, request, tokens)
-    assert engine.roster.waiting_tokens == tokens
+    assert engine.request_table.waiting_tokens == 22
+    expect(engine.request_table, request, tokens)
+    assert engine.request_table.waiting_tokens == tokens
     engine.check_integrity()
     engine.resume(("a", 0), Awaits.FETCH)
     finish(engine)
-    assert engine.roster.waiting_tokens == 0
+    assert engine.request_table.waiting_tokens == 0
 
 
 def test_blocks_that_came_for_two_prompts_count_once() -> None:

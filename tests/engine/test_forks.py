@@ -13,11 +13,11 @@ from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated, Reserved, Stepped
-from kvferry.engine.states import Awaits
-from kvferry.engine.tails import Tail, Tails
+from kvferry.engine.partial_blocks import PartialBlock, PartialBlocks
+from kvferry.engine.request_states import Awaits
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 
 LENGTHS = [1, 3, 4, 5, 8, 14, 16, 17]
 
@@ -46,7 +46,7 @@ def test_forks_compute_the_last_token_of_the_prompt_alone(length: int, leads: st
     engine = make_engine(num_blocks=128)
     engine.add(make_job("leader", prompt(length), 20 if leads == "runs" else 1))
     engine.step()
-    assert bool(engine.roster) == (leads == "runs" or length > 16)
+    assert bool(engine.request_table) == (leads == "runs" or length > 16)
     while not tokens_of(engine, "leader"):
         engine.step()
     for i in range(4):
@@ -65,7 +65,7 @@ def test_forks_hold_the_leader_s_full_blocks_and_one_of_their_own() -> None:
     for i in range(3):
         engine.add(fork(f"f{i}", prompt(14), "leader", 40))
     engine.step()
-    chains = [request.block_ids for request in engine.roster.running]
+    chains = [request.block_ids for request in engine.request_table.running]
     assert len({tuple(chain[:3]) for chain in chains}) == 1
     assert len({chain[3] for chain in chains}) == 4
     assert engine.load().active_blocks == 3 + 4
@@ -130,7 +130,7 @@ def test_prompt_logprobs_of_a_fork_are_of_the_whole_prompt() -> None:
 
 
 def land(engine: Engine, grant: str, tokens: list[int]) -> None:
-    request = engine.roster.by_grant(grant)
+    request = engine.request_table.by_grant(grant)
     assert request is not None
     for index, block_id in enumerate(request.block_ids):
         part = tokens[4 * index : 4 * index + 4]
@@ -149,13 +149,13 @@ def test_a_fork_awaits_the_blocks_that_are_on_their_way(granted: bool, comes: bo
     for i in range(2):
         engine.add(fork(f"f{i}", tokens, "leader"))
     engine.step()
-    assert all(engine.roster.awaiting[f"f{i}", 0].awaits == {Awaits.KV} for i in range(2))
+    assert all(engine.request_table.awaiting[f"f{i}", 0].awaits == {Awaits.KV} for i in range(2))
     assert [e.owner for e in engine.events if isinstance(e, Reserved)] == ["g"]
     if comes:
         land(engine, "g", tokens)
     else:
         engine.withdraw("g", TransferFailed("peer lost"))
-        engine.lent.grant_quiet("g")
+        engine.transfer_holds.grant_quiet("g")
     finish(engine)
     assert [tokens_of(engine, f"f{i}") for i in range(2)] == [expected(tokens, 6)] * 2
     assert computed(engine) == (2 if comes else 14 + 14)
@@ -179,7 +179,7 @@ def test_a_fork_that_awaits_can_be_cancelled() -> None:
     engine.cancel("f", 0)
     engine.withdraw("g", TransferFailed("peer lost"))
     finish(engine)
-    assert not engine.roster
+    assert not engine.request_table
 
 
 @settings(max_examples=60, deadline=None)
@@ -200,19 +200,19 @@ def test_forks_in_a_pool_that_is_too_small_say_the_same(blocks: int, jobs: list[
 
 
 def test_a_tail_is_found_by_what_it_has_in_front_until_its_block_is_taken() -> None:
-    tails = Tails()
+    tails = PartialBlocks()
     tails.put(b"p", [1, 2, 3], 7)
     tails.put(b"p", [1, 2], 8)
     tails.put(b"q", [1, 2, 3], 9)
-    assert tails.match(b"p", [1, 2, 3, 4]) == Tail(7, 3)
-    assert tails.match(b"p", [1, 9]) == Tail(8, 1)
+    assert tails.match(b"p", [1, 2, 3, 4]) == PartialBlock(7, 3)
+    assert tails.match(b"p", [1, 9]) == PartialBlock(8, 1)
     assert tails.match(b"p", [2]) is None
     assert tails.match(b"p", []) is None
     assert tails.match(b"r", [1]) is None
     tails.forget(7)
-    assert tails.match(b"p", [1, 2, 3, 4]) == Tail(8, 2)
+    assert tails.match(b"p", [1, 2, 3, 4]) == PartialBlock(8, 2)
     tails.put(b"p", [1, 2], 10)
-    assert tails.match(b"p", [1, 2]) == Tail(10, 2)
+    assert tails.match(b"p", [1, 2]) == PartialBlock(10, 2)
     tails.forget(8)
     tails.put(b"q", [5], 10)
     assert tails.match(b"p", [1, 2]) is None

@@ -12,13 +12,13 @@ from waiting import wait_for
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated, ReservationFailed
+from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.masks import Masks
-from kvferry.engine.states import State
-from kvferry.grammars.pool import Inline, Pool
+from kvferry.engine.request_states import State
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate, Grammar
+from kvferry.structured_output.compile_threads import CompileThreads, Inline
 
 EOS = 2
 OUTPUTS = ([5, 6, 7, 8, 9, 10], [5, 6, 50, 51], [60])
@@ -32,7 +32,7 @@ def job_of(name: str, prompt: list[int], grammar: Grammar | None = GRAMMAR, **fi
 
 
 def engine_of(compiler: ListedCompiler | None = None, **limits: int) -> Engine:
-    masks = Masks(compiler or ListedCompiler(EOS), VOCAB, Inline(), Inline())
+    masks = GrammarMasks(compiler or ListedCompiler(EOS), VOCAB, Inline(), Inline())
     return make_engine(masks=masks, **limits)
 
 
@@ -140,8 +140,8 @@ def test_a_grammar_that_cannot_be_read_is_refused_by_name() -> None:
     assert [e.error.code for e in engine.events if isinstance(e, ReservationFailed)] == ["invalid_request_error"]
     error = next(e.error for e in nobody.events if isinstance(e, Failed))
     assert "reads no grammars" in error.message
-    assert not engine.roster
-    assert not nobody.roster
+    assert not engine.request_table
+    assert not nobody.request_table
     engine.check_integrity()
     nobody.check_integrity()
 
@@ -155,24 +155,24 @@ def test_after_a_hand_over_the_first_token_is_replayed_whenever_the_grammar_come
         def submit(self, *jobs: object) -> None:
             compiling.extend(jobs)
 
-    engine = make_engine(masks=Masks(ListedCompiler(EOS), VOCAB, Later(), Inline()))  # type: ignore[arg-type]
+    engine = make_engine(masks=GrammarMasks(ListedCompiler(EOS), VOCAB, Later(), Inline()))  # type: ignore[arg-type]
     engine.reserve("g", job_of("a", [1, 2, 3], listed([5, 6], [60, 61])))
     engine.step()
     if early:
         compiling.pop()()  # type: ignore[operator]
-    request = engine.roster.by_grant("g")
+    request = engine.request_table.by_grant("g")
     assert request is not None
     engine.start("g", TokenDelta("a", 0, 0, (60,)))
     if not early:
         assert request.state is State.AWAITING
         compiling.pop()()  # type: ignore[operator]
-    engine.lent.grant_quiet("g")
+    engine.transfer_holds.grant_quiet("g")
     assert run(engine) == {"a": [61, EOS]}
 
 
 def test_a_late_mask_holds_up_its_own_request_alone() -> None:
     compiler = ListedCompiler(EOS)
-    engine = make_engine(masks=Masks(compiler, VOCAB, Inline(), Pool("late")))
+    engine = make_engine(masks=GrammarMasks(compiler, VOCAB, Inline(), CompileThreads("late")))
     outbox: list[object] = []
     loop = EngineLoop(engine, outbox.extend)
     loop.start()
@@ -214,7 +214,7 @@ def test_a_late_mask_holds_up_its_own_request_alone() -> None:
 
 
 def test_a_mask_follows_tokens_that_are_taken_back() -> None:
-    masks = Masks(ListedCompiler(EOS), VOCAB, Inline(), Inline())
+    masks = GrammarMasks(ListedCompiler(EOS), VOCAB, Inline(), Inline())
     tokens = [1, 5, 6]
     job = job_of("a", [1])
     mask = masks.open(GRAMMAR, job.params, tokens, 1, lambda error: None)

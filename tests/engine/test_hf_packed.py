@@ -35,18 +35,18 @@ from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated, Stepped
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.models.hf import HFModel
-from kvferry.engine.models.hf_dense import DenseModule, WordsModule, outputs_first
+from kvferry.engine.models.hf_dense import DenseModule, EmbeddingModule, outputs_first
 from kvferry.engine.models.hf_stored import GGUFRows
 from kvferry.engine.runner import Runner
 from kvferry.kernels.cpu import instruction_set
-from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.kernels.cpu.packed_layers import PackedLinear
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.gguf import read_gguf
-from kvferry.process.written_once import make
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from kvferry.runtime.shared_file import make
 
 pytestmark = [
     pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension"),
@@ -108,7 +108,7 @@ def test_a_tied_embedding_is_packed_once(tmp_path):
     module, logits = model._module, chunked_logits(model, tokens_for(9), [9])
     assert not torch.equal(logits, logits.bfloat16().float()), "logits are not rounded to bfloat16"
     words, head = module.get_input_embeddings(), module.get_output_embeddings()
-    assert isinstance(words, WordsModule)
+    assert isinstance(words, EmbeddingModule)
     assert isinstance(head, DenseModule)
     assert words.linear is head.linear
     save_tiny(FAMILIES["gpt-neox"](), tmp_path / "untied")
@@ -172,7 +172,7 @@ def test_other_operations_and_formats_leave_the_modules_alone(tmp_path):
     save_tiny(FAMILIES["gpt2"](), tmp_path)
     for how in ({"ops": ReferenceOps()}, {"dtype": torch.float32}):
         module = load(tmp_path, **how)._module
-        assert not any(isinstance(each, DenseModule | WordsModule) for each in module.modules())
+        assert not any(isinstance(each, DenseModule | EmbeddingModule) for each in module.modules())
 
 
 class Doubled(torch.nn.Linear):

@@ -43,7 +43,7 @@ def landed(engine: Engine, max_tokens: int, *others: object) -> None:
 def test_each_turn_registers_a_slice_until_all_is_findable() -> None:
     engine = make_engine()
     landed(engine, 8)
-    (request,) = engine.roster.running
+    (request,) = engine.request_table.running
     seen = [request.registered]
     while request.registered < 10:
         engine.step()
@@ -57,9 +57,9 @@ def test_each_turn_registers_a_slice_until_all_is_findable() -> None:
 def test_one_that_ends_before_leaves_everything_findable() -> None:
     engine = make_engine()
     landed(engine, 2)
-    (request,) = engine.roster.running
+    (request,) = engine.request_table.running
     engine.step()
-    assert not engine.roster
+    assert not engine.request_table
     assert len(engine.pool.match(request.hashes)) == 10
     finish(engine)
 
@@ -67,6 +67,6 @@ def test_one_that_ends_before_leaves_everything_findable() -> None:
 def test_forks_that_wait_for_it_find_all_of_it() -> None:
     engine = make_engine()
     landed(engine, 4, replace(make_job("f", PROMPT, 4), fork_of="a"))
-    assert next(r for r in engine.roster if r.key[0] == "a").registered == 10
+    assert next(r for r in engine.request_table if r.key[0] == "a").registered == 10
     finish(engine)
     assert tokens_of(engine, "f") == expected(PROMPT, 4)

@@ -12,16 +12,16 @@ import torch
 from toy import HeldModel, ToyModel, expected, make_engine, make_job
 from waiting import wait_for
 
-from kvferry.engine import late, self_check, suspended
+from kvferry.engine import audit_schedule, deadlines, suspended_steps
 from kvferry.engine import loop as engine_loop
+from kvferry.engine.audit_schedule import audit
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import BlocksChanged, Event, Failed, Generated
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.models.base import Halfway, Unwanted, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.ports import GRANT
-from kvferry.engine.self_check import audit
-from kvferry.kernels.plan import BatchPlan
-from kvferry.kernels.step import always
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import always
 from kvferry.protocol.messages import Job
 
 
@@ -94,7 +94,7 @@ def test_a_broken_step_fails_its_requests_and_the_next_ones_run(
 def test_what_is_past_its_deadline_is_dropped(
     running: tuple[Engine, EngineLoop, Outbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late, "LATE_S", 0.05)
+    monkeypatch.setattr(deadlines, "LATE_S", 0.05)
     engine, loop, outbox = running
     run = engine.runner.run
 
@@ -132,7 +132,7 @@ def test_a_request_that_waits_for_room_starts_when_room_comes(running: tuple[Eng
     loop.submit(lambda engine: engine.add(make_job("a", list(range(80)))))
     assert loop.load.granted_blocks == 50
     loop.submit(lambda engine: engine.cancel("big", 0))
-    loop.submit(lambda engine: engine.lent.grant_quiet("g"))
+    loop.submit(lambda engine: engine.transfer_holds.grant_quiet("g"))
     outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 8)
 
 
@@ -158,12 +158,12 @@ class Held(ToyModel):
         kv: torch.Tensor,
         plan: BatchPlan,
         wanted: Wanted = always,
-        halfway: Halfway | None = None,
+        halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         if not self.begun.is_set():
             self.begun.set()
             wait_for(lambda: not wanted())
-            raise Unwanted(Halfway(1, token_ids.float(), token_ids.float()))
+            raise ForwardAbandoned(SuspendedPass(1, token_ids.float(), token_ids.float()))
         assert halfway is None or halfway.x.tolist() == token_ids.tolist()
         return super().forward(token_ids, kv, plan)
 
@@ -192,7 +192,7 @@ def test_commands_are_taken_in_the_middle_of_a_step_of_prompts(
 ) -> None:
     """Where the model can take it up again."""
     engine, loop, outbox = running
-    monkeypatch.setattr(suspended, "LEAST_S", 0.0)
+    monkeypatch.setattr(suspended_steps, "LEAST_S", 0.0)
     engine.runner.model = Held()
     begin(loop, make_job("long", [1, 2, 3, 4, 5], 2))
     assert engine.runner.model.begun.wait(10)
@@ -252,7 +252,7 @@ def test_books_that_do_not_balance_are_a_fault(
     running: tuple[Engine, EngineLoop, Outbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, loop, outbox = running
-    monkeypatch.setattr(self_check, "EVERY_S", 0.0)
+    monkeypatch.setattr(audit_schedule, "EVERY_S", 0.0)
     lost: list[int] = []
     loop.submit(lambda engine: lost.append(engine.pool._free.take()))
     loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3], max_tokens=1)))
@@ -265,8 +265,8 @@ def test_books_that_do_not_balance_are_a_fault(
 
 def test_a_command_waits_no_longer_than_a_turn_of_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass over a pool that takes many turns goes on between commands, and ends."""
-    monkeypatch.setattr(self_check, "EVERY_S", 0.0)
-    monkeypatch.setattr(self_check, "PAUSE_S", 0.0)
+    monkeypatch.setattr(audit_schedule, "EVERY_S", 0.0)
+    monkeypatch.setattr(audit_schedule, "PAUSE_S", 0.0)
     engine, passes, pieces = make_engine(num_blocks=200_000), [0], [0]
 
     def watched(engine: Engine) -> Iterator[None]:
@@ -276,7 +276,7 @@ def test_a_command_waits_no_longer_than_a_turn_of_the_self_check(monkeypatch: py
         passes[0] += 1
 
     monkeypatch.setattr(engine_loop, "audit", watched)
-    monkeypatch.setattr(self_check, "TURN_S", 0.0001)
+    monkeypatch.setattr(audit_schedule, "TURN_S", 0.0001)
     loop = EngineLoop(engine, Outbox())
     loop.start()
     answered, seen = threading.Event(), set()

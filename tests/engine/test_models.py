@@ -18,7 +18,7 @@ from tiny_models import (
 )
 
 from kvferry.engine.models import load_model
-from kvferry.engine.models.base import Unwanted
+from kvferry.engine.models.base import ForwardAbandoned
 from kvferry.engine.models.loader import auto_dtype
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import read_facts, resolve
@@ -211,7 +211,7 @@ def test_a_pass_that_is_not_wanted_ends_before_the_next_layer(llama, impl):
     """And what it wrote does no harm: the same tokens are computed over it."""
     model, tokens = load(llama, impl=impl), tokens_for(20)
     cache, answers = Cache(model), [True, False]
-    with pytest.raises(Unwanted):
+    with pytest.raises(ForwardAbandoned):
         cache.step({"a": tokens}, lambda: answers.pop(0))
     assert answers == []
     cache.computed.clear()

@@ -31,8 +31,8 @@ from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.adapter import read_adapter
 from kvferry.model_files.source import resolve
-from kvferry.node.invariance import require_batch_invariance
 from kvferry.protocol.errors import ConfigError
+from kvferry.worker.invariance import require_batch_invariance
 
 CPU = torch.device("cpu")
 LATENT = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")

@@ -21,7 +21,7 @@ from kvferry.engine.models.dequantise import dequantise, stored_bytes
 from kvferry.engine.models.route import OWN, route_of
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.model_files.needs import model_needs
+from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import read_facts, resolve
 from kvferry.protocol.errors import ConfigError
 

@@ -19,9 +19,9 @@ from tiny_models import DEEPSEEK, YARN, family, save_tiny
 from kvferry.engine.models import load_model
 from kvferry.engine.models.route import OWN, route_of
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.model_files.needs import model_needs
-from kvferry.model_files.refusals import require_runnable
+from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import resolve
+from kvferry.model_files.unsupported_models import require_runnable
 from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,11 +17,11 @@ from kvferry.engine.models import load_model
 from kvferry.engine.models.adapters import load_adapter
 from kvferry.engine.models.decoder import Decoder
 from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.decoder_spec import Experts, Latent
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.kernels.step import Experts, Latent
 from kvferry.model_files.adapter import read_adapter
-from kvferry.model_files.needs import config_needs, model_needs
+from kvferry.model_files.memory_needs import config_needs, model_needs
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
 

@@ -13,7 +13,7 @@ from tiny_models import SHAPE, chunked_logits, tokens_for, transformers
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.model_files.needs import model_needs
+from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
 

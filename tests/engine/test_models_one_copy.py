@@ -18,9 +18,9 @@ from tiny_models import chunked_logits, family, save_tiny, tokens_for
 from kvferry.engine.models import load_model
 from kvferry.engine.models.base import Model
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.kernels.step import StoredRows
+from kvferry.kernels.decoder_spec import StoredRows
 from kvferry.model_files.source import resolve
-from kvferry.process.written_once import WrittenOnce, make
+from kvferry.runtime.shared_file import SharedFile, make
 
 pytestmark = [
     pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension"),
@@ -94,7 +94,7 @@ def same_logits(found: Model, wanted: Model) -> bool:
 
 
 def whole(descriptor: int) -> bool:
-    memory = WrittenOnce(descriptor)
+    memory = SharedFile(descriptor)
     try:
         return memory.whole
     finally:
@@ -158,7 +158,7 @@ def test_where_there_is_no_room_weights_are_ones_own(llama, descriptor, caplog, 
     def full(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("kvferry.engine.models.one_copy.write", full)
+    monkeypatch.setattr("kvferry.engine.models.shared_weights.write", full)
     with caplog.at_level(logging.INFO):
         model = load(llama, descriptor)
     assert caplog.text.count("in memory of this process alone: out of memory") == 1

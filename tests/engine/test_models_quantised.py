@@ -17,13 +17,13 @@ from kvferry.engine.models import load_model
 from kvferry.engine.models.directory import open_directory
 from kvferry.engine.models.quantised import QuantisedWeights
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.kernels.cpu.coded import rows_of
-from kvferry.kernels.form import form_of
+from kvferry.kernels.cpu.coded_layers import rows_of
+from kvferry.kernels.gpu_weight_layout import form_of
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.model_files.counts import ON_CPU, ON_GPU
-from kvferry.model_files.needs import model_needs
+from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.quantisation import quantisation
 from kvferry.model_files.source import resolve
+from kvferry.model_files.weight_counts import ON_CPU, ON_GPU
 from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

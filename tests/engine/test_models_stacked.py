@@ -21,7 +21,7 @@ from kvferry.engine.models.stacked import StackedWeights
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.model_files.needs import model_needs
+from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
 

@@ -15,12 +15,12 @@ from toy import make_engine, make_job
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated
 from kvferry.engine.models.hf import transformers_module
-from kvferry.node.assembly import assemble
 from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import POOLINGS, Classify, Embed, Generate
+from kvferry.worker.engine_factory import assemble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -125,7 +125,7 @@ def test_a_preempted_prompt_begins_its_sum_anew(llama: Path) -> None:
     engine, tokens = engine_of(llama), tokens_for(45)
     engine.add(reading("e", tokens.tolist(), Embed("mean")))
     engine.step()
-    (request,) = engine.roster.running
+    (request,) = engine.request_table.running
     assert request.pooled is not None
     engine.scheduler.preempt(request)
     assert request.pooled is None

@@ -75,7 +75,7 @@ def test_a_stream_that_came_in_the_middle_is_preempted_last() -> None:
     engine.add(resumed("stream", prompt(6, 9), delivered=2, max_tokens=25))
     while len(tokens_of(engine, "stream")) < 23:
         assert engine.step()
-        assert not any(r.key[0] == "stream" for r in engine.roster.waiting)
+        assert not any(r.key[0] == "stream" for r in engine.request_table.waiting)
     assert engine.scheduler.preempted_total > 0
     finish(engine)
 
@@ -133,7 +133,7 @@ def test_an_attempt_that_was_refused_before_passes_those_that_come_for_the_first
         engine.reserve(f"g{i}", make_job(f"first{i}", prompt(10, i)))
     engine.reserve("again", make_job("again", prompt(20, 7), attempt=1))
     engine.reserve("thrice", make_job("thrice", prompt(30, 8), attempt=3))
-    assert [r.key[0] for r in engine.roster.waiting] == ["thrice", "again", "first0", "first1", "first2"]
+    assert [r.key[0] for r in engine.request_table.waiting] == ["thrice", "again", "first0", "first1", "first2"]
 
 
 @pytest.mark.parametrize("newcomer", [False, True])

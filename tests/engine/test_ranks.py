@@ -10,14 +10,14 @@ import torch
 from joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
 from tiny_models import OURS, Cache, family, oracle_logits, save_tiny, tokens_for
 
-from kvferry.engine.isolation import DeviceLost
-from kvferry.engine.models.base import Unwanted
+from kvferry.engine.fault_isolation import DeviceLost
+from kvferry.engine.models.base import ForwardAbandoned
 from kvferry.engine.models.config import DecoderConfig, parse_config
 from kvferry.engine.ranks.shard import Shard
 from kvferry.engine.ranks.weights import ShardWeights
-from kvferry.kernels.codes import Codes
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.kernels.step import StoredRows
+from kvferry.kernels.decoder_spec import StoredRows
+from kvferry.kernels.quantised_codes import Codes
 from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +55,7 @@ def test_all_stop_before_the_same_layer_and_some_of_the_tokens_go_on_there(tmp_p
     for stops in (1, 2):
         with joined_ranks(tmp_path, 2) as ranks:
             cache, asked = Pooled(ranks), iter([True] * (stops - 1) + [False])
-            with pytest.raises(Unwanted) as given_up:
+            with pytest.raises(ForwardAbandoned) as given_up:
                 cache.step({"a": tokens, "b": other}, lambda: next(asked))  # noqa: B023
             halfway = given_up.value.halfway
             assert halfway is not None

@@ -18,7 +18,7 @@ from tiny_models import BLOCK, Cache, family, save_tiny, tokens_for
 from kvferry.engine.models.adapters import load_adapter
 from kvferry.engine.models.base import Model
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.kernels.low_rank import Adapted, Adapter
+from kvferry.kernels.lora import Adapted, Adapter
 from kvferry.model_files.adapter import TARGETS, read_adapter
 from kvferry.protocol.errors import ConfigError
 

@@ -12,8 +12,8 @@ import torch
 from joined_ranks import CPU, Pooled, connected, expect_equal, joined_ranks, whole
 from tiny_models import OURS, family, oracle_logits, save_tiny, tokens_for
 
-from kvferry.engine.isolation import DeviceLost
-from kvferry.engine.models.base import Unwanted
+from kvferry.engine.fault_isolation import DeviceLost
+from kvferry.engine.models.base import ForwardAbandoned
 from kvferry.engine.ranks import device_group
 from kvferry.engine.ranks.device_group import DeviceGroup
 from kvferry.kernels.cpu import CpuOps, instruction_set
@@ -57,7 +57,7 @@ def test_what_is_given_up_goes_on_at_its_layer(tmp_path: Path) -> None:
     tokens = tokens_for(20, 1)
     with joined_ranks(tmp_path, 2, apart=True) as ranks:
         cache = Pooled(ranks)
-        with pytest.raises(Unwanted) as given_up:
+        with pytest.raises(ForwardAbandoned) as given_up:
             cache.step({"a": tokens}, lambda: False)
         cache.computed["a"] = 0
         (found,) = cache.step({"a": tokens}, lambda: True, given_up.value.halfway)

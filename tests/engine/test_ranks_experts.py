@@ -13,7 +13,7 @@ from test_models_stacked import in_mxfp4
 from tiny_models import OURS, chunked_logits, family, oracle_logits, save_tiny, tokens_for
 
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.kernels.step import Experts
+from kvferry.kernels.decoder_spec import Experts
 from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

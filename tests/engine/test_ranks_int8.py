@@ -13,7 +13,7 @@ from tiny_models import OURS, family, save_tiny
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.ranks.layers import Summed
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.kernels.step import Gated, Gqa, Linear
+from kvferry.kernels.decoder_spec import Gated, Gqa, Linear
 from kvferry.protocol.errors import ConfigError
 
 pytestmark = [

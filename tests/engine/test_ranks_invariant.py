@@ -11,8 +11,8 @@ from joined_ranks import Pooled, Threads, joined_ranks
 from tiny_models import EXPERTS, family, save_tiny, tokens_for
 
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.node.invariance import require_batch_invariance
 from kvferry.protocol.errors import ConfigError
+from kvferry.worker.invariance import require_batch_invariance
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

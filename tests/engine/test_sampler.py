@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from kvferry.engine.sampler import Sampled, SampleRow
 from kvferry.engine.sampler import sample as sample_by
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.kernels.draw import NO_TOKEN
-from kvferry.kernels.noise import gumbel
+from kvferry.kernels.gumbel_noise import gumbel
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.sampling import NO_TOKEN
 from kvferry.protocol.sampling import SamplingParams
 
 VOCAB = 40

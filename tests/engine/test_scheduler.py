@@ -114,11 +114,11 @@ def test_queued_prompts_count_what_the_cache_lacks() -> None:
     finish(engine)
     engine.add(make_job("first", prompt(60, 1), max_tokens=1))
     engine.add(make_job("cached", [*prompt(40), 5], max_tokens=1))
-    assert engine.roster.waiting_tokens == 60 + 1
+    assert engine.request_table.waiting_tokens == 60 + 1
     engine.cancel("cached", 0)
-    assert engine.roster.waiting_tokens == 60
+    assert engine.request_table.waiting_tokens == 60
     finish(engine)
-    assert engine.roster.waiting_tokens == 0
+    assert engine.request_table.waiting_tokens == 0
 
 
 def test_a_preempted_reservation_is_recomputed_here() -> None:
@@ -131,7 +131,7 @@ def test_a_preempted_reservation_is_recomputed_here() -> None:
         engine.runner.kv[block_id, 0, :, 0, :, 0] = torch.tensor(tokens[4 * index : 4 * index + 4])
     first = expected(tokens, 1)
     engine.start("g", TokenDelta("a", 0, 0, tuple(first)))
-    engine.scheduler.preempt(engine.roster.running[0])
+    engine.scheduler.preempt(engine.request_table.running[0])
     finish(engine)
     assert first + tokens_of(engine, "a") == expected(tokens, 4)
 
@@ -167,7 +167,7 @@ def test_prompt_logprobs_survive_preemption_in_the_middle_of_the_prompt() -> Non
     engine.add(make_job("a", tokens, max_tokens=2, prompt_logprobs=1))
     engine.step()
     engine.step()
-    engine.scheduler.preempt(engine.roster.running[0])
+    engine.scheduler.preempt(engine.request_table.running[0])
     finish(engine)
     scored = next(e.delta.prompt_logprobs for e in engine.events if isinstance(e, Generated))
     assert scored is not None

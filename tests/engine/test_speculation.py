@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, expected, make_engine, make_job, tokens_of, toy_next
 
-from kvferry.engine.acceptance import Accepted, accept
-from kvferry.engine.drafts import AT_FIRST, LONGEST, SURE, Drafts
+from kvferry.engine.draft_acceptance import Accepted, accept
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated, Stepped
+from kvferry.engine.ngram_drafts import AT_FIRST, LONGEST, SURE, NgramDrafts
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.step_cost import ROW, StepCost
 from kvferry.protocol.messages import Job
@@ -29,7 +29,7 @@ def make_oracle(patch: pytest.MonkeyPatch) -> Oracle:
     further rows cost so much of the first one: how many drafts are worth their rows depends on no clock."""
 
     def install(right: Guess, share: float = SURE, further: float = ROW) -> None:
-        def look(drafts: Drafts, most: int) -> None:
+        def look(drafts: NgramDrafts, most: int) -> None:
             known = list(drafts._token_ids)
             for _ in range(most):
                 token = toy_next(known)
@@ -37,7 +37,7 @@ def make_oracle(patch: pytest.MonkeyPatch) -> Oracle:
             drafts.found = tuple(known[len(drafts._token_ids) :])
             drafts._shares = [share] * len(AT_FIRST)
 
-        patch.setattr(Drafts, "look", look)
+        patch.setattr(NgramDrafts, "look", look)
         saw = StepCost.saw
         patch.setattr(StepCost, "saw", lambda cost, rows, _: saw(cost, rows, 0.01 * (1 + further * (rows - 1))))
 
@@ -168,30 +168,30 @@ def test_beside_a_prompt_there_are_none(oracle: Oracle) -> None:
 
 
 def test_the_longest_match_counts_and_the_latest_of_equal_ones() -> None:
-    drafts = Drafts([1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 2, 3])
+    drafts = NgramDrafts([1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 2, 3])
     drafts.look(3)
     assert drafts.found == (8, 5, 3)
-    drafts = Drafts([1, 2, 3, 9, 4, 3, 8, 1, 2, 3])
+    drafts = NgramDrafts([1, 2, 3, 9, 4, 3, 8, 1, 2, 3])
     drafts.look(2)
     assert drafts.found == (9, 4)
 
 
 def test_what_repeats_is_drafted_on_beyond_its_end() -> None:
-    drafts = Drafts([6, 1, 2, 3, 1, 2, 3])
+    drafts = NgramDrafts([6, 1, 2, 3, 1, 2, 3])
     drafts.look(8)
     assert drafts.found == (1, 2, 3, 1, 2, 3, 1, 2)
 
 
 def test_a_token_that_was_not_there_before_drafts_nothing() -> None:
     for token_ids in ([1], [1, 2, 3], [1, 1, 2]):
-        drafts = Drafts(token_ids)
+        drafts = NgramDrafts(token_ids)
         drafts.look(4)
         assert drafts.found == ()
 
 
 def test_the_text_may_grow_between_looks() -> None:
     token_ids = [1, 2]
-    drafts = Drafts(token_ids)
+    drafts = NgramDrafts(token_ids)
     for length in range(3, 2000):
         drafts.look(2)
         token_ids.append(1 + (length - 1) % 7)
@@ -201,7 +201,7 @@ def test_the_text_may_grow_between_looks() -> None:
 
 def test_drafts_that_are_wrong_are_expected_to_be_wrong() -> None:
     token_ids = [1, 2] * 8
-    drafts = Drafts(token_ids)
+    drafts = NgramDrafts(token_ids)
     drafts.look(4)
     before = drafts.share
     drafts.saw([9])

@@ -11,8 +11,8 @@ import torch
 from toy import VOCAB, expected, make_engine, make_job, tokens_of
 
 from kvferry.engine import runner
-from kvferry.kernels.readback import Readback
-from kvferry.kernels.staging import Staging
+from kvferry.kernels.input_staging import Staging
+from kvferry.kernels.token_readback import Readback
 
 CPU = torch.device("cpu")
 

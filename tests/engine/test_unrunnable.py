@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import family, save_tiny
 
-from kvferry.cli.door import ERROR_PREFIX
+from kvferry.cli.bootstrap import ERROR_PREFIX
 from kvferry.engine.models import load_model
 from kvferry.kernels.ops import select
 from kvferry.model_files.source import resolve

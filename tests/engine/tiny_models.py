@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from device_plans import moved
 
-from kvferry.engine.models.base import Halfway, Model, Wanted
+from kvferry.engine.models.base import Model, SuspendedPass, Wanted
 from kvferry.engine.models.hf import transformers_module
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import always
 from kvferry.kernels.quantised_cache import PEAKS
-from kvferry.kernels.step import always
 
 transformers = transformers_module()
 
@@ -258,7 +258,7 @@ class Cache:
 
     @torch.inference_mode()
     def step(
-        self, batch: dict[str, torch.Tensor], wanted: Wanted = always, halfway: Halfway | None = None
+        self, batch: dict[str, torch.Tensor], wanted: Wanted = always, halfway: SuspendedPass | None = None
     ) -> list[torch.Tensor]:
         """Compute the next tokens of each named sequence; their logits [count, vocabulary], in the batch's order."""
         parts = []

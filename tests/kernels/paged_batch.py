@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from device_plans import moved
 
-from kvferry.kernels.gate import GELU, SILU, Gate
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.gated_activation import GELU, SILU, Gate
 from kvferry.kernels.quantised_cache import dequantise, quantise, vector_width
 from kvferry.protocol.layout import blocks_for
 

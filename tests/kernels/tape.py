@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from kvferry.kernels.graphs import CudaCapture
+from kvferry.kernels.cuda_graphs import CudaCapture
 
 T = TypeVar("T")
 _launch = InterpretedFunction.run
@@ -56,7 +56,7 @@ def again(func: Any, args: Any, kwargs: Any, out: Any) -> None:
 
 
 class Taping:
-    """A `kernels.graphs.Capture`; `sizes`: launches and operations of each recording."""
+    """A `kernels.cuda_graphs.Capture`; `sizes`: launches and operations of each recording."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

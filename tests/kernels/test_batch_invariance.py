@@ -9,9 +9,9 @@ import pytest
 import torch
 from paged_batch import Case, close, dense_attention, make_case, sinks_of
 
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.ops import select
-from kvferry.kernels.plan import BatchPlan
 from kvferry.protocol.errors import ConfigError
 
 SETS = instruction_sets()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.cpu import CpuOps, instruction_sets
-from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.kernels.cpu.packed_layers import PackedLinear
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")

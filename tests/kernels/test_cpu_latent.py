@@ -10,8 +10,8 @@ import torch
 from paged_batch import LAYER, close
 from test_latent import BATCHES, HEADS, PLAIN, RANK, SCALE, VALUE, Case, made, weights
 
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu import CpuOps, instruction_sets
-from kvferry.kernels.plan import BatchPlan
 
 BF16 = torch.bfloat16
 SETS = instruction_sets()

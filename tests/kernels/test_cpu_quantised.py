@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvferry.kernels.cpu import CpuOps, instruction_sets
-from kvferry.kernels.cpu.dense import PackedLinear
-from kvferry.kernels.step import Linear, StoredRows
+from kvferry.kernels.cpu.packed_layers import PackedLinear
+from kvferry.kernels.decoder_spec import Linear, StoredRows
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")

@@ -9,21 +9,21 @@ import pytest
 import torch
 from paged_batch import make_plan
 
-from kvferry.engine.models.base import Halfway, ModelInfo, Unwanted
+from kvferry.engine.models.base import ForwardAbandoned, ModelInfo, SuspendedPass
 from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.parameters import ParameterLoader
 from kvferry.engine.models.reader import TensorReader
 from kvferry.engine.models.rope import rope_tables
 from kvferry.engine.models.rope_config import RopeConfig
+from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.cpu.step import MAX_DECODES, MAX_ROWS, CpuStep
-from kvferry.kernels.draw import NO_TOKEN
+from kvferry.kernels.decoder_spec import DecoderForm, OneByOne
 from kvferry.kernels.ops import Ops
-from kvferry.kernels.plan import BatchPlan
 from kvferry.kernels.quantised_cache import quantise
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.kernels.step import DecoderForm, OneByOne
+from kvferry.kernels.sampling import NO_TOKEN
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")
@@ -219,10 +219,10 @@ def test_more_rows_than_stay_in_the_cache_equal_the_layers_one_by_one(name: str)
     assert torch.equal(written, pool)
 
 
-def halfway_of(model: Decoder, layers: int, plan: BatchPlan, kv: torch.Tensor, tokens: torch.Tensor) -> Halfway:
+def halfway_of(model: Decoder, layers: int, plan: BatchPlan, kv: torch.Tensor, tokens: torch.Tensor) -> SuspendedPass:
     """Where a pass is given up after so many layers."""
     answers = iter([True] * (layers - 1) + [False])
-    with pytest.raises(Unwanted) as given_up, torch.inference_mode():
+    with pytest.raises(ForwardAbandoned) as given_up, torch.inference_mode():
         model.forward(tokens, kv, plan, lambda: next(answers))
     assert given_up.value.halfway is not None
     return given_up.value.halfway

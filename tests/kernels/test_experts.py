@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.decoder_spec import Experts, Gated
+from kvferry.kernels.expert_routing import Routing, route
 from kvferry.kernels.experts import mixture
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.kernels.routing import Routing, route
-from kvferry.kernels.shared import grouped_by_torch
-from kvferry.kernels.step import Experts, Gated
+from kvferry.kernels.torch_operations import grouped_by_torch
 
 COUNT, HIDDEN, INNER = 6, 64, 96
 SETS = instruction_sets()

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import gpu_kernels, gpu_subject
 from benchmarks.gpu_products import FORMS, product
-from kvferry.kernels.form import form_of_stored
+from kvferry.kernels.gpu_weight_layout import form_of_stored
 from kvferry.kernels.quantised_cache import FP8
 from kvferry.kernels.reference import ReferenceOps
 

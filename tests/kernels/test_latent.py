@@ -10,10 +10,10 @@ from paged_batch import LAYER, close, make_plan, moved, rope_table, rotate_compl
 
 from kvferry.kernels import latent
 from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.decoder_spec import Latent
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.quantised_cache import FP8, dequantise, quantise, vector_width
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.kernels.step import Latent
 
 ROTATED, PLAIN, RANK, VALUE = 64, 128, 512, 128
 HEADS, LAYERS, SLOTS = 3, 2, 16

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvferry.kernels.triton import target
+from kvferry.kernels.triton import device_features
 
 CUDA = torch.device("cuda")
 
@@ -27,12 +27,12 @@ def test_instructions_of_a_capability(
 ) -> None:
     """Ada, 8.9, converts e4m3 and has no arithmetic of bfloat16 pairs: kernels that use it do not compile there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(target, "_capability", target._capability.__wrapped__)
-    assert (target.hardware_e4m3(CUDA), target.hardware_bfloat16(CUDA)) == (e4m3, bfloat16)
+    monkeypatch.setattr(device_features, "_capability", device_features._capability.__wrapped__)
+    assert (device_features.hardware_e4m3(CUDA), device_features.hardware_bfloat16(CUDA)) == (e4m3, bfloat16)
 
 
 def test_other_devices_have_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "_capability", target._capability.__wrapped__)
-    assert not target.hardware_e4m3(torch.device("cpu"))
+    monkeypatch.setattr(device_features, "_capability", device_features._capability.__wrapped__)
+    assert not device_features.hardware_e4m3(torch.device("cpu"))
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not target.hardware_bfloat16(CUDA)
+    assert not device_features.hardware_bfloat16(CUDA)

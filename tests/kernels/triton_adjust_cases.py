@@ -13,10 +13,10 @@ import torch
 from interpreted import DEVICE
 
 from kvferry.engine.sampler import SampleRow, sample
-from kvferry.kernels.adjustments import Adjusted, Adjustments
+from kvferry.kernels.logit_adjustments import Adjusted, Adjustments
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.triton import TritonOps
-from kvferry.kernels.triton.adjust import Adjuster
+from kvferry.kernels.triton.logit_adjustments import Adjuster
 from kvferry.protocol.sampling import SamplingParams
 
 VOCAB = 5000

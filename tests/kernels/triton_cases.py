@@ -11,16 +11,16 @@ from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from paged_batch import GATES, Case, close, dense_attention, gated, make_case, rope_table, sinks_of
 from xxhash import xxh3_64_intdigest
 
+from kvferry.kernels.decoder_spec import Experts, Gated
+from kvferry.kernels.expert_routing import Routing
 from kvferry.kernels.experts import mixture
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.kernels.routing import Routing
-from kvferry.kernels.shared import grouped_by_torch
-from kvferry.kernels.step import Experts, Gated
+from kvferry.kernels.torch_operations import grouped_by_torch
 from kvferry.kernels.triton import TritonOps
 from kvferry.kernels.triton.checksum import digests
 from kvferry.kernels.triton.decode import decode
-from kvferry.kernels.triton.launch import decode_tile, prefill_tile
-from kvferry.kernels.triton.parts import Division
+from kvferry.kernels.triton.split_kv import Division
+from kvferry.kernels.triton.tile_sizes import decode_tile, prefill_tile
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

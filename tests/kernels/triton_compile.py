@@ -10,15 +10,15 @@ import torch
 from hopper import HOPPER_SHARED_BYTES, compiled_kernels  # noqa: F401
 from paged_batch import GATES, make_case, rope_table
 
-from kvferry.kernels.adjustments import Adjusted, Adjustments
-from kvferry.kernels.blocks import FORMATS
-from kvferry.kernels.codes import Codes
-from kvferry.kernels.draw import NoiseKeys
+from kvferry.kernels.decoder_spec import Stored, StoredRows
+from kvferry.kernels.gguf_blocks import FORMATS
+from kvferry.kernels.logit_adjustments import Adjusted, Adjustments
 from kvferry.kernels.quantised_cache import FP8
-from kvferry.kernels.step import Stored, StoredRows
-from kvferry.kernels.triton import TritonOps, product
+from kvferry.kernels.quantised_codes import Codes
+from kvferry.kernels.sampling import NoiseKeys
+from kvferry.kernels.triton import TritonOps, coded_product
 from kvferry.kernels.triton.checksum import digests
-from kvferry.kernels.triton.product import ORDERED
+from kvferry.kernels.triton.coded_product import ORDERED
 from kvferry.protocol.sampling import SamplingParams
 
 
@@ -75,7 +75,7 @@ def test_products_with_codes_use_tensor_cores_and_wide_copies(
 def test_weights_in_e4m3_are_converted_by_the_hardware(
     compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(product, "hardware_e4m3", lambda device: True)
+    monkeypatch.setattr(coded_product, "hardware_e4m3", lambda device: True)
     linear = TritonOps(132).packed([Codes(torch.ones(256, 512).to(FP8), torch.rand(2, 4), (128, 128))], 512)
     assert linear is not None
     for rows in (1, ORDERED + 1):
@@ -88,7 +88,7 @@ def test_weights_in_e4m3_are_converted_by_the_hardware(
 def test_four_bits_become_bfloat16_without_a_conversion(
     compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(product, "hardware_bfloat16", lambda device: True)
+    monkeypatch.setattr(coded_product, "hardware_bfloat16", lambda device: True)
     part: Stored = Codes(torch.tensor([-12, 0, 1, 6], dtype=torch.int8).repeat(64, 128), torch.rand(64, 16))
     if kind != "MXFP4":
         row = 512 // FORMATS[kind].size * FORMATS[kind].bytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from interpreted import DEVICE
 
-from kvferry.kernels.draw import NO_TOKEN, NoiseKeys, draw
+from kvferry.kernels.sampling import NO_TOKEN, NoiseKeys, draw
 from kvferry.kernels.triton import TritonOps
 from kvferry.protocol.sampling import SamplingParams
 

@@ -20,8 +20,8 @@ from kvferry.engine.models.dummy_weights import DummyWeights
 from kvferry.engine.models.parameters import ParameterLoader
 from kvferry.engine.models.reader import TensorReader
 from kvferry.engine.models.rope import rope_tables
-from kvferry.kernels.graphs import LADDER, GraphStep
-from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.cuda_graphs import LADDER, GraphStep
 from kvferry.kernels.triton import TritonOps
 
 PLACE = torch.device(DEVICE)
@@ -154,9 +154,9 @@ def test_without_the_arrays_that_a_step_fills_a_replay_would_repeat_itself(
     plain: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the tape would find if steps read anything else."""
-    from kvferry.kernels import graphs
+    from kvferry.kernels import cuda_graphs
 
-    original = graphs._Inputs.fill
+    original = cuda_graphs._Inputs.fill
     calls: list[int] = []
 
     def once(inputs: Any, *given: Any) -> None:
@@ -164,7 +164,7 @@ def test_without_the_arrays_that_a_step_fills_a_replay_would_repeat_itself(
         if len(calls) == 1:
             original(inputs, *given)
 
-    monkeypatch.setattr(graphs._Inputs, "fill", once)
+    monkeypatch.setattr(cuda_graphs._Inputs, "fill", once)
     repeated = run(TritonOps(4, capture()), 4)
     alike = [torch.allclose(*pair, atol=1e-3) for pair in zip(repeated.logits, plain.logits[:4], strict=True)]
     assert alike == [True, False, False, False]

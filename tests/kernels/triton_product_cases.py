@@ -13,14 +13,14 @@ from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from paged_batch import TOLERANCE
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvferry.kernels.codes import Codes
-from kvferry.kernels.form import form_of, laid_together
-from kvferry.kernels.step import StoredRows
-from kvferry.kernels.triton import TritonOps, unpacking
+from kvferry.kernels.decoder_spec import StoredRows
+from kvferry.kernels.gpu_weight_layout import form_of, laid_together
+from kvferry.kernels.quantised_codes import Codes
+from kvferry.kernels.triton import TritonOps, dequantised_product
 from kvferry.kernels.triton.coded_linear import CodedLinear
-from kvferry.kernels.triton.product import ORDERED
-from kvferry.kernels.triton.unpacking import unpacked_rows
-from kvferry.model_files.needs import _CODED
+from kvferry.kernels.triton.coded_product import ORDERED
+from kvferry.kernels.triton.dequantised_product import unpacked_rows
+from kvferry.model_files.memory_needs import _CODED
 
 OUT = 70
 WIDER = [torch.float32, torch.float16]
@@ -182,11 +182,11 @@ def test_a_row_has_the_same_bits_in_every_batch_of_the_ladder(name: str) -> None
 
 
 def test_large_layers_are_split_along_their_inputs_and_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.kernels.triton import product
+    from kvferry.kernels.triton import coded_product
 
     splits: list[int] = []
-    original = product.kv_splits
-    monkeypatch.setattr(product, "kv_splits", lambda *given: splits.append(original(*given)) or splits[-1])
+    original = coded_product.kv_splits
+    monkeypatch.setattr(coded_product, "kv_splits", lambda *given: splits.append(original(*given)) or splits[-1])
     codes = Codes(integers(-8, 7, 1280), scales_of(OUT, 10))
     bias = torch.linspace(-1, 1, OUT)
     linear = layer(codes, bias=bias, processors=64)
@@ -232,10 +232,10 @@ def test_unpacked_weights_are_the_weights(name: str) -> None:
 def test_scratch_of_unpacked_weights_is_bounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, bias = CASES["int4-128"][0], torch.linspace(-1, 1, OUT)
     columns, sizes = codes.values.shape[1], []
-    original = unpacking.unpacked_rows
-    monkeypatch.setattr(unpacking, "SCRATCH_BYTES", 7 * columns * dtype.itemsize + 1)
+    original = dequantised_product.unpacked_rows
+    monkeypatch.setattr(dequantised_product, "SCRATCH_BYTES", 7 * columns * dtype.itemsize + 1)
     monkeypatch.setattr(
-        unpacking, "unpacked_rows", lambda *given: sizes.append(given[3] - given[2]) or original(*given)
+        dequantised_product, "unpacked_rows", lambda *given: sizes.append(given[3] - given[2]) or original(*given)
     )
     expect(layer(codes, bias=bias), weight_of(codes), inputs(ORDERED + 1, columns, dtype), bias)
     assert max(sizes) == 7

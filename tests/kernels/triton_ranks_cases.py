@@ -14,8 +14,8 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("node", "eng
 
 from test_rank_processes import assembled, prompt, saved
 
-from kvferry.engine.planner import Part, lay_out
-from kvferry.kernels.staging import Staging
+from kvferry.engine.batch_planner import Part, lay_out
+from kvferry.kernels.input_staging import Staging
 
 RANKS = 2
 

@@ -23,10 +23,10 @@ from kvferry.engine.models.reader import TensorReader
 from kvferry.engine.models.rope import rope_tables
 from kvferry.engine.request import Request
 from kvferry.engine.runner import Runner
-from kvferry.engine.slices import Slice
-from kvferry.kernels.draw import NoiseKeys, draw
+from kvferry.engine.step_slices import Slice
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.sampling import NoiseKeys, draw
 from kvferry.kernels.triton import TritonOps
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams

@@ -6,10 +6,10 @@ import select
 import socket
 import time
 
-from kvferry.kv_transfer.greeting import Greeting, Terms
+from kvferry.kv_transfer.handshake import Handshake, HandshakeTerms
 from kvferry.kv_transfer.stream import CHALLENGE, HEADER, HELLO, Stream
 from kvferry.kv_transfer.ucx_library import context_options, load
-from kvferry.process.address import parse_host_port
+from kvferry.runtime.address import parse_host_port
 
 
 def worker_address() -> bytes:
@@ -23,9 +23,9 @@ def worker_address() -> bytes:
 class Stranger:
     """One connection to the address, driven by hand."""
 
-    def __init__(self, address: str, terms: Terms = Terms()):  # noqa: B008
+    def __init__(self, address: str, terms: HandshakeTerms = HandshakeTerms()):  # noqa: B008
         self.socket = socket.create_connection(parse_host_port(address), timeout=5)
-        self.greeting = Greeting(terms, dialled=True)
+        self.greeting = Handshake(terms, dialled=True)
         self.stream = Stream(self.socket)
 
     def raw(self, data: bytes) -> None:

@@ -10,7 +10,7 @@ from later_checksums import LaterChecksums
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.kv_transfer.dock import Dock
-from kvferry.kv_transfer.faulty import Faults, FaultyLink
+from kvferry.kv_transfer.fault_injection import Faults, FaultyLink
 from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.kv_transfer.ports import BlockMemory
 from kvferry.kv_transfer.receiver import Receiver
@@ -80,16 +80,16 @@ class Lending(Pool):
     def __init__(self, *size: int):
         super().__init__(*size)
         self.mark = next(self.marks) % 256
-        self.lent: dict[int, int] = {}
+        self.transfer_holds: dict[int, int] = {}
         """The block for which a row was lent, by its address."""
         self.spare: list[np.ndarray] = []
 
     def id_of(self, buffer: np.ndarray) -> int:
-        return self.lent[buffer.ctypes.data]
+        return self.transfer_holds[buffer.ctypes.data]
 
     def to_fill(self, block_id: int) -> np.ndarray:
         row = self.spare.pop(0) if self.spare else np.empty_like(self.memory[0])
-        self.lent[row.ctypes.data] = block_id
+        self.transfer_holds[row.ctypes.data] = block_id
         return row
 
     def to_send(self, block_id: int) -> np.ndarray:
@@ -102,7 +102,7 @@ class Lending(Pool):
         self.memory[block_id] = buffer
 
     def give_back(self, buffer: np.ndarray) -> None:
-        del self.lent[buffer.ctypes.data]
+        del self.transfer_holds[buffer.ctypes.data]
         buffer[:] = self.mark
         self.spare.append(buffer)
 

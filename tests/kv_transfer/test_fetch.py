@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ship_kit import EPOCH, FINGERPRINT, Process
 
-from kvferry.kv_transfer.faulty import Faults
-from kvferry.kv_transfer.fetch import Asker, Giver, split
+from kvferry.kv_transfer.fault_injection import Faults
+from kvferry.kv_transfer.fetch import FetchClient, FetchServer, split
 from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol.errors import Cancelled, DeadlineExceeded, NodeLost, NotFound
 from kvferry.protocol.link_messages import Fetch, Supply
@@ -37,8 +37,8 @@ class Ends:
         self.cancelled: list[tuple[Any, Exception]] = []
         self.wanted: list[tuple[Any, Fetch]] = []
         self.told = Told()
-        self.asker = Asker(self.ours.dock, self.told, lambda key, error: self.cancelled.append((key, error)))
-        self.giver = Giver(self.theirs.dock, lambda peer, fetch: self.wanted.append((peer, fetch)))
+        self.asker = FetchClient(self.ours.dock, self.told, lambda key, error: self.cancelled.append((key, error)))
+        self.giver = FetchServer(self.theirs.dock, lambda peer, fetch: self.wanted.append((peer, fetch)))
         for process in (self.ours, self.theirs):
             process.dock.start()
 

@@ -9,7 +9,7 @@ from ledger_books import blocks
 from ship_kit import DecodeSide, PrefillSide, delta
 
 from kvferry.engine.ports import QUIESCE
-from kvferry.kv_transfer.faulty import LATE_BYTE, Faults
+from kvferry.kv_transfer.fault_injection import LATE_BYTE, Faults
 from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol import errors
 from kvferry.protocol.link_messages import Commit, CommitAck, Grant, GrantRequest

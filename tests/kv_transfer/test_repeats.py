@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from ship_kit import DecodeSide, PrefillSide, delta
 
-from kvferry.kv_transfer import answers
-from kvferry.kv_transfer.answers import REMEMBERED, REPEAT_S, SendingProcess
-from kvferry.kv_transfer.faulty import Faults
+from kvferry.kv_transfer import retransmission
+from kvferry.kv_transfer.fault_injection import Faults
 from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.kv_transfer.receiver_grant import COMMIT_TIMEOUT_S
+from kvferry.kv_transfer.retransmission import REMEMBERED, REPEAT_S, SendingProcess
 from kvferry.protocol.errors import GrantRefused
 from kvferry.protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
 from kvferry.protocol.wire import unpack
@@ -131,7 +131,7 @@ def test_a_transfer_is_new_once_while_it_is_remembered():
 
 def test_an_open_offer_is_known_however_many_came_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """More were open than are remembered when they have ended: the repeated one was reserved once more."""
-    monkeypatch.setattr(answers, "REMEMBERED", 2)
+    monkeypatch.setattr(retransmission, "REMEMBERED", 2)
     network = LoopbackNetwork()
     decode, prefill = DecodeSide(network, "d:1", blocks=48), PrefillSide(network, "p:1", blocks=64)
     decode.auto = False

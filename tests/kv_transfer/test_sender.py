@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from ship_kit import DecodeSide, PrefillSide, delta, job
 
-from kvferry.kv_transfer.faulty import Faults
+from kvferry.kv_transfer.fault_injection import Faults
 from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol import errors
 from kvferry.protocol.link_messages import CommitAck

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from ship_kit import BLOCK_BYTES, DecodeSide, Lending, Pool, PrefillSide, delta
 
-from kvferry.kv_transfer.faulty import Faults
+from kvferry.kv_transfer.fault_injection import Faults
 from kvferry.kv_transfer.loopback import LoopbackNetwork
-from kvferry.kv_transfer.window import Window
+from kvferry.kv_transfer.send_window import SendWindow
 from kvferry.protocol.errors import Cancelled, NodeLost
 
 
@@ -39,7 +39,7 @@ class Ships(RuleBasedStateMachine):
 
     def start(self, side):
         self.starts += 1
-        options = {"window": Window(2 * BLOCK_BYTES), "pool": self.kind}
+        options = {"window": SendWindow(2 * BLOCK_BYTES), "pool": self.kind}
         return side(self.network, f"{side.__name__}:{self.starts}", self.faults, **options)
 
     def live(self) -> list[int]:
@@ -181,8 +181,8 @@ class LentShips(Ships):
 
     def teardown(self):
         super().teardown()
-        assert not self.prefill.pool.lent
-        assert not self.decode.pool.lent
+        assert not self.prefill.pool.transfer_holds
+        assert not self.decode.pool.transfer_holds
 
 
 LentShips.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -198,5 +198,5 @@ def test_rows_are_given_back_once_no_checksum_looks_at_them():
     prefill.sender.commit(transfer, delta())
     network.run()
     assert (prefill.log[transfer], prefill.errors, decode.errors) == (["granted", "done", "quiet"], {}, {})
-    assert not prefill.pool.lent
-    assert not decode.pool.lent
+    assert not prefill.pool.transfer_holds
+    assert not decode.pool.transfer_holds

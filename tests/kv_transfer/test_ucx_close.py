@@ -14,7 +14,7 @@ from waiting import wait_for
 
 from kvferry.kv_transfer.tags import block_tag
 from kvferry.kv_transfer.ucx import UcxLink
-from kvferry.kv_transfer.ucx_left import MOST_LEFT, LeftBehind, MemoryNotQuiet
+from kvferry.kv_transfer.ucx_abandoned_connections import MOST_LEFT, AbandonedConnections, MemoryNotQuiet
 from kvferry.kv_transfer.ucx_library import UcxLibrary, load
 from kvferry.kv_transfer.ucx_loop import UcxLoop
 from kvferry.kv_transfer.ucx_worker import LETTING_GO_S, UcxWorker
@@ -180,7 +180,7 @@ def test_what_was_not_taken_in_whole_is_not_let_go():
 @pytest.mark.parametrize(("transports", "borne"), [("tcp,posix,self", MOST_LEFT), ("tcp", MOST_LEFT), ("rc,tcp", 0),
                                                    ("tcp,posix,self,cuda_copy,cuda_ipc", 0), ("all", 0)])  # fmt: skip
 def test_only_where_nobody_else_writes_are_some_connections_left_behind(transports, borne):
-    left = LeftBehind(transports)
+    left = AbandonedConnections(transports)
     for _ in range(borne):
         left.add()
         left.check()

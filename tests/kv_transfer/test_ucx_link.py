@@ -15,8 +15,8 @@ from link_processes import Recorder, child, listen, no_thread_left, pattern, sen
 from waiting import wait_for
 
 from kvferry.kv_transfer.ucx import UcxLink
-from kvferry.process.address import knows_ipv6, parse_host_port
 from kvferry.protocol.errors import ConfigError, NodeLost
+from kvferry.runtime.address import knows_ipv6, parse_host_port
 
 BLOCK = 368_640
 

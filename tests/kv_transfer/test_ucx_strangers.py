@@ -15,8 +15,8 @@ from ship_processes import prefill_process
 from test_ship_ucx import BLOCK, BLOCKS, Decode, ask, event, started
 from waiting import wait_for
 
-from kvferry.kv_transfer import ucx_greetings
-from kvferry.kv_transfer.greeting import Terms
+from kvferry.kv_transfer import ucx_handshakes
+from kvferry.kv_transfer.handshake import HandshakeTerms
 from kvferry.kv_transfer.stream import ALIVE, CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.link_messages import Abort, Commit, Grant, GrantRequest
@@ -115,7 +115,7 @@ def test_who_does_not_greet_is_hung_up_on(linked):
 
 
 def test_many_who_do_not_greet_cost_few_descriptors_and_keep_nobody_out(linked, monkeypatch):
-    monkeypatch.setattr(ucx_greetings, "MAX_GUESTS", 8)
+    monkeypatch.setattr(ucx_handshakes, "MAX_GUESTS", 8)
     before = len(os.listdir("/proc/self/fd"))
     strangers = [Stranger(linked[0].address) for _ in range(50)]
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 50 + 8, 5)
@@ -218,10 +218,10 @@ def test_a_broken_handler_of_one_peers_block_costs_that_peer_alone(linked, monke
 
 
 def test_strangers_without_the_secret_are_told_so_and_logged_seldom(caplog):
-    link = UcxLink("127.0.0.1", terms=Terms(lambda: (b"s" * 32,)))
+    link = UcxLink("127.0.0.1", terms=HandshakeTerms(lambda: (b"s" * 32,)))
     link.start(Recorder())
     for secret in (b"", b"t" * 32, b"s" * 31):
-        answer = Stranger(link.address, Terms(lambda secret=secret: (secret,))).greet()
+        answer = Stranger(link.address, HandshakeTerms(lambda secret=secret: (secret,))).greet()
         assert answer is not None
         assert answer[0] == REFUSED
         assert b"do not share a cluster secret" in answer[1]

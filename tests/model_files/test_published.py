@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.model_files.needs import config_needs
+from kvferry.model_files.memory_needs import config_needs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
 FOUR_BITS = 4.5 / 8

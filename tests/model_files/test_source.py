@@ -8,8 +8,8 @@ from gguf import GGUFWriter
 from gguf_files import finish
 
 from kvferry.model_files import source as model_source
+from kvferry.model_files.context_length import context_length
 from kvferry.model_files.gguf import read_gguf
-from kvferry.model_files.length import context_length
 from kvferry.model_files.source import read_facts, resolve
 from kvferry.protocol.errors import ConfigError
 

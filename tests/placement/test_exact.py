@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_place import node
 
-from kvferry.placement import plain
+from kvferry.placement import uncached_nodes
 from kvferry.placement.blocks import fits, has_room, shipped_blocks, uncached_len
+from kvferry.placement.cache_value import displaced_s, spared_s
 from kvferry.placement.costs import HANDOFF_S, compute_s, doubt_s, own_s, queue_s, risk_s, wait_s
 from kvferry.placement.fetching import holders
 from kvferry.placement.pairs import pair_s
 from kvferry.placement.place import NOISE, place
-from kvferry.placement.terms import Demand, Kept, NodeView
-from kvferry.placement.worth import displaced_s, spared_s
+from kvferry.placement.types import Demand, NodeView, TierPrefix
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.lease import Load, Rates
 
@@ -50,7 +50,7 @@ def clusters(draw: st.DrawFn) -> list[NodeView]:
                 rates=Rates(draw(rates), 0.02, draw(ships), store_block_s=draw(stores)),
                 load=Load(free_blocks=1000 - cached, cached_blocks=cached, total_blocks=1000),
             )  # fmt: skip
-            nodes.append(replace(view, kept=draw(st.sampled_from([(), (), (), (Kept(800, 1e-4),)]))))
+            nodes.append(replace(view, kept=draw(st.sampled_from([(), (), (), (TierPrefix(800, 1e-4),)]))))
     return nodes
 
 
@@ -145,15 +145,17 @@ def test_the_choice_is_that_of_a_search_through_all(demand: Demand, nodes: list[
 @given(demands, clusters())
 def test_figures_made_by_lists_are_those_of_each_node(demand: Demand, nodes: list[NodeView]) -> None:
     demand = replace(demand, holders=holders(demand, nodes))
-    bare, others = plain.apart(demand, nodes)
+    bare, others = uncached_nodes.apart(demand, nodes)
     assert sorted([*bare, *others], key=lambda view: view.key) == sorted(nodes, key=lambda view: view.key)
-    assert plain.computes(demand, bare) == [compute_s(view, demand) for view in bare]
-    assert plain.displaced(demand, bare) == [displaced_s(view, demand) for view in bare]
-    readies = plain.readies(demand, bare)
+    assert uncached_nodes.computes(demand, bare) == [compute_s(view, demand) for view in bare]
+    assert uncached_nodes.displaced(demand, bare) == [displaced_s(view, demand) for view in bare]
+    readies = uncached_nodes.readies(demand, bare)
     assert readies == [
         (wait_s(view, demand), shipped_blocks(view, demand), view) for view in bare if has_room(view, demand)
     ]
-    assert all(cost_s >= plain.alone_from_s(demand, readies) for cost_s, _ in plain.alone(demand, readies))
+    assert all(
+        cost_s >= uncached_nodes.alone_from_s(demand, readies) for cost_s, _ in uncached_nodes.alone(demand, readies)
+    )
 
 
 @given(st.integers(2, 12), st.integers(0, 3), st.data())
@@ -175,6 +177,11 @@ def test_idle_equal_nodes_take_turns(count: int, holding: int, data: st.DataObje
 @pytest.mark.parametrize("recovers", [False, True])
 def test_no_nodes_are_no_figures(recovers: bool) -> None:
     demand = Demand(100, recovers=recovers)
-    assert plain.apart(demand, []) == ([], [])
-    assert plain.firsts(demand, [], 0.0) == plain.readies(demand, []) == plain.alone(demand, []) == []
-    assert plain.alone_from_s(demand, []) == inf
+    assert uncached_nodes.apart(demand, []) == ([], [])
+    assert (
+        uncached_nodes.firsts(demand, [], 0.0)
+        == uncached_nodes.readies(demand, [])
+        == uncached_nodes.alone(demand, [])
+        == []
+    )
+    assert uncached_nodes.alone_from_s(demand, []) == inf

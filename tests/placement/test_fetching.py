@@ -12,7 +12,7 @@ from test_place import node, where
 from kvferry.placement.costs import compute_s
 from kvferry.placement.fetching import CANDIDATES, LEAST_GAIN_S, QUESTION_S, fetch_s, fetching, holders
 from kvferry.placement.place import place
-from kvferry.placement.terms import Demand, NodeView
+from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.lease import Rates
 from kvferry.protocol.messages import Holder
 

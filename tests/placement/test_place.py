@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.placement.blocks import fits, shipped_blocks
+from kvferry.placement.cache_value import displaced_s, spared_s
 from kvferry.placement.costs import HANDOFF_S, compute_s, harm_s, queue_s, wait_s
 from kvferry.placement.pairs import CHUNK_TOKENS, exposed_s
 from kvferry.placement.place import NOISE, place
-from kvferry.placement.terms import Demand, NodeView, Placement
-from kvferry.placement.worth import displaced_s, spared_s
+from kvferry.placement.types import Demand, NodeView, Placement
 from kvferry.protocol.errors import ContextLengthExceeded, KvferryError, NoNodes, Overloaded
 from kvferry.protocol.lease import Load, NodeLease, Rates
 

@@ -22,7 +22,7 @@ from worker_pair import Answer, Router, pair, worker
 
 from kvferry.engine.engine import Engine
 from kvferry.protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.work import Embed
 
 LENGTH = 40

@@ -18,16 +18,16 @@ from kvferry.engine.events import Generated
 from kvferry.engine.request import key_of
 from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.loopback import LoopbackNetwork
-from kvferry.node.pool_memory import PoolMemory
-from kvferry.node.tier_opening import OpenTiers
 from kvferry.prefill_worker.service import PrefillService
-from kvferry.process.http import make_app
 from kvferry.protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import FrameReader, pack
 from kvferry.protocol.work import Generate
 from kvferry.protocol.worker_metrics import WorkerMetrics
+from kvferry.runtime.http import make_app
+from kvferry.worker.pool_memory import PoolMemory
+from kvferry.worker.tier_opening import OpenTiers
 
 
 class Engine:

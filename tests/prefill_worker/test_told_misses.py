@@ -9,7 +9,7 @@ from toy import make_job
 from waiting import until
 from worker_pair import Router, pair
 
-from kvferry.protocol.reuse import Missed
+from kvferry.protocol.prefix_reuse import Missed
 
 PROMPT = list(range(30))
 

@@ -7,7 +7,7 @@ from fake_workers import lease_of
 
 from kvferry.protocol import lease as lease_module
 from kvferry.protocol.layout import WIRE_VERSION
-from kvferry.protocol.lease import Foreign, sealed, unsealed
+from kvferry.protocol.lease import IncompatibleLease, sealed, unsealed
 from kvferry.protocol.wire import WireError, pack
 
 LEASE = lease_of("d1", "decode")
@@ -21,12 +21,12 @@ def test_what_another_version_wrote_is_known_by_name_whatever_is_in_it(monkeypat
     monkeypatch.setattr(lease_module, "WIRE_VERSION", WIRE_VERSION + 1)
     later = sealed(LEASE)
     monkeypatch.undo()
-    assert unsealed(later) == Foreign("d1", "decode", WIRE_VERSION + 1)
-    assert unsealed(pack([99, "p1", "prefill", b"\xc1 no message of ours"])) == Foreign("p1", "prefill", 99)
+    assert unsealed(later) == IncompatibleLease("d1", "decode", WIRE_VERSION + 1)
+    assert unsealed(pack([99, "p1", "prefill", b"\xc1 no message of ours"])) == IncompatibleLease("p1", "prefill", 99)
 
 
 def test_a_lease_without_its_version_is_an_older_one() -> None:
-    assert unsealed(pack(LEASE)) == Foreign("d1", "decode", 4)
+    assert unsealed(pack(LEASE)) == IncompatibleLease("d1", "decode", 4)
 
 
 @pytest.mark.parametrize(

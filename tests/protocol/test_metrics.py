@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.protocol.tally import Tallies
+from kvferry.protocol.token_histogram import TokenHistograms
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy.binaries import need, promtool_binary
 from tests.deploy.dashboard import serving_router
@@ -43,7 +43,7 @@ def test_every_attribute_is_served_and_alive_before_the_first_event(metrics: Met
     rooms = ("canary", "fetches", "tiers", "speculation", "reuse", "scaling", "loop")
     rooms = [getattr(metrics, name) for name in rooms if hasattr(metrics, name)]
     parts = [part for room in (metrics, *rooms) for part in vars(room).values()]
-    held = [m for m in parts if isinstance(m, Counter | Gauge | Histogram | Tallies | dict)]
+    held = [m for m in parts if isinstance(m, Counter | Gauge | Histogram | TokenHistograms | dict)]
     assert len(held) == len(served)
 
 

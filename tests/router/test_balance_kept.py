@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.protocol.errors import NodeLost, RoleKept
 from kvferry.protocol.lease import NodeLease
-from kvferry.router.balance import HOLD_S, Balance
+from kvferry.router.role_rebalancing import HOLD_S, RoleRebalancer
 
 REST_S = 30.0
 
@@ -32,7 +32,7 @@ class Asked:
         cluster = SimpleNamespace(leases=lambda: self.leases, info=lambda: SimpleNamespace(fingerprint="f"))
         backlog = SimpleNamespace(prefill_s=lambda: self.waits_s, decode_nodes=lambda: self.seats)
         pool: Any = SimpleNamespace(name="m", cluster=cluster, backlog=backlog)
-        self.balance = Balance([pool], self.ask, REST_S, lambda: self.now)
+        self.balance = RoleRebalancer([pool], self.ask, REST_S, lambda: self.now)
 
     async def ask(self, lease: NodeLease, role: str, rest_s: float) -> None:
         self.told.append((lease.node_id, role, rest_s))

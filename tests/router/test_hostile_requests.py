@@ -18,9 +18,9 @@ from api_parts import Api, FakeCluster, says
 from hostile_requests import Hostile, hostile
 from waiting import until
 
-from kvferry.process.connection_limits import Limits
-from kvferry.process.connections import guarded
-from kvferry.process.http import Server, bind
+from kvferry.runtime.connection_limits import Limits
+from kvferry.runtime.connections import guarded
+from kvferry.runtime.http import Server, bind
 
 REQUESTS = int(os.environ.get("KVFERRY_TEST_HOSTILE", "400"))
 SEED = int(os.environ.get("KVFERRY_TEST_SEED", "1"))

@@ -19,7 +19,7 @@ from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.messages import AttemptFailed, PrefillRequest
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.app import create_app
-from kvferry.router.api.pool import Pool, Pools
+from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.text.encoding import Encoder
 
 X = AdapterName("x", "id-x")
@@ -32,7 +32,7 @@ class House(Bench):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__([prefill("p1"), decode("d1"), prefill("p2", changes=HOLDS), decode("d2", changes=HOLDS)])
-        pools = Pools(Pool(text := demo_text(), self.cluster, self.metrics.of(text.name), Encoder(text)))
+        pools = ServedModels(ServedModel(text := demo_text(), self.cluster, self.metrics.of(text.name), Encoder(text)))
         app = create_app(RouterSettings(**settings), pools, self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 

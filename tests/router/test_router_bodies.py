@@ -15,7 +15,7 @@ from fake_workers import Bench, decode, prefill
 from test_router_process import router
 from waiting import until_told
 
-from kvferry.process.signals import Stop
+from kvferry.runtime.signals import StopSignal
 
 MIB = 2**20
 GAP_S = 1.5
@@ -65,7 +65,7 @@ def chat(content: str) -> bytes:
 
 @pytest.mark.timeout(120)
 async def test_long_bodies_do_not_stop_the_router() -> None:
-    async with Bench([prefill(), decode()]) as bench, router(bench, Stop()) as (client, _):
+    async with Bench([prefill(), decode()]) as bench, router(bench, StopSignal()) as (client, _):
         for path, data, status, code in [
             ("/v1/completions", body(prompt=text(20 * MIB)), 413, "request_too_large"),
             ("/tokenize", body(prompt=text(20 * MIB)), 413, "request_too_large"),
@@ -92,7 +92,7 @@ async def test_long_bodies_do_not_stop_the_router() -> None:
 
 
 async def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes() -> None:
-    async with Bench([decode()]) as bench, router(bench, Stop()) as (client, _):
+    async with Bench([decode()]) as bench, router(bench, StopSignal()) as (client, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 30000000\r\n\r\n{")
         async with asyncio.timeout(2):

@@ -18,11 +18,11 @@ from fake_workers import Bench, decode, prefill
 from test_router_process import BODY, router
 from waiting import until, until_told
 
-from kvferry.process.http import bind
-from kvferry.process.signals import Stop
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.main import connection_limits, run_router, tls
+from kvferry.runtime.http import bind
+from kvferry.runtime.signals import StopSignal
 
 
 async def spoken(port: int, sent: bytes, answers: int, context: ssl.SSLContext | None = None) -> list[str]:
@@ -46,7 +46,7 @@ async def spoken(port: int, sent: bytes, answers: int, context: ssl.SSLContext |
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    async with Bench([prefill(), decode()]) as bench, router(bench, Stop()) as (client, _):
+    async with Bench([prefill(), decode()]) as bench, router(bench, StopSignal()) as (client, _):
         assert client.base_url.port
         yield client.base_url.port
 
@@ -65,7 +65,7 @@ async def test_a_connection_is_kept_unless_one_side_closes_it(port: int) -> None
 
 
 async def test_answers_of_a_router_that_drains_close_their_connections() -> None:
-    stop = Stop()
+    stop = StopSignal()
     async with Bench([prefill(), decode(step_s=0.02)]) as bench, router(bench, stop) as (client, run):
         port = client.base_url.port
         assert port
@@ -97,7 +97,7 @@ def certificate(tmp_path: Path) -> tuple[str, str]:
 
 
 async def _served(bench: Bench, settings: RouterSettings, ask: object) -> None:
-    stop, sock = Stop(), bind("127.0.0.1", 0)
+    stop, sock = StopSignal(), bind("127.0.0.1", 0)
     run = asyncio.create_task(run_router(settings, bench.store, sock, stop))
     try:
         await asyncio.wait_for(ask(sock.getsockname()[1]), 30)  # type: ignore[operator]
@@ -164,7 +164,7 @@ async def test_three_hundred_handshakes_that_are_never_made_are_ended(certificat
 async def test_the_request_of_a_client_that_stops_reading_is_dropped_by_the_nodes() -> None:
     """Its answer is long enough to fill what the kernel and the transport hold of it."""
     settings = {"reader_timeout": 0.5}
-    async with Bench([prefill(), decode(step_s=0.0)]) as bench, router(bench, Stop(), **settings) as (client, _):
+    async with Bench([prefill(), decode(step_s=0.0)]) as bench, router(bench, StopSignal(), **settings) as (client, _):
         port = client.base_url.port
         assert port
         stopped = []
@@ -187,7 +187,7 @@ async def test_the_request_of_a_client_that_stops_reading_is_dropped_by_the_node
 
 async def test_nobody_tokenises_for_clients_that_left() -> None:
     text = json.dumps({"prompt": "river stone cloud market " * 40_000}).encode()
-    async with Bench([decode()]) as bench, router(bench, Stop()) as (client, _):
+    async with Bench([decode()]) as bench, router(bench, StopSignal()) as (client, _):
         port = client.base_url.port
         for _ in range(40):
             _, writer = await asyncio.open_connection("127.0.0.1", port)

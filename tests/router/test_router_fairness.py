@@ -16,8 +16,8 @@ from kvferry.protocol.lease import Rates
 from kvferry.protocol.messages import PrefillRequest
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.api.following import Choice, Following
 from kvferry.router.api.generation import Generation
+from kvferry.router.api.sequence_stream import Choice, SequenceStream
 from kvferry.router.tenants.keys import entry
 
 RATE = 1000.0
@@ -111,7 +111,7 @@ async def test_a_request_of_many_sequences_has_no_more_at_the_nodes_than_its_ten
     """They would take every seat, and newcomers have to wait for one."""
     follow, there = Generation._follow, [0, 0]
 
-    def counted(generation: Generation, choice: Choice) -> Following:
+    def counted(generation: Generation, choice: Choice) -> SequenceStream:
         there[0] += 1
         there[1] = max(there)
         pieces = follow(generation, choice)

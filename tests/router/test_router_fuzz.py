@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_router_process import router
 from waiting import until_told
 
-from kvferry.process.signals import Stop
+from kvferry.runtime.signals import StopSignal
 
 ANSWER_S = 10.0
 LIMITS = {"header_timeout": 0.3, "body_timeout": 0.3}
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with Bench([prefill(), decode()]) as bench, router(bench, Stop(), **LIMITS) as (client, _):
+    async with Bench([prefill(), decode()]) as bench, router(bench, StopSignal(), **LIMITS) as (client, _):
         yield client
 
 

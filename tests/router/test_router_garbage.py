@@ -16,9 +16,9 @@ import pytest
 from fake_workers import Bench, FakeWorker, decode, honest_prefill, prefill
 from test_router_process import router
 
-from kvferry.process.signals import Stop
 from kvferry.protocol.errors import BlocksCorrupt, Overloaded
 from kvferry.protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.runtime.signals import StopSignal
 
 PROMPT = list(range(100, 164))
 CHAT = [{"role": "user", "content": "What does a ferry carry?"}]
@@ -66,7 +66,7 @@ async def left_by(ask: Callable[[], Awaitable[None]]) -> Counter[str]:
 
 @pytest.mark.timeout(120)
 async def test_a_request_leaves_nothing_whatever_it_asks_for() -> None:
-    async with Bench([prefill(), decode()]) as bench, router(bench, Stop()) as (client, _):
+    async with Bench([prefill(), decode()]) as bench, router(bench, StopSignal()) as (client, _):
 
         async def ask(path: str, body: dict[str, Any]) -> None:
             answer = await client.post(path, json={"model": "", "max_tokens": 8, **body})
@@ -77,7 +77,7 @@ async def test_a_request_leaves_nothing_whatever_it_asks_for() -> None:
 
 
 async def test_texts_that_end_while_they_are_heard_leave_nothing() -> None:
-    async with Bench([prefill(), decode(step_s=0.01)]) as bench, router(bench, Stop()) as (client, _):
+    async with Bench([prefill(), decode(step_s=0.01)]) as bench, router(bench, StopSignal()) as (client, _):
         body: dict[str, Any] = {"model": "", "prompt": PROMPT, "max_tokens": 20}
 
         async def ask(**more: Any) -> str:
@@ -95,7 +95,7 @@ async def test_texts_that_end_while_they_are_heard_leave_nothing() -> None:
 async def test_a_node_that_refuses_leaves_nothing() -> None:
     full = prefill()
     full.refusal = Overloaded("as the test wants")
-    async with Bench([full, decode()]) as bench, router(bench, Stop()) as (client, _):
+    async with Bench([full, decode()]) as bench, router(bench, StopSignal()) as (client, _):
 
         async def ask() -> None:
             answer = await client.post("/v1/completions", json={"model": "", "prompt": PROMPT, "max_tokens": 8})
@@ -108,7 +108,7 @@ async def test_a_node_that_refuses_leaves_nothing() -> None:
 async def test_choices_whose_time_ends_together_leave_nothing() -> None:
     async with (
         Bench([prefill(), decode(step_s=0.02)]) as bench,
-        router(bench, Stop(), request_timeout=0.5) as (client, _),
+        router(bench, StopSignal(), request_timeout=0.5) as (client, _),
     ):
         body = {"model": "", "prompt": [PROMPT, PROMPT[1:]], "max_tokens": 500}
 
@@ -133,7 +133,7 @@ async def test_a_client_that_leaves_and_a_node_that_fails_leave_nothing() -> Non
             yield answer
 
     workers = [prefill(prefill_script=every_other), decode(step_s=0.01)]
-    async with Bench(workers) as bench, router(bench, Stop()) as (client, _):
+    async with Bench(workers) as bench, router(bench, StopSignal()) as (client, _):
 
         async def leave(choices: int) -> None:
             body = {"model": "", "prompt": PROMPT, "max_tokens": 500, "n": choices, "stream": True}

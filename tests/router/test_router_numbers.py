@@ -101,9 +101,9 @@ async def test_what_the_codec_refuses_ends_its_request_at_once(placed: list[Any]
         """No message: the codec does not know it."""
 
     async with Bench(placed) as bench, asyncio.timeout(ANSWER_S):
-        journey = bench.start(8, params={"seed": Odd() if seed == "not a number" else seed})
+        dispatch = bench.start(8, params={"seed": Odd() if seed == "not a number" else seed})
         with pytest.raises(KvferryError):
-            async for _ in journey:
+            async for _ in dispatch:
                 pass
         answer = [output async for output in bench.start(8)]
         assert answer[-1].finish_reason == "length"

@@ -15,19 +15,19 @@ import pytest
 from fake_workers import Bench, decode, prefill
 from waiting import until, until_told
 
-from kvferry.process import farewell
-from kvferry.process.http import bind
-from kvferry.process.signals import Stop
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.main import run_router, serve_router
+from kvferry.runtime import graceful_close
+from kvferry.runtime.http import bind
+from kvferry.runtime.signals import StopSignal
 
 BODY = {"model": "", "prompt": list(range(100, 164)), "max_tokens": 64, "stream": True}
 
 
 @contextlib.asynccontextmanager
 async def router(
-    bench: Bench, stop: Stop, **settings: Any
+    bench: Bench, stop: StopSignal, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Task[None]]]:
     """A router on the bench's registry, its client, and its run."""
     sock = bind("127.0.0.1", 0)
@@ -52,7 +52,7 @@ async def _ready(client: httpx.AsyncClient) -> bool:
 
 
 async def test_sigterm_lets_requests_finish() -> None:
-    stop = Stop()
+    stop = StopSignal()
     async with (
         Bench([prefill(), decode(step_s=0.01)]) as bench,
         router(bench, stop) as (client, run),
@@ -84,8 +84,8 @@ async def test_a_request_that_was_on_its_way_when_the_router_was_asked_to_end_is
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Over a connection that has brought none yet, and over one that rests between two; both are closed behind it."""
-    monkeypatch.setattr(farewell, "LINGER_S", 2.0)
-    stop = Stop()
+    monkeypatch.setattr(graceful_close, "LINGER_S", 2.0)
+    stop = StopSignal()
     get = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     async with Bench([decode()]) as bench, router(bench, stop) as (client, run):
         address = client.base_url.host, client.base_url.port
@@ -118,7 +118,7 @@ async def drains(url: httpx.URL) -> dict[str, int]:
 
 
 async def test_a_router_that_drained_leaves_its_port() -> None:
-    stop = Stop()
+    stop = StopSignal()
     async with Bench([prefill(), decode(step_s=0.01)]) as bench, router(bench, stop) as (client, run):
         stop.ask(signal.SIGTERM)
         await asyncio.wait_for(asyncio.shield(run), 5)
@@ -127,7 +127,7 @@ async def test_a_router_that_drained_leaves_its_port() -> None:
 
 
 async def test_sigint_does_not_wait_for_long_requests() -> None:
-    stop = Stop()
+    stop = StopSignal()
     async with Bench([decode(step_s=0.05)]) as bench, router(bench, stop) as (client, run):
         body = BODY | {"max_tokens": 2000}
         with contextlib.suppress(httpx.TransportError):

@@ -16,7 +16,7 @@ import pytest
 from fake_workers import Bench, decode, prefill
 from test_router_process import router
 
-from kvferry.process.signals import Stop
+from kvferry.runtime.signals import StopSignal
 
 CLIENTS = 64
 IDLE_S = 1.0
@@ -63,7 +63,7 @@ async def inflight(client: httpx.AsyncClient) -> float:
 async def test_after_a_storm_of_aborts_the_router_is_idle_within_a_second() -> None:
     async with Bench([prefill(), decode(step_s=0.02)]) as bench:
         slow_index(bench)
-        async with router(bench, Stop()) as (client, _):
+        async with router(bench, StopSignal()) as (client, _):
             for storm in range(6):
                 rng = random.Random(storm)
                 await asyncio.gather(*(leave(client.base_url.port or 0, rng) for _ in range(CLIENTS)))

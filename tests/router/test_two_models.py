@@ -14,10 +14,10 @@ from fake_workers import Bench, FakeWorker, decode, prefill
 from waiting import until
 
 from kvferry.cluster_state.index import owner
-from kvferry.model_files.naming import ModelName
+from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.app import create_app
-from kvferry.router.api.pool import Pool, Pools
+from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.text.encoding import Encoder
 
 NAMES = (ModelName("m", ("first", "alias")), ModelName("n"))
@@ -35,7 +35,9 @@ class House(Bench):
         self.other = self.all.pool(NAMES[1])
         texts = [replace(demo_text(), called=name) for name in NAMES]
         clusters = (self.cluster, self.other)
-        pools = Pools(*(Pool(t, c, self.metrics.of(t.name), Encoder(t)) for t, c in zip(texts, clusters, strict=True)))
+        pools = ServedModels(
+            *(ServedModel(t, c, self.metrics.of(t.name), Encoder(t)) for t, c in zip(texts, clusters, strict=True))
+        )
         app = create_app(RouterSettings(), pools, self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 

@@ -14,12 +14,12 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.lease import Load, NodeLease, Rates
 from kvferry.simulate.calibrate import calibrated, of_model
 from kvferry.simulate.compare import POLICIES, case, simulated
-from kvferry.simulate.figures import Figures, Goal, medians
 from kvferry.simulate.fleet import Shape
 from kvferry.simulate.machine import Machine
-from kvferry.simulate.pace import Pace
-from kvferry.simulate.picture import goodputs
 from kvferry.simulate.plan import Need, checks, guess
+from kvferry.simulate.plots import goodputs
+from kvferry.simulate.progress import SimulationProgress
+from kvferry.simulate.results import Figures, Goal, medians
 from kvferry.simulate.workloads import Asked
 
 
@@ -148,7 +148,7 @@ def test_a_plot_stays_until_there_is_another(tmp_path: Path) -> None:
 def test_how_far_a_simulation_is() -> None:
     said: list[str] = []
     times = iter((0.0, 5.0, 10.0, 10.0, 15.0, 21.0, 21.0))
-    pace = Pace("chat, kvferry", 100, said.append, times.__next__)
+    pace = SimulationProgress("chat, kvferry", 100, said.append, times.__next__)
     for left in (90, 80, 70, 60):
         pace.left(left)
     assert said == ["chat, kvferry: 20 of 100 requests", "chat, kvferry: 40 of 100 requests"]

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.errors import ConfigError
-from kvferry.simulate.ask import Ask
 from kvferry.simulate.compare import POLICIES
 from kvferry.simulate.eviction import EVICTIONS
 from kvferry.simulate.fleet import Shape
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
-from kvferry.simulate.others import RoundRobin
+from kvferry.simulate.peer_policies import RoundRobin
+from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.workloads import WORKLOADS, Asked, hashes_of
 from kvferry.simulate.world import Loss, World
 
@@ -24,12 +24,12 @@ MACHINE = Machine(
 )  # fmt: skip
 
 
-def ask(number: int, at: float, prompt: int, output: int, name: str = "", after: int = -1) -> Ask:
+def ask(number: int, at: float, prompt: int, output: int, name: str = "", after: int = -1) -> Scenario:
     hashes = hashes_of([(name or f"p{number}", prompt), (f"o{number}", output)], MACHINE.block_size)
-    return Ask(number, at, prompt, output, hashes, after)
+    return Scenario(number, at, prompt, output, hashes, after)
 
 
-def played(shape: Shape, trace: list[Ask], policy: str = "kvferry", losses: tuple[Loss, ...] = ()) -> World:
+def played(shape: Shape, trace: list[Scenario], policy: str = "kvferry", losses: tuple[Loss, ...] = ()) -> World:
     world = World(shape, POLICIES[policy](), trace, losses)
     asyncio.run(world.play())
     for node in world.fleet.nodes.values():

@@ -10,12 +10,12 @@ import pytest
 from test_nodes import MACHINE, ask, played
 
 from kvferry.cluster_state.index import on_tier
-from kvferry.protocol.rows import rows_of
-from kvferry.simulate.ask import Run
+from kvferry.protocol.index_rows import rows_of
 from kvferry.simulate.clock import Clock
 from kvferry.simulate.fleet import Shape
 from kvferry.simulate.node import Node
 from kvferry.simulate.report import lease_of
+from kvferry.simulate.scenario import Run
 from kvferry.simulate.tiers import Tier
 from kvferry.simulate.world import Loss
 

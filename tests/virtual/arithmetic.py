@@ -14,11 +14,11 @@ import torch
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.masks import Masks
 from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.sampler import Sampled
-from kvferry.engine.slices import Slice
+from kvferry.engine.step_slices import Slice
 from kvferry.kv_transfer.ports import BlockMemory
 
 VOCAB = 211
@@ -49,14 +49,14 @@ def expected(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 class Arithmetic(BlockMemory):
-    """An engine's runner (`engine.runner.Runs`), and its blocks as a link sees them. left: attempts that were
+    """An engine's runner (`engine.runner.StepRunner`), and its blocks as a link sees them. left: attempts that were
     cancelled, by request; blame: told of what must not be."""
 
     launch = None
 
     def __init__(self, num_blocks: int) -> None:
         self.waited_s = 0.0
-        self.masks = Masks.none("arithmetic reads no grammars")
+        self.masks = GrammarMasks.none("arithmetic reads no grammars")
         self.model = SimpleNamespace(info=INFO, device=torch.device("cpu"), resumable=False)
         self.memory = np.zeros((num_blocks, BLOCK_SIZE), dtype="<u4")
         self._bytes = self.memory.view(np.uint8)

@@ -7,32 +7,32 @@ from unittest.mock import patch
 
 from virtual.mistake import Mutant, mutant
 
-from kvferry.engine.copies import Copies
+from kvferry.engine.replication import Replicas
 
 
 @mutant("instead of")
 def copy_lands_at_once() -> Mutant:
     """What a buddy is to keep is findable before its blocks are there."""
 
-    def reserve(copies: Copies, grant: Any, hashes: Any, most: int) -> tuple[int, list[int]]:
+    def reserve(copies: Replicas, grant: Any, hashes: Any, most: int) -> tuple[int, list[int]]:
         first, block_ids = real(copies, grant, hashes, most)
         _, chain, _ = copies._landing[grant]
         for index in range(first, len(chain)):
             copies._pool.register([], chain[index], hashes[index], chain[index - 1] if index else None)
         return first, block_ids
 
-    real = Copies.reserve
-    return patch.object(Copies, "reserve", reserve)
+    real = Replicas.reserve
+    return patch.object(Replicas, "reserve", reserve)
 
 
 @mutant("is sent, but not held")
 def copy_is_not_lent() -> Mutant:
     """Blocks of a copy are taken anew while they are being sent."""
 
-    def lend(copies: Copies, transfer: int, request: Any, first: int, upto: int) -> Any:
-        lent = real(copies, transfer, request, first, upto)
+    def lend(copies: Replicas, transfer: int, request: Any, first: int, upto: int) -> Any:
+        transfer_holds = real(copies, transfer, request, first, upto)
         copies.returned(transfer)
-        return lent
+        return transfer_holds
 
-    real = Copies.lend
-    return patch.object(Copies, "lend", lend)
+    real = Replicas.lend
+    return patch.object(Replicas, "lend", lend)

@@ -7,33 +7,33 @@ from unittest.mock import patch
 
 from virtual.mistake import Mutant, mutant
 
-from kvferry.engine.copies import Copies
-from kvferry.node.fetches import Fetches
+from kvferry.engine.replication import Replicas
+from kvferry.worker.fetch_client import PrefixFetcher
 
 
 @mutant("is sent, but not held")
 def given_blocks_are_not_held() -> Mutant:
     """What a node gives is taken anew while it is being sent."""
 
-    def give(copies: Copies, transfer: int, block_ids: Any) -> None:
+    def give(copies: Replicas, transfer: int, block_ids: Any) -> None:
         real(copies, transfer, block_ids)
         copies.returned(transfer)
 
-    real = Copies.give
-    return patch.object(Copies, "give", give)
+    real = Replicas.give
+    return patch.object(Replicas, "give", give)
 
 
 @mutant("copies landing|held blocks")
 def fetch_that_failed_keeps_its_blocks() -> Mutant:
     """What was granted is not given back."""
-    return patch.object(Fetches, "quiet", lambda fetches, key: None)
+    return patch.object(PrefixFetcher, "quiet", lambda fetches, key: None)
 
 
 @mutant("instead of")
 def fetched_before_it_is_here() -> Mutant:
     """What was asked for counts as here as soon as it is granted."""
 
-    def grant(fetches: Fetches, engine: Any, key: Any, supply: Any) -> None:
+    def grant(fetches: PrefixFetcher, engine: Any, key: Any, supply: Any) -> None:
         real(fetches, engine, key, supply)
         if key in engine.copies.landing:
             hashes, chain, first = engine.copies._landing[key]
@@ -45,5 +45,5 @@ def fetched_before_it_is_here() -> Mutant:
             if waiting.key in fetches._waiting:
                 fetches._go_on(engine, fetches._waiting[waiting.key])
 
-    real = Fetches._grant
-    return patch.object(Fetches, "_grant", grant)
+    real = PrefixFetcher._grant
+    return patch.object(PrefixFetcher, "_grant", grant)

@@ -10,7 +10,7 @@ from virtual.clock import Process
 from virtual.wires import Lanes
 
 from kvferry.engine.ledger import Ledger
-from kvferry.kv_transfer.faulty import FaultyLink
+from kvferry.kv_transfer.fault_injection import FaultyLink
 from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.loopback import End, LoopbackLink, LoopbackNetwork
 from kvferry.protocol.errors import NodeLost

@@ -7,36 +7,36 @@ from unittest.mock import patch
 
 from virtual.mistake import Mutant, mutant
 
-from kvferry.engine.moving import Move, Moving
+from kvferry.engine.migration import OutboundMigration, OutboundMigrations
 from kvferry.engine.ports import SHIP
-from kvferry.router.journey.succession import Succession
+from kvferry.router.dispatch.migration import Migration
 
 
 @mutant("is sent, but not held")
 def moving_blocks_not_held() -> Mutant:
     """A move's full blocks are held by its stream alone, which may end."""
 
-    def begin(moving: Moving, *asked: Any) -> Move:
+    def begin(moving: OutboundMigrations, *asked: Any) -> OutboundMigration:
         move = real(moving, *asked)
-        moving._pool.release(("ship", move.transfer), SHIP, moving._lent[move.transfer])
-        moving._lent[move.transfer] = []
+        moving._pool.release(("ship", move.transfer), SHIP, moving._transfer_holds[move.transfer])
+        moving._transfer_holds[move.transfer] = []
         return move
 
-    real = Moving.begin
-    return patch.object(Moving, "begin", begin)
+    real = OutboundMigrations.begin
+    return patch.object(OutboundMigrations, "begin", begin)
 
 
 @mutant("blocks of moves are held by nobody")
 def moved_but_never_let_go() -> Mutant:
     """What was sent from for a move is held for good."""
-    return patch.object(Moving, "quiet", lambda moving, transfer: None)
+    return patch.object(OutboundMigrations, "quiet", lambda moving, transfer: None)
 
 
 @mutant("booked")
 def heir_left_open() -> Mutant:
     """A move that failed leaves its heir where it was to go."""
 
-    def end(succession: Succession) -> None:
-        succession._heir = None
+    def end(migration: Migration) -> None:
+        migration._successor = None
 
-    return patch.object(Succession, "end", end)
+    return patch.object(Migration, "end", end)

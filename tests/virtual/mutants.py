@@ -12,9 +12,9 @@ from virtual.mistake import Mutant, mutant
 from kvferry.decode_worker.grants import Grants
 from kvferry.engine.engine import Engine
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.lent import Lent
 from kvferry.engine.ports import QUIESCE, SHIP
 from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.transfer_holds import TransferHolds
 from kvferry.kv_transfer import receiver as receiver_module
 from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.incoming import Incoming
@@ -24,7 +24,7 @@ from kvferry.kv_transfer.receiver_grant import OpenGrant
 from kvferry.kv_transfer.sender_ship import Ship
 from kvferry.prefill_worker.ships import Ships
 from kvferry.router.nodes.client import NodeClient
-from kvferry.router.nodes.entry import Booking
+from kvferry.router.nodes.node_entry import Reservation
 
 
 @mutant("written.*, but not held")
@@ -56,12 +56,12 @@ def closed_before_it_is_quiet() -> Mutant:
 def hold_dropped_with_the_grant() -> Mutant:
     """A withdrawn grant's blocks are let go at once."""
 
-    def withdraw(lent: Lent, request: Any) -> None:
-        real(lent, request)
-        lent.grant_quiet(request.grant)
+    def withdraw(transfer_holds: TransferHolds, request: Any) -> None:
+        real(transfer_holds, request)
+        transfer_holds.grant_quiet(request.grant)
 
-    real = Lent.withdraw
-    return patch.object(Lent, "withdraw", withdraw)
+    real = TransferHolds.withdraw
+    return patch.object(TransferHolds, "withdraw", withdraw)
 
 
 @mutant("is sent, but not held")
@@ -70,7 +70,7 @@ def hold_dropped_with_the_request() -> Mutant:
 
     def remove(scheduler: Scheduler, request: Any) -> None:
         real(scheduler, request)
-        if request.transfer is not None and request.lent:
+        if request.transfer is not None and request.held_for_transfer:
             scheduler.pool.release(("ship", request.transfer), SHIP, request.block_ids)
             request.block_ids = []
 
@@ -114,16 +114,16 @@ def epoch_not_checked() -> Mutant:
 def cancel_forgets_blocks() -> Mutant:
     """A request that ends while it waits for its blocks keeps them."""
 
-    def withdraw(lent: Lent, request: Any) -> None:
-        lent._pool.holds.move(request.grant, "grant", QUIESCE)
+    def withdraw(transfer_holds: TransferHolds, request: Any) -> None:
+        transfer_holds._pool.holds.move(request.grant, "grant", QUIESCE)
 
-    return patch.object(Lent, "withdraw", withdraw)
+    return patch.object(TransferHolds, "withdraw", withdraw)
 
 
 @mutant("is computed, but was cancelled")
 def cancel_forgets_late_arrivals() -> Mutant:
     """An attempt that arrives after its cancel is served."""
-    return patch("kvferry.engine.door.Door.close", lambda door, request_id, attempt: None)
+    return patch("kvferry.engine.admission.Admission.close", lambda door, request_id, attempt: None)
 
 
 @mutant("is sent, but not held")
@@ -167,7 +167,7 @@ def first_token_of_another_attempt() -> Mutant:
 @mutant("booked")
 def booking_kept() -> Mutant:
     """A journey's bookings outlive it."""
-    return patch.object(Booking, "release", lambda booking: None)
+    return patch.object(Reservation, "release", lambda booking: None)
 
 
 @mutant("not idle .* requests")
@@ -212,7 +212,7 @@ def withdrawn_grant_runs() -> Mutant:
 
 
 def _run_anyway(engine: Engine, key: Any) -> None:
-    request = engine.roster.by_grant(key)
+    request = engine.request_table.by_grant(key)
     if request is not None and request.block_ids:
         engine.scheduler.land(request)
         request.computed_len = len(request.token_ids) - 1

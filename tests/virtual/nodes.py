@@ -1,5 +1,5 @@
-"""A node: the real engine, dock, role, streams and membership in one process on the virtual clock. What `node.loaded`
-joins with threads, a UCX link and an HTTP server, is joined here without them."""
+"""A node: the real engine, dock, role, streams and membership in one process on the virtual clock. What
+`worker.runtime` joins with threads, a UCX link and an HTTP server, is joined here without them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from kvferry.elastic_worker.service import ElasticService
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
 from kvferry.kv_transfer.dock import Dock
-from kvferry.kv_transfer.window import Window
-from kvferry.node.membership import Membership, new_epoch
-from kvferry.node.news import News
-from kvferry.node.outflow import Outflow
-from kvferry.node.rates import RateMeter
-from kvferry.node.roles import RoleChange, Roles
-from kvferry.node.service import Base
-from kvferry.node.streams import RouterStreams
-from kvferry.node.tier_opening import OpenTiers
-from kvferry.process.awake import LoopClock
-from kvferry.process.http import read_message
+from kvferry.kv_transfer.send_window import SendWindow
 from kvferry.protocol.errors import Draining, RoleKept
 from kvferry.protocol.lease import NodeLease, Rates
 from kvferry.protocol.messages import CancelRequest, Pulse
 from kvferry.protocol.roles import ChangeRole
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
+from kvferry.runtime.http import read_message
+from kvferry.runtime.suspend_aware_clock import LoopClock
+from kvferry.worker.event_relay import EventRelay
+from kvferry.worker.membership import Membership, new_epoch
+from kvferry.worker.rates import RateMeter
+from kvferry.worker.roles import RoleChange, Roles
+from kvferry.worker.service import Base
+from kvferry.worker.streams import RouterStreams
+from kvferry.worker.tier_opening import OpenTiers
+from kvferry.worker.transfer_stats import TransferStats
 
 BLOCK_BYTES = 16
 
@@ -107,7 +107,7 @@ class VirtualNode:
         self.link = LateLink(self.inner, world.faults)
         self.dock = Dock(
             self.link, runner, verify=shape.verify, checksums=LaterChecksums(self.link.submit),
-            window=Window(shape.window * BLOCK_BYTES), clock=loop.time,
+            window=SendWindow(shape.window * BLOCK_BYTES), clock=loop.time,
         )  # fmt: skip
         self.loop_engine = PumpedEngine(
             self.engine, process, lambda events: news.take(events), delay_s, shape.step_s[self.role]
@@ -123,7 +123,7 @@ class VirtualNode:
         self.service = ElasticService(
             Base(
                 settings=WorkerSettings(role=self.role), epoch=self.epoch, app=routes, metrics=self.metrics,
-                parts=parts, engine=self.loop_engine, dock=self.dock, rates=self.rates, outflow=Outflow(),
+                parts=parts, engine=self.loop_engine, dock=self.dock, rates=self.rates, outflow=TransferStats(),
                 streams=self.streams, tiers=OpenTiers(),
                 require_ready=self.require_ready, roles=self.roles, call_soon=self.call_soon,
             )
@@ -131,7 +131,7 @@ class VirtualNode:
         self.dock.start()
         routes.post("/attempts/cancel")(self._post_cancel)
         self.membership = Membership(self.store, self.lease, self.engine.pool.changes.rows, self.metrics)
-        news = News(self.service, self.metrics, self.rates, self.membership.note, self.call_soon)
+        news = EventRelay(self.service, self.metrics, self.rates, self.membership.note, self.call_soon)
         self.role_change = RoleChange(
             self.roles, self.loop_engine, self.membership, self.metrics, elastic=True, call_soon=self.call_soon,
             drains=self._drains, busy=self._busy, within_s=30.0,
@@ -162,7 +162,7 @@ class VirtualNode:
             raise Draining(f"{self.name} is draining")
 
     async def drain(self) -> None:
-        """As `node.loaded` does it, with all the time in the world: until nothing is under way here."""
+        """As `worker.runtime` does it, with all the time in the world: until nothing is under way here."""
         await self.role_change.stop()
         await self.membership.relief(lambda: not self.world.healed and self.streams.followed)
         self.draining = True
@@ -198,12 +198,12 @@ class VirtualNode:
         engine, service = self.engine, self.service
         tables = {
             "drain": self.draining,
-            "requests": list(engine.roster), "ships": engine.lent.ships, "grants": engine.lent.grants,
-            "attempts": engine.roster._attempts, "commands": self.loop_engine._inbox,
-            "fetches": service.endpoints.fetches._waiting, "asked": service.endpoints.fetches._asker.transfers._all,
-            "coming": service.endpoints.fetches._coming, "given": service.endpoints.supplies._giving,
-            "arrivals": service.endpoints.fetches._arrivals._open,
-            "copies sent": engine.copies._lent, "copies landing": engine.copies._landing,
+            "requests": list(engine.request_table), "ships": engine.transfer_holds.ships, "grants":
+            engine.transfer_holds.grants, "attempts": engine.request_table._attempts, "commands":
+            self.loop_engine._inbox, "fetches": service.endpoints.fetches._waiting, "asked":
+            service.endpoints.fetches._asker.transfers._all, "coming": service.endpoints.fetches._coming, "given":
+            service.endpoints.supplies._giving, "arrivals": service.endpoints.fetches._arrivals._open,
+            "copies sent": engine.copies._transfer_holds, "copies landing": engine.copies._landing,
             "held blocks": engine.pool.num_blocks - engine.pool.available,
         }  # fmt: skip
         tables |= {

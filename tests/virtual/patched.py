@@ -15,12 +15,12 @@ from unittest.mock import patch
 from virtual.nodes import METRICS
 
 from kvferry.cluster_state.index_writer import IndexWriter
-from kvferry.engine import copies
+from kvferry.engine import replication
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.placement import fetching
-from kvferry.placement.terms import Demand, Placement
-from kvferry.process.awake import TICK_S, AwakeClock
-from kvferry.router.journey.model_cluster import ModelCluster
+from kvferry.placement.types import Demand, Placement
+from kvferry.router.dispatch.model_cluster import ModelCluster
+from kvferry.runtime.suspend_aware_clock import TICK_S, SuspendAwareClock
 
 LOSS_S = 0.2
 """By which a fetch may be slower than computing what it brings: blocks are few, and fetched all the same."""
@@ -68,11 +68,11 @@ def virtual(world: Any) -> Iterator[None]:
             patch.object(time, "monotonic", clock),
             patch.object(Receiver, "_requested", watched),
             patch.object(time, "time_ns", lambda: int(1e9 * (1 + clock()))),
-            patch.object(AwakeClock.__init__, "__defaults__", (TICK_S, clock)),
+            patch.object(SuspendAwareClock.__init__, "__defaults__", (TICK_S, clock)),
             patch.object(
                 IndexWriter.__init__, "__kwdefaults__", {**IndexWriter.__init__.__kwdefaults__, "flush_s": 0.5}
             ),
-            patch.object(copies, "LEAST", 1),
+            patch.object(replication, "LEAST", 1),
             patch.object(fetching, "LEAST_GAIN_S", -LOSS_S),
             patch.object(ModelCluster, "place", ModelCluster.place if world.plan.seed % 2 else _away),
             patch.object(secrets, "token_hex", lambda count: f"{next(names):x}"),

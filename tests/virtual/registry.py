@@ -19,7 +19,7 @@ class Reached:
 
     def __init__(self, store: MemoryStore, weather: Weather) -> None:
         self._store, self._weather, self.away = store, weather, False
-        self.foreign = store.foreign
+        self.incompatible = store.incompatible
 
     def __getattr__(self, name: str) -> Any:
         asked = getattr(self._store, name)

@@ -10,16 +10,16 @@ from virtual.clock import Process, State
 from virtual.plan import Asked
 from virtual.registry import Reached
 
-from kvferry.model_files.naming import ModelName
+from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
-from kvferry.router.call import Call
-from kvferry.router.journey.cluster import RouterCluster
-from kvferry.router.journey.spec import RequestSpec
+from kvferry.router.dispatch.cluster import RouterCluster
+from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.nodes.client import NodeClient
-from kvferry.router.nodes.table import NodeTable
+from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.request_context import RequestContext
 
 METRICS = RouterMetrics()
 GRACE_S = 0.5
@@ -50,7 +50,7 @@ class VirtualRouter:
     def remains(self) -> list[str]:
         """Bookings, listeners and errands that are left."""
         left = [f"{self.process.name}: {key}: booked" for key, entry in self.nodes.entries.items() if not entry.idle]
-        return left + [f"{self.process.name}: errands"] * bool(self.pool.errands.open)
+        return left + [f"{self.process.name}: errands"] * bool(self.pool.background_calls.open)
 
 
 class Client:
@@ -69,17 +69,17 @@ class Client:
     async def run(self) -> None:
         world, asked = self.router.world, self.asked
         began = world.loop.time()
-        call = Call(self.name, began, began + asked.deadline_s)
+        call = RequestContext(self.name, began, began + asked.deadline_s)
         work = Generate(SamplingParams(max_tokens=asked.tokens, temperature=0.0))
         try:
-            journey = self.router.pool.start(RequestSpec(call, self.name, asked.prompt, work))
+            dispatch = self.router.pool.start(RequestSpec(call, self.name, asked.prompt, work))
             if asked.leaves_s is not None:
                 leaving = asyncio.get_running_loop().call_later(
-                    asked.leaves_s, lambda: self.router.process.task(self._leave(journey))
+                    asked.leaves_s, lambda: self.router.process.task(self._leave(dispatch))
                 )
             finished = None
-            journey.listen(lambda output: self.tokens.extend(output.token_ids))
-            async for output in journey:
+            dispatch.listen(lambda output: self.tokens.extend(output.token_ids))
+            async for output in dispatch:
                 self.tokens += output.token_ids
                 finished = output.finish_reason
             self.outcome = "done" if finished else "unfinished"
@@ -90,8 +90,8 @@ class Client:
         self.took_s = world.loop.time() - began
         self._check()
 
-    async def _leave(self, journey: Any) -> None:
-        await journey.cancel()
+    async def _leave(self, dispatch: Any) -> None:
+        await dispatch.cancel()
 
     def _check(self) -> None:
         right = expected(self.asked.prompt, self.asked.tokens)

@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl, urlsplit
 from virtual.clock import Process
 from virtual.wires import End
 
-from kvferry.node.frames import FrameResponse
 from kvferry.protocol.errors import KvferryError
+from kvferry.worker.message_stream import MessageStreamResponse
 
 
 class Routes:
@@ -66,7 +66,7 @@ class Served:
         if response is None:
             self._whole(202, b"")
             return
-        assert isinstance(response, FrameResponse)
+        assert isinstance(response, MessageStreamResponse)
         await response({}, self._receive, self._send)
 
     async def _receive(self) -> dict[str, Any]:

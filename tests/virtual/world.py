@@ -19,7 +19,7 @@ from virtual.weather import Weather
 from virtual.wires import Lanes, Wires
 
 from kvferry.cluster_state.memory_store import MemoryStore
-from kvferry.kv_transfer.faulty import Faults
+from kvferry.kv_transfer.fault_injection import Faults
 
 IDLE_S = 60.0
 """Once nothing goes wrong any more and no client waits, all holds must be gone by then: a job's deadline, and the

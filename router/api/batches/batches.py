@@ -13,7 +13,7 @@ from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.reader import BodyReader, parse
 from kvferry.router.api.documentation import errors, path_parameter, query_parameters, takes
 from kvferry.router.batch.batches import Batches
-from kvferry.router.call import CALL
+from kvferry.router.request_context import CALL
 
 MOST_LISTED = 100
 Status = Literal[

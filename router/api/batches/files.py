@@ -20,7 +20,7 @@ from kvferry.router.api.bodies.reader import check_encoding
 from kvferry.router.api.documentation import errors, path_parameter, query_parameters
 from kvferry.router.batch.batches import Batches
 from kvferry.router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose, disk_failed
-from kvferry.router.call import CALL, Call
+from kvferry.router.request_context import CALL, RequestContext
 
 UPLOADS = 8
 """As many files may be arriving at the same time."""
@@ -91,7 +91,7 @@ class Uploads:
             self._arriving -= 1
 
     async def _form(self, request: Request) -> FormData:
-        call: Call = request.scope[CALL]
+        call: RequestContext = request.scope[CALL]
         try:
             async with asyncio.timeout(call.deadline - time.monotonic()):
                 return await self._bounded(request).form(max_files=1, max_fields=16)

@@ -29,7 +29,11 @@ from kvferry.router.api.bodies.fields import (
 )
 from kvferry.router.api.bodies.structured import Asked, StructuredFields
 from kvferry.router.api.bodies.tools import ToolFields, Tools, ToolUse, bounded, parsing
-from kvferry.router.api.bodies.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
+from kvferry.router.api.bodies.unsupported_fields import (
+    UnsupportedFields,
+    UnsupportedForChat,
+    UnsupportedForCompletions,
+)
 from kvferry.router.text.parsers.stage import PLAIN, Parsing
 from kvferry.router.text.text_model import TextModel
 from kvferry.router.text.transcript import TextOptions
@@ -46,7 +50,7 @@ class RequestBody(BaseModel):
         """Raise InvalidRequest for what no field shows by itself."""
 
 
-class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnbuiltFields, RequestBody):
+class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnsupportedFields, RequestBody):
     """What chat and completions share. None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
@@ -111,7 +115,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnbuiltFiel
         )
 
 
-class CompletionBody(UnbuiltForCompletions, GenerationBody):
+class CompletionBody(UnsupportedForCompletions, GenerationBody):
     """POST /v1/completions. `prompt` becomes a list of texts and tuples of token ids."""
 
     prompt_field, output_default = "prompt", 16
@@ -170,7 +174,7 @@ class ChatPrompt(RequestBody):
         )
 
 
-class ChatBody(ToolFields, ChatPrompt, UnbuiltForChat, GenerationBody):
+class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
     """POST /v1/chat/completions."""
 
     prompt_field, output_default = "messages", None

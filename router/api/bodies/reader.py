@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from kvferry.protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
 from kvferry.router.api.bodies.fields import field_path
 from kvferry.router.api.bodies.generating import RequestBody
-from kvferry.router.api.bodies.pace import LONG_BYTES, Pace, cost_s
+from kvferry.router.api.bodies.parse_pacing import LONG_BYTES, ParsePacing, cost_s
 
 MAX_VALUES = 2**20
 """Strings, numbers, lists and objects in one body: reading them keeps the event loop busy, 0.1 to 0.2 s for so many."""
@@ -43,7 +43,7 @@ class BodyReader:
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._held = 0
-        self._pace = Pace()
+        self._pace = ParsePacing()
 
     async def read(self, request: Request) -> bytes:
         """The request's body, once it may be parsed. Raises UnsupportedMedia; RequestTooLarge, as soon as the header

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from kvferry.grammars.notation import MAX_CHOICES
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.work import Grammar
 from kvferry.router.text.parsers.stage import PLAIN, Parsing
 from kvferry.router.text.parsers.syntax import closed
 from kvferry.router.text.text_model import TextModel
+from kvferry.structured_output.to_lark import MAX_CHOICES
 
 Asked = tuple[str, Grammar]
 """The field, for errors, and the grammar it asks for."""

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import BaseModel, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from kvferry.grammars import lark
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.work import Grammar
 from kvferry.router.api.bodies.fields import told
@@ -20,6 +19,7 @@ from kvferry.router.text.parsers.families import MARKERS, marker_ids
 from kvferry.router.text.parsers.stage import CallParsing, Parsing
 from kvferry.router.text.parsers.syntax import Tool, after_thought, either, grammar
 from kvferry.router.text.text_model import TextModel
+from kvferry.structured_output import lark
 
 MAX_TOOLS = 128
 AUTO, NONE, REQUIRED = "auto", "none", "required"

@@ -6,14 +6,14 @@ from typing import Any
 
 from kvferry.protocol.errors import KvferryError
 from kvferry.router.api.fold import Answer
-from kvferry.router.api.following import Choice
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.messages.chat import MessagesChat
 from kvferry.router.api.messages.errors import message_error
-from kvferry.router.api.pool import Pool
+from kvferry.router.api.sequence_stream import Choice
+from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.parts import CALL, REASONING, Part, Parts, Step
 from kvferry.router.api.sse import TextEvent, named
-from kvferry.router.call import Call
+from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Piece
 
 _PING = named({"type": "ping"})
@@ -27,7 +27,7 @@ _DELTAS = {
 class MessageAnswer(Answer):
     """Blocks come one after another; their index is their place in the message's content."""
 
-    def __init__(self, call: Call, pool: Pool, chat: MessagesChat, generation: Generation) -> None:
+    def __init__(self, call: RequestContext, pool: ServedModel, chat: MessagesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))
         self._id, self._model, self._stops = f"msg_{call.id}", pool.name, chat.stop
         self._parts = Parts()

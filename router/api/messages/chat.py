@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.translated import TranslatedChat, translated
 from kvferry.router.api.messages.body import CountBody, MessagesBody, Turn
-from kvferry.router.api.pool import Pools
-from kvferry.router.call import Call
+from kvferry.router.api.served_models import ServedModels
+from kvferry.router.request_context import RequestContext
 
 Block = Mapping[str, Any]
 Message = dict[str, Any]
@@ -32,7 +32,7 @@ class MessagesChat(TranslatedChat):
     })  # fmt: skip
 
 
-async def asked(call: Call, body: CountBody, pools: Pools) -> MessagesChat:
+async def asked(call: RequestContext, body: CountBody, pools: ServedModels) -> MessagesChat:
     """What the request asks for. Raises InvalidRequest naming the field."""
     return chat(body)
 

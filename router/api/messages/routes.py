@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
-from kvferry.process.disconnect import until_disconnect
 from kvferry.router.api.bodies.reader import BodyReader, parse
 from kvferry.router.api.documentation import errors, takes
 from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageTokens
 from kvferry.router.api.messages.body import CountBody
 from kvferry.router.api.messages.chat import chat
 from kvferry.router.api.messages.errors import PLACE
-from kvferry.router.api.pool import Pools
+from kvferry.router.api.served_models import ServedModels
 from kvferry.router.text.encoding import Bound
+from kvferry.runtime.disconnect import until_disconnect
 
 
-def counting(pools: Pools, reader: BodyReader, statuses: Sequence[int]) -> APIRouter:
+def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -> APIRouter:
     """`statuses` are those of its errors."""
     router = APIRouter(responses=errors(*statuses, model=MessageErrorAnswer))
 
@@ -33,7 +33,7 @@ def counting(pools: Pools, reader: BodyReader, statuses: Sequence[int]) -> APIRo
     return router
 
 
-async def count_tokens(pools: Pools, data: bytes) -> dict[str, int]:
+async def count_tokens(pools: ServedModels, data: bytes) -> dict[str, int]:
     """Tokens of the prompt that these messages make. Raises InvalidRequest."""
     body = parse(CountBody, data)
     pool = pools.pool(body.model)

@@ -7,14 +7,14 @@ from typing import Any
 
 from kvferry.protocol.errors import KvferryError
 from kvferry.router.api.fold import Answer
-from kvferry.router.api.following import Choice
 from kvferry.router.api.generation import Generation
-from kvferry.router.api.pool import Pool
-from kvferry.router.api.responses.asked import Asked, ResponsesChat
+from kvferry.router.api.responses.request import ResponsesChat, ResponsesRequest
+from kvferry.router.api.sequence_stream import Choice
+from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.logprobs import LogprobWriter
 from kvferry.router.api.shapes.parts import CALL, REASONING, TEXT, Part, Parts, Step
 from kvferry.router.api.sse import TextEvent, named
-from kvferry.router.call import Call
+from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Entry, Piece
 
 _ID = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
@@ -30,9 +30,9 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 class ResponseAnswer(Answer):
     """What the request said is repeated in the response."""
 
-    def __init__(self, call: Call, pool: Pool, chat: ResponsesChat, generation: Generation) -> None:
+    def __init__(self, call: RequestContext, pool: ServedModel, chat: ResponsesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))
-        asked: Asked = chat.asked
+        asked: ResponsesRequest = chat.asked
         self._asked = asked
         self._model = pool.name
         self._parts = Parts()

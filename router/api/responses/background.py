@@ -9,15 +9,15 @@ from contextlib import aclosing
 from typing import Any
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, RegistryUnavailable
-from kvferry.router.api.exchange import Admission
+from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.fold import Answer
 from kvferry.router.api.generation import Generation
-from kvferry.router.api.pool import Pool
+from kvferry.router.api.generation_route import InflightLimit
 from kvferry.router.api.responses.answer import ResponseAnswer
-from kvferry.router.api.responses.asked import ResponsesChat
-from kvferry.router.api.responses.kept import Kept, Responses
-from kvferry.router.api.visit import Visit
-from kvferry.router.siblings.siblings import Siblings
+from kvferry.router.api.responses.request import ResponsesChat
+from kvferry.router.api.responses.stored_responses import StoredResponse, StoredResponses
+from kvferry.router.api.served_models import ServedModel
+from kvferry.router.worker_peers.peers import WorkerPeers
 
 ENDS_S = 5.0
 """What another process may take to end one of its responses."""
@@ -25,7 +25,7 @@ ENDS_S = 5.0
 log = logging.getLogger("kvferry.responses")
 
 
-class Promise(Answer):
+class BackgroundResponse(Answer):
     """The response as it begins, for a client that comes back for the rest."""
 
     def __init__(self, generation: Generation, response: dict[str, Any]) -> None:
@@ -40,33 +40,35 @@ class Background:
     """Of one router, and they end with it. The records say in_progress until they are completed, incomplete, failed or
     cancelled."""
 
-    def __init__(self, responses: Responses, admission: Admission, siblings: Siblings) -> None:
+    def __init__(self, responses: StoredResponses, admission: InflightLimit, peers: WorkerPeers) -> None:
         self._responses = responses
         self._admission = admission
-        self._siblings = siblings
-        siblings.answers["drop"] = self._drop_own
+        self._peers = peers
+        peers.answers["drop"] = self._drop_own
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
 
-    async def begin(self, visit: Visit, pool: Pool, chat: ResponsesChat, generation: Generation) -> Answer | None:
+    async def begin(
+        self, admitted: AdmittedRequest, pool: ServedModel, chat: ResponsesChat, generation: Generation
+    ) -> Answer | None:
         """Generate behind the client's back, if it asked for that; None otherwise. The request's visit goes on with its
         place among those in progress, and waits for its turn. Raises InvalidRequest or RegistryUnavailable where the
         response could not be fetched."""
-        asked, call = chat.asked, visit.call
+        asked, call = chat.asked, admitted.call
         if not asked.body.background:
             return None
         if not asked.kept:
             raise InvalidRequest("background: this server keeps no responses", param="background")
         answer = ResponseAnswer(call, pool, chat, generation)
         begun = answer.begun()
-        if not await self._responses.put(call.tenant, Kept(begun, asked.items, asked.history)):
+        if not await self._responses.put(call.tenant, StoredResponse(begun, asked.items, asked.history)):
             raise RegistryUnavailable("background: the response cannot be kept now", param="background")
         self._admission.go_on()
-        visit.go_on()
+        admitted.go_on()
         place = (call.tenant, asked.id)
-        task = self._running[place] = asyncio.create_task(self._run(visit, pool, answer, generation), name=asked.id)
-        task.add_done_callback(lambda _: self._ended(place, visit))
+        task = self._running[place] = asyncio.create_task(self._run(admitted, pool, answer, generation), name=asked.id)
+        task.add_done_callback(lambda _: self._ended(place, admitted))
         await asyncio.sleep(0)  # it begins before anybody can end it: one that never began would not say so
-        return Promise(generation, begun)
+        return BackgroundResponse(generation, begun)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
         """The response, which ends now if this router generates it, in whichever of its processes. Raises NotFound, and
@@ -84,7 +86,7 @@ class Background:
     async def drop(self, tenant: str, response_id: str) -> None:
         """End it, if this router generates it; its record says so then."""
         if (tenant, response_id) not in self._running:
-            await self._siblings.ask("drop", tenant, response_id, within_s=ENDS_S)
+            await self._peers.ask("drop", tenant, response_id, within_s=ENDS_S)
         await self._drop_own(tenant, response_id)
 
     async def _drop_own(self, tenant: str, response_id: str) -> bytes:
@@ -94,17 +96,19 @@ class Background:
             await asyncio.wait((task,))
         return b""
 
-    def _ended(self, place: tuple[str, str], visit: Visit) -> None:
+    def _ended(self, place: tuple[str, str], admitted: AdmittedRequest) -> None:
         del self._running[place]
-        visit.end()
+        admitted.end()
         self._admission.leave()
 
-    async def _run(self, visit: Visit, pool: Pool, answer: ResponseAnswer, generation: Generation) -> None:
+    async def _run(
+        self, admitted: AdmittedRequest, pool: ServedModel, answer: ResponseAnswer, generation: Generation
+    ) -> None:
         try:
-            generation.turn = await visit.turn(pool.turns, generation.size)
+            generation.turn = await admitted.turn(pool.turns, generation.size)
             async with aclosing(generation.pieces()) as pieces:
                 answer.take(*await anext(pieces))
-                visit.began(generation.used)
+                admitted.began(generation.used)
                 generation.listen(answer.take)
                 async for choice, piece in pieces:
                     answer.take(choice, piece)
@@ -112,7 +116,7 @@ class Background:
         except asyncio.CancelledError:
             ended = answer.body("cancelled")
         except KvferryError as error:
-            visit.refused(error)
+            admitted.refused(error)
             ended = answer.failed(error)
         except Exception:
             log.exception("%s failed", answer.id)

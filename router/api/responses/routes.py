@@ -10,14 +10,14 @@ from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.documentation import errors, path_parameter
 from kvferry.router.api.responses.answers import DeletedResponse, InputItems, ResponseObject
 from kvferry.router.api.responses.background import Background
-from kvferry.router.api.responses.kept import Responses
-from kvferry.router.call import CALL
+from kvferry.router.api.responses.stored_responses import StoredResponses
+from kvferry.router.request_context import CALL
 
 _PLACE = "/v1/responses/{id}"
 _MOST_ITEMS = 100
 
 
-def kept_responses(responses: Responses, background: Background) -> APIRouter:
+def kept_responses(responses: StoredResponses, background: Background) -> APIRouter:
     router = APIRouter(responses=errors(404, 503))
 
     @router.get(_PLACE, summary="A response that is kept", response_model=ResponseObject, openapi_extra=_id())

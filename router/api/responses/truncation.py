@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.api.pool import Pool
-from kvferry.router.api.responses.asked import Asked, ResponsesChat
 from kvferry.router.api.responses.items import Item
+from kvferry.router.api.responses.request import ResponsesChat, ResponsesRequest
+from kvferry.router.api.served_models import ServedModel
 from kvferry.router.text.encoding import Bound
 
 
-async def fitted(asked: Asked, pool: Pool) -> ResponsesChat:
+async def fitted(asked: ResponsesRequest, pool: ServedModel) -> ResponsesChat:
     """The chat without as few of its oldest turns as leave room for the output that was asked for, or one token. What
     the system said stays, and so does the last turn, whatever its length."""
     whole = [*asked.history, *asked.items]
@@ -31,7 +31,7 @@ def _from(items: list[Item], cut: int) -> list[Item]:
     return [*said, *items[cut:]]
 
 
-async def _fits(chat: ResponsesChat, pool: Pool, room: int) -> bool:
+async def _fits(chat: ResponsesChat, pool: ServedModel, room: int) -> bool:
     """Templates may make shorter prompts of longer chats, but none that matters does."""
     (prompt,) = await pool.encoder.beside(chat.prompts, pool.text)
     assert isinstance(prompt, str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.router.api.bodies.generating import ChatBody
-from kvferry.router.api.following import Choice
+from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.shapes.shape import Collected, Shape
 from kvferry.router.text.transcript import CallDelta, Entry, Piece
 

@@ -10,19 +10,19 @@ from typing import Any
 
 from kvferry.router.api.bodies.generating import GenerationBody
 from kvferry.router.api.fold import Answer
-from kvferry.router.api.following import Choice
 from kvferry.router.api.generation import Generation
-from kvferry.router.api.pool import Pool
+from kvferry.router.api.sequence_stream import Choice
+from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.shape import Collected, Shape
 from kvferry.router.api.sse import DONE, TextEvent, event
-from kvferry.router.call import Call
+from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Piece
 
 
-def chunks(shape: type[Shape[Any]]) -> Callable[[Call, Pool, Any, Generation], Answer]:
+def chunks(shape: type[Shape[Any]]) -> Callable[[RequestContext, ServedModel, Any, Generation], Answer]:
     """An endpoint's `shape`, where choices look like that."""
 
-    def answer(call: Call, pool: Pool, body: GenerationBody, generation: Generation) -> Answer:
+    def answer(call: RequestContext, pool: ServedModel, body: GenerationBody, generation: Generation) -> Answer:
         return ChunkAnswer(call, body, generation, shape(pool, body, generation))
 
     return answer
@@ -31,7 +31,7 @@ def chunks(shape: type[Shape[Any]]) -> Callable[[Call, Pool, Any, Generation], A
 class ChunkAnswer(Answer):
     """Nearly every piece of a stream is text alone: its event is made by filling the text into one made before."""
 
-    def __init__(self, call: Call, body: GenerationBody, generation: Generation, shape: Shape[Any]) -> None:
+    def __init__(self, call: RequestContext, body: GenerationBody, generation: Generation, shape: Shape[Any]) -> None:
         super().__init__(generation, streams=bool(body.stream))
         options = body.stream_options
         self._shown = body.n or 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.router.api.bodies.generating import CompletionBody
-from kvferry.router.api.following import Choice
 from kvferry.router.api.generation import Generation
-from kvferry.router.api.pool import Pool
+from kvferry.router.api.sequence_stream import Choice
+from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.shape import Collected, Shape
 from kvferry.router.text.detokenizer import detokenizer
 from kvferry.router.text.transcript import Entry, Piece
@@ -16,7 +16,7 @@ from kvferry.router.text.transcript import Entry, Piece
 class CompletionShape(Shape[CompletionBody]):
     id_prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, pool: Pool, body: CompletionBody, generation: Generation) -> None:
+    def __init__(self, pool: ServedModel, body: CompletionBody, generation: Generation) -> None:
         super().__init__(pool, body, generation)
         self._echoes: dict[int, str] = {}
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.router.api.bodies.generating import GenerationBody
-from kvferry.router.api.following import Choice
 from kvferry.router.api.generation import Generation
-from kvferry.router.api.pool import Pool
+from kvferry.router.api.sequence_stream import Choice
+from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.logprobs import LogprobWriter
 from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
@@ -56,7 +56,7 @@ class Shape(Generic[AnyBody]):
     whole: ClassVar[str]
     chunk: ClassVar[str]
 
-    def __init__(self, pool: Pool, body: AnyBody, generation: Generation) -> None:
+    def __init__(self, pool: ServedModel, body: AnyBody, generation: Generation) -> None:
         self.body = body
         self.model = pool.name
         self.tokenizer = pool.text.tokenizer

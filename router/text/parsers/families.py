@@ -10,10 +10,10 @@ from typing import Any
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import ConfigError
 from kvferry.router.text.parsers import harmony
-from kvferry.router.text.parsers.found import CallParser
 from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
 from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
 from kvferry.router.text.parsers.mistral import MistralParser
+from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.pythonic import PythonicParser
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.transcript import TextOptions

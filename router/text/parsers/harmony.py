@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.router.text.detokenizer import detokenizer
-from kvferry.router.text.parsers.found import new_id
 from kvferry.router.text.parsers.json_call import ValueEnd, is_object
+from kvferry.router.text.parsers.parsed_output import new_id
 from kvferry.router.text.transcript import CallDelta, Found
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")

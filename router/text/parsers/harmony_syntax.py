@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.grammars import lark
 from kvferry.router.text.parsers.harmony import ANALYSIS, COMMENTARY, END, FINAL, FUNCTIONS, MARKS, MESSAGE, ROLE
 from kvferry.router.text.parsers.syntax import Rules, Spell, Tool, either
+from kvferry.structured_output import lark
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, *_ = MARKS
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvferry.router.text.parsers.found import CallParser
 from kvferry.router.text.parsers.json_call import CallObject
+from kvferry.router.text.parsers.parsed_output import CallParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 REPLY, REPLIED = "<text>", "</text>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from kvferry.router.text.parsers.found import Parser
+from kvferry.router.text.parsers.parsed_output import Parser
 from kvferry.router.text.parsers.reasoning import ReasoningParser
 from kvferry.router.text.transcript import Found
 

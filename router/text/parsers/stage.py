@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.model_files.tokenizer import TextTokenizer
-from kvferry.router.journey.spec import Output
+from kvferry.router.dispatch.interface import Output
 from kvferry.router.text.parsers import harmony
-from kvferry.router.text.parsers.found import Parser
+from kvferry.router.text.parsers.parsed_output import Parser
 from kvferry.router.text.parsers.reader import Reader, Turn
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
 from kvferry.router.text.transcript import CallDelta, Found, Piece, Transcript

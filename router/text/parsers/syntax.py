@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.grammars import lark
 from kvferry.router.text.parsers import hermes, mistral
 from kvferry.router.text.parsers.reasoning import Thinking
+from kvferry.structured_output import lark
 
 _ANY = r"/(.|\n)*/"
 _GAP = r"/[ \n]{0,4}/"

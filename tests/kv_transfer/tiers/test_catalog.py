@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kv_transfer.tiers.catalog import Catalog
-from kvferry.protocol.rows import rows_of
+from kvferry.protocol.index_rows import rows_of
 
 CHAIN = [hashlib.sha256(bytes([number])).digest()[:16] for number in range(60)]
 ROWS = rows_of(CHAIN)

@@ -13,7 +13,7 @@ import pytest
 from told import blocks
 from waiting import wait_for
 
-from kvferry.kv_transfer.tiers import files, local, pace
+from kvferry.kv_transfer.tiers import files, local, read_rates
 from kvferry.kv_transfer.tiers.disk import DiskTier, open_disk
 from kvferry.protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound
 
@@ -240,7 +240,7 @@ def test_reads_that_wait_are_bounded_too(make: Any, monkeypatch: pytest.MonkeyPa
 
 def test_reading_takes_the_time_that_it_took(make: Any) -> None:
     tier = make()
-    assert tier.seconds(10) == 10 * SIZE / pace.FIRST_RATE
+    assert tier.seconds(10) == 10 * SIZE / read_rates.FIRST_RATE
     write(tier, *range(1, 20))
     read(tier, *range(1, 20))
-    assert tier.seconds(10) != 10 * SIZE / pace.FIRST_RATE
+    assert tier.seconds(10) != 10 * SIZE / read_rates.FIRST_RATE

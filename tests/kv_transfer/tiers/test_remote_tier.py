@@ -16,12 +16,12 @@ from object_store import s3
 from told import Overtaken
 from waiting import wait_for
 
-from kvferry.kv_transfer.tiers import groups, remote, sweep
+from kvferry.kv_transfer.tiers import groups, remote, store_eviction
 from kvferry.kv_transfer.tiers.groups import GROUP, Group, in_chain
 from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.kv_transfer.tiers.remote import RemoteTier
 from kvferry.protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound, TransferFailed
-from kvferry.protocol.rows import alone
+from kvferry.protocol.index_rows import alone
 
 SIZE = 4096
 BLOCKS = 3 * GROUP + 5
@@ -298,29 +298,29 @@ def test_no_more_waits_than_has_room(make: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_was_written_longest_ago_leaves_first_and_of_a_chain_its_end(make: Any) -> None:
-    node, hour = make(), sweep.AGE_S
+    node, hour = make(), store_eviction.AGE_S
     row = [(group.name, hour * 5 + index, 100) for index, group in enumerate(node.groups(named()))]
     older = [(group.name, hour * 2 + index, 100) for index, group in enumerate(node.groups(named(of=1)))]
-    assert list(sweep.too_much([*row, *older], 600)) == []
-    assert list(sweep.too_much([*row, *older], 590)) == [older[2][0]]
-    assert list(sweep.too_much([*row, *older], 200)) == [name for name, _, _ in (*older[::-1], *row[:0:-1])]
+    assert list(store_eviction.too_much([*row, *older], 600)) == []
+    assert list(store_eviction.too_much([*row, *older], 590)) == [older[2][0]]
+    assert list(store_eviction.too_much([*row, *older], 200)) == [name for name, _, _ in (*older[::-1], *row[:0:-1])]
     node.write(named())
     one = asyncio.run(node.tier._objects.list(node.tier.folder))[0][2]
-    assert asyncio.run(sweep.sweep(node.tier._objects, node.tier.folder, 2 * one)) == [row[2][0], row[1][0]]
+    assert asyncio.run(store_eviction.sweep(node.tier._objects, node.tier.folder, 2 * one)) == [row[2][0], row[1][0]]
     assert node.names() == [row[0][0]]
 
 
 def test_one_node_sweeps_at_a_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     node = make()
     objects, folder = node.tier._objects, node.tier.folder
-    assert asyncio.run(sweep._turn(objects, folder))
-    assert not asyncio.run(sweep._turn(objects, folder))
-    monkeypatch.setattr(sweep, "EVERY_S", -10.0)
-    assert asyncio.run(sweep._turn(objects, folder))
+    assert asyncio.run(store_eviction._turn(objects, folder))
+    assert not asyncio.run(store_eviction._turn(objects, folder))
+    monkeypatch.setattr(store_eviction, "EVERY_S", -10.0)
+    assert asyncio.run(store_eviction._turn(objects, folder))
 
 
 def test_a_bound_is_kept_without_anybody_asking(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "EVERY_S", 0.05)
+    monkeypatch.setattr(store_eviction, "EVERY_S", 0.05)
     node = make(size=GROUP * SIZE * 2)
     node.write(named())
     wait_for(lambda: len([name for name in node.names() if name.endswith(groups.SUFFIX)]) == 1)
@@ -361,7 +361,7 @@ def test_what_is_missed_or_deleted_is_told(make: Any, monkeypatch: pytest.Monkey
     assert stale.look(named()) == 0
     assert alone(named()[GROUP - 1]) not in there
     node.write(named())
-    monkeypatch.setattr(sweep, "EVERY_S", 0.05)
+    monkeypatch.setattr(store_eviction, "EVERY_S", 0.05)
     sweeper = make(size=GROUP * SIZE * 2)
     there = told_by(sweeper)
     there.update(map(alone, named()[GROUP - 1 :: GROUP]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.kv_transfer.tiers import files, header
+from kvferry.kv_transfer.tiers import block_header, files
 from kvferry.protocol.errors import BlocksCorrupt
 
 SIZE = 5000
@@ -61,7 +61,7 @@ def test_a_file_that_ends_early_is_found_when_it_is_read_and_removed_at_the_next
     assert not written.path.exists()
 
 
-@pytest.mark.parametrize("cut", [0, 5, 11, 40, header.PAGE - 1])
+@pytest.mark.parametrize("cut", [0, 5, 11, 40, block_header.PAGE - 1])
 def test_any_beginning_of_a_file_is_no_file(tmp_path: Path, cut: int) -> None:
     written = files.write(tmp_path, "of this model", hashes(3), b"", blocks(3))
     written.path.write_bytes(written.path.read_bytes()[:cut])

@@ -16,7 +16,7 @@ from test_disk_tier import SIZE, close, dropped, file_size, holding, make, named
 from told import Overtaken
 from waiting import wait_for
 
-from kvferry.kv_transfer.tiers import files, places
+from kvferry.kv_transfer.tiers import disk_directories, files
 from kvferry.kv_transfer.tiers.disk import open_disk
 from kvferry.protocol.errors import BlocksCorrupt, ConfigError, TransferFailed
 
@@ -261,7 +261,7 @@ def test_a_directory_that_others_may_use_is_closed_to_them(make: Any) -> None:
 def test_a_link_is_not_taken_for_a_directory(make: Any, tmp_path: Path) -> None:
     tier = make()
     close(tier)
-    (tier.directory / places.LOCK).unlink()
+    (tier.directory / disk_directories.LOCK).unlink()
     tier.directory.rmdir()
     (tmp_path / "elsewhere").mkdir()
     tier.directory.symlink_to(tmp_path / "elsewhere")
@@ -306,7 +306,7 @@ def test_what_another_model_left_long_ago_is_removed(make: Any) -> None:
     for tier in (old, lately):
         write(tier, 1)
         close(tier)
-    for path in (old.directory / places.LOCK, old.directory):
+    for path in (old.directory / disk_directories.LOCK, old.directory):
         os.utime(path, (0, 0))
     make(name="decode")
     assert not old.directory.exists()
@@ -318,7 +318,7 @@ def test_what_another_model_left_long_ago_is_removed(make: Any) -> None:
 def test_what_was_only_read_of_late_is_not_taken_for_left(make: Any) -> None:
     old = make(fingerprint="old")
     close(old)
-    for path in (old.directory / places.LOCK, old.directory):
+    for path in (old.directory / disk_directories.LOCK, old.directory):
         os.utime(path, (0, 0))
     close(make(fingerprint="old"))
     make()
@@ -380,7 +380,7 @@ def test_what_is_not_ours_stays_where_another_models_files_are_removed(make: Any
     write(old, 1)
     close(old)
     (old.directory / "notes.txt").write_text("mine")
-    for path in (old.directory / places.LOCK, old.directory):
+    for path in (old.directory / disk_directories.LOCK, old.directory):
         os.utime(path, (0, 0))
     make()
     assert [path.name for path in old.directory.iterdir()] == ["notes.txt"]

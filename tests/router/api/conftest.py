@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.grammars.checker import Checker
 from kvferry.router.text.transcript import Piece, Transcript
+from kvferry.structured_output.checker import Checker
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ async def checkers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """Those that a test's pools make end with it, and their processes."""
     made: list[Checker] = []
     monkeypatch.setattr(
-        "kvferry.router.api.pool.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1]
+        "kvferry.router.api.served_models.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1]
     )
     yield
     for checker in made:

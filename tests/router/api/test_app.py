@@ -18,7 +18,7 @@ from api_parts import (
     MESSAGES,
     Api,
     FakeCluster,
-    FakeJourney,
+    FakeDispatch,
     demo_text,
     error_of,
     ids_of,
@@ -30,10 +30,10 @@ from fake_workers import lease_of
 from waiting import until, until_told
 
 from kvferry.protocol.errors import ConfigError, Overloaded
-from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.version import VERSION
-from kvferry.router.journey.spec import Output, RequestSpec, Route
+from kvferry.router.dispatch.interface import Output, RequestSpec, Route
 from kvferry.router.text.load import load_text_model
 
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -110,7 +110,7 @@ async def test_tokenize_and_detokenize() -> None:
     }  # fmt: skip
     chat = (await api.http.post("/tokenize", json={"messages": MESSAGES})).json()
     await api.chat()
-    assert tuple(chat["tokens"]) == api.cluster.journeys[0].spec.token_ids
+    assert tuple(chat["tokens"]) == api.cluster.dispatches[0].spec.token_ids
     text = (await api.http.post("/detokenize", json={"tokens": [*ids_of("Hi 12"), EOS]})).json()
     assert text == {"prompt": "Hi 12<|im_end|>"}
     assert error_of(await api.http.post("/tokenize", json={}))["param"] == "prompt"
@@ -151,7 +151,7 @@ async def test_a_clients_id_is_the_id_in_body_header_logs_and_messages(caplog: p
     text = await api.http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2}, headers=headers)
     assert (chat.headers["x-request-id"], chat.json()["id"]) == ("order-7", "chatcmpl-order-7")
     assert (text.headers["x-request-id"], text.json()["id"]) == ("order-7", "cmpl-order-7")
-    specs = [journey.spec for journey in api.cluster.journeys]
+    specs = [dispatch.spec for dispatch in api.cluster.dispatches]
     assert {spec.call.id for spec in specs} == {"order-7"}
     assert {spec.call.trace for spec in specs} == {TRACE}
     assert all(spec.request_id.startswith("order-7") for spec in specs)
@@ -164,15 +164,15 @@ async def test_a_drawn_id_is_one_id_too() -> None:
     api = Api(FakeCluster(says("x")))
     response = await api.complete()
     assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
-    (journey,) = api.cluster.journeys
-    assert journey.spec.request_id == response.headers["x-request-id"]
+    (dispatch,) = api.cluster.dispatches
+    assert dispatch.spec.request_id == response.headers["x-request-id"]
 
 
 async def test_the_deadline_counts_from_arrival() -> None:
     api = Api(FakeCluster(says("x")), request_timeout=30.0)
     before = time.monotonic()
     await api.complete()
-    call = api.cluster.journeys[0].spec.call
+    call = api.cluster.dispatches[0].spec.call
     assert before <= call.arrival <= time.monotonic()
     assert call.deadline == call.arrival + 30.0
 
@@ -180,7 +180,7 @@ async def test_the_deadline_counts_from_arrival() -> None:
 async def test_more_requests_than_the_limit_are_told_to_come_back() -> None:
     api = Api(FakeCluster(LONG, gap_s=0.05), max_inflight=2)
     running = [asyncio.create_task(api.chat(max_tokens=8)) for _ in range(2)]
-    await until(lambda: len(api.cluster.journeys) == 2, 2.0)
+    await until(lambda: len(api.cluster.dispatches) == 2, 2.0)
     assert api.sample("kvferry_requests_inflight") == 2
     refused = await api.chat()
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
@@ -224,11 +224,11 @@ async def test_a_client_that_leaves_cancels_its_journeys_at_once(stream: bool) -
         async with httpx.AsyncClient(base_url=url) as http:
             body = {"messages": MESSAGES, "stream": stream, "n": 2}
             request = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-            await until(lambda: len(api.cluster.journeys) == 2 and api.cluster.journeys[1].yielded > 2, 2.0)
+            await until(lambda: len(api.cluster.dispatches) == 2 and api.cluster.dispatches[1].yielded > 2, 2.0)
             request.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await request
-        waited = await until(lambda: all(journey.cancelled.is_set() for journey in api.cluster.journeys), 2.0)
+        waited = await until(lambda: all(dispatch.cancelled.is_set() for dispatch in api.cluster.dispatches), 2.0)
         assert waited < 1.0
         await until(lambda: api.sample("kvferry_requests_inflight") == 0, 2.0)
     assert api.sample("kvferry_requests_total", endpoint="/v1/chat/completions", status="499") == 1
@@ -239,11 +239,11 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_too() -> None
     with served(api.app) as url:
         with pytest.raises(httpx.ReadTimeout):
             await httpx.AsyncClient(base_url=url, timeout=0.3).post("/v1/chat/completions", json={"messages": MESSAGES})
-        await until(lambda: api.cluster.journeys[0].cancelled.is_set(), 1.0)
+        await until(lambda: api.cluster.dispatches[0].cancelled.is_set(), 1.0)
 
 
 async def test_work_that_ignores_the_first_cancellation_is_cancelled_again() -> None:
-    class Deaf(FakeJourney):
+    class Deaf(FakeDispatch):
         async def __aiter__(self) -> AsyncIterator[Output]:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(30)
@@ -251,9 +251,9 @@ async def test_work_that_ignores_the_first_cancellation_is_cancelled_again() -> 
             yield Output((1,))
 
     class DeafCluster(FakeCluster):
-        def start(self, spec: RequestSpec) -> FakeJourney:
-            self.journeys.append(Deaf(spec, (), Route("p0", "d0", Reuse(1, computed=1)), 0.0))
-            return self.journeys[-1]
+        def start(self, spec: RequestSpec) -> FakeDispatch:
+            self.dispatches.append(Deaf(spec, (), Route("p0", "d0", Reuse(1, computed=1)), 0.0))
+            return self.dispatches[-1]
 
     api = Api(DeafCluster(LONG))
     with served(api.app) as url:
@@ -269,7 +269,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten() -> 
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
             await until(lambda: api.sample("kvferry_requests_inflight") == 1, 2.0)
         await until(lambda: api.sample("kvferry_requests_inflight") == 0, 2.0)
-    assert api.cluster.journeys == []
+    assert api.cluster.dispatches == []
 
 
 async def test_bodies_that_still_arrive_take_no_place_of_those_that_came() -> None:

@@ -10,7 +10,7 @@ from api_parts import EOS, Api, FakeCluster, demo_text, error_of, ids_of, prompt
 
 from kvferry.protocol.errors import KvferryError, NodeLost
 from kvferry.protocol.messages import TokenLogprobs
-from kvferry.router.journey.spec import Output, RequestSpec
+from kvferry.router.dispatch.interface import Output, RequestSpec
 
 A, B, C = ids_of("Once upon a time")[:3]
 NEXT: dict[tuple[int, ...], dict[int, float]] = {
@@ -53,7 +53,7 @@ async def test_the_best_beam_is_not_the_greedy_one() -> None:
 async def test_each_step_forks_from_the_beam_it_extends() -> None:
     api = Api(FakeCluster(answers))
     assert (await api.complete(n=2, use_beam_search=True, max_tokens=2)).is_success
-    root, *steps = [journey.spec for journey in api.cluster.journeys]
+    root, *steps = [dispatch.spec for dispatch in api.cluster.dispatches]
     assert root.fork_of is None
     assert [s.fork_of.request_id for s in steps if s.fork_of] == [root.request_id] * 2
     assert {s.token_ids[len(root.token_ids) :] for s in steps} == {(A,), (B,)}
@@ -94,7 +94,7 @@ async def test_what_does_not_go_with_it_is_refused(fields: dict[str, Any], param
     for call in api.chat, api.complete:
         response = await call(**{"use_beam_search": True, **fields})
         assert (response.status_code, error_of(response)["param"]) == (400, param)
-    assert not api.cluster.journeys
+    assert not api.cluster.dispatches
 
 
 async def test_what_asks_for_nothing_is_taken() -> None:
@@ -105,7 +105,7 @@ async def test_what_asks_for_nothing_is_taken() -> None:
 
 async def test_a_step_that_fails_ends_the_request_and_the_other_beams() -> None:
     def breaks(spec: RequestSpec) -> list[Output | KvferryError]:
-        return answers(spec) if len(api.cluster.journeys) < 2 else [NodeLost("gone")]
+        return answers(spec) if len(api.cluster.dispatches) < 2 else [NodeLost("gone")]
 
     api = Api(FakeCluster(breaks))
     response = await api.complete(use_beam_search=True, n=3, max_tokens=4)

@@ -11,10 +11,10 @@ import pytest
 
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.api.following import Choice, Following
-from kvferry.router.api.merged import Merged
-from kvferry.router.journey.alarms import Mail
-from kvferry.router.journey.spec import Enough, Output, RequestSpec
+from kvferry.router.api.choice_merge import ChoiceMerge
+from kvferry.router.api.sequence_stream import Choice, SequenceStream
+from kvferry.router.dispatch.interface import Enough, Output, RequestSpec
+from kvferry.router.dispatch.timers import EventQueue
 from kvferry.router.text.transcript import Piece
 
 
@@ -26,7 +26,7 @@ class Journey:
 
     def __init__(self) -> None:
         self.woken, self.ended = 0, False
-        self._mail: Mail[Output | Exception] = Mail()
+        self._mail: EventQueue[Output | Exception] = EventQueue()
         self._listener: Callable[[Output], None] | None = None
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
@@ -62,8 +62,8 @@ class Request:
         spec = RequestSpec("", "r", (), None)  # type: ignore[arg-type]
         self.choices = [Choice(index, index // each, spec) for index in range(2 * each)]
         self.metrics = RouterMetrics().of("m")
-        self.journeys: dict[int, Journey] = {}
-        self.pieces = Merged([self.choices[:each], self.choices[each:]], self._follow, at_once)
+        self.dispatches: dict[int, Journey] = {}
+        self.pieces = ChoiceMerge([self.choices[:each], self.choices[each:]], self._follow, at_once)
         self.read, self.heard = list[tuple[int, str]](), list[tuple[int, str]]()
         self.task = asyncio.create_task(self._read())
 
@@ -86,14 +86,14 @@ class Request:
     async def put(self, *tokens: tuple[int, int]) -> None:
         """All in one turn of the loop, before several in which nothing comes."""
         for index, token in tokens:
-            self.journeys[index].put(token)
+            self.dispatches[index].put(token)
         for _ in range(9):
             await asyncio.sleep(0)
 
-    def _follow(self, choice: Choice) -> Following:
-        journey = self.journeys[choice.index] = Journey()
-        choice.journey = journey  # type: ignore[assignment]
-        return Following(choice, journey.outputs(), self)  # type: ignore[arg-type]
+    def _follow(self, choice: Choice) -> SequenceStream:
+        dispatch = self.dispatches[choice.index] = Journey()
+        choice.dispatch = dispatch  # type: ignore[assignment]
+        return SequenceStream(choice, dispatch.outputs(), self)  # type: ignore[arg-type]
 
     async def _read(self) -> None:
         async for choice, piece in self.pieces:
@@ -110,7 +110,7 @@ async def request_of_four() -> AsyncIterator[Request]:
     made.task.cancel()
     await asyncio.wait((made.task,))
     await made.pieces.aclose()
-    assert all(journey.ended for journey in made.journeys.values())
+    assert all(dispatch.ended for dispatch in made.dispatches.values())
 
 
 async def test_pieces_that_are_waited_for_wake_nobody(request_of_four: Request) -> None:
@@ -120,14 +120,14 @@ async def test_pieces_that_are_waited_for_wake_nobody(request_of_four: Request) 
     await request.put((2, 3))
     assert request.heard == [(0, "2"), (2, "2"), (0, "3"), (2, "3")]
     assert request.read == [(0, "1"), (2, "1")]
-    assert [request.journeys[index].woken for index in (0, 2)] == [1, 1]
+    assert [request.dispatches[index].woken for index in (0, 2)] == [1, 1]
 
 
 async def test_what_comes_behind_a_piece_that_is_read_is_read(request_of_four: Request) -> None:
     request = request_of_four
-    request.journeys[1].put(1)
+    request.dispatches[1].put(1)
     await asyncio.sleep(0)
-    request.journeys[0].put(2)
+    request.dispatches[0].put(2)
     await request.put((1, 2), (0, 3))
     assert request.heard == []
     assert request.read[2:] == [(1, "1"), (0, "2"), (1, "2"), (0, "3")]
@@ -138,13 +138,13 @@ async def test_without_a_listener_all_is_read_and_only_the_reader_wakes(request_
     request.pieces.listen(None)
     await request.put((0, 2), (2, 2), (0, 3))
     assert (request.heard, request.read[2:]) == ([], [(0, "2"), (2, "2"), (0, "3")])
-    assert request.journeys[0].woken == 1
+    assert request.dispatches[0].woken == 1
 
 
 async def test_a_text_that_ends_while_it_is_heard_ends_its_journey_alone(request_of_four: Request) -> None:
     request = request_of_four
     await request.put((0, 2), (0, 0), (2, 2))
-    assert request.journeys[0].ended
+    assert request.dispatches[0].ended
     assert (request.heard, request.read[2:]) == ([(0, "2"), (2, "2")], [(0, "0")])
     for index in (1, 2, 3):
         await request.put((index, 1))
@@ -172,8 +172,8 @@ async def test_what_a_listener_or_a_journey_raises_is_raised_to_the_reader(reque
 async def test_no_more_journeys_are_under_way_than_may_be() -> None:
     request = Request(3, at_once=2)
     await request.put()
-    assert set(request.journeys) == {0, 3}
+    assert set(request.dispatches) == {0, 3}
     await request.put((0, 1), (0, 0))
-    assert set(request.journeys) == {0, 1, 3}
+    assert set(request.dispatches) == {0, 1, 3}
     await request.pieces.aclose()
     request.task.cancel()

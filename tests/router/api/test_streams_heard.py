@@ -16,20 +16,20 @@ import pytest
 from api_parts import EOS, MESSAGES, Api, FakeCluster, ids_of, logprobs_of
 from waiting import until
 
-from kvferry.placement.terms import Placement
-from kvferry.process.log import JsonFormatter
+from kvferry.placement.types import Placement
 from kvferry.protocol.errors import FatalRequest, NodeLost
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job, TokenDelta
-from kvferry.protocol.reuse import Reuse
-from kvferry.router.api.following import Choice
+from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.shapes.chunks import ChunkAnswer
-from kvferry.router.journey.blame import Failure
-from kvferry.router.journey.events import Event
-from kvferry.router.journey.held import Held
-from kvferry.router.journey.journey import RouterJourney
-from kvferry.router.journey.spec import RequestSpec
+from kvferry.router.dispatch.dispatch import RequestDispatch
+from kvferry.router.dispatch.events import Event
+from kvferry.router.dispatch.failures import Failure
+from kvferry.router.dispatch.interface import RequestSpec
+from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.text.transcript import Piece
+from kvferry.runtime.log import JsonFormatter
 
 TEXT = "Once upon a time there were little 🦊🦊🦊 who read <b>books</b> (naïve, 日本語), and nothing else. 👩‍🚒 end"
 NODE = NodeLease("d", "decode", 1, "ready", "http://d", "d:1", "f", "m", 4096, 16, 1)
@@ -107,15 +107,15 @@ class Nodes(FakeCluster):
         self._seed, self._heard = seed, heard
 
     def start(self, spec: RequestSpec) -> Any:
-        ground = MagicMock(group=SimpleNamespace(members=(), name=SimpleNamespace(first="m")), patience_s=1.0)
-        ground.held, ground.deaths.any, ground.reuse = Held(), False, AsyncMock(return_value={})
-        ground.place.return_value = Placement(None, NODE, 0, 0.0, 0.0)
-        ground.account.side_effect = lambda told, job, node: told
-        ground.launch.side_effect = self._launch
-        journey = RouterJourney(spec, ground)
+        context = MagicMock(group=SimpleNamespace(members=(), name=SimpleNamespace(first="m")), patience_s=1.0)
+        context.held, context.deaths.any, context.reuse = PendingRequests(), False, AsyncMock(return_value={})
+        context.place.return_value = Placement(None, NODE, 0, 0.0, 0.0)
+        context.account.side_effect = lambda told, job, node: told
+        context.launch.side_effect = self._launch
+        dispatch = RequestDispatch(spec, context)
         if not self._heard:
-            journey.listen = lambda listener: None  # type: ignore[method-assign]
-        return journey
+            dispatch.listen = lambda listener: None  # type: ignore[method-assign]
+        return dispatch
 
     def _launch(self, job: Job, placement: Placement, post: Callable[[Event], None], hashes: Any = ()) -> Attempt:
         dice = random.Random(f"{self._seed} {job.request_id.rpartition('-')[0]} {job.attempt}")

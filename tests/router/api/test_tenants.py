@@ -40,7 +40,7 @@ async def test_a_key_tells_whose_request_it_is(tmp_path: Path) -> None:
     assert (await ask(api, "b")).status_code == 200
     own = await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"authorization": "Bearer own"})
     assert own.status_code == 200
-    assert [journey.spec.call.tenant for journey in api.cluster.journeys] == ["a", "b", ""]
+    assert [dispatch.spec.call.tenant for dispatch in api.cluster.dispatches] == ["a", "b", ""]
     assert (await api.http.get("/v1/models", headers={"x-api-key": "key-b"})).status_code == 200
     assert (await api.http.get("/v1/models", headers={"x-api-key": "key-c"})).status_code == 401
     wrong = await ask(api, "c")
@@ -108,14 +108,14 @@ async def test_tokens_a_minute_are_settled_by_what_was_used(tmp_path: Path) -> N
     assert left.headers["x-ratelimit-limit-tokens"] == "200"
     over = await ask(api, "a", prompt=[5] * 199, max_tokens=100)
     assert (over.status_code, error_of(over)["type"]) == (429, "tokens")
-    assert api.cluster.journeys[-1].spec.call.tenant == "a"
-    assert len(api.cluster.journeys) == 2
+    assert api.cluster.dispatches[-1].spec.call.tenant == "a"
+    assert len(api.cluster.dispatches) == 2
 
 
 async def test_concurrent_requests(tmp_path: Path) -> None:
     api = Api(FakeCluster(says("x " * 9), gap_s=0.05), api_keys=keys_file(tmp_path, a="concurrent = 1\n"))
     running = asyncio.create_task(ask(api, "a"))
-    await until(lambda: len(api.cluster.journeys) == 1)
+    await until(lambda: len(api.cluster.dispatches) == 1)
     refused = await ask(api, "a")
     assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
     assert (await ask(api, "b", max_tokens=1)).status_code == 200
@@ -137,7 +137,7 @@ async def test_a_flood_waits_in_the_router_and_the_other_does_not(tmp_path: Path
     api.cluster.takes = Capacity(8, 1e9)
     flood = [asyncio.create_task(ask(api, "a")) for _ in range(32)]
     await until(lambda: api.sample("kvferry_requests_queued") == 28)
-    assert len(api.cluster.journeys) == 4
+    assert len(api.cluster.dispatches) == 4
     assert (await ask(api, "b", max_tokens=1)).status_code == 200
     assert api.sample("kvferry_requests_queued") > 0
     assert {(await task).status_code for task in flood} == {200}
@@ -149,7 +149,7 @@ async def test_a_priority_orders_one_tenants_own() -> None:
     api.cluster.takes = Capacity(1)
     tasks = [asyncio.create_task(api.complete(user=str(n), priority=-n, prompt=[n + 1])) for n in range(6)]
     assert {(await task).status_code for task in tasks} == {200}
-    order = [journey.spec.token_ids[0] - 1 for journey in api.cluster.journeys]
+    order = [dispatch.spec.token_ids[0] - 1 for dispatch in api.cluster.dispatches]
     assert order[2:] == sorted(order[2:], reverse=True)
     refused = await api.complete(priority=2**40)
     assert error_of(refused)["param"] == "priority"

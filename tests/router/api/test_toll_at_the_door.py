@@ -13,8 +13,8 @@ from api_parts import Api, FakeCluster, says
 from test_tenants import ask, keys_file
 from waiting import until
 
-from kvferry.process import toll
-from kvferry.process.toll import Toll
+from kvferry.runtime import rejection_throttle
+from kvferry.runtime.rejection_throttle import RejectionThrottle
 
 WRONG = {"max_tokens": -1}
 SOON_S = 0.5
@@ -23,7 +23,7 @@ SOON_S = 0.5
 @pytest.fixture(autouse=True)
 def dear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every refusal costs what a long one does: two take the credit, each of the next waits a second more."""
-    monkeypatch.setattr(toll, "LEAST_S", toll.MOST_S)
+    monkeypatch.setattr(rejection_throttle, "LEAST_S", rejection_throttle.MOST_S)
 
 
 async def refused_often(api: Api, name: str, times: int = 4) -> list[asyncio.Task[httpx.Response]]:
@@ -45,7 +45,7 @@ async def ended(tasks: list[asyncio.Task[httpx.Response]]) -> None:
 
 
 async def test_refusals_of_a_tenant_that_has_had_too_many_wait_and_nothing_else_does(tmp_path: Path) -> None:
-    api = Api(FakeCluster(says("x")), toll=Toll(), api_keys=keys_file(tmp_path))
+    api = Api(FakeCluster(says("x")), throttle=RejectionThrottle(), api_keys=keys_file(tmp_path))
     assert (await ask(api, "b")).status_code == 200
     waiting = await refused_often(api, "a")
     await asyncio.sleep(SOON_S)
@@ -58,7 +58,7 @@ async def test_refusals_of_a_tenant_that_has_had_too_many_wait_and_nothing_else_
 
 
 async def test_a_wrong_key_is_paid_for_by_its_address(tmp_path: Path) -> None:
-    api = Api(FakeCluster(says("x")), toll=Toll(), api_keys=keys_file(tmp_path))
+    api = Api(FakeCluster(says("x")), throttle=RejectionThrottle(), api_keys=keys_file(tmp_path))
     assert (await ask(api, "a")).status_code == 200
     for _ in range(2):
         assert (await ask(api, "nobody")).status_code == 401
@@ -71,7 +71,7 @@ async def test_a_wrong_key_is_paid_for_by_its_address(tmp_path: Path) -> None:
 
 
 async def test_where_nobody_is_served_refusals_are_told_at_once(tmp_path: Path) -> None:
-    api = Api(FakeCluster(says("x")), toll=Toll(), api_keys=keys_file(tmp_path))
+    api = Api(FakeCluster(says("x")), throttle=RejectionThrottle(), api_keys=keys_file(tmp_path))
     began = time.monotonic()
     for _ in range(20):
         assert (await ask(api, "a", **WRONG)).status_code == 400
@@ -79,8 +79,8 @@ async def test_where_nobody_is_served_refusals_are_told_at_once(tmp_path: Path) 
 
 
 async def test_a_refusal_that_waits_still_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toll, "PATIENCE_S", 0.3)
-    api = Api(FakeCluster(says("x")), toll=Toll(), api_keys=keys_file(tmp_path))
+    monkeypatch.setattr(rejection_throttle, "PATIENCE_S", 0.3)
+    api = Api(FakeCluster(says("x")), throttle=RejectionThrottle(), api_keys=keys_file(tmp_path))
     assert (await ask(api, "b")).status_code == 200
     answers = await asyncio.gather(*await refused_often(api, "a"))
     assert {answer.status_code for answer in answers} == {400}

@@ -81,8 +81,8 @@ def test_what_is_shown_follows_the_router(tab: Page, tmp_path: Path) -> None:
         assert tab.evaluate("document.querySelectorAll('svg.pool rect').length") == 5 * 4
         for scheme in ("light", "dark"):
             tab.screenshot(tmp_path / f"{scheme}.png", 1300, 900, scheme)
-            ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert (ground == "rgb(22, 24, 27)") == (scheme == "dark"), ground
+            context = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (context == "rgb(22, 24, 27)") == (scheme == "dark"), context
             assert not tab.evaluate(WIDER)
         tab.screenshot(tmp_path / "narrow.png", 380, 900)
         assert not tab.evaluate(WIDER), "tables scroll by themselves, the page does not"

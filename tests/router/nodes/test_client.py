@@ -331,7 +331,7 @@ async def test_refusals_arrive_as_the_nodes_own_error() -> None:
         body = httpx.Response(429, json=Overloaded("full").body()).content
         writer.write(b"HTTP/1.1 429 No\r\nretry-after: 2.5\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
-    async def foreign(writer: asyncio.StreamWriter) -> None:
+    async def incompatible(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 6\r\n\r\n<html>")
 
     client = NodeClient("router")
@@ -339,7 +339,7 @@ async def test_refusals_arrive_as_the_nodes_own_error() -> None:
         with pytest.raises(Overloaded, match="full") as caught:
             await client.prefill(node, PrefillRequest(JOB), lambda message: None)
         assert caught.value.retry_after == 2.5
-    async with serving(foreign) as (node, _):
+    async with serving(incompatible) as (node, _):
         with pytest.raises(KvferryError, match="502"):
             await client.cancel(node, CANCEL)
 

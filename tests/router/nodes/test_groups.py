@@ -7,17 +7,17 @@ from itertools import product
 
 import pytest
 from fake_workers import lease_of
-from test_table import Clock, Registry
+from test_node_table import Clock, Registry
 
 from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, on_tier
-from kvferry.model_files.naming import ModelName
-from kvferry.placement.terms import Kept
+from kvferry.model_files.model_name import ModelName
+from kvferry.placement.types import TierPrefix
 from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.lease import Load, NodeLease, Rates
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.nodes.group import NodeGroup
-from kvferry.router.nodes.room import Part
-from kvferry.router.nodes.table import NodeTable
+from kvferry.router.nodes.capacity_summary import Part
+from kvferry.router.nodes.model_nodes import ModelNodes
+from kvferry.router.nodes.node_table import NodeTable
 
 
 def node(node_id: str, role: str, model: str, *names: str, **changes: object) -> NodeLease:
@@ -29,7 +29,7 @@ class Groups(NodeTable):
         self.registry, self.clock, self.metrics = Registry(), Clock(), RouterMetrics()
         super().__init__(self.registry, self.metrics, clock=self.clock)
         for name in names:
-            self.add(NodeGroup(name))
+            self.add(ModelNodes(name))
 
     async def see(self, *leases: NodeLease) -> list[set[str]]:
         """Ids by group."""
@@ -69,7 +69,7 @@ async def test_views_are_of_members_that_can_be_reached_with_what_they_hold() ->
     group, size = table.groups[0], leases[0].block_size
     names = {"p1": 3, on_tier("p1", "disk"): 5, "d1": 2, on_tier("d1", "disk"): 9, "d2": 7, "gone": 1}
     held = {view.lease.node_id: (view.cached_len, view.kept) for view in group.views(names, "")}
-    assert held == {"p1": (3 * size, (Kept(5 * size, 0.001),)), "d1": (2 * size, ())}
+    assert held == {"p1": (3 * size, (TierPrefix(5 * size, 0.001),)), "d1": (2 * size, ())}
     assert [view.cached_len for view in group.views({}, "")] == [0, 0]
     assert group.views(names, "an adapter") == []
     table.entries["d1", 1].broken(NodeLost("d1"))
@@ -96,8 +96,11 @@ async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -
     held = {"p1": 1, host: 2, on_disk: 4, others: 5, on_tier("d1", "disk"): 9, ON_STORE: 16}
     size = both.block_size
     views = {view.lease.node_id: view for view in group.views(held, "")}
-    assert (views["p1"].cached_len, views["p1"].kept) == (size, (Kept(2 * size, 0.001), Kept(4 * size, 0.002)))
-    assert (views["p2"].cached_len, views["p2"].kept) == (0, (Kept(5 * size, 0.004),))
+    assert (views["p1"].cached_len, views["p1"].kept) == (
+        size,
+        (TierPrefix(2 * size, 0.001), TierPrefix(4 * size, 0.002)),
+    )
+    assert (views["p2"].cached_len, views["p2"].kept) == (0, (TierPrefix(5 * size, 0.004),))
     assert views["d1"].kept == ()
     assert group.stored_len(held, 100 * size) == 16 * size
     assert group.stored_len(held, 10 * size) == 9 * size
@@ -106,7 +109,7 @@ async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -
     await table.see(hung, disk, node("d1", "decode", "a"))
     assert ON_STORE not in group.names
     views = {view.lease.node_id: view for view in group.views(held, "")}
-    assert views["p1"].kept == (Kept(2 * size, 0.001),)
+    assert views["p1"].kept == (TierPrefix(2 * size, 0.001),)
 
 
 async def test_a_model_whose_nodes_leave_is_named_and_the_other_goes_on() -> None:

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.messages import Deviation, FirstToken, StepFrame, TokenDelta, TokenLogprobs
 from kvferry.protocol.wire import WireError, pack, unpack
-from kvferry.router.nodes.heard import check_frame, suits
+from kvferry.router.nodes.message_validation import check_frame, suits
 
 REQUESTS = 60
 ENDS_S = 20.0

@@ -9,8 +9,8 @@ from fake_workers import PROMPT, Bench, collect, decode, expected, first_token, 
 from waiting import until
 
 from kvferry.protocol.messages import AttemptFailed, Deviation, StepFrame
+from kvferry.router.nodes.circuit_breakers import CircuitBreakers
 from kvferry.router.nodes.quarantine import MOST, WITHIN_S, Quarantine
-from kvferry.router.nodes.suspicion import Suspicion
 
 P1, P2, D1, D2 = ("p1", 1), ("p2", 1), ("d1", 1), ("d2", 1)
 
@@ -52,7 +52,7 @@ def test_who_has_it_with_two_others_is_shut_for_all() -> None:
 
 
 def test_what_works_does_not_end_it() -> None:
-    suspicion = Suspicion(Clock())
+    suspicion = CircuitBreakers(Clock())
     for _ in range(MOST):
         suspicion.pair_failed(P1, D1, surely=False)
         suspicion.quarantine.corrupt(P1, D1)

@@ -12,16 +12,16 @@ import pytest
 from fake_workers import Bench, decode, lease_of, prefill
 from waiting import until
 
-from kvferry.process.awake import LoopClock
 from kvferry.protocol.errors import Fenced, KvferryError, NodeLost, StreamGone
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import AttemptFailed, Deviation, StepFrame, TokenDelta
-from kvferry.protocol.names import NodeName
+from kvferry.protocol.process_names import NodeName
 from kvferry.router.nodes import token_streams
+from kvferry.router.nodes.capacity_summary import CapacitySummary
 from kvferry.router.nodes.client import NodeClient
-from kvferry.router.nodes.entry import NodeEntry
-from kvferry.router.nodes.room import Room
+from kvferry.router.nodes.node_entry import NodeEntry
 from kvferry.router.nodes.token_streams import TokenStreams
+from kvferry.runtime.suspend_aware_clock import LoopClock
 
 D1 = lease_of("d1", "decode")
 KEY = ("d1", 1)
@@ -80,7 +80,7 @@ class Node:
 
 def streams_to(node: Node) -> tuple[TokenStreams, NodeEntry]:
     streams = TokenStreams(cast(NodeClient, node), first_backoff_s=0.01, last_backoff_s=0.02)
-    return streams, NodeEntry(D1, Room("m"))
+    return streams, NodeEntry(D1, CapacitySummary("m"))
 
 
 def delta(request_id: str, index: int = 0) -> TokenDelta:

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from benchmarks import placing
 from kvferry.cluster_state.memory_store import MemoryStore
-from kvferry.model_files.naming import ModelName
-from kvferry.placement.terms import Demand
+from kvferry.model_files.model_name import ModelName
+from kvferry.placement.types import Demand
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.journey.cluster import RouterCluster
-from kvferry.router.journey.model_cluster import ModelCluster
-from kvferry.router.nodes.book import LEASE_LAG_POLLS
+from kvferry.router.dispatch.cluster import RouterCluster
+from kvferry.router.dispatch.model_cluster import ModelCluster
+from kvferry.router.nodes.reservations import LEASE_LAG_POLLS
 
 
 async def router(store: MemoryStore) -> ModelCluster:

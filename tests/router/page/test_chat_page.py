@@ -63,12 +63,12 @@ def test_an_answer_is_streamed_and_accounted_for(tab: Page, tmp_path: Path) -> N
         assert "tokens/s" in facts[2]
         ask(tab, "And at night?")
         tab.wait("document.querySelectorAll('.facts').length === 2")
-        first, second = (len(journey.spec.token_ids) for journey in cluster.journeys)
+        first, second = (len(dispatch.spec.token_ids) for dispatch in cluster.dispatches)
         assert second > first + 20, "the conversation goes along"
         for scheme in ("light", "dark"):
             tab.screenshot(tmp_path / f"{scheme}.png", 900, 700, scheme)
-            ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert (ground == "rgb(22, 24, 27)") == (scheme == "dark"), ground
+            context = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (context == "rgb(22, 24, 27)") == (scheme == "dark"), context
         assert tab.complaints == []
 
 
@@ -83,12 +83,12 @@ def test_stop_ends_the_answer_and_the_work(tab: Page) -> None:
         tab.evaluate("document.getElementById('send').click()")
         tab.wait(ENDED)
         assert "you ended it" in tab.evaluate(FACTS)
-        (journey,) = cluster.journeys
+        (dispatch,) = cluster.dispatches
         for _ in range(200):
-            if journey.cancelled.is_set():
+            if dispatch.cancelled.is_set():
                 break
             tab.wait("new Promise((resolve) => setTimeout(() => resolve(true), 20))")
-        assert journey.cancelled.is_set()
+        assert dispatch.cancelled.is_set()
 
 
 @needs_browser

@@ -14,18 +14,18 @@ from waiting import until
 from kvferry.placement.capacity import Capacity, capacity
 from kvferry.protocol.errors import NoNodes
 from kvferry.protocol.lease import Load, Rates
-from kvferry.router.call import Call
-from kvferry.router.journey.held import Held
+from kvferry.router.dispatch.pending_requests import PendingRequests
+from kvferry.router.request_context import RequestContext
+from kvferry.router.tenants.arrival_rate import ArrivalRate
 from kvferry.router.tenants.backlog import SEATS, Backlog, Waiting
-from kvferry.router.tenants.flow import Flow
+from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size
 from kvferry.router.tenants.tenant import Tenant
-from kvferry.router.tenants.turns import Size, Turns
 
 NODES = Capacity(sequences=16, prompt_per_s=3000.0, decodes=2, prefills=3)
 
 
-def backlog(waiting: Waiting, now: Capacity, held: Held | None = None) -> Backlog:
-    return Backlog(lambda: waiting, held or Held(), lambda: now)
+def backlog(waiting: Waiting, now: Capacity, held: PendingRequests | None = None) -> Backlog:
+    return Backlog(lambda: waiting, held or PendingRequests(), lambda: now)
 
 
 def test_leases_tell_how_many_nodes_share_the_rate_and_the_seats_and_how_many_seats_are_taken() -> None:
@@ -60,7 +60,7 @@ def test_a_queue_asks_for_nodes_for_what_comes_and_not_for_all_that_came() -> No
 
 
 def test_sequences_that_come_are_compared_with_those_that_begin_of_late() -> None:
-    flow = Flow()
+    flow = ArrivalRate()
     assert flow.ratio == 1.0
     flow.came(4, 10.0)
     assert flow.ratio == inf
@@ -73,7 +73,7 @@ def test_sequences_that_come_are_compared_with_those_that_begin_of_late() -> Non
 
 
 def test_what_is_held_asks_both_pools_by_what_the_last_nodes_were() -> None:
-    now, held = NODES, Held()
+    now, held = NODES, PendingRequests()
     found = Backlog(Waiting, held, lambda: now)
     assert (found.prefill_s(), found.decode_nodes(), found.held()) == (0, 0, 0)
     now = Capacity()
@@ -90,8 +90,8 @@ def test_what_is_held_asks_both_pools_by_what_the_last_nodes_were() -> None:
 
 
 async def test_turns_tell_what_waits_and_what_left() -> None:
-    turns, tenant, now = Turns(lambda: Capacity(1)), Tenant("a"), time.monotonic()
-    call = Call("c", arrival=now, deadline=now + 60)
+    turns, tenant, now = SchedulerSlots(lambda: Capacity(1)), Tenant("a"), time.monotonic()
+    call = RequestContext("c", arrival=now, deadline=now + 60)
     begun = [await turns.take(tenant, call, Size(1, 100, 10)) for _ in range(2)]
     tasks = [asyncio.create_task(turns.take(tenant, call, Size(n, 100 * n, 10))) for n in (1, 2)]
     await until(lambda: turns.waiting[:2] == (3, 300))

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.router.tenants.fair_queue import FairQueue
-from kvferry.router.tenants.lane import Turn, Window
 from kvferry.router.tenants.tenant import Tenant
+from kvferry.router.tenants.tenant_queue import Slot, Window
 
 A, B = Tenant("a"), Tenant("b")
 ONE = Window(1, inf)
 
 
-def serve(queue: FairQueue, count: int, window: Window = ONE) -> list[Turn]:
+def serve(queue: FairQueue, count: int, window: Window = ONE) -> list[Slot]:
     """One after another, each as large as it was thought to be."""
     served = []
     while len(served) < count and (turn := queue.next(window)) is not None:
@@ -27,7 +27,7 @@ def serve(queue: FairQueue, count: int, window: Window = ONE) -> list[Turn]:
     return served
 
 
-def names(turns: list[Turn]) -> list[str]:
+def names(turns: list[Slot]) -> list[str]:
     return [turn.lane.tenant.name for turn in turns]
 
 
@@ -211,7 +211,7 @@ def test_nothing_is_lost_and_the_books_balance(wanted: list, shared: bool, chanc
 def test_a_newcomer_is_who_had_less_than_those_whose_requests_are_under_way() -> None:
     queue, window = FairQueue(), Window(16, inf, shared=True)
 
-    def begun(tenant: Tenant) -> Turn:
+    def begun(tenant: Tenant) -> Slot:
         queue.enter(tenant, 1, 100, 10)
         turn = queue.next(window)
         assert turn is not None
@@ -238,7 +238,7 @@ def test_a_newcomer_is_who_had_less_than_those_whose_requests_are_under_way() ->
 
 def test_tenants_that_want_as_much_are_no_newcomers_to_each_other() -> None:
     queue, window = FairQueue(), Window(16, inf, shared=True)
-    under_way: deque[Turn] = deque()
+    under_way: deque[Slot] = deque()
     flags = []
     for _ in range(200):
         queue.enter(A, 1, 100, 10)

@@ -11,18 +11,18 @@ from waiting import until
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.call import Call
-from kvferry.router.tenants import turns as turns_module
+from kvferry.router.request_context import RequestContext
+from kvferry.router.tenants import scheduler_slots as turns_module
+from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size, ThroughputEstimate
 from kvferry.router.tenants.tenant import Tenant
-from kvferry.router.tenants.turns import Pace, Size, Turns
 
 A, B = Tenant("a"), Tenant("b")
 SIZE = Size(1, 100, 10)
 
 
-def call(seconds: float = 60.0, priority: int = 0) -> Call:
+def call(seconds: float = 60.0, priority: int = 0) -> RequestContext:
     now = time.monotonic()
-    return Call("c", arrival=now, deadline=now + seconds, priority=priority)
+    return RequestContext("c", arrival=now, deadline=now + seconds, priority=priority)
 
 
 class Queue:
@@ -31,7 +31,7 @@ class Queue:
     def __init__(self, sequences: int, *, shared: bool = False, most_queued: int = 512) -> None:
         self.capacity = Capacity(sequences, 1e9)
         self.metrics = RouterMetrics()
-        self.turns = Turns(lambda: self.capacity, self.metrics, shared=lambda: shared, most_queued=most_queued)
+        self.turns = SchedulerSlots(lambda: self.capacity, self.metrics, shared=lambda: shared, most_queued=most_queued)
 
     def waiting(self) -> float:
         return self.metrics.registry.get_sample_value("kvferry_requests_queued") or 0.0
@@ -176,7 +176,7 @@ async def test_nodes_that_join_are_noticed_while_requests_wait(monkeypatch: pyte
 
 
 def test_pace_counts_the_time_in_which_requests_waited() -> None:
-    pace = Pace()
+    pace = ThroughputEstimate()
     pace.done(1000.0, 1.0)
     assert pace.rate == 0
     pace.busy(10.0, True)

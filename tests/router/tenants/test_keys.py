@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import run
-from kvferry.process import followed_file
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keyring import Keyring
 from kvferry.router.tenants.keys import HASH_PREFIX, entry, key_hash, new_key, read_keys
 from kvferry.router.tenants.tenant import NOBODY, Tenant, namespace
+from kvferry.runtime import watched_file
 from tests.waiting import until
 
 LIMITS = "requests_per_minute = 60\ntokens_per_minute = 1000\nconcurrent = 3\npriority = -1\nshare = 2.5\n"
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_read_at_first_is_a_mistake_of_the_user(tmp_path: 
 async def test_a_change_is_followed_and_a_broken_file_keeps_what_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(followed_file, "POLL_S", 0.01)
+    monkeypatch.setattr(watched_file, "POLL_S", 0.01)
     file = tmp_path / "keys.toml"
     file.write_text(entry("acme", "old"))
     ring = Keyring(RouterSettings(api_keys=str(file)))

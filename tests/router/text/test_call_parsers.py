@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.router.text.parsers.families import CALLS
-from kvferry.router.text.parsers.found import CallParser
 from kvferry.router.text.parsers.hermes import LedHermesParser
+from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.stage import merged
 
 PARSERS: dict[str, type[CallParser]] = {**CALLS, "led": LedHermesParser}

@@ -12,13 +12,13 @@ import pytest
 from api_parts import EOS
 from test_tool_grammars import NOW, tokenizers, written
 
-from kvferry.grammars.library import Library
-from kvferry.grammars.seam import words_for
-from kvferry.grammars.vocabulary import Vocabulary
 from kvferry.protocol.work import Grammar
 from kvferry.router.text.parsers.families import CALLS
 from kvferry.router.text.parsers.stage import merged
 from kvferry.router.text.parsers.syntax import Tool
+from kvferry.structured_output.interface import words_for
+from kvferry.structured_output.llguidance_backend import LlguidanceBackend
+from kvferry.structured_output.vocabulary import Vocabulary
 
 NOTE = Tool(
     "note",
@@ -37,9 +37,9 @@ BEGUN = {
 
 
 @cache
-def library(marked: bool) -> Library:
+def library(marked: bool) -> LlguidanceBackend:
     tokenizer = tokenizers(marked)[0]
-    return Library(Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,), frozenset()))
+    return LlguidanceBackend(Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,), frozenset()))
 
 
 def drawn(source: str, max_tokens: int, seed: int, *, marked: bool = False, begun: str = "") -> tuple[str, bool, int]:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.router.text.encoding import TRUNCATED_CHARS, Bound, Encoder
-from kvferry.router.text.reach import Reach, reach_of
+from kvferry.router.text.length_bound import LengthBound, reach_of
 from kvferry.router.text.text_model import TextModel
 
 TOKENS = 8192
@@ -161,7 +161,7 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
     ids=["bytes", "composed", "stripped", "spaces-dropped", "cut", "fallback", "unknown", "few-bytes", "words"],
 )
 def test_which_tokenizers_have_a_bound(tokenizer: Tokenizer, most: int | None) -> None:
-    assert Reach(tokenizer).most(10) == most
+    assert LengthBound(tokenizer).most(10) == most
 
 
 def test_tokens_that_strip_take_spaces_for_nothing() -> None:
@@ -169,4 +169,4 @@ def test_tokens_that_strip_take_spaces_for_nothing() -> None:
     tokenizer.add_special_tokens([AddedToken("<end>", rstrip=True)])
     text = "<end>" + " " * 1000 + "a"
     assert len(tokenizer.encode(text).ids) == 2
-    assert Reach(tokenizer).least(text) == 6
+    assert LengthBound(tokenizer).least(text) == 6

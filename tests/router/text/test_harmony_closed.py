@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from harmony_model import ANALYSIS, ON, harmony_text
 
-from kvferry.grammars import lark
-from kvferry.grammars.library import Library
-from kvferry.grammars.seam import words_for
-from kvferry.grammars.vocabulary import Vocabulary
 from kvferry.protocol.work import Grammar
 from kvferry.router.text.detokenizer import detokenizer
 from kvferry.router.text.parsers.harmony import HarmonyParser, marks
 from kvferry.router.text.parsers.harmony_syntax import grammar
 from kvferry.router.text.parsers.syntax import Tool
+from kvferry.structured_output import lark
+from kvferry.structured_output.interface import words_for
+from kvferry.structured_output.llguidance_backend import LlguidanceBackend
+from kvferry.structured_output.vocabulary import Vocabulary
 
 NOTE = Tool(
     "note",
@@ -34,7 +34,7 @@ BEGUN = f'{ANALYSIS}Hm.{ON}<|channel|>commentary to=functions.note <|constrain|>
 def test_a_call_is_closed(forced: bool) -> None:
     text = harmony_text()
     tokenizer, ends, size = text.tokenizer.library, text.facts.eos_token_ids, text.facts.vocab_size
-    library = Library(Vocabulary(tokenizer.to_str(), size, ends, text.tokenizer.special_texts))
+    library = LlguidanceBackend(Vocabulary(tokenizer.to_str(), size, ends, text.tokenizer.special_texts))
     source = grammar(
         [NOTE], lambda marker: lark.token(tokenizer.token_to_id(marker)), forced=forced, parallel=False, lead=""
     )

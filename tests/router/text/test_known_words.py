@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_memo import CORPUS, KINDS, drawn, refused
+from test_token_cache import CORPUS, KINDS, drawn, refused
 
-import kvferry.router.text.words
-from kvferry.router.text.words import Words
+import kvferry.router.text.word_cache
+from kvferry.router.text.word_cache import WordCache
 
 
 def words_of(tokenizer, most=2**16, encoded=None):
@@ -17,13 +17,13 @@ def words_of(tokenizer, most=2**16, encoded=None):
             encoded.extend(some)
         return [each.ids for each in tokenizer.encode_batch_fast(list(some), add_special_tokens=False)]
 
-    return Words(tokenizer, encode, most)
+    return WordCache(tokenizer, encode, most)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("most", "learned"), [(2**16, 32), (20, 3)])
 def test_words_make_the_whole(kind, most, learned, monkeypatch):
-    monkeypatch.setattr(kvferry.router.text.words, "LEARNED", learned)
+    monkeypatch.setattr(kvferry.router.text.word_cache, "LEARNED", learned)
     tokenizer, source = KINDS[kind], random.Random(1)
     words = words_of(tokenizer, most)
     assert words.apart
@@ -48,7 +48,7 @@ def test_a_text_of_new_words_costs_little_more_than_itself():
     words = words_of(KINDS["demo"], encoded=encoded)
     text = " ".join(f"word{number}x" for number in range(500))
     assert words.ids(text, add_special_tokens=False) == KINDS["demo"].encode(text, add_special_tokens=False).ids
-    assert len(encoded) == 1 + kvferry.router.text.words.LEARNED
+    assert len(encoded) == 1 + kvferry.router.text.word_cache.LEARNED
 
 
 @pytest.mark.parametrize("kind", refused())

@@ -14,8 +14,8 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.bodies.generating import CompletionBody
-from kvferry.router.api.pool import Pool
-from kvferry.router.call import Call
+from kvferry.router.api.served_models import ServedModel
+from kvferry.router.request_context import RequestContext
 from kvferry.router.text.encoding import Encoder
 from kvferry.router.text.load import load_text_model
 from kvferry.router.text.text_model import TextModel
@@ -105,10 +105,10 @@ def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_ou
 
     def params(settings: RouterSettings, **body: Any) -> SamplingParams:
         asked = CompletionBody(model="m", prompt="p", max_tokens=9, **body)
-        pool = Pool(
+        pool = ServedModel(
             text := load_text_model(settings), FakeCluster(says("x")), RouterMetrics().of(text.name), Encoder(text)
         )
-        (spec,) = asyncio.run(pool.specs(Call("c", arrival=0.0, deadline=9.0), asked))
+        (spec,) = asyncio.run(pool.specs(RequestContext("c", arrival=0.0, deadline=9.0), asked))
         return spec.params
 
     own = params(RouterSettings(model=(str(path),)), top_p=0.5)

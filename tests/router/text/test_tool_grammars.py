@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from kvferry.grammars import lark
 from kvferry.router.text.parsers.families import CALLS, MARKERS, REASONING
-from kvferry.router.text.parsers.found import CallParser
 from kvferry.router.text.parsers.hermes import LedHermesParser
+from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.stage import merged
 from kvferry.router.text.parsers.syntax import Tool, grammar
+from kvferry.structured_output import lark
 
 ADD = Tool(
     "add",

@@ -112,7 +112,7 @@ async def test_a_batch_is_answered(tmp_path: Path) -> None:
     assert wrong["response"]["body"]["error"]["param"] == "temperature"
     good = (await output(at, batch["output_file_id"]))[0]["response"]
     assert good["body"]["choices"][0]["message"]["content"] == "Yes."
-    assert {journey.spec.call.priority for journey in at.cluster.journeys} == {PRIORITY}
+    assert {dispatch.spec.call.priority for dispatch in at.cluster.dispatches} == {PRIORITY}
     assert (await at.http.get("/v1/batches")).json()["data"] == [batch]
     assert not kept(tmp_path, "*.jsonl")
 
@@ -128,7 +128,7 @@ async def test_lines_at_fault_are_named(tmp_path: Path) -> None:
         (2, "invalid_json_line"), (3, "invalid_request"), (4, "duplicate_custom_id"), (5, "invalid_method"),
         (6, "mismatched_url"),
     ]  # fmt: skip
-    assert not at.cluster.journeys
+    assert not at.cluster.dispatches
 
 
 async def test_an_empty_file_and_streams_fail(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ async def test_no_more_rows_run_than_allowed_and_live_requests_come_first(tmp_pa
     begun = await begin(at, rows(*(chat(str(i)) for i in range(12))))
     most = 0
     while (await at.http.get(f"/v1/batches/{begun['id']}")).json()["status"] != "completed":
-        most = max(most, sum(journey.yielded < 4 for journey in cluster.journeys))
+        most = max(most, sum(dispatch.yielded < 4 for dispatch in cluster.dispatches))
         await asyncio.sleep(0.01)
     assert 1 < most <= 3
 
@@ -191,8 +191,8 @@ async def test_a_restart_goes_on_where_it_stopped(tmp_path: Path) -> None:
     slow = api(tmp_path, FakeCluster(says("one two three four"), gap_s=0.05), batch_rows=2)
     async with slow.batches:
         begun = await begin(slow, rows(*(chat(str(i)) for i in range(8))))
-        await until(lambda: len(slow.cluster.journeys) >= 4)
-    started = len(slow.cluster.journeys)
+        await until(lambda: len(slow.cluster.dispatches) >= 4)
+    started = len(slow.cluster.dispatches)
     after = api(tmp_path, FakeCluster(says("Yes.")))
     stopped = (await after.http.get(f"/v1/batches/{begun['id']}")).json()
     assert stopped["status"] == "in_progress"
@@ -201,17 +201,17 @@ async def test_a_restart_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
     found = await output(after, batch["output_file_id"])
     assert [row["custom_id"] for row in found] == [f"r{i}" for i in range(8)]
-    assert 8 - started <= len(after.cluster.journeys) < 8
+    assert 8 - started <= len(after.cluster.dispatches) < 8
 
 
 async def test_one_router_runs_a_batch_that_two_know(tmp_path: Path) -> None:
     at = api(tmp_path, FakeCluster(says("one two three four"), gap_s=0.02))
     begun = await begin(at, rows(*(chat(str(i)) for i in range(6))))
-    await until(lambda: at.cluster.journeys)
+    await until(lambda: at.cluster.dispatches)
     beside = api(tmp_path)
     async with beside.batches:
         assert (await ended(beside, begun["id"]))["status"] == "completed"
-    assert not beside.cluster.journeys
+    assert not beside.cluster.dispatches
 
 
 async def test_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from batch_parts import api, ended, kept
 
 from kvferry.router.batch.batch import Batch, BatchFolder
 from kvferry.router.batch.files import FileStore, StoredFile
-from kvferry.router.batch.rows import Row, Wrong, read_rows
+from kvferry.router.batch.rows import InvalidRow, Row, read_rows
 
 CHAT = "/v1/chat/completions"
 FILE = {"file": ("in.jsonl", b"no json")}
@@ -97,10 +97,10 @@ def test_lines_without_end_and_without_bottom_are_at_fault(tmp_path: Path, monke
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"[" * 200_000 + b"\n" + row + b"\n" + b"x" * 400_000 + b"\n" + row)
     deep, good, long = read_rows(path, CHAT)
-    assert isinstance(deep, Wrong)
+    assert isinstance(deep, InvalidRow)
     assert (deep.line, deep.code) == (1, "invalid_json_line")
     assert isinstance(good, Row)
-    assert isinstance(long, Wrong)
+    assert isinstance(long, InvalidRow)
     assert (long.line, long.code) == (3, "line_too_long")
 
 

@@ -126,7 +126,7 @@ async def test_chat(fields: dict[str, Any], param: str) -> None:
     error = error_of(response)
     assert (response.status_code, error["param"]) == (400, param), error
     assert error["type"] == "invalid_request_error"
-    assert not api.cluster.journeys
+    assert not api.cluster.dispatches
     assert api.sample("kvferry_requests_total", endpoint="/v1/chat/completions", status="400") == 1
 
 
@@ -135,7 +135,7 @@ async def test_completions(fields: dict[str, Any], param: str) -> None:
     api = Api(FakeCluster(says("x")))
     response = await api.complete(**fields)
     assert (response.status_code, error_of(response)["param"]) == (400, param)
-    assert not api.cluster.journeys
+    assert not api.cluster.dispatches
 
 
 async def test_an_unknown_role_names_the_known_ones() -> None:

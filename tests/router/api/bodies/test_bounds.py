@@ -81,7 +81,7 @@ async def test_beyond_a_bound(path: str, fields: dict[str, Any], param: str, bou
     assert bound in error["message"], error
     assert error.get("param", param)[:60] == param[:60]
     assert param[:60] in error["message"] or error.get("code") == "context_length_exceeded", error
-    assert not api.cluster.journeys
+    assert not api.cluster.dispatches
 
 
 @pytest.mark.parametrize(

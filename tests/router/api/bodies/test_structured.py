@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from api_parts import Api, FakeCluster, demo_text, error_of, says
 
-from kvferry.grammars import notation
-from kvferry.grammars.checker import Checker
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.work import Grammar
 from kvferry.router.api.bodies.structured import format_grammar
 from kvferry.router.text.grammar_vocabulary import vocabulary_of
+from kvferry.structured_output import to_lark
+from kvferry.structured_output.checker import Checker
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
@@ -61,19 +61,19 @@ async def test_every_way_to_ask_reaches_the_nodes_as_a_grammar(api: Api) -> None
     for body, grammar in ACCEPTED:
         for answer in (await api.chat(**body), await api.complete(**body)):
             assert answer.status_code == 200, (body, answer.text)
-            assert api.cluster.journeys[-1].spec.work.grammar == grammar
+            assert api.cluster.dispatches[-1].spec.work.grammar == grammar
 
 
 HOSTILE = [
     ({"response_format": named({"type": "array", "uniqueItems": True}, strict=True)}, "uniqueItems"),
     ({"guided_json": {"$ref": "#"}}, "allows no output"),
     ({"guided_json": "{"}, "not valid JSON"),
-    ({"guided_regex": "(" * 70 + ")" * 70}, f"limit is {notation.MAX_DEPTH}"),
-    ({"guided_regex": "x" * (notation.MAX_SOURCE + 1)}, f"limit is {notation.MAX_SOURCE}"),
+    ({"guided_regex": "(" * 70 + ")" * 70}, f"limit is {to_lark.MAX_DEPTH}"),
+    ({"guided_regex": "x" * (to_lark.MAX_SOURCE + 1)}, f"limit is {to_lark.MAX_SOURCE}"),
     ({"guided_regex": "((((a{100}){100}){100}){100})"}, "limit"),
     ({"guided_regex": "(unclosed"}, "regex"),
     ({"guided_regex": "a+", "use_beam_search": True}, "beam search"),
-    ({"guided_choice": [str(i) for i in range(notation.MAX_CHOICES + 1)]}, f"limit is {notation.MAX_CHOICES}"),
+    ({"guided_choice": [str(i) for i in range(to_lark.MAX_CHOICES + 1)]}, f"limit is {to_lark.MAX_CHOICES}"),
     ({"guided_grammar": 'start: "a" missing'}, "missing"),
     (
         {"guided_grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(60)) + '\na60: "x"'},
@@ -92,7 +92,7 @@ async def test_what_cannot_be_used_is_a_400_that_says_why(api: Api) -> None:
         error = error_of(answer)
         assert said in error["message"], (body, error)
         assert error["param"] == next(iter(body))
-    assert not api.cluster.journeys
+    assert not api.cluster.dispatches
 
 
 async def test_not_strict_leaves_out_what_cannot_be_enforced(api: Api) -> None:
@@ -132,7 +132,7 @@ async def test_a_process_that_dies_is_replaced_and_its_killer_refused(monkeypatc
         "    if 'hang' not in grammar[1]: print(json.dumps([number, None]), flush=True)\n"
     )
     checker = Checker(lambda: vocabulary_of(demo_text()), (sys.executable, "-c", code))
-    monkeypatch.setattr("kvferry.grammars.checker.CHECK_S", 0.3)
+    monkeypatch.setattr("kvferry.structured_output.checker.CHECK_S", 0.3)
     try:
         await checker.check(Grammar("regex", "fine"), "guided_regex")
         with pytest.raises(InvalidRequest, match="ended the process"):

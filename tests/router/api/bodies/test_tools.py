@@ -40,11 +40,11 @@ def api_of(
 
 
 def prompt_of(api: Api) -> str:
-    return demo_text().tokenizer.decode(api.cluster.journeys[-1].spec.token_ids, skip_special_tokens=False)
+    return demo_text().tokenizer.decode(api.cluster.dispatches[-1].spec.token_ids, skip_special_tokens=False)
 
 
 def grammar_of(api: Api) -> str | None:
-    grammar = api.cluster.journeys[-1].spec.work.grammar
+    grammar = api.cluster.dispatches[-1].spec.work.grammar
     assert grammar is None or grammar.kind == "lark"
     return grammar and grammar.source
 

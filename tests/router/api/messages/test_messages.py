@@ -95,9 +95,9 @@ async def test_a_whole_message() -> None:
             "output_tokens": len(ids_of(ANSWER)) + 1,
         },
     }
-    params = api.cluster.journeys[0].spec.params
+    params = api.cluster.dispatches[0].spec.params
     assert (params.max_tokens, params.temperature, params.top_k) == (100, 0.5, 3)
-    assert api.cluster.journeys[0].spec.token_ids == tuple(prompt)
+    assert api.cluster.dispatches[0].spec.token_ids == tuple(prompt)
 
 
 @pytest.mark.parametrize("per_output", [1, 3, 100])
@@ -211,7 +211,7 @@ async def test_the_assistant_s_last_words_are_continued() -> None:
     turns = [*HELLO, {"role": "assistant", "content": "Hello"}]
     assert (await say(api, messages=turns)).status_code == 200
     text = demo_text().render(turns, add_generation_prompt=False, continue_final_message=True)
-    assert api.cluster.journeys[0].spec.token_ids == tuple(ids_of(text))
+    assert api.cluster.dispatches[0].spec.token_ids == tuple(ids_of(text))
 
 
 @pytest.mark.parametrize(

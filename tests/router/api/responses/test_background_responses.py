@@ -47,7 +47,7 @@ async def test_a_response_is_generated_behind_the_client_s_back() -> None:
     Response.model_validate(body)
     assert body["status"] == "completed"
     assert body["output"][0]["content"][0]["text"] == ANSWER
-    assert api.cluster.journeys[0].heard, "its tokens wake nobody"
+    assert api.cluster.dispatches[0].heard, "its tokens wake nobody"
     assert body["created_at"] == begun["created_at"]
     response = await api.http.post("/v1/responses", json={"input": "go on", "previous_response_id": begun["id"]})
     assert response.status_code == 200
@@ -64,13 +64,13 @@ async def test_one_that_is_in_progress_is_not_continued() -> None:
 async def test_it_is_cancelled_with_what_it_has() -> None:
     api = Api(FakeCluster(says(ANSWER * 50), gap_s=0.01))
     begun = await begin(api)
-    (journey,) = api.cluster.journeys
-    await until(lambda: journey.yielded > 2)
+    (dispatch,) = api.cluster.dispatches
+    await until(lambda: dispatch.yielded > 2)
     body = (await api.http.post(f"/v1/responses/{begun['id']}/cancel")).json()
     Response.model_validate(body)
     assert body["status"] == "cancelled"
     assert body["output"][0]["status"] == "incomplete"
-    assert journey.cancelled.is_set()
+    assert dispatch.cancelled.is_set()
     assert await fetched(api, begun) == body
     assert (await api.http.post(f"/v1/responses/{begun['id']}/cancel")).json() == body
 
@@ -79,7 +79,7 @@ async def test_what_is_deleted_ends_and_does_not_come_back() -> None:
     api = Api(FakeCluster(says(ANSWER), gap_s=0.05))
     begun = await begin(api)
     assert (await api.http.delete(f"/v1/responses/{begun['id']}")).status_code == 200
-    assert api.cluster.journeys[0].cancelled.is_set()
+    assert api.cluster.dispatches[0].cancelled.is_set()
     await asyncio.sleep(0.1)
     assert (await api.http.get(f"/v1/responses/{begun['id']}")).status_code == 404
 
@@ -117,7 +117,7 @@ async def test_what_could_not_be_fetched_is_refused() -> None:
     api.kept.available = False
     refused = await api.http.post("/v1/responses", json={"input": "x", "background": True})
     assert (refused.status_code, error_of(refused)["param"]) == (503, "background")
-    assert api.cluster.journeys == []
+    assert api.cluster.dispatches == []
 
 
 async def test_its_tenant_s_limits_hold_and_nobody_else_reaches_it(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from openai.types.responses import ResponseItemList
 
 from kvferry.cluster_state.responses import MemoryResponses
 from kvferry.protocol.errors import NotFound
-from kvferry.router.api.pool import Pool
-from kvferry.router.api.responses.kept import Kept, Responses
+from kvferry.router.api.responses.stored_responses import StoredResponse, StoredResponses
+from kvferry.router.api.served_models import ServedModel
 
 
 async def respond(api: Api, **body: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ async def respond(api: Api, **body: Any) -> dict[str, Any]:
 
 
 def prompt_of(api: Api) -> str:
-    return demo_text().tokenizer.decode(api.cluster.journeys[-1].spec.token_ids, skip_special_tokens=False)
+    return demo_text().tokenizer.decode(api.cluster.dispatches[-1].spec.token_ids, skip_special_tokens=False)
 
 
 async def test_a_response_continues_another_with_all_before_it() -> None:
@@ -128,15 +128,15 @@ async def test_a_store_that_fails_fails_no_response(caplog: pytest.LogCaptureFix
 
 
 async def test_a_record_that_is_too_large_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    responses = Responses(MemoryResponses(share=10))
+    responses = StoredResponses(MemoryResponses(share=10))
     with caplog.at_level(logging.WARNING, "kvferry.responses"):
-        await responses.put("", Kept({"id": "resp_a"}, [], []))
+        await responses.put("", StoredResponse({"id": "resp_a"}, [], []))
     assert "resp_a is not kept" in caplog.text
 
 
 async def test_nobody_reads_anothers_responses() -> None:
-    responses = Responses(MemoryResponses())
-    await responses.put("ann", Kept({"id": "resp_a", "output": []}, [], []))
+    responses = StoredResponses(MemoryResponses())
+    await responses.put("ann", StoredResponse({"id": "resp_a", "output": []}, [], []))
     assert (await responses.get("ann", "resp_a")).response["id"] == "resp_a"
     with pytest.raises(NotFound):
         await responses.get("bob", "resp_a")
@@ -147,7 +147,7 @@ async def test_nobody_reads_anothers_responses() -> None:
 
 async def test_without_a_store_nothing_is_kept_and_the_refusal_says_so() -> None:
     with pytest.raises(NotFound, match="this server keeps no responses"):
-        await Responses(None).get("", "resp_a")
+        await StoredResponses(None).get("", "resp_a")
 
 
 async def test_a_short_request_cannot_ask_for_a_long_item_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ async def test_a_short_request_cannot_ask_for_a_long_item_any_number_of_times(mo
         "/v1/responses", json={"input": [reference, {"role": "user", "content": "x"}, reference]}
     )
     assert (twice.status_code, error_of(twice)["param"]) == (400, "input[2].id")
-    monkeypatch.setattr("kvferry.router.api.responses.kept.LONGEST", 100)
+    monkeypatch.setattr("kvferry.router.api.responses.stored_responses.LONGEST", 100)
     long = await api.http.post("/v1/responses", json={"input": [reference]})
     assert (long.status_code, error_of(long)["param"]) == (400, "input[0]")
     assert "100 bytes" in error_of(long)["message"]
@@ -168,9 +168,9 @@ async def test_a_short_request_cannot_ask_for_a_long_item_any_number_of_times(mo
 async def test_what_is_only_named_counts_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are encoded beside the event loop."""
     api, sizes = Api(FakeCluster(says("fine"))), []
-    specs = Pool.specs
+    specs = ServedModel.specs
     monkeypatch.setattr(
-        Pool, "specs", lambda pool, call, body, size: sizes.append(size) or specs(pool, call, body, size)
+        ServedModel, "specs", lambda pool, call, body, size: sizes.append(size) or specs(pool, call, body, size)
     )
     first = await respond(api, input="one " * 2000)
     (asked,) = (await api.http.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from kvferry.protocol.errors import InvalidRequest, NodeLost, Overloaded
 from kvferry.router.api.bodies.translated import renamed, translated
-from kvferry.router.api.responses.asked import ResponsesChat
+from kvferry.router.api.responses.request import ResponsesChat
 from kvferry.router.text.transcript import CallDelta, Piece
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
@@ -45,7 +45,7 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 
 def prompt_of(api: Api) -> str:
-    return demo_text().tokenizer.decode(api.cluster.journeys[-1].spec.token_ids, skip_special_tokens=False)
+    return demo_text().tokenizer.decode(api.cluster.dispatches[-1].spec.token_ids, skip_special_tokens=False)
 
 
 async def test_a_whole_response() -> None:
@@ -67,7 +67,7 @@ async def test_a_whole_response() -> None:
     assert (body["temperature"], body["metadata"], body["user"], body["store"]) == (0.5, {"a": "b"}, "me", True)
     assert response.headers["x-request-id"] in body["id"]
     assert response.headers["x-kvferry-route"].startswith("prefill=p0 decode=d0 reused=20")
-    assert tuple(prompt) == api.cluster.journeys[0].spec.token_ids
+    assert tuple(prompt) == api.cluster.dispatches[0].spec.token_ids
 
 
 @pytest.mark.parametrize("per_output", [1, 3, 100])
@@ -253,4 +253,4 @@ async def test_an_overlong_conversation_loses_its_oldest_turns_if_asked() -> Non
     assert "last" in prompt
     assert "q11" in prompt
     assert "q0" not in prompt
-    assert 200 < len(api.cluster.journeys[-1].spec.token_ids) <= 280
+    assert 200 < len(api.cluster.dispatches[-1].spec.token_ids) <= 280

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from waiting import until
 
 from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
-from kvferry.router.journey.spec import Output, RequestSpec
+from kvferry.router.dispatch.interface import Output, RequestSpec
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
 
@@ -47,10 +47,10 @@ async def test_a_whole_answer() -> None:
         "total_tokens": len(prompt) + len(ids_of(ANSWER)) + 1,
         "prompt_tokens_details": {"cached_tokens": 20},
     }
-    (journey,) = api.cluster.journeys
-    assert journey.spec.token_ids == tuple(prompt)
-    assert journey.spec.params.max_tokens == 4096 - len(prompt)
-    assert journey.spec.params.eos_token_ids == (EOS,)
+    (dispatch,) = api.cluster.dispatches
+    assert dispatch.spec.token_ids == tuple(prompt)
+    assert dispatch.spec.params.max_tokens == 4096 - len(prompt)
+    assert dispatch.spec.params.eos_token_ids == (EOS,)
     assert response.headers["x-kvferry-route"] == f"prefill=p0 decode=d0 reused=20 computed={len(prompt) - 20}"
 
 
@@ -103,8 +103,8 @@ async def test_stop_strings_cut_the_text_wherever_tokens_end(
         text = last["message"]["content"]
     assert text == ANSWER[: ANSWER.index(found)]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", found)
-    (journey,) = api.cluster.journeys
-    assert journey.cancelled.is_set() or per_output == 100
+    (dispatch,) = api.cluster.dispatches
+    assert dispatch.cancelled.is_set() or per_output == 100
 
 
 @given(st.text("ab \n👩é", max_size=20), st.lists(st.text("ab \n👩é", min_size=1, max_size=3), max_size=3), st.data())
@@ -134,7 +134,7 @@ async def test_stop_tokens_are_not_part_of_the_text_and_are_named() -> None:
     api = Api(FakeCluster(script))
     choice = (await api.chat(stop_token_ids=[word])).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello", "stop", word)
-    assert api.cluster.journeys[0].spec.params.stop_token_ids == (word,)
+    assert api.cluster.dispatches[0].spec.params.stop_token_ids == (word,)
 
 
 async def test_length_ends_at_max_tokens() -> None:
@@ -154,22 +154,22 @@ async def test_logprobs() -> None:
     chunks = events(await api.chat(logprobs=True, top_logprobs=2, stream=True))[:-1]
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert [entry for logprobs in streamed if logprobs for entry in logprobs["content"]] == whole
-    assert api.cluster.journeys[0].spec.params.logprobs == 2
+    assert api.cluster.dispatches[0].spec.params.logprobs == 2
 
 
 async def test_n_choices_start_after_the_first_ones_first_token_with_seeds_of_their_own() -> None:
     started: list[int] = []
 
     def script(spec: RequestSpec) -> list[Output]:
-        started.append(api.cluster.journeys[0].yielded if api.cluster.journeys else -1)
+        started.append(api.cluster.dispatches[0].yielded if api.cluster.dispatches else -1)
         return outputs_for(spec, ids_of(f"seed {spec.params.seed}"))
 
     api = Api(FakeCluster(script))
     body = (await api.chat(n=3, seed=7)).json()
     assert [choice["message"]["content"] for choice in body["choices"]] == ["seed 7", "seed 8", "seed 9"]
     assert started == [-1, 1, 1]
-    assert len({journey.spec.request_id for journey in api.cluster.journeys}) == 3
-    prompt = len(api.cluster.journeys[0].spec.token_ids)
+    assert len({dispatch.spec.request_id for dispatch in api.cluster.dispatches}) == 3
+    prompt = len(api.cluster.dispatches[0].spec.token_ids)
     assert body["usage"]["prompt_tokens"] == prompt
     assert body["usage"]["completion_tokens"] == 3 * (len(ids_of("seed 7")) + 1)
     chunks = events(await api.chat(n=3, seed=7, stream=True))[:-1]
@@ -181,7 +181,7 @@ async def test_a_seed_is_drawn_when_none_is_given_and_never_overflows() -> None:
     await api.chat()
     await api.chat()
     await api.chat(seed=2**63 - 1, n=2)
-    seeds = [journey.spec.params.seed for journey in api.cluster.journeys]
+    seeds = [dispatch.spec.params.seed for dispatch in api.cluster.dispatches]
     assert seeds[0] != seeds[1]
     assert seeds[2:] == [2**63 - 1, -(2**63)]
 
@@ -194,7 +194,7 @@ async def test_sampling_fields_reach_the_nodes() -> None:
         "ignore_eos": True, "max_tokens": 10,
     }  # fmt: skip
     await api.chat(**fields, logit_bias={"5": -100}, cache_salt="tenant", unknown_field={"x": 1})
-    spec = api.cluster.journeys[0].spec
+    spec = api.cluster.dispatches[0].spec
     assert {name: getattr(spec.params, name) for name in fields} == fields
     assert spec.params.logit_bias == ((5, -100.0),)
     assert spec.namespace == "0:tenant"
@@ -215,14 +215,14 @@ async def test_null_means_default() -> None:
         "seed",
     )
     assert (await api.chat(**dict.fromkeys(names))).status_code == 200
-    assert api.cluster.journeys[0].spec.params.temperature == 1.0
+    assert api.cluster.dispatches[0].spec.params.temperature == 1.0
 
 
 async def test_the_last_message_can_be_continued() -> None:
     api = Api(FakeCluster(says("x")))
     messages = [*MESSAGES, {"role": "assistant", "content": "Once upon"}]
     await api.chat(messages=messages, continue_final_message=True)
-    text = demo_text().tokenizer.decode(api.cluster.journeys[0].spec.token_ids, skip_special_tokens=False)
+    text = demo_text().tokenizer.decode(api.cluster.dispatches[0].spec.token_ids, skip_special_tokens=False)
     assert text.endswith("<|im_start|>assistant\nOnce upon")
     refused = await api.chat(messages=messages, continue_final_message=True, add_generation_prompt=True)
     assert error_of(refused)["param"] == "continue_final_message"
@@ -268,13 +268,13 @@ async def test_one_failed_choice_cancels_the_others() -> None:
 
     api = Api(FakeCluster(script, gap_s=0.01))
     assert (await api.chat(n=3)).status_code == 503
-    assert [journey.cancelled.is_set() for journey in api.cluster.journeys] == [True, True, True]
+    assert [dispatch.cancelled.is_set() for dispatch in api.cluster.dispatches] == [True, True, True]
 
 
 async def test_metrics_of_a_request() -> None:
     api = Api(FakeCluster(says("one two three"), cached=16))
     await api.chat()
-    outputs, prompt = len(ids_of("one two three")) + 1, len(api.cluster.journeys[0].spec.token_ids)
+    outputs, prompt = len(ids_of("one two three")) + 1, len(api.cluster.dispatches[0].spec.token_ids)
     assert api.sample("kvferry_requests_total", endpoint="/v1/chat/completions", status="200") == 1
     assert api.sample("kvferry_output_tokens_total") == outputs
     assert api.sample("kvferry_time_to_first_token_seconds_count") == 1
@@ -289,7 +289,7 @@ async def test_token_ids_are_returned_when_asked_for() -> None:
     api = Api(FakeCluster(says("one two")))
     body = (await api.chat(return_token_ids=True)).json()
     assert body["choices"][0]["token_ids"] == [*ids_of("one two"), EOS]
-    assert body["prompt_token_ids"] == list(api.cluster.journeys[0].spec.token_ids)
+    assert body["prompt_token_ids"] == list(api.cluster.dispatches[0].spec.token_ids)
     chunks = events(await api.chat(return_token_ids=True, stream=True))[:-1]
     assert chunks[0]["prompt_token_ids"] == body["prompt_token_ids"]
     ids = [token_id for chunk in chunks for token_id in chunk["choices"][0].get("token_ids", ())]

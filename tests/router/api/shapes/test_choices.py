@@ -9,7 +9,7 @@ import pytest
 from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, outputs_for, says
 
 from kvferry.protocol.messages import TokenLogprobs
-from kvferry.router.journey.spec import Output, RequestSpec
+from kvferry.router.dispatch.interface import Output, RequestSpec
 from kvferry.router.text.bad_words import bad_word_ids
 
 
@@ -28,8 +28,8 @@ async def test_the_best_are_those_of_the_greatest_log_probability_per_token() ->
     answer = (await api.complete(n=2, best_of=4, seed=0, max_tokens=8)).json()
     assert [(c["index"], c["text"], c["logprobs"]) for c in answer["choices"]] == [(0, " a", None), (1, " a a a", None)]
     assert answer["usage"]["completion_tokens"] == 1 + 2 + 3 + 4
-    assert [j.spec.params.logprobs for j in api.cluster.journeys] == [0] * 4
-    assert [bool(j.spec.fork_of) for j in api.cluster.journeys] == [False, True, True, True]
+    assert [j.spec.params.logprobs for j in api.cluster.dispatches] == [0] * 4
+    assert [bool(j.spec.fork_of) for j in api.cluster.dispatches] == [False, True, True, True]
 
 
 async def test_the_best_of_every_prompt_are_shown_with_what_was_asked() -> None:
@@ -43,7 +43,7 @@ async def test_best_of_equal_to_n_changes_nothing() -> None:
     for fields in ({"best_of": 2, "n": 2}, {"best_of": 2, "n": 2, "stream": True}, {"best_of": 1}):
         api = Api(FakeCluster(says("x")))
         assert (await api.complete(**fields)).is_success
-        assert api.cluster.journeys[0].spec.params.logprobs is None
+        assert api.cluster.dispatches[0].spec.params.logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ async def test_they_reach_the_nodes(path: str) -> None:
     api = Api(FakeCluster(lambda spec: outputs_for(spec, [5])))
     response = await getattr(api, path)(bad_words=["cat"], allowed_token_ids=[3, 4], n=2)
     assert response.is_success
-    for journey in api.cluster.journeys:
-        assert journey.spec.params.allowed_token_ids == (3, 4)
-        assert journey.spec.params.bad_words == bad_word_ids(["cat"], demo_text())
+    for dispatch in api.cluster.dispatches:
+        assert dispatch.spec.params.allowed_token_ids == (3, 4)
+        assert dispatch.spec.params.bad_words == bad_word_ids(["cat"], demo_text())
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ async def test_many_bad_words_cost_little() -> None:
     chance = random.Random(3)
     bad = ["".join(chance.choices("abc dé", k=250)) + "x" for _ in range(128)]
     assert (await api.complete(prompt=["a", "b"], bad_words=bad)).is_success
-    assert len(api.cluster.journeys[0].spec.params.bad_words) <= 256
+    assert len(api.cluster.dispatches[0].spec.params.bad_words) <= 256
 
 
 async def test_prompt_logprobs_come_with_every_choice_of_every_prompt() -> None:
@@ -113,5 +113,5 @@ async def test_prompt_logprobs_come_with_every_choice_of_every_prompt() -> None:
     assert [len(c["prompt_logprobs"]) for c in best["choices"]] == lengths
     chat = (await api.chat(n=3, prompt_logprobs=2)).json()
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
-    asked = [j.spec.params.prompt_logprobs for j in api.cluster.journeys]
+    asked = [j.spec.params.prompt_logprobs for j in api.cluster.dispatches]
     assert asked.count(None) == len(asked) - 5, "computed once for each prompt"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from api_parts import EOS, Api, FakeCluster, demo_text, error_of, events, ids_of, logprob_of, outputs_for, says
 
-from kvferry.router.journey.spec import RequestSpec
+from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.text.text_model import TextModel
 
 
@@ -24,7 +24,7 @@ async def test_a_whole_answer_is_at_most_16_tokens_by_default() -> None:
          "finish_reason": "length", "stop_reason": None}
     ]  # fmt: skip
     assert body["usage"]["completion_tokens"] == 16
-    assert api.cluster.journeys[0].spec.token_ids == tuple(ids_of("Once upon"))
+    assert api.cluster.dispatches[0].spec.token_ids == tuple(ids_of("Once upon"))
 
 
 async def test_a_streamed_answer() -> None:
@@ -53,7 +53,7 @@ async def test_prompts_come_in_four_forms(prompt: object, lengths: list[int]) ->
     assert [choice["text"] for choice in body["choices"]] == expected
     assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
     assert body["usage"]["prompt_tokens"] == sum(lengths)
-    assert len({journey.spec.request_id for journey in api.cluster.journeys}) == len(expected)
+    assert len({dispatch.spec.request_id for dispatch in api.cluster.dispatches}) == len(expected)
 
 
 async def test_logprobs_in_the_legacy_shape() -> None:
@@ -100,7 +100,7 @@ async def test_what_lm_eval_sends() -> None:
         assert shown["text_offset"][-1] == len(text)
         assert all(logprob <= max(top.values()) for logprob, top in zip(
             shown["token_logprobs"][1:], shown["top_logprobs"][1:], strict=True))  # fmt: skip
-    assert [journey.spec.params.prompt_logprobs for journey in api.cluster.journeys] == [1, 1]
+    assert [dispatch.spec.params.prompt_logprobs for dispatch in api.cluster.dispatches] == [1, 1]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -113,7 +113,7 @@ async def test_max_tokens_0_with_echo_shows_the_prompt_only(stream: bool) -> Non
     assert len(choice["logprobs"]["tokens"]) == len(ids_of("Once upon"))
     if not stream:
         assert body["usage"]["completion_tokens"] == 0
-    assert api.cluster.journeys[0].spec.params.max_tokens == 1
+    assert api.cluster.dispatches[0].spec.params.max_tokens == 1
     assert error_of(await api.complete(max_tokens=0))["param"] == "max_tokens"
 
 
@@ -127,7 +127,7 @@ async def test_echo_in_a_stream_with_logprobs_equals_the_whole_answer() -> None:
         assert "".join(part["text"] for part in parts) == expected["text"] == "Once upon a time"
         for name, values in expected["logprobs"].items():
             assert [value for part in parts for value in part["logprobs"][name]] == values
-    asked = [journey.spec.params.prompt_logprobs for journey in api.cluster.journeys]
+    asked = [dispatch.spec.params.prompt_logprobs for dispatch in api.cluster.dispatches]
     assert asked == [1, None, 1, None], "the prompt is scored once, not for every choice"
 
 

@@ -1,0 +1,233 @@
+"""Where the workers of a local cluster compute, and how much memory each may take: settled before any of them starts,
+so that none has to guess what the others will do."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from kvferry.cli.formats import kv_dtype, weight_bytes
+from kvferry.model_files.memory_needs import ModelNeeds, model_needs
+from kvferry.model_files.source import ModelSource, resolve
+from kvferry.model_files.weight_counts import WeightCount
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import CPU_POOL_GIB, ServeSettings
+from kvferry.runtime.limits import available_memory
+
+log = logging.getLogger(__name__)
+
+GIB = 1024**3
+GPU_SHARE = 0.8
+"""Of what a worker's weights leave of its share of a GPU: the pool. The rest is for activations and workspaces."""
+MARGIN = 0.95
+UNKNOWN = ModelNeeds(
+    WeightCount(), WeightCount(), WeightCount(), layers=0, kv_heads=0, head_dim=0, query_size=0, max_model_len=0
+)
+"""Of a model whose config uses words of its own: its workers check for themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker's place, the first of its GPUs where its ranks have several. kv_cache_gib: size of its pool; 0: what
+    the worker itself takes of devices that it has alone."""
+
+    device: str
+    kv_cache_gib: float = 0.0
+
+
+def gpus() -> list[int]:
+    """Total bytes of each GPU, in CUDA's order and as far as CUDA_VISIBLE_DEVICES allows; empty where there is none or
+    torch cannot use it. Asks the driver, so that this process neither imports torch nor takes memory of a GPU."""
+    if not _torch_has_cuda():
+        return []
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found = []
+    for index in range(count.value):
+        if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+            return []
+        found.append(int(size.value))
+    return found
+
+
+def needs_of(source: ModelSource) -> ModelNeeds:
+    """What the model asks of a machine; UNKNOWN where its files do not tell."""
+    try:
+        return model_needs(source)
+    except ConfigError as error:
+        log.debug("%s", error.message)
+        return UNKNOWN
+
+
+def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequence[int]) -> list[WorkerPlan]:
+    """For each model in `needs` a seat of each prefill worker, then of each decode worker; `found`: bytes of each GPU.
+    Workers go round the GPUs, each with as many as it has ranks. The pools of those that share some have equal parts of
+    what all their weights leave.
+    Raises ConfigError when weights and pools do not fit together."""
+    models = [each for each in needs for _ in range(settings.prefill + settings.decode)]
+    devices = [_device(settings, index, len(found)) for index in range(len(models))]
+    sharing = {
+        device: [model for model, other in zip(models, devices, strict=True) if other == device] for device in devices
+    }
+    draft_gib = _draft_gib(settings, "cuda") if any(device.startswith("cuda") for device in devices) else 0.0
+    return [
+        _gpu_seat(settings, model, device, sharing[device], found, draft_gib)
+        if device.startswith("cuda")
+        else WorkerPlan(device, settings.kv_cache_gib)
+        for model, device in zip(models, devices, strict=True)
+    ]
+
+
+def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: Sequence[WorkerPlan]) -> str:
+    """Whether weights, where they are shared those of one worker, and pools of all workers on the CPU fit into what
+    memory is available: each of them sees only what is free as it starts. `seats` as `take_seats` gave them for
+    `needs`. Returns what was found. Raises ConfigError."""
+    counts = on_cpu_by_model(seats, len(needs))
+    copies = [
+        min(count, 1) if shares_weights(settings, model) else count for count, model in zip(counts, needs, strict=True)
+    ]
+    workers, available = sum(counts), available_memory() / GIB
+    free = f"{available:.1f} GiB are available"
+    if not workers:
+        return f"{free}; the KV pools are on {', '.join(dict.fromkeys(seat.device for seat in seats))}"
+    weights = [weight_bytes(settings, model, "cpu") / GIB for model in needs]
+    pools = [_pool_gib(settings, model) or CPU_POOL_GIB * model.cached for model in needs]
+    asked = ", ".join(
+        f"{_times(copy)} {weight:.2f} GiB of weights and {_times(count)} {pool:.4g} GiB of KV pool"
+        for copy, count, weight, pool in zip(copies, counts, weights, pools, strict=True)
+    )
+    drafts = _draft_gib(settings, "cpu") * sum(min(count, _drafting(settings)) for count in counts)
+    asked += f", {drafts:.2f} GiB for what drafts" if drafts else ""
+    all_weights = drafts + sum(copy * weight for copy, weight in zip(copies, weights, strict=True))
+    if all_weights + sum(count * pool for count, pool in zip(counts, pools, strict=True)) > available:
+        room = (available - all_weights) / workers
+        flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
+        lower = f"lower --{flag.replace('_', '-')}" + (f" to less than {room:.1f}" if flag == "kv_cache_gib" else "")
+        remedy = f"{lower}, or start fewer workers" if room >= 0.1 else "start fewer workers, or take a smaller model"
+        raise ConfigError(f"{asked} do not fit: {free}; {remedy}", param=flag)
+    return f"{asked}: {free}"
+
+
+def on_cpu_by_model(seats: Sequence[WorkerPlan], models: int) -> list[int]:
+    """How many workers of each model compute on the CPU."""
+    each = len(seats) // models
+    return [sum(seat.device == "cpu" for seat in seats[each * i : each * (i + 1)]) for i in range(models)]
+
+
+def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
+    """Whether a model's workers on the CPU have one copy of its weights, as decoders have on compiled kernels; but the
+    experts of transformers' modules are each worker's own."""
+    packed = settings.dtype in ("auto", "bfloat16") and settings.kernels in ("auto", "cpu") and _kernels_are_compiled()
+    ours = needs.own and settings.model_impl != "transformers"
+    alike = (ours or (needs.layers > 0 and needs.cached and not needs.mixed)) and settings.tensor_parallel_size == 1
+    return settings.share_weights and hasattr(os, "memfd_create") and packed and alike
+
+
+def _device(settings: ServeSettings, index: int, count: int) -> str:
+    """Of one of the workers: the first GPU of as many as it has ranks."""
+    wanted, ranks = settings.device, settings.tensor_parallel_size
+    if wanted == "auto" and not count:
+        return "cpu"
+    if wanted in ("auto", "cuda") and count >= ranks:
+        return f"cuda:{index % (count // ranks) * ranks}"
+    number = re.fullmatch(r"auto|cuda(?::(\d+))?", wanted)
+    if number is not None and int(number[1] or 0) + ranks > count:
+        there = f"there are {count}" if count > 1 else "there is one" if count else "there is none"
+        lacking = "no such GPU" if ranks == 1 else f"its {ranks} ranks need a GPU each"
+        raise ConfigError(f"--device {wanted}: {lacking}, {there}; use another, or --device cpu", param="device")
+    return wanted
+
+
+def _gpu_seat(
+    settings: ServeSettings,
+    needs: ModelNeeds,
+    device: str,
+    sharing: Sequence[ModelNeeds],
+    found: Sequence[int],
+    draft_gib: float,
+) -> WorkerPlan:
+    """Of a worker on a GPU, or several, that workers of the models `sharing` use, its own among them. Each leaves room
+    for the model that drafts, which those have that decode."""
+    first, ranks = int(device.partition(":")[2]), settings.tensor_parallel_size
+    total = min(found[first : first + ranks]) / GIB
+    weights = [weight_bytes(settings, model, device) / ranks / GIB for model in sharing]
+    left = (total - sum(weights)) / len(sharing) - draft_gib
+    pools = [_pool_gib(settings, model) / _parts(settings, model) for model in sharing]
+    given = _pool_gib(settings, needs) / _parts(settings, needs)
+    if (given and sum(pools) > MARGIN * left * len(sharing)) or left <= 0:
+        pool = f" and {given:.4g} GiB of KV pool" if given else ""
+        asked = ", ".join(
+            f"{f'{count} times ' if count > 1 else ''}{weight:.2f} GiB of weights{pool}"
+            for weight, count in Counter(weights).items()
+        )
+        flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
+        lower = f"lower --{flag.replace('_', '-')} or " if given and left > 0 else ""
+        raise ConfigError(
+            f"{asked} do not fit the {total:.1f} GiB of {device}; {lower}start fewer workers per GPU", param=flag
+        )
+    if given or len(sharing) == 1:
+        return WorkerPlan(device, settings.kv_cache_gib)
+    return WorkerPlan(device, round(GPU_SHARE * left * _parts(settings, needs), 3))
+
+
+def _parts(settings: ServeSettings, needs: ModelNeeds) -> int:
+    """In which a worker's pool is divided on its GPUs: each has the whole of latents."""
+    return settings.tensor_parallel_size if needs.planes > 1 else 1
+
+
+def _drafting(settings: ServeSettings) -> int:
+    """How many workers of a model have the model that drafts: those that decode, or may."""
+    return settings.decode + (settings.prefill if settings.elastic else 0)
+
+
+def _draft_gib(settings: ServeSettings, device: str) -> float:
+    """What the model that drafts takes of a worker's memory there: its weights, and a block for each that was asked
+    for; of a pool in GiB it has a part."""
+    if not settings.speculative_model:
+        return 0.0
+    needs = needs_of(resolve(settings.speculative_model, weights=False))
+    blocks = _pool_gib(settings, needs) if settings.kv_blocks else 0.0
+    return weight_bytes(settings, needs, device) / GIB + blocks
+
+
+def _pool_gib(settings: ServeSettings, needs: ModelNeeds) -> float:
+    """Size of a pool that was asked for; 0: none was, or the model has none."""
+    if not needs.cached:
+        return 0.0
+    if not settings.kv_blocks:
+        return settings.kv_cache_gib
+    return settings.kv_blocks * needs.layout(kv_dtype(settings), settings.block_size).block_bytes / GIB
+
+
+def _times(count: int) -> str:
+    return f"{count} {'times' if count > 1 else 'time'}"
+
+
+def _kernels_are_compiled() -> bool:
+    """Whether those for CPUs are installed, without importing them and thus torch."""
+    spec = importlib.util.find_spec("kvferry.kernels")
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    return any(any(Path(folder, "cpu").glob(f"_native{suffix}")) for folder in folders for suffix in EXTENSION_SUFFIXES)
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the torch that is installed is a CUDA build, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations if spec is not None else None) or ():
+        version = Path(folder) / "version.py"
+        if version.exists():
+            return re.search(r"^cuda\b[^=]*=\s*['\"]", version.read_text(), re.MULTILINE) is not None
+    return False

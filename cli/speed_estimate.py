@@ -1,0 +1,129 @@
+"""What a model would do on this machine, from the machine's limits, measured in a second or two: `kvferry doctor`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.cli.formats import kv_dtype, step_bytes, weight_bytes
+from kvferry.cli.resource_plan import GIB, GPU_SHARE, WorkerPlan
+from kvferry.model_files.memory_needs import ModelNeeds
+from kvferry.protocol.settings import CPU_POOL_GIB, ServeSettings
+
+if TYPE_CHECKING:
+    import torch
+
+READ_BYTES = 256 << 20
+ROUNDS = 400_000
+SIDE = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the matrices whose product is timed where the compiled kernels do not measure themselves."""
+PROMPT = 2048
+"""Tokens of the prompt whose speed is told."""
+MEASURE_S = 1.0
+"""How long each limit is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes that can be read and operations that can be done, per second."""
+
+    read: float
+    multiply: float
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """tokens: per second of one stream with a short context; prompt_tokens: per second of a prompt of PROMPT tokens;
+    pool_tokens: what one worker's KV pool holds; sizes in bytes."""
+
+    weights: float
+    kv_per_token: int
+    pool: float
+    pool_tokens: int
+    tokens: float
+    prompt_tokens: float
+
+    def describe(self, limits: Limits) -> str:
+        prompts = f"{_round(self.prompt_tokens)} prompt tokens/s, by"
+        speed = f"up to {_round(self.tokens)} tokens/s for one stream and {prompts} {limits.read / 1e9:.0f} GB/s and"
+        kv = (
+            f"KV {self.kv_per_token / 1024:.1f} KiB a token, so {self.pool / GIB:.1f} GiB of pool hold "
+            f"{_round(self.pool_tokens)}"
+        )
+        if not self.kv_per_token:
+            speed, kv = f"up to {prompts}", "an encoder, without KV"
+        return (
+            f"{speed} {_round(limits.multiply / 1e9)} GFLOP/s measured here; weights {self.weights / GIB:.2f} GiB; {kv}"
+        )
+
+
+def expected(settings: ServeSettings, needs: ModelNeeds, seat: WorkerPlan, gpu_bytes: int, limits: Limits) -> Expected:
+    """Of one worker in this seat; gpu_bytes: of its GPU."""
+    weights, kv = weight_bytes(settings, needs, seat.device), needs.kv_bytes(kv_dtype(settings))
+    own = GPU_SHARE * (gpu_bytes - weights) if seat.device.startswith("cuda") else CPU_POOL_GIB * GIB
+    pool = seat.kv_cache_gib * GIB or own
+    if settings.kv_blocks:
+        pool = settings.kv_blocks * settings.block_size * kv
+    return Expected(
+        weights=weights,
+        kv_per_token=kv,
+        pool=pool,
+        pool_tokens=int(pool // kv) if kv else 0,
+        tokens=limits.read / step_bytes(settings, needs, seat.device),
+        prompt_tokens=limits.multiply / needs.prompt_work(PROMPT),
+    )
+
+
+def measure(device: str, threads: int) -> Limits:
+    """Reads memory and multiplies in bfloat16 (on a CPU without the compiled kernels in float32), on all threads."""
+    import torch
+
+    if device.startswith("cuda"):
+        return _by_torch(torch.device(device), torch.bfloat16, torch.cuda.synchronize)
+    from kvferry.kernels.cpu.extension import extension, instruction_set
+
+    torch.set_num_threads(threads)
+    native, best = extension(), instruction_set()
+    if native is None or best is None:
+        return _by_torch(torch.device("cpu"), torch.float32, lambda: None)
+    kernels, data = native.Kernels(best, threads), torch.ones(READ_BYTES, dtype=torch.uint8)
+    work = kernels.multiply(1) * ROUNDS
+    return Limits(READ_BYTES / _fastest(lambda: kernels.read(data)), work / _fastest(lambda: kernels.multiply(ROUNDS)))
+
+
+def _by_torch(device: torch.device, dtype: torch.dtype, wait: Callable[[], None]) -> Limits:
+    """A copy reads and writes: twice its bytes."""
+    import torch
+
+    def timed(call: Callable[[], object]) -> float:
+        def whole() -> None:
+            call()
+            wait()
+
+        return _fastest(whole)
+
+    size, side = READ_BYTES * (8 if device.type == "cuda" else 1), SIDE[device.type]
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    with torch.inference_mode():
+        read = 2 * size / timed(lambda: target.copy_(source))
+        return Limits(read, 2 * side**3 / timed(lambda: matrix @ matrix))
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    """Seconds of the fastest of all runs in MEASURE_S, after one that does not count: whatever else runs on the machine
+    only ever makes one slower."""
+    call()
+    fastest, end = math.inf, time.perf_counter() + MEASURE_S
+    while (began := time.perf_counter()) < end:
+        call()
+        fastest = min(fastest, time.perf_counter() - began)
+    return fastest
+
+
+def _round(number: float) -> str:
+    """Two digits that count, for what is an estimate."""
+    return f"{float(f'{number:.2g}'):,.0f}" if number >= 10 else f"{number:.1f}"

@@ -1,0 +1,32 @@
+"""What the canary found, counted and logged."""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry.engine.events import CanaryChecked
+from kvferry.protocol.worker_metrics import WorkerMetrics
+
+log = logging.getLogger("kvferry.worker")
+
+
+class CanaryLog:
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+        self._largest = 0.0
+
+    def differs(self, event: CanaryChecked) -> bool:
+        """Count it. Whether the ship was not what this node computes: routers must hear of that."""
+        self._metrics.canary.looks[event.outcome].inc()
+        if event.outcome == "dropped":
+            return False
+        self._largest = max(self._largest, event.distance)
+        self._metrics.canary.largest.set(self._largest)
+        if event.outcome == "agreed":
+            return False
+        self._metrics.canary.deviations.labels(self._metrics.role, event.sender[0]).inc()
+        log.warning(
+            "what %s shipped of %s (%d tokens) is not what this node computes: logits are %.3g apart, not %.3g",
+            event.sender[0], event.key[0], event.tokens, event.distance, event.tolerated,
+        )  # fmt: skip
+        return True

@@ -1,0 +1,162 @@
+"""Copies of what streams have, made while they run: their full blocks go to their buddies, of a few streams at a time,
+and nothing waits for them. A copy that does not come about is no harm: it is tried again with what is new by then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import BlocksChanged, Event
+from kvferry.engine.request import Request
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.kv_transfer.sender import Sender
+from kvferry.kv_transfer.sender_ship import ShipTimeouts
+from kvferry.protocol.errors import Draining, GrantRefused, KvferryError
+from kvferry.protocol.link_messages import Copy
+from kvferry.protocol.messages import DecodeTarget
+from kvferry.worker.service import Base
+
+MOST = 256
+"""Blocks of one copy."""
+AT_ONCE = 4
+"""Copies under way: a busy buddy grants between two of its steps."""
+LOOK_S = 0.02
+"""How often is looked for streams to copy."""
+REST = 3
+"""How many times as long as blocks of a copy travelled, none is begun."""
+SHUN_S = 5.0
+"""How long a buddy is left alone that refused, failed, or dropped what it had been sent; twice as long each time until
+a copy comes about."""
+SHUN_MOST_S = 80.0
+DEADLINE_S = 30.0
+GRANT_S, STALL_S = 5.0, 1.5
+"""How long a buddy may keep a copy waiting, and nothing of it move: there are others."""
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaInProgress:
+    """A copy under way. length: blocks of the stream as it was asked for; upto: those that the buddy has in the end;
+    lent_at: when blocks began to travel; took_s: until all had come; given_up: for no fault of the buddy's."""
+
+    request: Request
+    buddy: DecodeTarget
+    length: int
+    upto: int = 0
+    lent_at: float = 0.0
+    took_s: float = 0.0
+    given_up: bool = False
+
+
+class Replication:
+    """Implements kv_transfer.ports.ShipEvents."""
+
+    def __init__(self, base: Base, sender: Sender) -> None:
+        self._base, self._sender = base, sender
+        self._patience = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
+        self._lock = threading.Lock()
+        self._making: dict[int, ReplicaInProgress] = {}
+        self._next = 0.0
+        self._shunned: dict[DecodeTarget, tuple[float, float]] = {}
+        """Until when, and for how long."""
+
+    # The engine thread.
+
+    def take(self, events: Sequence[Event]) -> None:
+        """Streams have a new block: there may be enough to copy."""
+        if (
+            len(self._making) < AT_ONCE
+            and time.monotonic() >= self._next
+            and any(isinstance(e, BlocksChanged) for e in events)
+        ):
+            self._base.engine.submit(self._begin)
+
+    def _begin(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + LOOK_S
+        try:
+            self._base.require_ready()
+        except Draining:
+            return
+        under_way = {making.request.key for making in self._making.values()}
+        apart = {buddy for buddy, (until, _) in self._shunned.items() if until > now}
+        for request in engine.copies.due(AT_ONCE - len(under_way), under_way, apart):
+            self._offer(request)
+
+    def _offer(self, request: Request) -> None:
+        job, length = request.job, request.registered
+        assert job.buddy
+        tokens = tuple(request.token_ids[: length * request.block_size])
+        copy = Copy(tokens, MOST, job.namespace, job.adapter, DEADLINE_S)
+        with self._lock:  # the grant may come before `offer` returns
+            transfer = self._sender.offer(job.buddy, copy, self, patience=self._patience)
+            self._making[transfer] = ReplicaInProgress(request, job.buddy, length)
+
+    def _lend(self, engine: Engine, transfer: int, making: ReplicaInProgress, first: int) -> None:
+        """The buddy has the blocks before `first`, and takes the next ones."""
+        request, upto = making.request, min(first + MOST, making.length)
+        if request.copied is not None and first < request.copied:
+            request.copied = first
+            self._sender.abort(transfer, "the buddy drops what it was sent")
+            return
+        blocks = engine.copies.lend(transfer, request, first, upto)
+        if blocks is None:
+            making.given_up = True
+            self._sender.abort(transfer, "the stream does not run any more")
+            return
+        making.upto, making.lent_at = upto, time.monotonic()
+        self._sender.ship(transfer, blocks)
+        self._sender.commit(transfer, None)
+
+    def _quiet(self, engine: Engine, transfer: int) -> None:
+        """One that failed costs the others no rest."""
+        engine.copies.returned(transfer)
+        with self._lock:
+            making = self._making.pop(transfer)
+        self._next = max(time.monotonic(), self._next) + REST * making.took_s
+
+    def _shun(self, buddy: DecodeTarget) -> None:
+        now = time.monotonic()
+        self._shunned = {each: shun for each, shun in self._shunned.items() if shun[0] + SHUN_MOST_S > now}
+        _, before = self._shunned.get(buddy, (now, SHUN_S / 2))
+        long = min(2 * before, SHUN_MOST_S)
+        self._shunned[buddy] = now + long, long
+
+    # The link thread.
+
+    def granted(self, transfer: int, first_block: int) -> None:
+        making = self._find(transfer)
+        self._base.engine.submit(lambda engine: self._lend(engine, transfer, making, first_block))
+
+    def sent(self, transfer: int) -> None:
+        """All of a copy is given at once."""
+
+    def done(self, transfer: int, stats: ShipStats) -> None:
+        making = self._find(transfer)
+        making.took_s = time.monotonic() - making.lent_at
+
+        def done(engine: Engine) -> None:
+            making.request.copied = making.upto
+            self._shunned.pop(making.buddy, None)
+
+        self._base.engine.submit(done)
+        self._base.metrics.copies["done"].inc()
+        self._base.metrics.copy_blocks["sent"].inc(stats.blocks)
+        self._base.outflow.note("copy", making.buddy.node_id, stats)
+
+    def failed(self, transfer: int, error: KvferryError) -> None:
+        making = self._find(transfer)
+        self._base.metrics.copies["refused" if isinstance(error, GrantRefused) else "failed"].inc()
+        if not making.given_up:
+            self._base.engine.submit(lambda engine: self._shun(making.buddy))
+
+    def quiet(self, transfer: int) -> None:
+        self._base.engine.submit(lambda engine: self._quiet(engine, transfer))
+
+    def _find(self, transfer: int) -> ReplicaInProgress:
+        with self._lock:
+            return self._making[transfer]

@@ -1,0 +1,50 @@
+"""The spans of a decode node: one for each attempt, from its arrival or its grant to its last token."""
+
+from __future__ import annotations
+
+import threading
+
+from kvferry.engine.events import Failed, Generated
+from kvferry.engine.request import Key, key_of
+from kvferry.protocol.messages import Job
+from kvferry.runtime.tracing import TRACER, Span
+
+MOST = 4096
+"""Attempts whose end is awaited; beyond it the oldest is taken for ended."""
+
+
+class TraceSpans:
+    """Begun on the link thread or the loop, ended on the loop; nothing is kept while no traces are recorded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Key, tuple[Span, int]] = {}
+
+    def begin(self, job: Job) -> None:
+        """An attempt came, or a prefill node asks for its blocks."""
+        if not TRACER.records:
+            return
+        span = TRACER.start("decode", job.trace, attempt=job.attempt)
+        with self._lock:
+            self._open[key_of(job)] = (span, len(job.token_ids) - job.prompt_len)
+            oldest = next(iter(self._open)) if len(self._open) > MOST else None
+        if oldest is not None:
+            self._end(oldest, "forgotten")
+
+    def take(self, event: Generated | Failed) -> None:
+        """News of an attempt; the last one ends its span."""
+        if not self._open:
+            return
+        if isinstance(event, Failed):
+            self._end(event.key, event.error.code)
+        elif event.delta.finish_reason is not None:
+            self._end(event.key, "", event.delta.index + len(event.delta.token_ids))
+
+    def _end(self, key: Key, error: str, tokens: int = 0) -> None:
+        with self._lock:
+            found = self._open.pop(key, None)
+        if found is not None:
+            span, before = found
+            if tokens:
+                span.tell(output_tokens=tokens - before)
+            span.end(error)

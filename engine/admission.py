@@ -1,0 +1,70 @@
+"""Which jobs an engine takes: those that fit its context and vocabulary and were not cancelled before they came."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvferry.protocol.errors import Cancelled, ContextLengthExceeded, InvalidRequest, TransferFailed
+from kvferry.protocol.messages import Job
+from kvferry.protocol.work import Generate
+
+REMEMBERED_CANCELS = 8192
+
+
+class Admission:
+    """Refuses jobs by name. longest: tokens of a prompt and its output; takes: the kinds of work that `model` does."""
+
+    def __init__(self, longest: int, vocab_size: int, takes: tuple[type, ...], model: str) -> None:
+        self._longest = longest
+        self._takes, self._model = takes, model
+        self._vocab_size = vocab_size
+        self._cancelled: OrderedDict[str, int] = OrderedDict()
+
+    def close(self, request_id: str, attempt: int) -> None:
+        """Refuse all attempts of the request up to `attempt` from now on."""
+        self._cancelled[request_id] = max(attempt, self._cancelled.pop(request_id, -1))
+        if len(self._cancelled) > REMEMBERED_CANCELS:
+            self._cancelled.popitem(last=False)
+
+    def check(self, job: Job) -> None:
+        """Raises the error that tells why the job may not come in."""
+        if self._cancelled.get(job.request_id, -1) >= job.attempt:
+            raise Cancelled("the request was cancelled before it arrived")
+        work = job.work
+        if not isinstance(work, self._takes):
+            raise InvalidRequest(f"the model {self._model} does not {type(work).__name__.lower()}", param="model")
+        longest = self._longest - isinstance(work, Generate)
+        if not 0 <= job.ahead <= longest - len(job.token_ids) or not job.token_ids:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(job.token_ids)} tokens; this node takes 1 to {longest}", param="prompt"
+            )
+        if not 0 < job.prompt_len <= len(job.token_ids):
+            raise InvalidRequest(f"prompt_len must be 1 to the number of tokens, got {job.prompt_len}", param="prompt")
+        self.check_tokens(job.token_ids)
+        if isinstance(work, Generate):
+            work.params.validate(self._vocab_size)
+        else:
+            work.validate()
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Ids that the model does not have would break the step for everybody in it."""
+        if not self._has(token_ids):
+            raise InvalidRequest(f"token ids must be at least 0 and below {self._vocab_size}", param="prompt")
+
+    def check_first(self, job: Job, token_ids: Sequence[int], covered: int, room: int) -> None:
+        """A request goes on behind one token or more, of which the last is not computed. covered: tokens in front whose
+        K/V came, 0 for those of the job; room: tokens that the blocks which came have room for. What is wrong with them
+        is the other node's fault and no client's, and they may fit elsewhere: TransferFailed."""
+        if not self._has(token_ids):
+            raise TransferFailed("a hand-over with token ids that the model does not have")
+        known, total = len(job.token_ids), len(job.token_ids) + len(token_ids)
+        if not known < total < self._longest or job.work.ends_on_prompt(total - job.prompt_len - 1):
+            raise TransferFailed(
+                f"a hand-over of {len(token_ids)} tokens goes beyond the end that the request has here"
+            )
+        if covered and not known <= covered <= min(room, total - 1):
+            raise TransferFailed(f"a hand-over with the K/V of {covered} tokens, which it cannot have")
+
+    def _has(self, token_ids: Sequence[int]) -> bool:
+        return not token_ids or 0 <= min(token_ids) <= max(token_ids) < self._vocab_size

@@ -1,0 +1,79 @@
+"""The self-check of the books: a pass over all of them in short turns, taken while the engine has nothing to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from kvferry.engine import request_table
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.canary import Canary
+from kvferry.engine.draft_model import DraftModel
+from kvferry.engine.migration import OutboundMigrations
+from kvferry.engine.replication import Replicas
+from kvferry.engine.request_table import RequestTable
+from kvferry.engine.transfer_holds import TransferHolds
+
+EVERY_S = 10.0
+"""Least seconds from the end of a pass to the next."""
+TURN_S, PAUSE_S = 0.0008, 0.01
+"""Seconds after which a turn begins no further piece (a command waits for less than 1 ms), and the pause behind it."""
+
+
+class AuditSchedule:
+    """Takes turns of a pass, which `begin` makes: it is checked in pieces of a fraction of a millisecond, between which
+    the engine may work, and raises AssertionError. Owned by the engine thread."""
+
+    def __init__(self, begin: Callable[[], Iterator[None]]) -> None:
+        self._begin = begin
+        self._pass: Iterator[None] | None = None
+        self._dirty = False
+        self._ended = 0.0
+
+    def changed(self) -> None:
+        """The engine has worked: another pass has something to find."""
+        self._dirty = True
+
+    def pause(self) -> float | None:
+        """Seconds until the next turn; None: there is nothing to check."""
+        if self._pass is not None:
+            return PAUSE_S
+        return max(PAUSE_S, self._ended + EVERY_S - time.monotonic()) if self._dirty else None
+
+    def turn(self) -> None:
+        """Go on for TURN_S, if it is time to. Raises AssertionError with what is wrong, which ends the pass."""
+        began = time.monotonic()
+        if self._pass is None:
+            if not self._dirty or began < self._ended + EVERY_S:
+                return
+            self._dirty, self._pass = False, self._begin()
+        try:
+            while time.monotonic() < began + TURN_S:
+                next(self._pass)
+        except (StopIteration, AssertionError) as end:
+            self._pass, self._ended = None, time.monotonic()
+            if isinstance(end, AssertionError):
+                raise
+
+
+class AuditedState(Protocol):
+    """What an engine keeps books of."""
+
+    pool: BlockPool
+    draft_model: DraftModel | None
+    request_table: RequestTable
+    transfer_holds: TransferHolds
+    moving: OutboundMigrations
+    copies: Replicas
+    canary: Canary | None
+
+
+def audit(engine: AuditedState) -> Iterator[None]:
+    """Assert that the books balance, and no block is held with nothing under way; in pieces below a millisecond."""
+    yield from engine.pool.audit()
+    if engine.draft_model is not None:
+        yield from engine.draft_model.audit(engine.request_table)
+    request_table.check_integrity(engine.request_table)
+    if not (engine.request_table or engine.transfer_holds or engine.moving or engine.copies or engine.canary):
+        assert engine.pool.available == engine.pool.num_blocks, "blocks leaked"

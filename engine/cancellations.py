@@ -1,0 +1,27 @@
+"""Attempts that are being cancelled, as the middle of a step may know them: the engine takes its commands between two
+steps, and a step may be long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvferry.engine.request import Key
+
+
+class Cancellations:
+    """Written by who cancels, under the lock of the engine's inbox; read by the engine thread without it."""
+
+    def __init__(self) -> None:
+        self._upto: dict[str, int] = {}
+
+    def announce(self, request_id: str, attempt: int) -> None:
+        """All attempts of the request up to `attempt` will be dropped before the next step."""
+        self._upto[request_id] = max(attempt, self._upto.get(request_id, -1))
+
+    def forget(self) -> None:
+        """The engine takes the commands now, and with them those that drop whom was announced."""
+        self._upto.clear()
+
+    def includes(self, keys: Iterable[Key]) -> bool:
+        """Whether all of them are leaving."""
+        return bool(self._upto) and all(self._upto.get(request_id, -1) >= attempt for request_id, attempt in keys)

@@ -1,0 +1,92 @@
+"""An engine's time on cores that others compute on, too: it computes while it has them, and hands them on between
+layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from kvferry.engine.models.base import Wanted
+
+PATIENCE_S = 0.25
+"""The longest wait for the cores: who has them may be stopped, or compute what cannot be handed on."""
+LEAST_S = 0.005
+"""For which they are kept at least: handing them on takes a part of a millisecond."""
+
+
+class SharedCores(Protocol):
+    """What is asked of the cores: see `runtime.core_lock`."""
+
+    def take(self, within_s: float) -> bool: ...
+    def leave(self) -> None: ...
+    def wanted(self) -> bool: ...
+    def hurry(self) -> None: ...
+    def calm(self) -> None: ...
+    def hurried(self) -> bool: ...
+
+
+class CoreTurns:
+    """Of one engine; without cores that it shares, they are always its own. A step with streams is one piece, and so is
+    one of a short prompt: it takes milliseconds. A longer one keeps the cores for `turn_s`, seconds, less what others
+    kept them before: streams elsewhere have a token in every `turn_s`. What is urgent elsewhere has them sooner.
+    waited_s: seconds of the last step in which it did not have them."""
+
+    def __init__(
+        self, cores: SharedCores | None = None, turn_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._cores, self._turn_s, self._clock = cores, turn_s, clock
+        self._patience_s = PATIENCE_S
+        self._has = self._urgent = False
+        self._since = self._waited_s = self.waited_s = 0.0
+
+    def hurry(self) -> None:
+        """Something urgent came for this engine: it wants the cores soon, for that or for what it computes before. From
+        any thread."""
+        if self._cores is not None:
+            self._cores.hurry()
+
+    @contextmanager
+    def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
+        """Wait for the cores, and have them inside; whole: all the time; urgent: others should not let it wait. Yields
+        what is to be asked between layers instead of `wanted`."""
+        if self._cores is None:
+            yield wanted
+            return
+        self._urgent, self.waited_s = urgent, 0.0
+        self._take(self._cores)
+        try:
+            yield wanted if whole else lambda: self._hand_on() and wanted()
+        finally:
+            self._leave()
+
+    def _hand_on(self) -> bool:
+        """Let others have the cores, if it is time to. Always true."""
+        if self._cores and self._has and self._due(self._cores, self._clock() - self._since):
+            self._leave()
+            self._take(self._cores)
+        return True
+
+    def _due(self, cores: SharedCores, kept_s: float) -> bool:
+        if kept_s <= LEAST_S:
+            return False
+        return (kept_s > self._turn_s - self._waited_s and cores.wanted()) or (not self._urgent and cores.hurried())
+
+    def _take(self, cores: SharedCores) -> None:
+        """Who waited in vain does not wait again until the cores were free once."""
+        began = self._clock()
+        if self._urgent:
+            cores.hurry()
+        self._has = cores.take(self._patience_s)
+        self._patience_s = PATIENCE_S if self._has else 0.0
+        if self._urgent:
+            cores.calm()
+        self._since = self._clock()
+        self._waited_s = self._since - began
+        self.waited_s += self._waited_s
+
+    def _leave(self) -> None:
+        if self._cores and self._has:
+            self._has = False
+            self._cores.leave()

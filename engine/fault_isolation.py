@@ -1,0 +1,103 @@
+"""A step that raises is halved until the requests that make it raise are found: they alone fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
+from kvferry.engine.request import Request
+from kvferry.engine.runner import Found, StepRunner
+from kvferry.engine.step_slices import Slice
+from kvferry.kernels.decoder_spec import always
+from kvferry.protocol.errors import KvferryError, StepFailed, reason
+
+log = logging.getLogger("kvferry.engine")
+
+
+class DeviceLost(Exception):
+    """The device computes nothing any more: nor will it for anybody else, so the node must end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFault:
+    """Instead of what was drawn: what a slice raises, computed alone."""
+
+    error: KvferryError
+
+
+Drawn = Found | StepFault
+
+
+def run(
+    runner: StepRunner, slices: Sequence[Slice], wanted: Wanted, halfway: SuspendedPass | None = None
+) -> Sequence[Drawn]:
+    """`StepRunner.run`; if that raises, of each slice what it draws in a smaller batch, or what it raises alone. One
+    of n that raises costs the work of log n steps at most. Raises Unwanted, where nothing else is raised, and
+    DeviceLost once even a sum of two numbers fails."""
+    drawn = _tried(runner, slices, wanted, halfway)
+    if not isinstance(drawn, Exception):
+        return drawn
+    log.error("a step of %d requests failed", len(slices), exc_info=drawn)
+    return _halves(runner, slices)
+
+
+def _halves(runner: StepRunner, slices: Sequence[Slice]) -> list[Drawn]:
+    """Of slices that raised together. One that stands alone is tried once more: what raised may have been a moment's
+    lack of memory."""
+    middle = len(slices) // 2
+    found: list[Drawn] = []
+    for half in filter(None, (slices[:middle], slices[middle:])):
+        drawn = _tried(runner, half)
+        if not isinstance(drawn, Exception):
+            found += drawn
+        elif len(half) > 1:
+            found += _halves(runner, half)
+        else:
+            found.append(StepFault(_told(half[0], drawn)))
+    return found
+
+
+def _tried(
+    runner: StepRunner, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
+) -> Sequence[Found] | Exception:
+    """What was raised leaves no trace in the requests."""
+    kept = _kept(slices)
+    try:
+        return runner.run(slices, wanted, halfway)
+    except (ForwardAbandoned, DeviceLost):
+        raise
+    except Exception as error:
+        require_device(runner.model.device, error)
+        for request, pooled, scored in kept:
+            request.pooled = pooled
+            del request.prompt_logprobs[scored:]
+        return error
+
+
+def _told(part: Slice, error: Exception) -> KvferryError:
+    if isinstance(error, KvferryError):
+        return error
+    log.error("%s fails alone: %s", part.request.key, reason(error))
+    return StepFailed(f"the node cannot compute this request: {reason(error)}")
+
+
+def require_device(device: torch.device, error: Exception) -> None:
+    """Raises DeviceLost where it does not do the least of sums: what it is asked for next would fail too. On a device
+    that works beside its host this waits for all that it was given."""
+    try:
+        works = torch.ones(2, device=device).sum().item() == 2
+    except Exception as lost:
+        raise DeviceLost(f"the device {device} is lost: {reason(lost)}") from error
+    if not works:
+        raise DeviceLost(f"the device {device} is lost: it adds wrongly") from error
+
+
+def _kept(slices: Sequence[Slice]) -> list[tuple[Request, torch.Tensor | None, int]]:
+    """What a run adds to requests before all of it is done. Streams, of which most steps are made alone, have none."""
+    if slices[-1].streams:
+        return []
+    return [(part.request, part.request.pooled, len(part.request.prompt_logprobs)) for part in slices]

@@ -1,0 +1,101 @@
+"""The mask of one request: which tokens its grammar allows next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Grammar
+from kvferry.structured_output.interface import Matcher
+
+TRIALS = 4
+"""So many masks of a request are made on grammar threads at first, and so many behind one that was slow: a step waits
+for a slow one, of some milliseconds at most, once in so many."""
+TRIALS_IF_SLOW = 256
+NEVER = -100.0
+"""A logit_bias that bans its token."""
+
+
+@dataclass(slots=True, eq=False)
+class GrammarMask:
+    """The mask of one request. Engine thread and a grammar thread pass it to and fro: between `ready` and the next
+    `advance` it is the former's, and on while it is owed.
+
+    token_ids, prompt_len   of the request: what lies behind the prompt is output
+    upto                    output tokens that the mask is to stand behind; behind: those it does
+    bits                    int32, see structured_output.interface: what may be drawn next
+    written                 bits were written at all
+    closing                 the output is being ended before max_tokens would cut it
+    ready, late             it is made; it was not when it was needed, or will not be
+    trials, owed            masks to make on grammar threads before the engine thread does; that one is to make it
+    error                   why there is none, and why the request must end
+    """
+
+    grammar: Grammar
+    params: SamplingParams
+    token_ids: Sequence[int]
+    prompt_len: int
+    bits: np.ndarray
+    matcher: Matcher | None = None
+    upto: int = 0
+    behind: int = 0
+    spent_s: float = 0.0
+    slow: bool = False
+    late: bool = False
+    ready: bool = False
+    trials: int = TRIALS
+    owed: bool = False
+    closing: bool = False
+    written: bool = False
+    error: KvferryError | None = None
+    after: list[Callable[[], None]] = field(default_factory=list)
+    _may_close: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        bans = params.bad_words or params.allowed_token_ids is not None or any(b <= NEVER for _, b in params.logit_bias)
+        self._may_close = not (bans or params.ignore_eos)
+
+    def may_close(self, place: int) -> bool:
+        """Whether output token `place` may be chosen to end the output in time. Not against what the request bans: the
+        one token left might be among that. Nor where it asks for more tokens: such an output is cut."""
+        return self._may_close and place >= self.params.min_tokens
+
+    @property
+    def trails(self) -> bool:
+        """Whether the output went on since the mask was last begun."""
+        return len(self.token_ids) - self.prompt_len != self.upto
+
+    @property
+    def quick(self) -> bool:
+        """The next one will be made in microseconds, by all that is known."""
+        matcher = self.matcher
+        if self.trials or matcher is None:
+            return False
+        return not self.may_close(self.upto) or self.params.max_tokens - self.upto > matcher.closes_at
+
+    @property
+    def blocks(self) -> bool:
+        """The request takes no turn now."""
+        return self.late and not self.ready
+
+
+def spare_ends(mask: GrammarMask) -> None:
+    """Tokens that end the request are not drawn before min_tokens, nor an end of sequence under ignore_eos, while the
+    grammar allows anything else."""
+    params = mask.params
+    early = mask.behind < params.min_tokens
+    if not (early or params.ignore_eos):
+        return
+    ends = {*(params.eos_token_ids if early or params.ignore_eos else ()), *(params.stop_token_ids if early else ())}
+    bits = mask.bits.view(np.uint32)
+    allowed = [token for token in ends if 0 <= token < 32 * len(bits) and bits[token // 32] >> token % 32 & 1]
+    for token in allowed:
+        bits[token // 32] ^= 1 << token % 32
+    if allowed and not bits.any():
+        for token in allowed:
+            bits[token // 32] |= 1 << token % 32

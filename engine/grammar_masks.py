@@ -1,0 +1,202 @@
+"""Which tokens a grammar allows next, for every request that has one.
+
+A mask depends on the tokens so far alone. A request's first masks are made on threads of their own as soon as a token
+is drawn, while the next step computes, and looked at when that step draws. A mask that is not there by then is late:
+its request draws nothing in that step and takes no turn until the mask is ready. Nobody else waits for it.
+
+Most masks take some microseconds, less than it costs to hand them to a thread that takes a core from the step. Those of
+a request whose masks were quick so far are made by the engine thread, one behind the other, when the step draws: what
+they look at is in the core's cache then, and a GPU computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvferry.engine.grammar_mask import TRIALS_IF_SLOW, GrammarMask, spare_ends
+from kvferry.protocol.errors import GrammarFailed, InvalidRequest, KvferryError, reason
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Grammar
+from kvferry.structured_output.compile_threads import Inline, Runs, run_all
+from kvferry.structured_output.interface import Compiler, Matcher, words_for
+
+log = logging.getLogger("kvferry.engine")
+
+PATIENCE_S = 0.005
+"""What a step waits, once, for masks that are not ready when it draws."""
+SLOW_S = 0.002
+"""A request whose last mask took longer on its thread is not waited for."""
+OWN_S = 0.01
+"""CPU time that a step spends on masks that it makes itself, or on the first of them that is slow."""
+LONGEST_MASK_S = 1.0
+LONGEST_MASKS_S = 20.0
+"""Seconds of computation that one mask, and all masks of a request, may take."""
+
+
+class GrammarMasks:
+    """Makes masks. compiler: None where grammars cannot be read, for the reason `unreadable`. `wake` is called on a
+    grammar thread when a late mask is ready."""
+
+    def __init__(
+        self,
+        compiler: Compiler | None,
+        vocab_size: int,
+        compiling: Runs,
+        masking: Runs,
+        unreadable: str = "this node reads no grammars",
+    ) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._compiler, self._unreadable = compiler, unreadable
+        self._words = words_for(vocab_size)
+        self._compiling, self._masking = compiling, masking
+        self._made = threading.Condition()
+        self._waited = False
+
+    @classmethod
+    def none(cls, unreadable: str) -> GrammarMasks:
+        """Refuses all grammars for that reason."""
+        return cls(None, 0, Inline(), Inline(), unreadable)
+
+    def open(
+        self,
+        grammar: Grammar,
+        params: SamplingParams,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        done: Callable[[KvferryError | None], None],
+    ) -> GrammarMask:
+        """A mask for the first token after token_ids. It is of use once `done` was called, on a grammar thread. Raises
+        InvalidRequest, or Overloaded when too many are being compiled."""
+        if self._compiler is None:
+            raise InvalidRequest(f"a grammar was asked for, but {self._unreadable}")
+        mask = GrammarMask(grammar, params, token_ids, prompt_len, np.zeros(self._words, dtype=np.int32))
+        mask.upto = len(token_ids) - prompt_len
+        mask.after.append(lambda: done(mask.error))
+        self._compiling.submit(lambda: self._make(mask))
+        return mask
+
+    def advance(self, masks: Sequence[GrammarMask]) -> None:
+        """Their requests have more tokens, or fewer: begin to make the masks behind them, or leave that to `settle`."""
+        if not masks:
+            return
+        idle = []
+        with self._made:
+            for mask in masks:
+                mask.upto = len(mask.token_ids) - mask.prompt_len
+                if mask.owed:
+                    continue
+                mask.owed = mask.ready and mask.quick
+                if mask.ready and not mask.owed:
+                    idle.append(mask)
+                mask.ready, mask.late = False, mask.slow
+        run_all([_Making(self, mask) for mask in idle], self._masking)
+
+    def settle(self, masks: Sequence[GrammarMask]) -> None:
+        """A step draws now: make those that are owed. Those that are not ready and will not be at once are late."""
+        self._make_owed([mask for mask in masks if mask.owed])
+        missing = [mask for mask in masks if not mask.ready and not mask.late]
+        if not missing:
+            return
+        with self._made:
+            self._waited = True
+            self._made.wait_for(lambda: all(mask.ready for mask in missing), PATIENCE_S)
+            self._waited = False
+            for mask in missing:
+                mask.late = not mask.ready
+
+    def _make_owed(self, masks: Sequence[GrammarMask]) -> None:
+        """Here, as long as that does not take long; grammar threads make what is left."""
+        began = time.thread_time()
+        for done, mask in enumerate(masks):
+            mask.owed = False
+            self._write(mask)
+            mask.ready = True
+            if mask.slow or time.thread_time() - began > OWN_S:
+                for other in masks[done + 1 :]:
+                    other.owed = False
+                run_all([_Making(self, other) for other in masks[done + 1 :]], self._masking)
+                return
+
+    def _make(self, mask: GrammarMask) -> None:
+        """On a grammar thread, until the mask stands behind all tokens there are."""
+        while not self._finished(mask):
+            self._write(mask)
+        with self._made:
+            late = mask.late
+            if self._waited:
+                self._made.notify_all()
+        calls, mask.after = mask.after, []
+        for call in calls:
+            call()
+        if late:
+            self.wake()
+
+    def _finished(self, mask: GrammarMask) -> bool:
+        """Whether there is nothing left to do; the mask is the engine thread's then."""
+        with self._made:
+            mask.ready = mask.error is not None or (mask.written and mask.behind == mask.upto)
+            return mask.ready
+
+    def _write(self, mask: GrammarMask) -> None:
+        began = time.thread_time()
+        try:
+            matcher = self._behind(mask, mask.upto)
+            matcher.mask(mask.bits)
+            room = mask.params.max_tokens - mask.behind
+            token = matcher.closing(room) if mask.may_close(mask.behind) else None
+            if token is not None:
+                mask.bits[:] = 0
+                mask.bits.view(np.uint32)[token // 32] = 1 << token % 32
+                mask.closing = True
+            spare_ends(mask)
+            mask.written = True
+        except KvferryError as error:
+            mask.error = error
+        except Exception as error:
+            log.exception("a mask failed")
+            mask.error = GrammarFailed(f"the grammar's mask could not be made: {reason(error)}")
+        self._account(mask, time.thread_time() - began)
+
+    def _behind(self, mask: GrammarMask, upto: int) -> Matcher:
+        """Bring the matcher to where the mask is to stand. Raises GrammarFailed when it rejects a token."""
+        if mask.matcher is None:
+            assert self._compiler is not None
+            mask.matcher = self._compiler.compile(mask.grammar)
+        if upto < mask.behind:
+            mask.matcher.rollback(mask.behind - upto)
+            mask.behind = upto
+        new = mask.token_ids[mask.prompt_len + mask.behind : mask.prompt_len + upto]
+        taken = mask.matcher.accept(new) if new else 0
+        if taken < len(new):
+            place = mask.behind + taken
+            raise GrammarFailed(f"the grammar does not allow the output's token {place} (id {new[taken]})")
+        mask.behind = upto
+        return mask.matcher
+
+    def _account(self, mask: GrammarMask, seconds: float) -> None:
+        compiled = bool(mask.after)
+        mask.slow = seconds > SLOW_S and not compiled
+        mask.trials = TRIALS_IF_SLOW if mask.slow else max(0, mask.trials - 1)
+        mask.spent_s += seconds
+        if mask.error is None and not compiled and (seconds > LONGEST_MASK_S or mask.spent_s > LONGEST_MASKS_S):
+            mask.error = GrammarFailed(
+                f"the grammar is too slow: its last mask took {seconds:.1f} s, all of them {mask.spent_s:.1f} s; the "
+                f"limits are {LONGEST_MASK_S:.0f} s and {LONGEST_MASKS_S:.0f} s"
+            )
+
+
+class _Making:
+    """One mask to make, as a job."""
+
+    __slots__ = ("_mask", "_masks")
+
+    def __init__(self, masks: GrammarMasks, mask: GrammarMask) -> None:
+        self._masks, self._mask = masks, mask
+
+    def __call__(self) -> None:
+        self._masks._make(self._mask)

@@ -1,0 +1,39 @@
+"""A step of streams that was launched, and is collected later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.engine.sampler import Sampled
+from kvferry.engine.step_slices import Slice
+from kvferry.kernels.token_readback import Readback
+
+
+@dataclass(frozen=True, slots=True)
+class InflightStep:
+    """rows: which of the tokens that are drawn are those of its slices."""
+
+    drawn: Readback
+    rows: Sequence[int]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """All that are drawn: int64 [n] on the device, for what is launched behind them."""
+        return self.drawn.values
+
+    def collect(self) -> list[Sampled]:
+        """The token of each slice, once the device has drawn it; the K/V of the slices is in the pool then, and the
+        link may read it. Raises what went wrong on the device."""
+        tokens = self.drawn.wait()
+        return [Sampled(tokens[row], None) for row in self.rows]
+
+    def of(self, kept: Sequence[int]) -> InflightStep:
+        """The same of some of its slices."""
+        return InflightStep(self.drawn, [self.rows[i] for i in kept])
+
+
+Launch = Callable[[Sequence[Slice], InflightStep | None], InflightStep]
+"""`Runner.launch`."""

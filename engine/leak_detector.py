@@ -1,0 +1,41 @@
+"""Holds that outlived what they were for: how a leak of blocks shows, or a link that never gets quiet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+
+from kvferry.engine.engine import Engine
+from kvferry.engine.ports import GRANT, REQUEST, SHIP
+from kvferry.engine.request_states import State
+
+
+class LeakDetector:
+    """Looked for now and then, on the engine thread. seconds: since when the oldest of them has been seen, as of the
+    last look; 0: there is none. From any thread."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = 0.0
+        self._engine, self._clock = engine, clock
+        self._since: dict[tuple[str, Hashable], float] = {}
+
+    def look(self) -> None:
+        now, causes = self._clock(), self._causes()
+        over = [hold for hold in self._engine.pool.holds.owners() if hold not in causes]
+        self._since = {hold: self._since.get(hold, now) for hold in over}
+        self.seconds = now - min(self._since.values(), default=now)
+
+    def _causes(self) -> set[tuple[str, Hashable]]:
+        """Whatever blocks are to be held for now. A failed grant, and a ship whose request has ended, are to be quiet
+        soon."""
+        engine = self._engine
+        grants: Iterable[Hashable] = [request.grant for request in engine.request_table if request.grant is not None]
+        sent = [
+            t for t, request in engine.transfer_holds.ships.items() if request.state not in (State.MOVING, State.DONE)
+        ]
+        return {
+            *((REQUEST, request.key) for request in engine.request_table),
+            *((GRANT, grant) for grant in (*grants, *engine.copies.landing)),
+            *((SHIP, ("ship", transfer)) for transfer in (*sent, *engine.moving.open, *engine.copies.transfer_holds)),
+            *(engine.canary.holds if engine.canary else ()),
+        }

@@ -1,0 +1,134 @@
+"""The next step of streams, launched while one runs: a device that computes beside its host need not wait for the host
+between two steps.
+
+A step is launched ahead where it is sure what it computes: the streams of the one that runs, a token further each, all
+plain (what is drawn behind a token needs no look at it on the host), and nobody else to be scheduled. The tokens that
+it begins with stay on the device, and are counted there for penalties. It has a row too much for a stream that turns
+out to have ended; that is dropped.
+
+While a step is in flight nothing is scheduled, admitted or preempted, and no command is taken: it is collected first.
+So blocks that ended streams leave meanwhile are given to nobody but a later step, which the device computes in its
+order; the link, a copy or a look gets blocks only while nothing is in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry.engine import fault_isolation
+from kvferry.engine.fault_isolation import Drawn
+from kvferry.engine.request import Request
+from kvferry.engine.runner import StepRunner
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.speculation import Speculation
+from kvferry.engine.step_slices import Slice
+from kvferry.engine.suspended_steps import Batch, SuspendedStep
+from kvferry.protocol.layout import blocks_for
+
+log = logging.getLogger("kvferry.engine")
+
+
+class Lookahead:
+    """Of one engine: one step at most is in flight between two others. longest: tokens at which a sequence ends."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, suspended: SuspendedStep, speculation: Speculation, longest: int
+    ) -> None:
+        self._scheduler, self._runner, self._suspended = scheduler, runner, suspended
+        self._speculation, self._longest = speculation, longest
+        self._batch: Batch | None = None
+        self._whole = True
+
+    def __bool__(self) -> bool:
+        """Whether a step is in flight."""
+        return self._batch is not None
+
+    def take(self) -> Batch | None:
+        """The step in flight, of those who still wait for it; it is to be run next."""
+        self.settle()
+        batch, self._batch = self._batch, None
+        self._whole = self._whole or batch is None
+        return batch
+
+    def run(self, batch: Batch, *, further: bool) -> list[Drawn] | None:
+        """`SuspendedStep.run`, or what comes to the same: a step in flight is collected, and the next one launched
+        before, if it may go `further`. Where that raises, the step is computed anew, and nothing is in flight."""
+        try:
+            if further:
+                self._launch(batch)
+            if batch.flight is not None:
+                return list(batch.flight.collect())
+        except Exception as error:
+            fault_isolation.require_device(self._runner.model.device, error)
+            log.exception("a step that was launched ahead failed")
+            self._batch = None
+        drawn = self._suspended.run(self._runner, batch)
+        return None if drawn is None else list(drawn)
+
+    def settle(self) -> None:
+        """Behind each step: wait for the one in flight if all of its streams have ended."""
+        batch = self._batch
+        if batch is None:
+            return
+        launched = len(batch.slices)
+        if batch.left():
+            self._whole = self._whole and len(batch.slices) == launched
+            return
+        self._batch = None
+        try:
+            assert batch.flight is not None
+            batch.flight.collect()
+        except Exception as error:
+            fault_isolation.require_device(self._runner.model.device, error)
+
+    def _launch(self, batch: Batch) -> None:
+        """The step behind that one, and it if it is not in flight; nothing where it is not to be."""
+        launch = self._runner.launch
+        if launch is None:
+            return
+        going = self._going(batch)
+        if not going:
+            return
+        if batch.flight is None:
+            batch.flight = launch(batch.slices, None)
+        slices = [Slice(batch.slices[i].request, batch.slices[i].start + 1, 1) for i in going]
+        flight = launch(slices, batch.flight.of(going))
+        self._batch, self._whole = Batch(slices, flight=flight), True
+        self._scheduler.request_table.worked += len(slices)
+
+    def _going(self, batch: Batch) -> list[int]:
+        """Which of the slices surely go on, but for tokens that end them; none if anything else is to be looked at
+        before."""
+        request_table = self._scheduler.request_table
+        alone = len(batch.slices) == len(request_table.running) and not (self._suspended or self._suspended.called())
+        if not alone or self._speculation or not all(map(_plain, batch.slices)):
+            return []
+        going = [i for i, part in enumerate(batch.slices) if self._goes_on(part.request)]
+        if request_table.waiting:
+            # Its head was refused, and nobody has left since or is about to.
+            still = self._whole and len(going) == len(batch.slices)
+            if not still or request_table.waiting[0] is not self._scheduler.refused:
+                return []
+        return going if all(self._grow(batch.slices[i].request) for i in going) else []
+
+    def _goes_on(self, request: Request) -> bool:
+        room = request.output_len + 1 < request.job.params.max_tokens
+        return room and len(request.token_ids) + 1 < self._longest
+
+    def _grow(self, request: Request) -> bool:
+        """Have a block for the K/V of the token that is being drawn, if that takes nobody's."""
+        missing = blocks_for(len(request.token_ids) + 1, request.block_size) - len(request.block_ids)
+        if missing > 0:
+            more = self._scheduler.pool.acquire(*request.holder, [], missing)
+            request.block_ids.extend(more or ())
+            return more is not None
+        return True
+
+
+def _plain(part: Slice) -> bool:
+    """Whether the next token but one can be drawn by who does not know the next one."""
+    request = part.request
+    if not part.streams or not part.draws or request.transfer is not None or request.prefill_only:
+        return False
+    params = request.job.params
+    return request.job.grammar is None and params.logprobs is None and not params.bad_words

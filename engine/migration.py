@@ -1,0 +1,147 @@
+"""Streams that another node takes over while this one drains: what is computed of them is lent to the link while they
+run on, then they stand still, and end here once that node has them; if it does not take them, they run on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.events import Event, Failed
+from kvferry.engine.ports import SHIP
+from kvferry.engine.request import Key, Request
+from kvferry.engine.request_states import Awaits, State
+from kvferry.engine.request_table import pause
+from kvferry.engine.scheduler import Scheduler
+from kvferry.protocol.errors import GrantRefused, Moved, TransferFailed
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.messages import Job, TokenDelta
+
+AHEAD = 64
+"""Tokens that a stream may draw until it stands without any being computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutboundMigration:
+    """A stream on its way. job: of the other node's attempt; its tokens are those that were computed as the move began.
+    full: where the K/V is of those in full blocks, to which nothing is written any more."""
+
+    transfer: int
+    request: Request
+    job: Job
+    full: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where a stream stands still. first: the output tokens that the move's job lacks, one at least; covered: how many
+    leading tokens have their K/V in blocks that the other node was asked for; rest: (index, block id) of those behind
+    the full ones."""
+
+    first: TokenDelta
+    covered: int
+    rest: tuple[tuple[int, int], ...]
+
+
+class OutboundMigrations:
+    """Moves by transfer, from `begin` to `quiet`. The requests hold their blocks as ever, and each move those that it
+    sends from. longest: tokens at which a sequence ends. Owned by the engine thread."""
+
+    def __init__(self, pool: BlockPool, scheduler: Scheduler, longest: int, events: list[Event]) -> None:
+        self._pool, self._scheduler, self._request_table, self._events = (
+            pool,
+            scheduler,
+            scheduler.request_table,
+            events,
+        )
+        self._longest = longest
+        self._open: dict[int, OutboundMigration] = {}
+        self._transfer_holds: dict[int, list[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._transfer_holds)
+
+    @property
+    def open(self) -> Collection[int]:
+        """Transfers of moves that are under way."""
+        return self._open.keys()
+
+    def begin(self, key: Key, attempt: int, offer: Callable[[Job], int]) -> OutboundMigration:
+        """Offer a running stream as that later attempt; `offer` returns the transfer, whose end `done` or `failed`, and
+        `quiet`, must tell. Raises TransferFailed where there is none that could move."""
+        request = self._request_table.find(key)
+        moves = any(move.request is request for move in self._open.values())
+        if request is None or request.state is not State.RUNNING or not streams(request) or moves:
+            raise TransferFailed(f"attempt {key[1]} of {key[0]} does not stream here, or is being moved")
+        known, params = request.computed_len, request.job.params
+        job = replace(
+            request.job,
+            attempt=attempt,
+            token_ids=tuple(request.token_ids[:known]),
+            ahead=max(0, min(AHEAD, self._longest - 1 - known, params.max_tokens - request.output_len)),
+            deadline_s=request.job.deadline_s - (time.monotonic() - request.arrived),
+            fork_of="",
+            newcomer=False,
+        )
+        full = tuple(request.block_ids[: known // request.block_size])
+        move = OutboundMigration(offer(job), request, job, full)
+        self._pool.holds.hold(("ship", move.transfer), SHIP, full)
+        self._open[move.transfer], self._transfer_holds[move.transfer] = move, list(full)
+        return move
+
+    def stand(self, transfer: int) -> Stand | None:
+        """Nothing more is computed of the stream. None: the move failed, or the stream ended or lost its blocks."""
+        move = self._open.get(transfer)
+        if move is None:
+            return None
+        request, known = move.request, len(move.job.token_ids)
+        if request.state is not State.RUNNING or not streams(request):
+            return None
+        pause(self._request_table, request, Awaits.HANDOVER)
+        size, first = request.block_size, len(move.full)
+        asked = blocks_for(known + move.job.ahead, size)
+        covered = min(request.computed_len, asked * size)
+        rest = request.block_ids[first : blocks_for(covered, size)]
+        new = [block_id for block_id in rest if block_id not in self._transfer_holds[transfer]]
+        self._pool.holds.hold(("ship", transfer), SHIP, new)
+        self._transfer_holds[transfer] += new
+        tokens = TokenDelta(*request.key, known - move.job.prompt_len, tuple(request.token_ids[known:]))
+        return Stand(tokens, covered, tuple(enumerate(rest, first)))
+
+    def done(self, transfer: int) -> None:
+        """The other node goes on with it: it ends here, unless it did before."""
+        move = self._open.pop(transfer)
+        request, error = move.request, Moved("it goes on at another node")
+        error.later = move.job.attempt
+        if self._request_table.find(request.key) is request:
+            self._scheduler.remove(request)
+            self._events.append(Failed(request.key, request.job.router_id, error))
+
+    def failed(self, transfer: int) -> None:
+        """The other node does not: it runs on here."""
+        self._request_table.resume(self._open.pop(transfer).request, Awaits.HANDOVER)
+
+    def quiet(self, transfer: int) -> None:
+        """No send of the move touches its blocks any more."""
+        self._pool.release(("ship", transfer), SHIP, self._transfer_holds.pop(transfer))
+
+
+def widen(scheduler: Scheduler, request: Request) -> None:
+    """Have blocks for all tokens of one that was handed over; it is preempted where there is no room. One that came
+    with a single token grows as every stream does. Raises GrantRefused for one that cannot run yet."""
+    if request.uncomputed == 1:
+        return
+    missing = blocks_for(len(request.token_ids), request.block_size) - len(request.block_ids)
+    more = scheduler.pool.acquire(*request.holder, [], missing)
+    if more is not None:
+        request.block_ids.extend(more)
+    elif request.state is State.RUNNING:
+        scheduler.preempt(request)
+    else:
+        raise GrantRefused("there is no room for the tokens that came with the hand-over")
+
+
+def streams(request: Request) -> bool:
+    """Whether it is a stream in its middle."""
+    return request.decodes and request.output_here > 0 and request.transfer is None

@@ -1,0 +1,62 @@
+"""Why blocks that a router counted on are not here, as far as this node has seen it happen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvferry.protocol.prefix_reuse import Missed
+
+if TYPE_CHECKING:
+    from kvferry.engine.request import Request
+
+REMEMBERED = 4
+"""Blocks that are remembered after they left, as a multiple of the pool."""
+
+
+class MissReasons:
+    """Hashes of blocks that left or were to come, with what became of them; the older half is forgotten at once. Owned
+    by the engine thread.
+
+    epoch   of this process, where it is part of a cluster: what an earlier one of its name had went with that
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.epoch = 0
+        self._half = max(1, REMEMBERED * num_blocks // 2)
+        self._young: dict[bytes, str] = {}
+        self._old: dict[bytes, str] = {}
+
+    def note(self, hashes: Iterable[bytes], reason: str) -> None:
+        """These blocks are not here: `evicted`, `retracted`, or `not_arrived` and `computing` for as long as they are
+        awaited and when they never come."""
+        for block_hash in hashes:
+            if len(self._young) >= self._half:
+                self._old, self._young = self._young, {}
+            self._young[block_hash] = reason
+
+    def arrived(self, block_hash: bytes) -> None:
+        """It is here."""
+        self._young.pop(block_hash, None)
+        self._old.pop(block_hash, None)
+
+    def missed(self, request: Request) -> Missed:
+        """Why tokens behind those that the request has found are not here that were predicted to be (Job.predicted)."""
+        start, block_size, hashes = request.computed_len, request.block_size, request.hashes
+        until, epoch = request.job.predicted
+        if start >= until:
+            return ()
+        if epoch and self.epoch and epoch != self.epoch:
+            return (("fenced", until - start),)
+        runs: list[tuple[str, int]] = []
+        for index in range(start // block_size, (until - 1) // block_size + 1):
+            tokens = min(until, (index + 1) * block_size) - max(start, index * block_size)
+            reason = self.reason(hashes[index]) if index < len(hashes) else "unknown"
+            if runs and runs[-1][0] == reason:
+                tokens += runs.pop()[1]
+            runs.append((reason, tokens))
+        return tuple(runs)
+
+    def reason(self, block_hash: bytes) -> str:
+        """As `note` has them, or unknown."""
+        return self._young.get(block_hash) or self._old.get(block_hash) or "unknown"

@@ -1,0 +1,52 @@
+"""One copy of packed weights for all processes of a machine that load them alike."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from kvferry.kernels.cpu.extension import extension
+from kvferry.kernels.cpu.mapped_weights import OtherForm, read, write
+from kvferry.protocol.version import VERSION
+from kvferry.runtime.shared_file import SharedFile
+
+if TYPE_CHECKING:
+    from kvferry.kernels.cpu._native import Kernels
+
+log = logging.getLogger("kvferry.models")
+
+Loaded = TypeVar("Loaded")
+
+
+def one_copy(descriptor: int, kernels: Kernels, form: str, load: Callable[[], Loaded]) -> Loaded:
+    """What `load` returns, which packs with these kernels. The first process packs into the memory (`written_once`),
+    and all map what lies there, if it is of this form: the model, and how it is packed. Where that fails, the weights
+    are this process's own, with a line in the log. Raises what `load` does."""
+    form = f"{form} {VERSION} {_build()}"
+    try:
+        with contextlib.closing(SharedFile(descriptor)) as memory:
+            if memory.take_turn():
+                write(memory.writing, kernels, form, load)
+                memory.seal()
+            reader = memory.reader()
+            try:
+                return read(reader, kernels, form)  # type: ignore[no-any-return]
+            finally:
+                os.close(reader)
+    except OtherForm:
+        why = "what the others have is another model, or packed in another way"
+    except (OSError, MemoryError) as error:
+        why = str(error) or "out of memory"
+    kernels.pack_into(-1)
+    log.info("weights are in memory of this process alone: %s", why)
+    return load()
+
+
+def _build() -> int:
+    """Of the extension, whose layout of panels it is."""
+    path = getattr(extension(), "__file__", None)
+    return Path(path).stat().st_mtime_ns if path else 0

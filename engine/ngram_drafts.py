@@ -1,0 +1,86 @@
+"""What a stream may go on with: what followed where its last tokens stood before, in its prompt or its output.
+
+Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), with the longest match and of
+equally long ones the latest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+LONGEST = 8
+"""Tokens of a match that are looked at."""
+CLASSES = (2, 4, LONGEST)
+"""A match of fewer tokens than the first of these is of the first class, and so on."""
+AT_FIRST = (0.1, 0.3, 0.5, 0.8)
+"""By class: how often a draft behind such a match is taken for right before any was seen."""
+MODEL = len(AT_FIRST)
+"""The class of what a draft model drew."""
+WEIGHT = 0.1
+"""Of a new observation in that share."""
+SURE = 0.98
+"""No draft is taken for righter than that."""
+
+
+class NgramDrafts:
+    """Of one request, whose token_ids only ever grow. `found`: what is drafted behind its last token; `share`: how
+    often a token of such a draft was right, where those before it were. of_model: that share, as it is taken to be of a
+    draft model before any was seen; most: drafts that are of use now."""
+
+    def __init__(self, token_ids: Sequence[int], of_model: float = 0.0) -> None:
+        self._token_ids = token_ids
+        self._ids = np.empty(0, dtype=np.int32)
+        self._upto = 0
+        self._class = 0
+        self._shares = [*AT_FIRST, of_model]
+        self.found: tuple[int, ...] = ()
+        self.most = 0
+
+    @property
+    def share(self) -> float:
+        return min(self._shares[self._class], SURE)
+
+    @property
+    def of_model(self) -> float:
+        """The share of a draft model."""
+        return min(self._shares[MODEL], SURE)
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a draft model drew what is drafted."""
+        return self._class == MODEL
+
+    def put(self, drawn: tuple[int, ...]) -> None:
+        """A draft model drew these."""
+        self._class, self.found = MODEL, drawn
+
+    def look(self, most: int) -> None:
+        """Draft `most` tokens, or none where the last token is a new one."""
+        self._follow()
+        end = self._upto - 1
+        ends = np.flatnonzero(self._ids[:end] == self._ids[end])
+        matched = 0
+        while len(ends) and matched < LONGEST:
+            at, matched = int(ends[-1]), matched + 1
+            ends = ends[ends >= matched]
+            ends = ends[self._ids[ends - matched] == self._ids[end - matched]]
+        self._class = bisect_right(CLASSES, matched)
+        self.found = tuple(np.resize(self._ids[at + 1 : self._upto], most).tolist()) if matched else ()
+
+    def saw(self, token_ids: Sequence[int]) -> None:
+        """These were drawn behind the last token: learn from what was drafted, whether it was computed or not."""
+        for drafted, drawn in zip(self.found, token_ids, strict=False):
+            self._shares[self._class] += WEIGHT * ((drafted == drawn) - self._shares[self._class])
+            if drafted != drawn:
+                break
+        self.found = ()
+
+    def _follow(self) -> None:
+        new = self._token_ids[self._upto :]
+        if self._upto + len(new) > len(self._ids):
+            self._ids = np.resize(self._ids, len(self._token_ids) + max(256, len(self._ids) // 2))
+        self._ids[self._upto : self._upto + len(new)] = new
+        self._upto += len(new)

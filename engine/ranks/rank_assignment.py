@@ -1,0 +1,20 @@
+"""What a rank is to have of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.engine.ranks.group import Group
+from kvferry.engine.ranks.shard import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class RankAssignment:
+    """One rank's. group: its way to the others; whole_experts: see `Shard`."""
+
+    group: Group
+    whole_experts: bool = False
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.group.rank, self.group.ranks, self.whole_experts)

@@ -1,0 +1,51 @@
+"""What a rank computes with: its part of the decoder, its part of the pool, and a step's inputs where they are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvferry.engine.models.base import SuspendedPass
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.ranks.group import Group
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.input_staging import Staging
+from kvferry.kernels.lora import Adapter
+
+
+class RankWorker:
+    """One rank's. decoder: the part of `group.rank`; adapters: of ranks but the first, by their numbers."""
+
+    def __init__(self, decoder: Decoder, group: Group) -> None:
+        self.decoder, self.group = decoder, group
+        self.adapters: dict[int, Adapter] = {}
+        self._staging = Staging(decoder.device)
+
+    def of_pool(self, kv: torch.Tensor) -> torch.Tensor:
+        """Its part of the pool [block, layer, plane, kv_head, slot, dim]: of each block its heads' bytes; all of it
+        where the heads share what is cached, or where it is the rank's own."""
+        config = self.decoder.config
+        if self.group.apart or config.latent is not None:
+            return kv
+        return kv.narrow(3, self.group.rank * config.num_kv_heads, config.num_kv_heads)
+
+    def inputs(self, token_ids: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, BatchPlan]:
+        """Of a step, from the host's memory to the rank's device, good until the next call. Where all heads share what
+        is cached, and the ranks their pool, the first rank writes for all."""
+        slots = plan.slots
+        if self.group.rank and not self.group.apart and self.decoder.config.latent is not None:
+            slots = torch.full_like(slots, -1)
+        small = (token_ids, plan.positions, slots, plan.block_table, plan.query_start, plan.total_len)
+        tokens = [each.tokens for each in plan.adapted]
+        put = self._staging.put([each.numpy() for each in (*small, *tokens)])
+        ids, positions, slots, table, query_start, total_len, *tokens = put
+        adapted = tuple(replace(each, tokens=own) for each, own in zip(plan.adapted, tokens, strict=True))
+        return ids, replace(
+            plan, positions=positions, slots=slots, block_table=table, query_start=query_start, total_len=total_len,
+            adapted=adapted,
+        )  # fmt: skip
+
+    def brought(self, halfway: SuspendedPass) -> SuspendedPass:
+        """To the rank's device."""
+        return SuspendedPass(halfway.layer, *(each.to(self.decoder.device) for each in (halfway.x, halfway.residual)))

@@ -1,0 +1,118 @@
+"""Copies of blocks at another node: those of a stream at its buddy, so that little is computed again if its own node is
+lost, and those that a node asked for, to compute less of a prompt.
+
+Where they come from, the blocks that are being sent are lent to the link. Where they go, a copy's blocks are held until
+they have landed; then they are cached like any others, found by their hashes, and evicted when the room is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Hashable, Sequence
+from heapq import nlargest
+
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.migration import streams
+from kvferry.engine.ports import GRANT, SHIP
+from kvferry.engine.request import Key, Request
+from kvferry.engine.request_table import RequestTable
+from kvferry.protocol.errors import GrantRefused
+from kvferry.protocol.messages import DecodeTarget
+
+LEAST = 8
+"""New full blocks of a stream that are worth a copy."""
+SHARE = 16
+"""Or so manyth part of it, where that is more: who takes a copy looks at all that the stream has."""
+KEPT = 4
+"""One block of so many must stay available at a node that takes a copy."""
+
+
+class Replicas:
+    """Those under way, sent by transfer and received by grant. Owned by the engine thread."""
+
+    def __init__(self, pool: BlockPool, request_table: RequestTable) -> None:
+        self._pool, self._request_table = pool, request_table
+        self._transfer_holds: dict[int, list[int]] = {}
+        self._landing: dict[Hashable, tuple[Sequence[bytes], list[int], int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._transfer_holds or self._landing)
+
+    @property
+    def transfer_holds(self) -> Collection[int]:
+        """Transfers of those that are sent."""
+        return self._transfer_holds.keys()
+
+    @property
+    def landing(self) -> Collection[Hashable]:
+        """Grants of those that are received."""
+        return self._landing.keys()
+
+    # Where they come from.
+
+    def due(self, most: int, without: Container[Key] = (), apart: Container[DecodeTarget] = ()) -> list[Request]:
+        """So many streams at most that have enough to be copied, who has most first; `without` these, and those whose
+        buddies are to be left alone."""
+        due = [
+            r for r in self._request_table.running if _enough(r) and r.key not in without and r.job.buddy not in apart
+        ]
+        return nlargest(most, due, key=_uncopied)
+
+    def lend(self, transfer: int, request: Request, first: int, upto: int) -> list[tuple[int, int]] | None:
+        """(index, block id) of the stream's blocks from `first` to before `upto`, which stay as they are until
+        `returned`; so do those before them, for a chain is held as a whole. None: it ended, or lost them."""
+        if self._request_table.find(request.key) is not request or request.registered < upto:
+            return None
+        self._transfer_holds[transfer] = request.block_ids[:upto]
+        self._pool.holds.hold(("ship", transfer), SHIP, self._transfer_holds[transfer])
+        return list(enumerate(self._transfer_holds[transfer]))[first:]
+
+    def give(self, transfer: int, block_ids: Sequence[int]) -> None:
+        """A chain that was found here just now is sent to a node that asked for it: it stays as it is until
+        `returned`."""
+        self._transfer_holds[transfer] = list(block_ids)
+        self._pool.acquire(("ship", transfer), SHIP, block_ids, 0)
+
+    def returned(self, transfer: int) -> None:
+        """No send of the copy touches its blocks any more."""
+        self._pool.release(("ship", transfer), SHIP, self._transfer_holds.pop(transfer, []))
+
+    # Where they go.
+
+    def reserve(self, grant: Hashable, hashes: Sequence[bytes], most: int) -> tuple[int, list[int]]:
+        """How many leading blocks of the chain are here already, and blocks for the next `most` of it. All stay held
+        until `quiet`. Raises GrantRefused where streams and prompts might need the room."""
+        if not self._pool.prefix_caching:
+            raise GrantRefused("nothing is cached here")
+        here = self._pool.match(hashes)
+        fresh = min(most, len(hashes) - len(here))
+        block_ids = self._pool.acquire(grant, GRANT, here, fresh, keep=self._pool.num_blocks // KEPT)
+        if block_ids is None:
+            raise GrantRefused("there is no room for copies")
+        self._landing[grant] = (hashes, block_ids, len(here))
+        self._pool.miss_reasons.note(hashes[len(here) : len(block_ids)], "not_arrived")
+        return len(here), block_ids[len(here) :]
+
+    def land(self, grant: Hashable) -> tuple[int, int]:
+        """All its blocks are here and right: those of the chain from the first to before the second index."""
+        hashes, block_ids, first = self._landing[grant]
+        for index in range(first, len(block_ids)):
+            parent = block_ids[index - 1] if index else None
+            block_ids[index] = self._pool.register([(grant, GRANT)], block_ids[index], hashes[index], parent)
+        self.quiet(grant)
+        return first, len(block_ids)
+
+    def quiet(self, grant: Hashable) -> None:
+        """No receive touches its blocks any more."""
+        _, block_ids, _ = self._landing.pop(grant, ((), [], 0))
+        self._pool.release(grant, GRANT, block_ids)
+
+
+def _uncopied(request: Request) -> int:
+    """Blocks. Until it was asked, a buddy is taken to have what the job brought: as a rule it computed that."""
+    had = request.copied if request.copied is not None else len(request.job.token_ids) // request.block_size
+    return request.registered - had
+
+
+def _enough(request: Request) -> bool:
+    enough = request.job.buddy is not None and _uncopied(request) >= max(LEAST, request.registered // SHARE)
+    return enough and streams(request)

@@ -1,0 +1,209 @@
+"""Every request that is here, by its state, and every way from one state to another.
+
+                admitted
+    WAITING  ─────────────►  RUNNING      ended:  DONE, or MOVING while the link may touch its blocks (transfer_holds
+       ▲ │  ◄─────────────     ▲ │                then makes it DONE), from any of these three
+       │ ▼    preempted        │ ▼ to be handed over
+    AWAITING  ─────────────────┘ has its blocks and all that it awaited
+
+A request that needs something before it may have blocks is AWAITING at once, and WAITING when that has come. One whose
+prompt comes into its blocks, by a grant, is WAITING for the blocks first, then AWAITING.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Hashable, Iterator
+from operator import attrgetter
+
+from kvferry.engine.request import Key, Request, to_compute
+from kvferry.engine.request_states import Awaits, State
+
+PLACE = attrgetter("place")
+"""By which queues are in order."""
+
+
+class RequestTable:
+    """Who waits, awaits and runs. Blocks are the scheduler's. Owned by the engine thread.
+
+    waiting   in the order of admission, by `Request.place`: first streams that began, here or on a node that was lost,
+              for their clients feel each moment; then attempts of which others failed or were refused before, so that
+              nobody is refused for ever; then prompts, those of newcomers first, and the shortest of them. A prompt is
+              due when as many tokens were computed as it lacks here, whether they are computed here or come by a grant:
+              those that come later pass it until then, and no longer
+    awaiting  with blocks (`seated` counts them) or without
+    running   in the order in which they began
+    worked    tokens that were computed so far
+    left      told of each that ended or lost its blocks
+    """
+
+    def __init__(self) -> None:
+        self.left: Callable[[Request], None] = lambda request: None
+        self.waiting: list[Request] = []
+        self.awaiting: dict[Key, Request] = {}
+        self.running: list[Request] = []
+        self._attempts: dict[str, dict[int, Request]] = {}
+        self._grants: dict[Hashable, Request] = {}
+        self._queued_tokens = 0
+        self._entered = self.worked = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for attempts in self._attempts.values() for request in attempts.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._attempts)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is one whose next move is not the link's. From any thread."""
+        return bool(self.running or self.waiting) or len(self.awaiting) > len(self._grants)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that are queued or begun and not yet computed, less those found in the cache on arrival."""
+        return self._queued_tokens + sum(r.uncomputed for r in self.running if not r.decodes)
+
+    @property
+    def seated(self) -> list[Request]:
+        """Those that have their blocks and cannot run yet."""
+        return [request for request in self.awaiting.values() if request.block_ids]
+
+    def attempts(self, request_id: str, upto: int) -> list[Request]:
+        """A request's attempts, those after `upto` left out."""
+        return [request for attempt, request in self._attempts.get(request_id, {}).items() if attempt <= upto]
+
+    def find(self, key: Key) -> Request | None:
+        return self._attempts.get(key[0], {}).get(key[1])
+
+    def by_grant(self, grant: Hashable) -> Request | None:
+        """Whose prompt is to come by that grant."""
+        return self._grants.get(grant)
+
+    def enter(self, request: Request) -> None:
+        """A new one. A fork of a request whose prompt is still to come by a grant awaits it."""
+        siblings = self._attempts.get(request.job.fork_of, {}).values() if request.grant is None else ()
+        request.behind = next((sibling for sibling in siblings if sibling.grant is not None), None)
+        if request.behind is not None:
+            request.awaits.add(Awaits.KV)
+        attempts = self._attempts.setdefault(request.job.request_id, {})
+        assert request.job.attempt not in attempts, request.key
+        attempts[request.job.attempt] = request
+        self._entered += 1
+        due = self.worked + request.lacking
+        request.place = (not request.output_len, -request.job.attempt, not request.job.newcomer, due, self._entered)
+        self._queued_tokens += to_compute(request)
+        if request.grant is not None:
+            self._grants[request.grant] = request
+        if request.awaits and request.grant is None:
+            self._await(request)
+        else:
+            insort(self.waiting, request, key=PLACE)
+
+    def admit(self, place: int) -> None:
+        """The request that is number `place` of the queue has its blocks."""
+        request = self.waiting[place]
+        del self.waiting[place]
+        self._queued_tokens -= to_compute(request)
+        if request.awaits:
+            self._await(request)
+        else:
+            self._run(request)
+
+    def landed(self, request: Request) -> None:
+        """What its grant brings is here."""
+        del self._grants[request.grant]
+        request.grant, request.held_for_transfer = None, False
+        self.resume(request, Awaits.KV)
+        self._wake(request)
+
+    def resume(self, request: Request, awaited: Awaits) -> None:
+        """That has come: it goes on, unless it awaits something else. Without blocks it is queued at the place that it
+        had all the time."""
+        request.awaits.discard(awaited)
+        if request.awaits or request.state is not State.AWAITING:
+            return
+        del self.awaiting[request.key]
+        if request.block_ids:
+            self._run(request)
+            return
+        request.move(State.WAITING)
+        insort(self.waiting, request, key=PLACE)
+
+    def preempt(self, request: Request) -> None:
+        """It lost its blocks: it comes before those that never had any."""
+        self.running.remove(request)
+        self.left(request)
+        request.move(State.WAITING)
+        request.place = (False, *request.place[1:])
+        insort(self.waiting, request, key=PLACE)
+        self._queued_tokens += to_compute(request)
+
+    def leave(self, request: Request) -> None:
+        """It ended here."""
+        self.left(request)
+        if request.state is State.RUNNING:
+            self.running.remove(request)
+        elif request.state is State.WAITING:
+            self.waiting.remove(request)
+            self._queued_tokens -= to_compute(request)
+        else:
+            del self.awaiting[request.key]
+            self._queued_tokens -= 0 if request.block_ids else to_compute(request)
+        request.move(State.MOVING if request.held_for_transfer else State.DONE)
+        if request.grant is not None:
+            del self._grants[request.grant]
+            self._wake(request)
+        attempts = self._attempts[request.job.request_id]
+        del attempts[request.job.attempt]
+        if not attempts:
+            del self._attempts[request.job.request_id]
+
+    def _await(self, request: Request) -> None:
+        request.move(State.AWAITING)
+        self.awaiting[request.key] = request
+
+    def _wake(self, request: Request) -> None:
+        """Its blocks are here, or will not come: those behind it go on."""
+        for other in [other for other in self.awaiting.values() if other.behind is request]:
+            other.behind = None
+            self.resume(other, Awaits.KV)
+
+    def _run(self, request: Request) -> None:
+        request.move(State.RUNNING)
+        self.running.append(request)
+
+
+def pause(request_table: RequestTable, request: Request, awaited: Awaits) -> None:
+    """One that runs is not to be scheduled until that has come; it keeps its blocks."""
+    request_table.running.remove(request)
+    request.awaits.add(awaited)
+    request_table._await(request)
+
+
+def expect(request_table: RequestTable, request: Request, tokens: int) -> None:
+    """One without blocks lacks so many tokens: more is known of that than when it was queued."""
+    request_table._queued_tokens -= to_compute(request)
+    request.lacking = tokens
+    request_table._queued_tokens += to_compute(request)
+
+
+def check_integrity(request_table: RequestTable) -> None:
+    """Assert that states, places and counts agree."""
+    places = (
+        (State.WAITING, request_table.waiting),
+        (State.AWAITING, request_table.awaiting.values()),
+        (State.RUNNING, request_table.running),
+    )
+    for state, requests in places:
+        for request in requests:
+            assert request.state is state, f"{request.key} is {request.state} among the {state}"
+            assert request_table.find(request.key) is request, f"{request.key} is not found by its name"
+            assert bool(request.awaits) == (state is State.AWAITING) or request.grant is not None, request.key
+            assert bool(request.block_ids) or state is not State.RUNNING, f"{request.key} runs without blocks"
+    assert request_table.waiting == sorted(request_table.waiting, key=PLACE), "the queue is not in order"
+    count = len(request_table.waiting) + len(request_table.awaiting) + len(request_table.running)
+    assert count == sum(map(len, request_table._attempts.values())), "a request is lost, or in two places"
+    grants = {request.grant for request in request_table if request.grant is not None}
+    assert grants == request_table._grants.keys(), "grants and their requests differ"
+    queued = sum(to_compute(r) for r in request_table if not r.block_ids)
+    assert request_table._queued_tokens == queued, f"{request_table._queued_tokens} queued tokens are {queued}"

@@ -1,0 +1,35 @@
+"""What is told of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.engine.events import Stepped
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.speculation import Speculation
+from kvferry.engine.step_slices import Slice
+
+
+class StepStats:
+    """Of one engine's steps."""
+
+    def __init__(self, scheduler: Scheduler, speculation: Speculation) -> None:
+        self._scheduler, self._speculation = scheduler, speculation
+        self._preempted = self._evicted = 0
+
+    def step(self, slices: Sequence[Slice], seconds: float) -> Stepped:
+        """Of one that computed these, and of what was preempted and evicted since the one before."""
+        decodes = sum(s.streams for s in slices)
+        preempted, evicted = self._scheduler.preempted_total, self._scheduler.pool.evicted_total
+        drafted, accepted = self._speculation.take()
+        told = Stepped(
+            seconds,
+            prefill_tokens=sum(s.count for s in slices) - decodes,
+            decode_tokens=decodes + accepted,
+            preempted=preempted - self._preempted,
+            evicted=evicted - self._evicted,
+            drafted=drafted,
+            accepted=accepted,
+        )
+        self._preempted, self._evicted = preempted, evicted
+        return told

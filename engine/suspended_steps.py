@@ -1,0 +1,112 @@
+"""Steps that were suspended: given up between two layers for what comes before them, to be taken up there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from math import inf
+
+from kvferry.engine import fault_isolation
+from kvferry.engine.cancellations import Cancellations
+from kvferry.engine.fault_isolation import Drawn
+from kvferry.engine.inflight_step import InflightStep
+from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass
+from kvferry.engine.request import Place
+from kvferry.engine.request_states import State
+from kvferry.engine.runner import StepRunner
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.step_slices import Slice
+
+DEEPEST = 4
+"""Steps that are suspended at once; the one that runs then goes to its end."""
+LEAST_S = 0.005
+"""That a step computes before it is suspended: the round that follows takes some tenths of a millisecond."""
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """What one step computes: slices, decodes first. halfway: where it goes on if it was suspended; flight: if it was
+    launched; chains: the blocks that it writes to, by slice; seconds: that it took so far."""
+
+    slices: Sequence[Slice]
+    halfway: SuspendedPass | None = None
+    flight: InflightStep | None = None
+    seconds: float = 0.0
+    chains: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chains = [part.request.block_ids for part in self.slices]
+
+    @property
+    def place(self) -> Place:
+        """Of the first of its requests."""
+        return min(part.request.place for part in self.slices)
+
+    def left(self) -> bool:
+        """Keep those slices whose requests wait for it as they did, in the same blocks; whether there are any."""
+        kept = [
+            i for i, (part, blocks) in enumerate(zip(self.slices, self.chains, strict=True)) if _waits(part, blocks)
+        ]
+        if len(kept) < len(self.slices):
+            ends = list(pairwise(accumulate((part.count for part in self.slices), initial=0)))
+            if self.halfway is not None:
+                self.halfway = self.halfway.of(list(chain.from_iterable(range(*ends[i]) for i in kept)))
+            if self.flight is not None:
+                self.flight = self.flight.of(kept)
+            self.slices = [self.slices[i] for i in kept]
+            self.chains = [self.chains[i] for i in kept]
+        return bool(kept)
+
+
+def _waits(part: Slice, blocks: list[int]) -> bool:
+    """Whoever lost its blocks has another list of them, or none."""
+    request = part.request
+    return request.state is State.RUNNING and request.computed_len == part.start and request.block_ids is blocks
+
+
+class SuspendedStep:
+    """Of one engine: the last one goes on first. called: whether there are commands for the engine, which may bring
+    what comes before; leaving: who is dropped by them."""
+
+    def __init__(self, scheduler: Scheduler, leaving: Cancellations) -> None:
+        self.called: Callable[[], bool] = lambda: False
+        self._scheduler, self._leaving = scheduler, leaving
+        self._batches: list[Batch] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    def run(self, runner: StepRunner, batch: Batch) -> Sequence[Drawn] | None:
+        """What was drawn for each slice. None: it ended early and is not committed, for all whom it was for are
+        leaving, or is suspended; what it wrote lies behind the computed tokens. Raises DeviceLost."""
+        keys = [part.request.key for part in batch.slices]
+        rests_at = time.monotonic() + LEAST_S if self._may_put(runner, batch) else inf
+
+        def wanted() -> bool:
+            called = time.monotonic() > rests_at and self.called()
+            return not (called or self._leaving.includes(keys))
+
+        try:
+            return fault_isolation.run(runner, batch.slices, wanted, batch.halfway)
+        except ForwardAbandoned as given_up:
+            if given_up.halfway is not None:
+                batch.halfway = given_up.halfway
+                self._batches.append(batch)
+            return None
+
+    def next(self, extend: Callable[[Sequence[Slice]], Sequence[Slice]]) -> Batch:
+        """What to compute now: what comes before all that is suspended, or the last of it. extend: by drafts."""
+        while self._batches:
+            last = self._batches[-1]
+            if last.left() and (slices := self._scheduler.schedule(last.place)):
+                return Batch(extend(slices))
+            self._batches.pop()
+            if last.left():
+                return last
+        return Batch(extend(self._scheduler.schedule()))
+
+    def _may_put(self, runner: StepRunner, batch: Batch) -> bool:
+        """Streams never wait in the middle of a step."""
+        return runner.model.resumable and not batch.slices[0].decodes and len(self._batches) < DEEPEST

@@ -1,0 +1,55 @@
+"""Requests that ended here while the link may still touch their blocks: these stay held until it is quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.ports import GRANT, QUIESCE, SHIP
+from kvferry.engine.request import Request
+from kvferry.engine.request_states import State
+
+
+class TransferHolds:
+    """`ships`: requests by the ship that sends their blocks, from its beginning; `grants`: by the withdrawn grant that
+    received into them."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.ships: dict[int, Request] = {}
+        self.grants: dict[Hashable, Request] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.ships or self.grants)
+
+    def ship(self, request: Request) -> None:
+        """Its blocks are being sent. A full one of them may still be exchanged for an equal one."""
+        assert request.transfer is not None
+        self.ships[request.transfer] = request
+
+    def ship_quiet(self, transfer: int) -> None:
+        """No send of the ship touches its blocks any more."""
+        request = self.ships.pop(transfer, None)
+        if request is not None:
+            self._pool.release(("ship", transfer), SHIP, request.block_ids)
+            _came_back(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Its grant failed, and receives may still write."""
+        assert request.grant is not None
+        self.grants[request.grant] = request
+        self._pool.holds.move(request.grant, GRANT, QUIESCE)
+
+    def grant_quiet(self, grant: Hashable) -> None:
+        """No receive of the withdrawn grant touches its blocks any more."""
+        request = self.grants.pop(grant, None)
+        if request is not None:
+            self._pool.release(grant, QUIESCE, request.block_ids)
+            _came_back(request)
+
+
+def _came_back(request: Request) -> None:
+    request.held_for_transfer = False
+    if request.state is State.MOVING:
+        request.move(State.DONE)
+        request.block_ids = []

@@ -1,0 +1,53 @@
+"""The plan of one batch: built once per step by the runner, used by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.kernels.lora import Adapted
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Where each token of a batch lives and what it attends to.
+
+    A batch holds `num_seqs` sequences, decodes (one query token) first, then prefill chunks; their query tokens are
+    laid end to end, T in all. Query token j of sequence s has position computed_len[s] + j and attends to all
+    positions up to its own (the last `window` of them under a sliding window).
+
+    positions     int64 [T]              position of each token
+    slots         int64 [T]              where its K/V goes: block id * block_size + slot; below 0: nowhere, as of
+                                         rows of nobody in recorded steps, or where another process writes it
+    block_table   int32 [num_seqs, max_blocks]  block ids, padded with 0
+    query_start   int32 [num_seqs + 1]   offsets of the sequences' query tokens
+    total_len     int32 [num_seqs]       tokens in the cache once this step's are written
+    query_lens / total_lens              the same as Python ints, so that no kernel launch waits for the device
+    num_decodes   sequences with one query token, at the front
+    adapted       the tokens that are computed with adapters, by adapter
+    chained       decodes of one sequence stand one behind the other, each with a row of the table: the K/V of all is
+                  written before any of them attends
+    drawing       int64 [n] or None      the tokens behind which the next ones are drawn, where that is known beforehand
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    block_table: torch.Tensor
+    query_start: torch.Tensor
+    total_len: torch.Tensor
+    query_lens: tuple[int, ...]
+    total_lens: tuple[int, ...]
+    num_decodes: int
+    block_size: int
+    adapted: tuple[Adapted, ...] = ()
+    chained: bool = False
+    drawing: torch.Tensor | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)

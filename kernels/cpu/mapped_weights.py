@@ -1,0 +1,70 @@
+"""What holds packed layers, laid into a file that other processes map: the panels as they are computed with, behind
+them everything else, pickled, then its form in words, and last the sizes of the three."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvferry.kernels.cpu.packed_layers import PackedLinear
+
+if TYPE_CHECKING:
+    from kvferry.kernels.cpu._native import Kernels, Place
+
+_SIZES = struct.Struct("<QQQ")
+
+
+class OtherForm(Exception):
+    """What lies in a file is not what was asked for."""
+
+
+def write(descriptor: int, kernels: Kernels, form: str, make: Callable[[], object]) -> None:
+    """Fill the empty file with what `make` returns, whose layers these kernels pack. form: what `read` must ask for.
+    Raises OSError and MemoryError: there is no room."""
+    kernels.pack_into(descriptor)
+    try:
+        rest = io.BytesIO()
+        _Pickler(rest, pickle.HIGHEST_PROTOCOL).dump(make())
+        gc.collect()  # what was made may be in circles, and keeps the file open to be written
+        panels = kernels.finish()
+    finally:
+        kernels.pack_into(-1)
+    pickled, named = rest.tell(), form.encode()
+    rest.write(named + _SIZES.pack(panels, pickled, len(named)))
+    left, at = memoryview(rest.getbuffer()), panels
+    while left:
+        written = os.pwrite(descriptor, left, at)
+        left, at = left[written:], at + written
+
+
+def read(descriptor: int, kernels: Kernels, form: str) -> Any:
+    """What was written, its layers mapped. It must come from this program: it is unpickled. Raises OtherForm, before
+    anything is mapped, OSError and MemoryError."""
+    end = os.fstat(descriptor).st_size - _SIZES.size
+    panels, pickled, named = _SIZES.unpack(os.pread(descriptor, _SIZES.size, end))
+    if os.pread(descriptor, named, panels + pickled) != form.encode():
+        raise OtherForm
+    if panels:
+        kernels.map(descriptor, panels)
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(panels)
+        return _Unpickler(io.BytesIO(file.read(pickled)), kernels).load()
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, each: object) -> Place | None:
+        return each.kernels.place(each.weights) if isinstance(each, PackedLinear) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kernels: Kernels) -> None:
+        super().__init__(file)
+        self._kernels = kernels
+
+    def persistent_load(self, place: Place) -> PackedLinear:
+        return PackedLinear.placed(self._kernels, place)

@@ -1,0 +1,167 @@
+"""A decoder's decode steps captured, one for each size of batch, and replayed: what the host does for a step is then to
+fill a few arrays. CUDA graphs, behind a seam."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.decoder_spec import DecoderForm, NextLogits, OneByOne, always
+from kvferry.protocol.layout import blocks_for
+
+log = logging.getLogger("kvferry.kernels")
+
+LADDER = (1, 2, 4, *range(8, 129, 8))
+"""Sizes of batches that are captured: those between are filled up with rows of nobody, larger ones run one by one."""
+NOWHERE = -1
+"""Slot of a row of nobody: its K/V is not written."""
+T = TypeVar("T")
+
+
+class Capture(Protocol):
+    """Runs what works on a device once for good, and tells how to do the same to the same memory again."""
+
+    def __call__(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """(replay, what `run` returned): replaying writes that anew. No Python of `run` is executed then: it reads
+        nothing of the host."""
+
+
+class CudaCapture:
+    """By CUDA graphs, which share one pool of memory: they never run at once. Raises RuntimeError."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()  # kernels are compiled, and workspaces made, outside of the graph
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # What other threads do with the device meanwhile, the link's among them, is no part of it.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = run()
+        self._pool = graph.pool()
+        return graph.replay, out
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """For one size of batch. Its results are written by `replay`."""
+
+    replay: Callable[[], None]
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+class _Inputs:
+    """The arrays that all graphs read, for the largest batch; the first `live` rows are of the last step."""
+
+    def __init__(self, form: DecoderForm, block_size: int, device: torch.device) -> None:
+        rows, self.longest, self.block_size = LADDER[-1], len(form.cos), block_size
+        self.ids, self.positions = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        self.slots = torch.full((rows,), NOWHERE, dtype=torch.int64, device=device)
+        self.total_len = torch.ones(rows, dtype=torch.int32, device=device)
+        width = blocks_for(self.longest, block_size)
+        self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        self.query_start = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._live = 0
+
+    def plan(self, size: int) -> BatchPlan:
+        """Of a batch of that size, over these arrays. Its lengths are the longest, so that launches suit any."""
+        return BatchPlan(
+            positions=self.positions[:size],
+            slots=self.slots[:size],
+            block_table=self.table[:size],
+            query_start=self.query_start[: size + 1],
+            total_len=self.total_len[:size],
+            query_lens=(1,) * size,
+            total_lens=(self.longest,) * size,
+            num_decodes=size,
+            block_size=self.block_size,
+        )
+
+    def fill(self, token_ids: torch.Tensor, plan: BatchPlan) -> None:
+        count, width = len(token_ids), min(plan.block_table.shape[1], self.table.shape[1])
+        torch._foreach_copy_(
+            [self.ids[:count], self.positions[:count], self.slots[:count], self.total_len[:count]],
+            [token_ids, plan.positions, plan.slots, plan.total_len],
+        )
+        self.table[:count, :width].copy_(plan.block_table[:, :width])
+        if count < self._live:
+            gone = slice(count, self._live)
+            self.positions[gone], self.slots[gone], self.total_len[gone] = 0, NOWHERE, 1
+            self.table[gone, 0] = 0
+        self._live = count
+
+
+class GraphStep:
+    """A `kernels.decoder_spec.Step` for batches of decodes of any form and any kind of stored weights. one_by_one: the
+    layers through the table's operations, of which none may read the host's side of a plan but to choose its launches.
+    A size of batch is captured when it first comes; where that fails, all batches run layer by layer."""
+
+    def __init__(self, form: DecoderForm, one_by_one: OneByOne, capture: Capture) -> None:
+        self._form, self._one_by_one, self._capture = form, one_by_one, capture
+        self._kv: torch.Tensor | None = None
+        self._inputs: _Inputs | None = None
+        self._recorded: dict[int, _Recorded] = {}
+        self._failed = False
+
+    def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
+        decodes = plan.num_decodes == plan.num_seqs <= LADDER[-1]
+        return decodes and not self._failed and max(plan.total_lens) <= len(self._form.cos)
+
+    def __call__(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always
+    ) -> torch.Tensor:
+        recorded = self._replay(token_ids, kv, plan)
+        if recorded is None:
+            return self._one_by_one(token_ids, kv, plan)
+        return recorded.hidden[: len(token_ids)]
+
+    def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
+        recorded = self._replay(token_ids, kv, plan)
+        if recorded is None:
+            return NextLogits(self._form.logits(self._one_by_one(token_ids, kv, plan)))
+        return NextLogits(recorded.logits[: len(token_ids)])
+
+    def _replay(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> _Recorded | None:
+        """The step's results; None where it cannot be captured."""
+        inputs = self._inputs
+        if inputs is None or kv is not self._kv or inputs.block_size != plan.block_size:
+            self._recorded.clear()
+            inputs = self._inputs = _Inputs(self._form, plan.block_size, kv.device)
+            self._kv = kv
+        inputs.fill(token_ids, plan)
+        size = LADDER[bisect_left(LADDER, len(token_ids))]
+        recorded = self._recorded.get(size)
+        if recorded is None:
+            recorded = self._record(inputs, size, kv)
+        if recorded is not None:
+            recorded.replay()
+        return recorded
+
+    def _record(self, inputs: _Inputs, size: int, kv: torch.Tensor) -> _Recorded | None:
+        """What runs while it is captured writes K/V where the replay will. Each run has a plan of its own: what the
+        operations make of a plan once, for all layers, must be made anew by each replay."""
+
+        def run() -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self._one_by_one(inputs.ids[:size], kv, inputs.plan(size))
+            return hidden, self._form.logits(hidden)
+
+        try:
+            replay, (hidden, logits) = self._capture(run)
+        except RuntimeError:
+            log.warning("decode steps run layer by layer: one of %d rows cannot be captured", size, exc_info=True)
+            self._failed = True
+            self._recorded.clear()
+            return None
+        self._recorded[size] = _Recorded(replay, hidden, logits)
+        return self._recorded[size]

@@ -1,0 +1,213 @@
+"""Codes as they lie in a GPU's memory, without Triton: four bits where those of each group are neighbours enough or
+numbers of e2m1, six, or eight. Nothing is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from kvferry.kernels.bit_packing import (
+    FP4,
+    FP8,
+    INT4,
+    INT6,
+    INT8,
+    SPANS,
+    codes_of_e2m1,
+    numbers_of_e2m1,
+    packed,
+    unpacked,
+)
+from kvferry.kernels.decoder_spec import Stored
+from kvferry.kernels.gguf_blocks import FORMATS, taken_apart
+from kvferry.kernels.quantised_codes import Codes, Levels, int8_of
+
+_NIBBLES, _SIXES, _BYTES = 15, 63, 255
+"""How far codes of four, six and eight bits are apart at most."""
+_MIDDLES = {INT4: 8, INT6: 32}
+"""What codes with neither offsets nor minima lie above theirs."""
+_SPAN = 16
+"""Inputs that tensor cores multiply at least."""
+_EXACT = 256
+"""Integers up to it are numbers of bfloat16."""
+_TILE = 128
+Found = tuple[str, torch.Tensor, torch.Tensor | None]
+"""Kind, codes uint8 [out, in], and offsets as in a form."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedForm:
+    """codes: uint8 [out, in], or packed by `tile` inputs where they are below eight bits (`kernels/bit_packing.py`).
+    scales: of [out, groups], each of `group` neighbouring inputs; each span of a tile lies within a group. offsets:
+    int16 [out, groups], what is added to codes, or None. minima: of [out, groups], what is added to codes times scales,
+    or None. Codes of four and six bits lie 8 and 32 above theirs where there is neither. order: int64 [in], the input
+    that stands at each place, or None: all stand at their own."""
+
+    kind: str
+    codes: torch.Tensor
+    scales: Levels
+    offsets: torch.Tensor | None
+    minima: Levels | None
+    group: int
+    tile: int
+    order: torch.Tensor | None
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a tile that belong to one group."""
+        return self.tile if self.scales.groups == 1 else min(self.tile, _tile(self.group))
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+        levels = sum(part.memory for part in (self.scales, self.minima) if part is not None)
+        return levels + sum(part.nbytes for part in (self.codes, self.offsets) if part is not None)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """float32 [n, in] of outputs `ids`, int64 [n]."""
+        codes = unpacked(self.kind, self.codes[ids], self.tile)
+        if self.kind == FP8:
+            values = codes.view(torch.float8_e4m3fn).float()
+        elif self.kind == INT8:
+            values = codes.view(torch.int8).float()
+        elif self.kind == FP4:
+            values = numbers_of_e2m1(codes).float()
+        else:
+            values = codes.float().sub_(_MIDDLES[self.kind] if self.offsets is None and self.minima is None else 0)
+        columns = torch.arange(values.shape[1], device=values.device) // self.group
+        if self.offsets is not None:
+            values += self.offsets[ids][:, columns]
+        values *= self.scales.numbers(ids)[:, columns]
+        if self.minima is not None:
+            values += self.minima.numbers(ids)[:, columns]
+        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def joins(self, other: CodedForm) -> bool:
+        """Both are rows of one layer."""
+        plain = ("kind", "group", "tile")
+        orders = self.order is None, other.order is None
+        same_order = all(orders) or (not any(orders) and torch.equal(self.order, other.order))  # type: ignore[arg-type]
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in plain)
+            and (self.offsets is None) == (other.offsets is None)
+            and self.scales.alike(other.scales)
+            and (other.minima is None if self.minima is None else self.minima.alike(other.minima))
+            and same_order
+        )
+
+
+def form_of(codes: Codes) -> CodedForm | None:
+    """On the device of the codes. None: they are of another kind, or their groups are no whole tiles."""
+    own, columns = codes.by_output(), codes.values.shape[1]
+    order, values, scales = None, own.values, Levels(_narrow(own.scales))
+    if codes.order is not None:
+        order = codes.order.argsort(stable=True)
+        if columns % codes.scales.shape[1] or bool((codes.order.bincount() != codes.group).any()):
+            return None
+        values = values[:, order]
+    if values.dtype == torch.float8_e4m3fn:
+        return _laid((FP8, values.view(torch.uint8), None), scales, None, codes.group, order)
+    if values.is_floating_point() or columns % codes.group:
+        return None
+    return _laid(_integers(values, codes.group), scales, None, codes.group, order)
+
+
+def form_of_stored(part: Stored) -> CodedForm | None:
+    """As `form_of`; rows of a GGUF's blocks are taken apart, those for INT8 are quantised."""
+    if isinstance(part, Codes):
+        return form_of(part)
+    if part.kind in FORMATS:
+        values, scales, minima = taken_apart(part)
+        group = values.shape[1] // scales.groups
+        return _laid(
+            _integers(values, group) if minima is None else _above_minima(values, group), scales, minima, group
+        )
+    return form_of(int8_of(part.data.view(torch.bfloat16), part.peaks)) if part.kind == "INT8" else None
+
+
+def _laid(
+    found: Found | None, scales: Levels, minima: Levels | None, group: int, order: torch.Tensor | None = None
+) -> CodedForm | None:
+    """What was found of codes, as it lies in memory."""
+    if found is None:
+        return None
+    assert minima is None or minima.shared == scales.shared
+    kind, codes, offsets = found
+    columns, spans = codes.shape[1], SPANS[kind]
+    tile = _TILE if group >= columns and spans == 1 and minima is None else _tile(group)
+    if tile < _SPAN:
+        return None
+    tile = max(spans * _SPAN, tile)
+    if spans > 1 and columns % tile:
+        return None
+    return CodedForm(kind, packed(kind, codes, tile), scales, offsets, minima, group, tile, order)
+
+
+def laid_together(forms: Sequence[CodedForm]) -> list[CodedForm]:
+    """Neighbours that are of one form as one."""
+    bounds = [0, *(i for i, (a, b) in enumerate(pairwise(forms), 1) if not a.joins(b)), len(forms)]
+    return [_joined(forms[first:end]) for first, end in pairwise(bounds)]
+
+
+def _joined(forms: Sequence[CodedForm]) -> CodedForm:
+    first = forms[0]
+    offsets = [form.offsets for form in forms if form.offsets is not None]
+    minima = [form.minima for form in forms if form.minima is not None]
+    codes = torch.cat([form.codes for form in forms])
+    return CodedForm(
+        first.kind,
+        codes,
+        Levels.laid([form.scales for form in forms], len(codes)),
+        torch.cat(offsets) if offsets else None,
+        Levels.laid(minima, len(codes)) if minima else None,
+        first.group,
+        first.tile,
+        first.order,
+    )
+
+
+def _integers(values: torch.Tensor, group: int) -> Found | None:
+    """None: they do not fit eight bits, or not bfloat16."""
+    grouped = values.view(len(values), -1, group).to(torch.int16)
+    low, high = grouped.aminmax(dim=-1)
+    apart, least, most = int((high - low).max()), int(low.min()), int(high.max())
+    if least >= -8 and most < 8:
+        return INT4, (values + 8).to(torch.uint8), None
+    if apart <= _NIBBLES and max(-least, most) <= _EXACT:
+        return INT4, (grouped - low[..., None]).to(torch.uint8).flatten(1), low
+    if (codes := codes_of_e2m1(values)) is not None:
+        return FP4, codes, None
+    if least >= -32 and most < 32 and _in_sixes(values, group):
+        return INT6, (values + 32).to(torch.uint8), None
+    if least >= -128 and most <= 127:
+        return INT8, values.to(torch.int8).view(torch.uint8), None
+    if apart <= _BYTES and max(-least, most) <= _EXACT:
+        middle = low + 128
+        return INT8, (grouped - middle[..., None]).to(torch.int8).view(torch.uint8).flatten(1), middle
+    return None
+
+
+def _above_minima(values: torch.Tensor, group: int) -> Found:
+    """Of codes from 0 to 127."""
+    most = int(values.max())
+    six = INT6 if most <= _SIXES and _in_sixes(values, group) else INT8
+    return (INT4 if most <= _NIBBLES else six), values.view(torch.uint8), None
+
+
+def _in_sixes(values: torch.Tensor, group: int) -> bool:
+    """Inputs are whole tiles of codes of six bits."""
+    return values.shape[1] % max(SPANS[INT6] * _SPAN, _tile(group)) == 0
+
+
+def _tile(group: int) -> int:
+    """The largest power of two of inputs that belong to one group, up to `_TILE`."""
+    return min(_TILE, group & -group)
+
+
+def _narrow(scales: torch.Tensor) -> torch.Tensor:
+    """In 16 bits, where these hold them."""
+    halves = scales.half()
+    return halves if torch.equal(halves.float(), scales) else scales

@@ -1,0 +1,86 @@
+"""Where a link is reached: its listening sockets, bound to the host's addresses and to no others, and what a name to be
+dialled stands for. Resolving may take many seconds, so it never runs on the link's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvferry.protocol.errors import NodeLost, Retryable, reason
+from kvferry.runtime.address import knows_ipv6, parse_host_port
+
+BACKLOG = 256
+MAX_LOOKUPS = 8
+"""Names that are looked up at once. A lookup cannot be cancelled, so its thread is held for as long as it takes."""
+Address = tuple[Any, ...]
+"""Of a socket: what `connect` takes."""
+Found = Callable[[socket.AddressFamily, Address], None]
+
+
+def listeners(host: str, port: int) -> list[socket.socket]:
+    """A socket on each of the host's addresses, all with the same port, which may be one that a process held that was
+    just killed. `::` is every address, of both families as far as the machine knows them. Raises OSError."""
+    bare = host.strip("[]")
+    name = None if bare in ("", "::") else bare
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise OSError(f"{host} is no address of this machine: {error}") from error
+    if name is None and not knows_ipv6():
+        found = [entry for entry in found if entry[0] != socket.AF_INET6]
+    made: list[socket.socket] = []
+    with contextlib.ExitStack() as opened:
+        for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+            listener = opened.enter_context(socket.socket(family))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+            port = listener.getsockname()[1]
+            made.append(listener)
+        opened.pop_all()
+    return made
+
+
+class Resolver:
+    """Finds out what addresses stand for. submit(call): runs the call on the link's thread."""
+
+    def __init__(self, submit: Callable[[Callable[[], None]], None]):
+        self._submit = submit
+        self._running = 0
+
+    def resolve(self, address: str, found: Found, failed: Callable[[Exception], None]) -> None:
+        """Call one of them on the link's thread: at once for an address of numbers. Raises ValueError for what is no
+        address."""
+        host, port = parse_host_port(address)
+        with contextlib.suppress(ValueError):
+            version = ipaddress.ip_address(host.partition("%")[0]).version
+            if "%" not in host:
+                found(socket.AF_INET if version == 4 else socket.AF_INET6, (host, port))
+                return
+        if self._running >= MAX_LOOKUPS:
+            failed(Retryable(f"{self._running} names are being looked up already"))
+            return
+        self._running += 1
+        args = (host, port, found, failed)
+        threading.Thread(target=self._look_up, args=args, name="kv-link-name", daemon=True).start()
+
+    def _look_up(self, host: str, port: int, found: Found, failed: Callable[[Exception], None]) -> None:
+        """On a thread of its own."""
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            report = partial(found, family, address)
+        except Exception as error:
+            report = partial(failed, NodeLost(f"{host} is not known: {reason(error)}"))
+        self._submit(lambda: self._done(report))
+
+    def _done(self, report: Callable[[], None]) -> None:
+        self._running -= 1
+        report()

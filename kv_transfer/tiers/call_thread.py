@@ -1,0 +1,50 @@
+"""A thread that makes one call after another, and does not hold up the end of the process where one hangs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+log = logging.getLogger("kvferry.tiers")
+
+
+class CallThread:
+    """`most` calls wait or run at once. From any thread. ended: called on the thread as its last."""
+
+    def __init__(self, name: str, most: int, ended: Callable[[], None] = lambda: None) -> None:
+        self._room = threading.Semaphore(most)
+        self._calls: SimpleQueue[tuple[Callable[[], None], bool]] = SimpleQueue()
+        self._closed, self._ended = False, ended
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], None]) -> bool:
+        """Make the call on the thread, later. False: too many wait, or it is closed; it will not be made."""
+        if self._closed or not self._room.acquire(blocking=False):
+            return False
+        self._calls.put((call, True))
+        return True
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Make the call behind those that wait, however many there are."""
+        self._calls.put((call, False))
+
+    def close(self) -> None:
+        """What waits is not made any more; the thread ends after the call under way."""
+        self._closed = True
+        self.add(lambda: None)
+
+    def _run(self) -> None:
+        while not self._closed:
+            call, counted = self._calls.get()
+            if self._closed:
+                break
+            try:
+                call()
+            except Exception:
+                log.exception("a call on %s failed", threading.current_thread().name)
+            finally:
+                if counted:
+                    self._room.release()
+        self._ended()

@@ -1,0 +1,32 @@
+"""What an object of a store holds: the blocks of a group behind a header that proves them (`header.py`)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.kv_transfer.checksum import checksum
+from kvferry.kv_transfer.tiers import block_header
+from kvferry.kv_transfer.tiers.groups import Group
+from kvferry.protocol.errors import BlocksCorrupt
+
+
+def packed(group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: int) -> bytes:
+    """blocks: contiguous bytes, all of the group's."""
+    sums = array("q", (checksum(block) for block in blocks))
+    lead = block_header.packed(fingerprint, block_bytes, group.parent, group.hashes, sums)
+    return b"".join((lead, *blocks))
+
+
+def unpack(content: memoryview, group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: int) -> None:
+    """The last blocks of a group into these. Raises BlocksCorrupt for what is not as it was written."""
+    length = block_header.length(bytes(content[: block_header.PAGE]))
+    told = block_header.unpacked(bytes(content[:length]), fingerprint, block_bytes) if length else None
+    if told is None or told.hashes != group.hashes or len(content) != told.start + len(told.hashes) * block_bytes:
+        raise BlocksCorrupt(f"{group.name} is not as it was written")
+    for index, block in enumerate(blocks, len(group.hashes) - len(blocks)):
+        at = told.start + index * block_bytes
+        memoryview(block).cast("B")[:] = content[at : at + block_bytes]
+        if checksum(block) != told.sums[index]:
+            raise BlocksCorrupt(f"block {index} of {group.name} is not as it was written")

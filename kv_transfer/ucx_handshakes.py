@@ -1,0 +1,203 @@
+"""How connections of a UCX link begin: sockets dialled or accepted, and greetings over them until both ends are open.
+
+Strangers may connect to the port. Until one has proved that it belongs here it costs a socket and a few bytes: no UCX
+worker, no memory of a size it chooses; there are at most MAX_GUESTS of them, the oldest of which makes room, and none
+stays longer than a try to connect may take."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from kvferry.kv_transfer.listening_sockets import Address, Resolver, listeners
+from kvferry.kv_transfer.stream import CHALLENGE, HELLO, REFUSED, WELCOME, Stream
+from kvferry.kv_transfer.tags import WARM_TAG
+from kvferry.kv_transfer.ucx_blocks import Post
+from kvferry.kv_transfer.ucx_loop import READABLE, UcxLoop
+from kvferry.kv_transfer.ucx_peer import UcxPeer
+from kvferry.kv_transfer.ucx_traffic import UcxTraffic
+from kvferry.protocol.errors import Incompatible, NodeLost, TransferFailed
+from kvferry.protocol.wire import WireError
+from kvferry.runtime.log import RateLimitedLog
+
+log = logging.getLogger(__name__)
+WARM_BYTES = 1 << 19
+MAX_GUESTS = 64
+ACCEPTS = 16
+"""Connections taken in one turn."""
+AGAIN_S = 0.1
+"""Until the next try to accept where the process has no descriptors left."""
+NEVER, LATER = b"n", b"l"
+"""First byte of a REFUSED: whether another try can help."""
+
+
+class UcxHandshakes:
+    """Runs on the link thread. arrived(): makes the peer for a socket that was accepted; failed(peer, error): it did
+    not come to be, or is not welcome."""
+
+    def __init__(
+        self,
+        loop: UcxLoop,
+        timeout_s: float,
+        arrived: Callable[[], UcxPeer],
+        failed: Callable[[UcxPeer, Exception], None],
+    ):
+        self._loop, self._timeout_s, self._arrived, self._failed = loop, timeout_s, arrived, failed
+        self._resolver = Resolver(loop.submit)
+        self._listeners: list[socket.socket] = []
+        self._guests: dict[UcxPeer, None] = {}
+        self._warm = np.zeros(WARM_BYTES, dtype=np.uint8)
+        self._refused = RateLimitedLog(log)
+        self.traffic: UcxTraffic
+
+    def listen(self, host: str, port: int) -> int:
+        """Accept connections at the host's addresses from now on; the port that was bound. Raises OSError."""
+        self._listeners = listeners(host, port)
+        self._watch_listeners()
+        return int(self._listeners[0].getsockname()[1])
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            self._loop.unwatch(listener.fileno())
+            listener.close()
+        self._listeners = []
+
+    def dial(self, peer: UcxPeer) -> None:
+        """One try to connect; it fails by itself if it takes too long."""
+        peer.begin()
+        greeting = peer.greeting
+
+        def due(error: Exception) -> None:
+            if peer.greeting is greeting and not peer.open and not peer.lost:
+                self._failed(peer, error)
+
+        def found(family: socket.AddressFamily, address: Address) -> None:
+            if peer.greeting is greeting and not peer.lost:
+                self._connect(peer, family, address)
+
+        limit = NodeLost(f"no answer in {self._timeout_s} s")
+        self._loop.call_later(self._timeout_s, lambda: due(limit))
+        try:
+            self._resolver.resolve(peer.dialled, found, due)
+        except ValueError as error:
+            due(error)
+
+    def _connect(self, peer: UcxPeer, family: socket.AddressFamily, address: Address) -> None:
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            self._failed(peer, error)
+            return
+        connection.setblocking(False)
+        code = connection.connect_ex(address)
+        stream = Stream(connection)
+        try:
+            stream.connecting(code)
+        except OSError as error:
+            stream.close()
+            self._failed(peer, error)
+        else:
+            self.traffic.connect(peer, stream)
+
+    def _watch_listeners(self) -> None:
+        for listener in self._listeners:
+            self._loop.watch(listener.fileno(), READABLE, partial(self._accept, listener))
+
+    def _accept(self, listener: socket.socket, events: int) -> bool:
+        for _ in range(ACCEPTS):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, ConnectionError):
+                break
+            except OSError as error:
+                log.warning("connections cannot be accepted: %s", error)
+                self._loop.unwatch(listener.fileno())
+                self._loop.call_later(AGAIN_S, self._watch_listeners)
+                break
+            self._receive(connection)
+        return True
+
+    def _receive(self, connection: socket.socket) -> None:
+        """A guest: challenge it."""
+        if len(self._guests) >= MAX_GUESTS:
+            self._failed(next(iter(self._guests)), NodeLost("too many connections that do not greet"))
+        peer = self._arrived()
+        self._guests[peer] = None
+        self.traffic.connect(peer, Stream(connection))
+        self.traffic.send(peer, CHALLENGE, peer.greeting.challenge())
+        late = NodeLost(f"no greeting in {self._timeout_s} s")
+        self._loop.call_later(self._timeout_s, lambda: self._failed(peer, late) if peer in self._guests else None)
+
+    def forget(self, peer: UcxPeer) -> None:
+        """The peer is no guest any more, whichever way."""
+        self._guests.pop(peer, None)
+
+    def greeted(self, peer: UcxPeer, kind: int, data: bytes) -> None:
+        """A greeting came. Raises WireError, Incompatible, TransferFailed, NodeLost: the connection is of no use."""
+        if kind == HELLO and not peer.dialled and peer.worker is None:
+            self._take_hello(peer, data)
+        elif kind == CHALLENGE and peer.dialled and peer.worker is None:
+            peer.greeting.challenged(data)
+            self.traffic.send(peer, HELLO, peer.greeting.hello(self._open_worker(peer)))
+        elif kind == WELCOME and peer.dialled and peer.worker is not None and not peer.open:
+            peer.greeting.welcomed(data)
+            self._open(peer)
+            self.traffic.send_queued(peer)
+            self.traffic.post(peer, Post(True, WARM_TAG, self._warm, _warmed))
+        elif kind == REFUSED and peer.dialled and not peer.open:
+            reason = data[1:].decode(errors="replace")
+            raise (Incompatible if data[:1] == NEVER else NodeLost)(f"{peer.dialled} refuses this node: {reason}")
+        else:
+            raise WireError("a greeting out of turn")
+
+    def _take_hello(self, peer: UcxPeer, data: bytes) -> None:
+        """The dialling side proves itself: welcome it, and prepare the receive that warms the connection up (the first
+        large block takes 45–90 ms)."""
+        try:
+            peer.greeting.greeted(data)
+            welcome = peer.greeting.welcome(self._open_worker(peer))
+            self.traffic.send(peer, WELCOME, welcome)
+            self._open(peer)
+        except (Incompatible, TransferFailed) as error:
+            self._refused.warning("%s is refused: %s", peer.name, error)
+            code = NEVER if isinstance(error, Incompatible) else LATER
+            self.traffic.send(peer, REFUSED, code + error.message.encode()[:500])
+            raise
+        self.forget(peer)
+        self.traffic.post(peer, Post(False, WARM_TAG, self._warm, _warmed))
+
+    def _open_worker(self, peer: UcxPeer) -> bytes:
+        """Raises TransferFailed."""
+
+        def look(progressed: bool) -> bool:
+            return self.traffic.look(peer, progressed)
+
+        peer.worker = self._loop.open_worker(look, lambda error: self._failed(peer, error))
+        return peer.worker.address
+
+    def _open(self, peer: UcxPeer) -> None:
+        """The other side is one of ours. Raises TransferFailed."""
+        worker, stream = peer.worker, peer.stream
+        if worker is None or stream is None:
+            raise NodeLost("the connection ended during the greeting")
+
+        def closed() -> None:
+            self._loop.submit(lambda: self._closed(peer, worker))
+
+        peer.blocks.endpoint = worker.attach(peer.greeting.peer, closed)
+        stream.seal(*peer.greeting.keys())
+        peer.open = True
+
+    def _closed(self, peer: UcxPeer, worker: object) -> None:
+        """UCX gave the endpoint up."""
+        if peer.worker is worker and not peer.lost:
+            self.traffic.drain(peer)
+            self._failed(peer, NodeLost("connection closed by the peer"))
+
+
+def _warmed(error: Exception | None) -> None:
+    """The warm-up transfer ended; an error shows up again as the loss of the peer."""

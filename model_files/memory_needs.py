@@ -1,0 +1,223 @@
+"""What a model asks of a machine, from its config and the headers of its files: no weight is read or downloaded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.model_files.gguf import GGUFFile, GGUFTensor, read_gguf
+from kvferry.model_files.gguf_latent import latent_fields
+from kvferry.model_files.latent import LatentSizes, latent_sizes
+from kvferry.model_files.model_name import naming
+from kvferry.model_files.multimodal import is_multimodal, is_text, text_config
+from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.safetensors_headers import Tensor, safetensors_header, weights_of
+from kvferry.model_files.source import ModelSource, read_facts, read_json, weight_files
+from kvferry.model_files.supported_decoders import DECODERS, LATENT, gguf_family
+from kvferry.model_files.supported_encoders import is_encoder
+from kvferry.model_files.weight_counts import NOWHERE, WeightCount, counted
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+
+_HALVES, _MINIMA = 2 / 32, 2 / 32
+_STORED = {
+    2: 4 / 8 + _HALVES,
+    3: 4 / 8 + _HALVES + _MINIMA,
+    6: 5 / 8 + _HALVES,
+    7: 5 / 8 + _HALVES + _MINIMA,
+    8: 8 / 8 + _HALVES,
+    10: 4 / 8 + 2 * (_HALVES + _MINIMA),
+    11: 4 / 8 + 2 * _HALVES,
+    12: 4 / 8 + _HALVES + _MINIMA,
+    13: 5 / 8 + _HALVES + _MINIMA,
+    14: 6 / 8 + 2 * _HALVES,
+    20: 8 / 8 + _HALVES,
+    23: 8 / 8 + _HALVES,
+    39: 5 / 8 + _HALVES,
+}
+"""Bytes a weight of the block formats in the forms in which they run on a CPU (kernels/cpu/native/forms.h): Q4_0, Q4_1,
+Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, and MXFP4 as Q5_0."""
+_OF_32, _OF_16, _OF_256 = 1 / 32, 1 / 16, 2 / 256
+_CODED = {
+    2: 4 / 8 + _HALVES,
+    3: 4 / 8 + _HALVES + _MINIMA,
+    6: 6 / 8 + _HALVES,
+    7: 6 / 8 + _HALVES + _MINIMA,
+    8: 8 / 8 + _HALVES,
+    10: 4 / 8 + 2 * (_OF_16 + _OF_256),
+    11: 4 / 8 + _OF_16 + _OF_256,
+    12: 4 / 8 + 2 * (_OF_32 + _OF_256),
+    13: 6 / 8 + 2 * (_OF_32 + _OF_256),
+    14: 6 / 8 + _OF_16 + _OF_256,
+    20: 8 / 8 + _HALVES,
+    23: 8 / 8 + _OF_32 + _OF_256,
+    39: 4 / 8 + _HALVES,
+}
+"""The same in those of a GPU (kernels/gpu_weight_layout.py): scales and minima of larger blocks are in eight bits,
+times 16 of the block."""
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """dense: weights that multiply each token, in all layers; embedding; head: the vocabulary projection where it is
+    not the embedding. max_model_len is in tokens; query_size: numbers of all query heads of one layer;
+    cached: K and V are kept from step to step, as no encoder does; own: our own decoder knows its family; experts: of a
+    layer that has them, 0: none has."""
+
+    dense: WeightCount
+    embedding: WeightCount
+    head: WeightCount
+    layers: int
+    kv_heads: int
+    head_dim: int
+    query_size: int
+    max_model_len: int
+    cached: bool = True
+    own: bool = False
+    planes: int = 2
+    experts: int = 0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a token meets some of the layers' weights alone, those of its experts."""
+        return self.dense.active < self.dense.weights
+
+    @property
+    def parameters(self) -> int:
+        return self.dense.weights + self.embedding.weights + self.head.weights
+
+    def memory(self, itemsize: float, stored: str = NOWHERE) -> int:
+        """Bytes of all weights."""
+        return round(sum(part.bytes(itemsize, stored) for part in (self.dense, self.embedding, self.head)))
+
+    def step_bytes(self, itemsize: float, stored: str = NOWHERE) -> float:
+        """Bytes of weights that a step with one token reads: of an embedding that is no projection, next to none."""
+        head = self.head if self.head.weights else self.embedding
+        share = self.dense.active / self.dense.weights if self.dense.weights else 1.0
+        return share * self.dense.bytes(itemsize, stored) + head.bytes(itemsize, stored)
+
+    def kv_bytes(self, dtype: str) -> int:
+        """Bytes of K and V of one token in all layers; dtype as in `KVLayout`."""
+        return self.cached * self.layout(dtype, 1).block_bytes
+
+    def layout(self, dtype: str, block_size: int) -> KVLayout:
+        return KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_size, self.planes)
+
+    def prompt_work(self, length: int) -> float:
+        """Operations per token of a prompt of `length` tokens: layers, causal attention, and one row of the head."""
+        head = self.head.weights or self.embedding.weights
+        return 2 * self.dense.active + 2 * self.layers * self.query_size * (length + 1) + 2 * head / length
+
+
+def model_needs(source: ModelSource) -> ModelNeeds:
+    """Raises ConfigError: the files do not tell."""
+    with naming(source.name):
+        return gguf_needs(read_gguf(source.path)) if source.kind == "gguf" else _hf_needs(source)
+
+
+def has_experts(source: ModelSource) -> bool:
+    """Whether its layers hold experts, by its config."""
+    if source.kind == "gguf":
+        return bool(read_gguf(source.path).get("expert_count"))
+    return _experts(text_config(read_json(source.path / "config.json"))) > 0
+
+
+def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_model_len: int = 0) -> ModelNeeds:
+    """Of a config.json. Without tensors, those that a gated decoder of this config has. Raises ConfigError."""
+    text = text_config(config)
+    hidden, layers, heads = (_whole(text, *names) for names in (_HIDDEN, _LAYERS, _ATTENTION_HEADS))
+    kv_heads = text.get("num_key_value_heads") or (1 if text.get("multi_query") else heads)
+    head_dim, planes = text.get("head_dim") or hidden // heads, 2
+    query_size, attention = heads * head_dim, 2 * (heads + kv_heads) * head_dim * hidden
+    if text.get("model_type") in LATENT:
+        sizes = _latent(text)
+        kv_heads, head_dim, planes = 1, sizes.cached, 1
+        query_size, attention = heads * (sizes.head_dim + sizes.value) // 2, sizes.weights(hidden, heads)
+    share = (text.get("num_experts_per_tok") or 1) / (_experts(text) or 1)
+    dense, embedding, head = counted(tensors or _gated_decoder(text, hidden, layers, attention), share)
+    cached, own = not is_encoder(config), text.get("model_type") in DECODERS
+    shape = layers, kv_heads, head_dim, query_size
+    return ModelNeeds(dense, embedding, head, *shape, max_model_len, cached, own, planes, _experts(text))
+
+
+def _latent(text: dict[str, Any]) -> LatentSizes:
+    try:
+        return latent_sizes(text)
+    except KeyError as error:
+        raise ConfigError(f"config.json lacks {error.args[0]}", param="model") from error
+
+
+def _whole(config: dict[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int) and config[name] > 0:
+            return int(config[name])
+    raise ConfigError(f"config.json names no {names[0]}", param="model")
+
+
+def _experts(text: dict[str, Any]) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(text[name]) for name in names if isinstance(text.get(name), int)), 0)
+
+
+def _gated_decoder(text: dict[str, Any], hidden: int, layers: int, attention: int) -> Iterator[Tensor]:
+    """The large tensors of a decoder of the Llama family, or of one with experts. attention: weights of a layer's."""
+    vocab, inner = _whole(text, "vocab_size"), text.get("intermediate_size") or 4 * hidden
+    yield Tensor("embed_tokens.weight", (vocab, hidden))
+    if not text.get("tie_word_embeddings", text.get("model_type") == "smollm3"):
+        yield Tensor("lm_head.weight", (vocab, hidden))
+    yield Tensor("layers.attn.weight", (layers, attention))
+    experts = _experts(text)
+    mixed = layers - (text.get("first_k_dense_replace") or 0) if experts else 0
+    yield Tensor("layers.mlp.weight", (layers - mixed, 3 * inner, hidden))
+    inner = text.get("moe_intermediate_size") or inner
+    yield Tensor("layers.experts.weight", (mixed, 3 * experts * inner, hidden))
+    yield Tensor("layers.shared_experts.weight", (mixed, 3 * (text.get("n_shared_experts") or 0) * inner, hidden))
+
+
+def _hf_needs(source: ModelSource) -> ModelNeeds:
+    config = read_json(source.path / "config.json")
+    files = [file for file in weight_files(source.path) if file.suffix == ".safetensors"]
+    entries = {name: entry for file in files for name, entry in safetensors_header(file).items()}
+    tensors = list(weights_of(entries, quantisation(config)))
+    tensors = [tensor for tensor in tensors if _runs(tensor.name, config)]
+    if is_multimodal(config):
+        tensors = [tensor for tensor in tensors if is_text(tensor.name)]
+    return config_needs(config, tensors, read_facts(source).max_model_len)
+
+
+def _runs(name: str, config: dict[str, Any]) -> bool:
+    """Layers behind the last one are of heads that predict further tokens: they are not loaded."""
+    layer = _LAYER.match(name)
+    return layer is None or int(layer[1]) < config.get("num_hidden_layers", math.inf)
+
+
+def _bytes(tensor: GGUFTensor, of_weight: Mapping[int, float]) -> float | None:
+    return math.prod(tensor.shape) * of_weight[tensor.type] if tensor.type in of_weight else None
+
+
+def gguf_needs(file: GGUFFile) -> ModelNeeds:
+    """Of a GGUF header that is already read. Raises ConfigError."""
+    heads, hidden = int(file.get("attention.head_count", 1)), int(file.get("embedding_length", 0))
+    config = {
+        "model_type": gguf_family(file),
+        "hidden_size": hidden,
+        "num_hidden_layers": file.get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.get("attention.head_count_kv"),
+        "head_dim": file.get("attention.key_length"),
+        "num_experts": file.get("expert_count"),
+        "num_experts_per_tok": file.get("expert_used_count"),
+        **(latent_fields(file) if gguf_family(file) in LATENT else {}),
+    }
+    tensors = [
+        Tensor(tensor.name, tensor.shape, _bytes(tensor, _STORED), _bytes(tensor, _CODED))
+        for tensor in file.tensors.values()
+    ]
+    return config_needs(config, tensors, int(file.get("context_length", 0)))

@@ -1,0 +1,146 @@
+"""What a model is for: to generate, to embed or to classify, and how its vectors are made, as its files tell it.
+
+Encoders (BERT and its kin) see the whole text at once and generate nothing. Files beside a model say how its hidden
+states become one vector: `modules.json` and the folders it names, in the layout of sentence-transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.multimodal import text_config
+from kvferry.model_files.source import ModelSource, read_json, read_list
+from kvferry.model_files.supported_encoders import is_encoder
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.work import POOLINGS
+
+_CLASSIFIER = "ForSequenceClassification"
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_POOLING_WORDS = {"lasttoken": "last"}
+_GGUF_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
+_SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """kind: `classify` has a head over labels and no vectors of its own.
+
+    pooling     how hidden states become a vector (protocol.work.POOLINGS)
+    normalize   vectors have length 1
+    width       numbers of a vector
+    dense       folders of dense modules behind the pooling, in order
+    labels      of a classifier, by the index of its logits; one label: it scores pairs of texts
+    activation  from a classifier's logits to what it answers: softmax, sigmoid or none
+    typed       token types tell the second text of a pair from the first
+    """
+
+    kind: Literal["generate", "embed", "classify"] = "generate"
+    encoder: bool = False
+    pooling: str = "last"
+    normalize: bool = True
+    width: int = 0
+    dense: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    activation: str = ""
+    typed: bool = False
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether it is a cross-encoder."""
+        return len(self.labels) == 1
+
+    @property
+    def told(self) -> str:
+        """For errors: what kind of model it is."""
+        if self.kind == "generate":
+            return "it is a decoder, which generates and embeds"
+        if self.kind == "embed":
+            return "it is an encoder, which embeds"
+        return f"it is an encoder with a head of {len(self.labels)} label{'s' * (len(self.labels) > 1)}"
+
+
+GENERATES = PoolingConfig()
+
+
+def read_task(source: ModelSource, pooling: str = "auto") -> PoolingConfig:
+    """`pooling`: one of POOLINGS, in place of what the files say. Raises ConfigError."""
+    if source.kind == "gguf":
+        file = read_gguf(source.path)
+        found = _GGUF_POOLINGS.get(int(file.get("pooling_type", 3)), "last")
+        return PoolingConfig(
+            pooling=found if pooling == "auto" else pooling, width=int(file.get("embedding_length", 0))
+        )
+    config = read_json(source.path / "config.json")
+    if is_encoder(config) and _architecture(config).endswith(_CLASSIFIER):
+        return _classifier(config)
+    return _embedder(source.path, config, pooling)
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    return str(next(iter(config.get("architectures") or ()), ""))
+
+
+def _classifier(config: dict[str, Any]) -> PoolingConfig:
+    names = config.get("id2label") or {}
+    count = len(names) or int(config.get("num_labels") or 2)
+    labels = tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(count))
+    one_each = count == 1 or config.get("problem_type") == "multi_label_classification"
+    own = config.get("sentence_transformers") or {}
+    asked = str(own.get("activation_fn") or config.get("sbert_ce_default_activation_function") or "")
+    activation = "none" if asked.endswith("Identity") else _SIGMOID if one_each else "softmax"
+    typed = int(config.get("type_vocab_size") or 0) > 1
+    return PoolingConfig("classify", encoder=True, labels=labels, activation=activation, typed=typed)
+
+
+def _embedder(path: Path, config: dict[str, Any], pooling: str) -> PoolingConfig:
+    encoder = is_encoder(config)
+    modules = _modules(path)
+    found, normalize = "mean" if encoder else "last", not modules
+    dense: list[str] = []
+    width = int(text_config(config).get("hidden_size") or text_config(config).get("n_embd") or 0)
+    for kind, folder in modules:
+        if kind == "Pooling":
+            found = _pooling(read_json(path / folder / "config.json"), path / folder)
+        elif kind == "Normalize":
+            normalize = True
+        elif kind == "Dense":
+            dense.append(folder)
+            width = int(read_json(path / folder / "config.json").get("out_features") or width)
+        elif kind != "Transformer":
+            raise ConfigError(f"{path}/modules.json names a module {kind!r}, which is not supported", param="model")
+    chosen = found if pooling == "auto" else pooling
+    if chosen not in POOLINGS:
+        raise ConfigError(
+            f"the pooling {chosen!r} of {path} is not supported; choose another with --pooling", param="pooling"
+        )
+    return PoolingConfig("embed" if encoder else "generate", encoder, chosen, normalize, width, tuple(dense))
+
+
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """(kind, folder) of each module; empty where there is no modules.json."""
+    file = path / "modules.json"
+    if not file.is_file():
+        return []
+    listed = read_list(file)
+    return [(str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))) for module in listed]
+
+
+def _pooling(config: dict[str, Any], path: Path) -> str:
+    """Of a Pooling module's config: a word, or one flag for each way."""
+    word = config.get("pooling_mode")
+    if isinstance(word, str):
+        return _POOLING_WORDS.get(word, word)
+    chosen = [name for flag, name in _POOLING_FLAGS.items() if config.get(flag)]
+    if len(chosen) != 1:
+        raise ConfigError(f"{path} asks for {len(chosen)} poolings; one is supported", param="model")
+    return chosen[0]

@@ -1,0 +1,73 @@
+"""Models that no worker can run, known by their config alone: refused before a byte of their weights is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
+from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.source import ModelSource, read_json, resolve, unweighted
+from kvferry.model_files.supported_decoders import LATENT
+from kvferry.model_files.supported_encoders import is_encoder
+from kvferry.protocol.errors import ConfigError
+
+_LATENT = "its latent attention (MLA) is served of checkpoints of DeepSeek V2 and V3 alone"
+_CHUNKED = "its layers attend in chunks, which no kernel here does"
+_ENCODER = "it is an encoder and a decoder; decoders alone are served"
+_DECODER_HEAD = "it is a decoder with a classification head; such heads are served on encoders alone"
+_COMPOSITE = "it is multimodal; of those the text of Gemma 3, Mistral 3 and Qwen-VL alone is served"
+_QUANTISED_ENCODER = "it is an encoder whose weights are quantised; quantised decoders alone are served"
+
+
+def resolve_runnable(model: str, load_format: str = "auto") -> ModelSource:
+    """`resolve` with weights, unless the config already refuses them: then none are downloaded; nor where load_format
+    is dummy. Raises ConfigError."""
+    source = resolve(model, weights=False)
+    require_runnable(source)
+    return unweighted(source) if load_format == "dummy" else resolve(model)
+
+
+def require_runnable(source: ModelSource) -> None:
+    """Raises ConfigError naming the model and the reason, if its config already tells that it cannot run."""
+    if source.kind == "gguf":
+        file = read_gguf(source.path)
+        kind, reason = file.architecture, _gguf_reason(file.architecture, file.get("attention.kv_lora_rank"))
+    else:
+        config = read_json(source.path / "config.json")
+        kind, reason = str(config.get("model_type", "")), _config_reason(config)
+    if reason is not None:
+        raise ConfigError(f"{source.name} ({kind}) cannot be served: {reason}", param="model")
+
+
+def _config_reason(config: dict[str, Any]) -> str | None:
+    text = text_config(config)
+    if config.get("is_encoder_decoder"):
+        return _ENCODER
+    if _classifies(config) and not is_encoder(config):
+        return _DECODER_HEAD
+    if str(config.get("model_type", "")).startswith("llama4"):
+        return _CHUNKED
+    if text.get("kv_lora_rank") and text.get("model_type") not in LATENT:
+        return _LATENT
+    if is_multimodal(config) and config.get("model_type") not in TEXT_SERVED:
+        return _COMPOSITE
+    return _quantised_reason(config)
+
+
+def _quantised_reason(config: dict[str, Any]) -> str | None:
+    try:
+        found = quantisation(config)
+    except ConfigError as error:
+        return error.message
+    return _QUANTISED_ENCODER if found is not None and is_encoder(config) else None
+
+
+def _classifies(config: dict[str, Any]) -> bool:
+    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+
+
+def _gguf_reason(architecture: str, latent_rank: int | None) -> str | None:
+    if latent_rank and architecture != "deepseek2":
+        return _LATENT
+    return _CHUNKED if architecture == "llama4" else None

@@ -1,0 +1,45 @@
+"""What a node has of a prompt, in its pool or where it must be read first, and the seconds until it has all of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvferry.placement.blocks import cached_len
+from kvferry.placement.types import Demand, NodeView
+
+
+class TierRead(NamedTuple):
+    """cached_len: tokens that are not computed; seconds: of reading those that are not in the pool, and of computing
+    the rest."""
+
+    cached_len: int
+    seconds: float
+
+
+def by_itself_s(node: NodeView, demand: Demand) -> float:
+    """Seconds until it has all of it by itself. Asked for every node, nearly all of which hold nothing of their own."""
+    if node.cached_len or node.kept or node.key == demand.beside:
+        return brought(node, demand).seconds
+    return demand.total_len / node.rate - demand.stored_len * node.gain_s
+
+
+def brought(node: NodeView, demand: Demand) -> TierRead:
+    """By the node itself. It reads what each of its tiers has beyond the quicker ones, and then the store that nodes
+    share, where that takes less time than computing, as the node does."""
+    reached = cached_len(node, demand)
+    total, rate, size, seconds = demand.total_len, node.rate, node.lease.block_size, 0.0
+    for tokens, block_s in (*node.kept, (demand.stored_len, node.lease.rates.store_block_s)):
+        if tokens <= reached or not block_s:
+            continue
+        upto = min(tokens, total - 1) // size * size
+        read_s = (upto - reached) / size * block_s
+        if upto > reached and read_s < (upto - reached) / rate:
+            reached, seconds = upto, seconds + read_s
+    return TierRead(reached, seconds + (total - reached) / rate)
+
+
+def found_len(node: NodeView, demand: Demand) -> int:
+    """Tokens that are not computed there, unless they are fetched."""
+    if node.cached_len or node.kept or node.key == demand.beside:
+        return brought(node, demand).cached_len
+    return demand.stored_len if node.gain_s else 0

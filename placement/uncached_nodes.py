@@ -1,0 +1,119 @@
+"""Nodes that hold nothing of a prompt and of which nothing is said: nearly all of a large cluster.
+
+They are figured by lists, since a call for each would take most of a placement's time. Every figure is that of the
+function for one node that its docstring names, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from operator import attrgetter
+
+from kvferry.placement.cache_value import spared_s
+from kvferry.placement.costs import wait_s
+from kvferry.placement.fetching import LEAST_GAIN_S
+from kvferry.placement.pairs import ROUNDING, First, Ready
+from kvferry.placement.types import Demand, NodeView, unbroken
+from kvferry.protocol.layout import blocks_for
+
+NOBODY = ("", 0)
+"""No node's key."""
+
+
+def apart(demand: Demand, nodes: Sequence[NodeView]) -> tuple[list[NodeView], list[NodeView]]:
+    """Plain ones, of one block size, and all others."""
+    if not nodes:
+        return [], []
+    size, named = nodes[0].lease.block_size, set(demand.doubts)
+    named.update(key for pair in demand.broken for key in pair if key)
+    if demand.beside:
+        named.add(demand.beside)
+    plain = [node for node in nodes if node.bare_size == size]
+    if named:
+        plain = [node for node in plain if node.key not in named]
+    if len(plain) == len(nodes):
+        return plain, []
+    return plain, [node for node in nodes if node.bare_size != size or node.key in named]
+
+
+def firsts(demand: Demand, plain: Sequence[NodeView], shortest_s: float) -> list[First]:
+    """As `costs.first_of`. shortest_s: as `worth.spared_s` has it."""
+    seconds, others = computes(demand, plain), displaced(demand, plain)
+    if demand.stored_len and demand.worth:
+        others = [each - spared_s(node, demand, shortest_s) for each, node in zip(others, plain, strict=True)]
+    both = zip(plain, seconds, others, strict=True)
+    if demand.recovers:
+        return [(compute_s + others_s, compute_s, node) for node, compute_s, others_s in both]
+    return [(node.queue_s + compute_s + others_s, compute_s, node) for node, compute_s, others_s in both]
+
+
+def readies(demand: Demand, plain: Sequence[NodeView]) -> list[Ready]:
+    """Those with room, as `costs.ready_of`."""
+    if not plain:
+        return []
+    size = plain[0].lease.block_size
+    whole, prompt = blocks_for(demand.total_len + 1, size), blocks_for(demand.total_len, size)
+    roomy = [node for node in plain if demand.total_len < node.pool_tokens]
+    if not demand.recovers:
+        roomy = [node for node in roomy if whole <= node.spare_blocks]
+    return [(node.step_s if whole <= node.ready_blocks else wait_s(node, demand), prompt, node) for node in roomy]
+
+
+def alone(demand: Demand, plain: Sequence[Ready]) -> list[tuple[float, NodeView]]:
+    """As `costs.alone_s`."""
+    nodes = [node for _, _, node in plain]
+    every = zip(plain, computes(demand, nodes), displaced(demand, nodes), strict=True)
+    if demand.recovers:
+        return [(wait + s + ((node.streams + 1) * s + others), node) for (wait, _, node), s, others in every]
+    return [(node.queue_s + wait + s + ((node.streams + 1) * s + others), node) for (wait, _, node), s, others in every]
+
+
+def computes(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
+    """As `costs.compute_s`. Seconds grow evenly with what a token costs, those of computing all like those with a fetch
+    from one holder, so what is the best for the fastest and the slowest node is for all between them, and what is worse
+    than another for both is for none. Those with a store do not."""
+    total, rates, stored = demand.total_len, [node.rate for node in plain], demand.stored_len
+    given = [h for h in demand.holders if h.tokens and unbroken(demand, h.node.key, NOBODY)]
+    own = [total / node.rate - stored * node.gain_s for node in plain] if stored else [total / rate for rate in rates]
+    if not given or not rates:
+        return own
+    slowest, fastest = min(rates), max(rates)
+    ends: dict[tuple[float, int], tuple[float, float]] = {}
+    for begun_s, rest in [(h.seconds, total - h.tokens) for h in given]:
+        ends[begun_s, rest] = (begun_s + rest / slowest, begun_s + rest / fastest)
+    lines = [line for line, at in ends.items() if not any(a < at[0] and b < at[1] for a, b in ends.values())]
+    if not stored and min([at[0] for at in ends.values()]) >= total / slowest - LEAST_GAIN_S:
+        return own
+    begun_s, rest = lines[0]
+    fetched = [begun_s + rest / rate for rate in rates]
+    for begun_s, rest in lines[1:]:
+        fetched = [f if f < (g := begun_s + rest / rate) else g for f, rate in zip(fetched, rates, strict=True)]
+    if not stored and min([at[1] for at in ends.values()]) < total / fastest - LEAST_GAIN_S:
+        return fetched
+    return [f if f < alone_s - LEAST_GAIN_S else alone_s for f, alone_s in zip(fetched, own, strict=True)]
+
+
+def alone_from_s(demand: Demand, plain: Sequence[Ready]) -> float:
+    """What `alone` tells at least, quickly. A slower node than the fastest may fetch where that one would gain too
+    little by it."""
+    if not plain:
+        return inf
+    nodes = [each[-1] for each in plain]
+    quickest = nodes if demand.stored_len else [max(nodes, key=attrgetter("rate"))]
+    seconds = min(computes(demand, quickest)) - (LEAST_GAIN_S if demand.holders else 0.0)
+    return (min([wait for wait, _, _ in plain]) + 2 * seconds) / ROUNDING
+
+
+def displaced(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
+    """As `worth.displaced_s`."""
+    if not demand.worth or not plain:
+        return [0.0] * len(plain)
+    size, worth = plain[0].lease.block_size, demand.worth
+    fresh = blocks_for(demand.total_len, size)
+    return [
+        0.0
+        if fresh <= node.unasked_blocks
+        else worth * (min(fresh - node.unasked_blocks, node.lease.load.cached_blocks) * size) / node.rate
+        for node in plain
+    ]

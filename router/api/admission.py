@@ -1,0 +1,119 @@
+"""One request's way past its tenant's limits and through the queue, and what it leaves in the accounts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.request_context import RequestContext
+from kvferry.router.tenants.limits import RateLimited
+from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size
+from kvferry.router.tenants.tenant_queue import FIRST_OUTPUT, Slot
+from kvferry.router.tenants.tenant_registry import TenantRegistry
+from kvferry.runtime.tracing import TRACER, Span
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """Tokens of a request so far: of its prompts, those of them that were cached, and those put out."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class AdmittedRequest:
+    """Of one request that takes the nodes' time. It lasts as long as the block that it is the context of, or, told to
+    `go_on`, until its `end`. The block raises RateLimited at its beginning. In there `turn` waits for the nodes, and
+    `began` tells that the first token is out."""
+
+    def __init__(
+        self, call: RequestContext, tenant_registry: TenantRegistry, metrics: RouterMetrics, span: Span
+    ) -> None:
+        self.call = call if span.trace == call.trace else replace(call, trace=span.trace)
+        self._span = span
+        self._tenant_registry, self._metrics = tenant_registry, metrics
+        self._meter = tenant_registry.meter(call.tenant)
+        self._turns: SchedulerSlots | None = None
+        self._turn: Slot | None = None
+        self._used: Callable[[], TokenUsage] = TokenUsage
+        self._charged = 0
+        self._goes_on = self._left = False
+
+    def __enter__(self) -> AdmittedRequest:
+        self._meter.enter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._left = kind is not None and issubclass(kind, Cancelled)
+        if not self._goes_on:
+            self.end()
+
+    def go_on(self) -> None:
+        """It outlives its block: `end` must be called."""
+        self._goes_on = True
+
+    def end(self) -> None:
+        """Settle what was used. A client that left before its first token had its prompt computed all the same: it is
+        given nothing back, or leaving in time would be a way past all limits."""
+        used = self._used()
+        self._meter.leave()
+        unseen = self._left and self._turn is not None and not used.prompt
+        if self._charged and not unseen:
+            self._meter.settle(used.prompt + used.output - self._charged)
+        if self._turns and self._turn:
+            computed = self._turn.prompt if unseen else used.prompt - used.cached
+            self._turns.end(self._turn, computed, used.output)
+        if used.prompt:
+            self._tenant_registry.count(self._metrics, self.call.tenant, (used.prompt, used.cached, used.output))
+
+    @property
+    def running(self) -> int:
+        """The tenant's requests in progress, where there are other tenants."""
+        return self._meter.running if self._tenant_registry.several() else 0
+
+    def headers(self) -> Mapping[str, str]:
+        """What is left of the tenant's limits."""
+        return self._meter.headers()
+
+    def prefer(self, priority: int | None) -> RequestContext:
+        """The call, which asks for this priority among its tenant's."""
+        if priority:
+            self.call = replace(self.call, priority=priority)
+        return self.call
+
+    async def turn(self, turns: SchedulerSlots, size: Size) -> Slot:
+        """Wait until the nodes have room. Raises RateLimited when the tenant's tokens are used up; Overloaded when the
+        turn would come too late."""
+        charge = size.prompt + size.sequences * min(size.most_output, int(FIRST_OUTPUT))
+        self._meter.charge(charge)
+        self._charged = charge
+        span = TRACER.start("queue", self.call.trace)
+        try:
+            self._turn = await turns.take(self._meter.tenant, self.call, size)
+        finally:
+            span.end("" if self._turn else "no turn came")
+        self._turns = turns
+        return self._turn
+
+    def began(self, used: Callable[[], TokenUsage]) -> None:
+        """The first token is out; `used` tells what was used, then and in the end."""
+        self._used = used
+        if self._turns and self._turn:
+            now = used()
+            self._turns.began(self._turn, 1 - now.cached / max(1, now.prompt))
+
+    def over(self, status: int) -> None:
+        """The request was answered: its span ends."""
+        used = self._used()
+        self._span.tell(status=status, prompt_tokens=used.prompt, cached_tokens=used.cached, output_tokens=used.output)
+        self._span.end("" if status < 500 else str(status))
+
+    def refused(self, error: KvferryError) -> None:
+        """Count it, if it is the router itself that sends the request away."""
+        if isinstance(error, RateLimited):
+            self._metrics.refused.labels("rate").inc()
+        elif isinstance(error, Overloaded) and not self._turn:
+            self._metrics.refused.labels("queue" if self._charged else "limit").inc()

@@ -1,0 +1,60 @@
+"""Fields whose function is not built: declared, so that they are refused by name where ignoring them would change the
+answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import core_schema
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """Marks a field that asks for what this server cannot do yet: refused, unless its value asks for nothing."""
+
+    what: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._refuse, handler(source))
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "null", "description": f"{self.what} not supported by this server"}
+
+    def _refuse(self, value: Any) -> Any:
+        if value:
+            raise ValueError(f"{self.what} not supported by this server")
+        return value
+
+
+def _only_text(value: list[str]) -> list[str]:
+    if set(value) - {"text"}:
+        raise ValueError("only 'text' is supported by this server")
+    return value
+
+
+TextOnly = Annotated[list[str], AfterValidator(_only_text)]
+
+
+class UnsupportedFields(BaseModel):
+    """What this server cannot do yet, and refuses where it is asked for."""
+
+    logits_processors: Annotated[Any, Unsupported("custom logits processors are")] = None
+
+
+class UnsupportedForChat(BaseModel):
+    """The same of chat alone."""
+
+    echo: Annotated[Any, Unsupported("for chat it is")] = False
+    chat_template: Annotated[Any, Unsupported("a chat template in the request is")] = None
+    modalities: TextOnly | None = None
+    audio: Annotated[Any, Unsupported("audio is")] = None
+    web_search_options: Annotated[Any, Unsupported("web search is")] = None
+
+
+class UnsupportedForCompletions(BaseModel):
+    """The same of completions alone."""
+
+    suffix: Annotated[Any, Unsupported("inserting before a suffix is")] = None
+    prompt_embeds: Annotated[Any, Unsupported("prompt embeddings are")] = None

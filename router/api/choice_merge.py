@@ -1,0 +1,91 @@
+"""The pieces of several choices in one row, in the order in which they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvferry.router.api.sequence_stream import Choice, ChoicePiece, Listener, SequenceStream
+from kvferry.router.dispatch.timers import EventQueue
+from kvferry.router.text.transcript import Piece
+
+AT_ONCE = 16
+"""Journeys that begin before other requests get a turn of the event loop."""
+
+
+class ChoiceMerge:
+    """Of all choices of a request. Raises the KvferryError of the first journey that fails; `aclose` must follow.
+
+    groups   a prompt's choices each: the first starts first, the others when its first token is there, as its forks
+    follow   starts a choice
+    at_once  journeys that may be under way at a time
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[Choice]], follow: Callable[[Choice], SequenceStream], at_once: int
+    ) -> None:
+        self._groups, self._follow = groups, follow
+        self._left = sum(map(len, groups))
+        self._room = asyncio.Semaphore(at_once)
+        self._mail: EventQueue[tuple[Choice, Piece | Exception]] = EventQueue()
+        self._listener: Listener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __aiter__(self) -> ChoiceMerge:
+        return self
+
+    async def __anext__(self) -> ChoicePiece:
+        if not self._left:
+            raise StopAsyncIteration
+        if not self._tasks:
+            await self._start()
+        choice, item = await self._mail.next()
+        if isinstance(item, Exception):
+            try:
+                raise item
+            finally:
+                del item  # which holds this frame now
+        self._left -= item.finish_reason is not None
+        return choice, item
+
+    def listen(self, listener: Listener | None) -> None:
+        """See Following.listen."""
+        self._listener = listener
+
+    async def aclose(self) -> None:
+        """End the journeys that have not ended. No tasks and errors are kept: they keep what they ran in."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._left = 0
+        self._tasks.clear()
+        self._mail = EventQueue()
+
+    async def _start(self) -> None:
+        for number, (leader, *followers) in enumerate(self._groups, start=1):
+            self._tasks.add(asyncio.create_task(self._pump(leader, followers)))
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    async def _pump(self, choice: Choice, followers: Sequence[Choice] = ()) -> None:
+        try:
+            async with self._room:
+                pieces = self._follow(choice)
+                pieces.listen(self._hear)
+                async for found in pieces:
+                    self._mail.post(found)
+                    for follower in followers:
+                        assert choice.dispatch
+                        follower.spec = replace(follower.spec, fork_of=choice.dispatch.fork)
+                        self._tasks.add(asyncio.create_task(self._pump(follower)))
+                    followers = ()
+        except Exception as error:
+            self._mail.post((choice, error))
+
+    def _hear(self, choice: Choice, piece: Piece) -> None:
+        """A piece that no task of its choice woke for."""
+        if self._listener is not None and self._mail.awaited:
+            self._listener(choice, piece)
+        else:
+            self._mail.post((choice, piece))

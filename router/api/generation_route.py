@@ -1,0 +1,168 @@
+"""A request whose work the nodes do: admission, body, and a client that may leave. One Exchange stands behind each such
+route."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import aclosing
+from typing import Generic, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from kvferry.protocol.errors import KvferryError, Overloaded
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.api.admission import AdmittedRequest
+from kvferry.router.api.beams import BeamGeneration
+from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.fold import Answer, Endpoint
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.responder import Finishing, Responder
+from kvferry.router.api.served_models import ServedModels
+from kvferry.router.request_context import CALL, RequestContext
+from kvferry.router.tenants.tenant_registry import TenantRegistry
+from kvferry.runtime.disconnect import until_disconnect
+from kvferry.runtime.tracing import TRACER
+
+logger = logging.getLogger(__name__)
+
+
+class InflightLimit:
+    """Bounds the generating requests in progress, from the end of their bodies on: a client that is slow to send one
+    takes nobody's place. `count` is how many there are."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.count = 0
+
+    def check(self, own: int = 0) -> None:
+        """Raises Overloaded when there is no place: before a body, nobody need send it. `own`: requests of the same
+        tenant, of which there may be no more than places are left: one tenant alone never takes all."""
+        if self.count >= self._limit or own > self._limit - self.count:
+            raise Overloaded(f"{self.count} requests are in progress, the limit of this router", retry_after=1.0)
+
+    def enter(self, own: int = 0) -> None:
+        """Raises Overloaded; otherwise `leave` must follow."""
+        self.check(own)
+        self.count += 1
+
+    def go_on(self) -> None:
+        """For work that outlives the request that entered for it; `leave` must follow for each."""
+        self.count += 1
+
+    def leave(self) -> None:
+        self.count -= 1
+
+
+class Placed(Protocol):
+    """What an endpoint of any kind tells an exchange."""
+
+    @property
+    def path(self) -> str: ...
+
+
+Described = TypeVar("Described", bound=Placed)
+
+
+class GenerationRoute(Generic[Described]):
+    """ASGI application of an endpoint whose work the nodes do. It sees the client leave at any point, and cancels all
+    journeys then. Headers wait for the first output: errors before it have a status."""
+
+    def __init__(
+        self,
+        endpoint: Described,
+        pools: ServedModels,
+        admission: InflightLimit,
+        reader: BodyReader,
+        tenant_registry: TenantRegistry,
+        metrics: RouterMetrics,
+    ) -> None:
+        self.endpoint = endpoint
+        self._path = endpoint.path
+        self._pools = pools
+        self._admission = admission
+        self._reader = reader
+        self._tenant_registry = tenant_registry
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, metrics, status = scope[CALL], self._metrics, 500
+        span = TRACER.start("request", call.trace, endpoint=self._path, id=call.id, tenant=call.tenant)
+        admitted = AdmittedRequest(call, self._tenant_registry, metrics, span)
+        responder = Responder(send, self._path, admitted.headers)
+        try:
+            with metrics.inflight.track_inprogress(), admitted:
+                self._admission.check(admitted.running)
+                data = await self._reader.read(Request(scope, receive))
+                self._admission.enter(admitted.running)
+                try:
+                    answer = await until_disconnect(receive, self._work(admitted, data, responder))
+                    status = 200
+                    metrics.e2e.observe(time.monotonic() - call.arrival)
+                    await answer.finish(responder)
+                finally:
+                    self._admission.leave()
+        except KvferryError as error:
+            status = error.status
+            admitted.refused(error)
+            count_error(metrics, error)
+            await responder.fail(error)
+        except Exception:
+            logger.exception("%s: %s failed", call.id, self._path)
+            failed = KvferryError("internal error of the router; its log has the details")
+            count_error(metrics, failed)
+            await responder.fail(failed)
+        finally:
+            metrics.requests.labels(self._path, str(status)).inc()
+            admitted.over(status)
+            responder.over()
+
+    async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Finishing:
+        """All of the work but the last bytes: once those are out, the server reports the client as gone."""
+        raise NotImplementedError
+
+
+class GeneratingRoute(GenerationRoute[Endpoint]):
+    """Of an endpoint that generates."""
+
+    async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Answer:
+        body, size = await self._asked(admitted.call, data)
+        pool = self._pools.pool(body.model)
+        parsing = body.parsing(pool.text)
+        specs = await pool.specs(admitted.prefer(body.priority), body, size)
+        if body.use_beam_search:
+            generation: Generation = BeamGeneration(pool, specs, body)
+        else:
+            generation = Generation(pool, specs, body.text_options(), parsing, n=body.sequences())
+        if self.endpoint.later is not None:
+            promise = await self.endpoint.later(admitted, pool, body, generation)
+            if promise is not None:
+                return promise
+        generation.turn = await admitted.turn(pool.turns, generation.size)
+        try:
+            async with aclosing(generation.pieces()) as pieces:
+                first = await anext(pieces)
+                admitted.began(generation.used)
+                answer = self.endpoint.shape(admitted.call, pool, body, generation)
+                await answer.fold(first, pieces, responder)
+                await answer.settle()
+        finally:
+            await generation.close()
+        return answer
+
+    async def _asked(self, call: RequestContext, data: bytes) -> tuple[GenerationBody, int]:
+        """What the body asks of a model, and the bytes of all that it names."""
+        request = parse(self.endpoint.body, data)
+        if self.endpoint.asked is not None:
+            chat = await self.endpoint.asked(call, request, self._pools)
+            return chat, len(data) + chat.earlier
+        assert isinstance(request, GenerationBody)
+        return request, len(data)
+
+
+def count_error(metrics: RouterMetrics, error: KvferryError) -> None:
+    """If it is not the client's mistake."""
+    if error.status == 429 or error.status >= 500:
+        metrics.errors.labels(str(error.status), error.code).inc()

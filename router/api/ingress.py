@@ -1,0 +1,112 @@
+"""How a request comes in: its key and its Call. The Door stands around the whole application."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Mapping
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvferry.protocol.errors import Unauthorized
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.bodies.reader import READ_AT
+from kvferry.router.api.http_errors import error_response
+from kvferry.router.request_context import CALL, RequestContext
+from kvferry.router.tenants.tenant import NOBODY, Tenant
+from kvferry.router.tenants.tenant_registry import TenantRegistry
+from kvferry.runtime.log import REQUEST
+from kvferry.runtime.rejection_throttle import RejectionThrottle
+from kvferry.runtime.request_path import Root
+
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics", "/dashboard"))
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Ingress:
+    """ASGI middleware: what it wraps finds the request's Call in the scope, under CALL; its id goes on every response.
+    Where there are API keys clients must present one outside OPEN_PATHS; it tells whose request it is. A POST to one of
+    `exchanges` goes there directly: what routing and its layers cost, they would cost for every token. Who is refused
+    too often pays toll."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: RouterSettings,
+        tenant_registry: TenantRegistry,
+        exchanges: Mapping[str, ASGIApp],
+        throttle: RejectionThrottle | None = None,
+    ) -> None:
+        self._app = app
+        self._exchanges = exchanges
+        self._tenant_registry, self._throttle = tenant_registry, throttle
+        self._timeout_s = settings.request_timeout
+        self._root = Root(settings.root_path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, scope = self._root.local(scope)
+        headers = Headers(scope=scope)
+        tenant = self._tenant(headers)
+        name = tenant.name if tenant else ""
+        given, arrival = headers.get("x-request-id", ""), time.monotonic()
+        call = scope[CALL] = RequestContext(
+            given if _SANE_ID.fullmatch(given) else secrets.token_hex(16),
+            arrival=arrival,
+            deadline=arrival + self._timeout_s,
+            tenant=name,
+            realm=self._tenant_registry.realm(name),
+            trace=_traceparent(headers),
+        )
+
+        async def begun(message: Message) -> None:
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
+            await self._settle(scope, message["status"], call)
+            await send(message)
+
+        def stamped(message: Message) -> Awaitable[None]:
+            return begun(message) if message["type"] == "http.response.start" else send(message)
+
+        REQUEST.set(call.id)
+        if tenant is None and path not in OPEN_PATHS:
+            refused = Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
+            response = error_response(refused, path)
+            response.headers["www-authenticate"] = "Bearer"
+            await response(scope, receive, stamped)
+            return
+        exchange = self._exchanges.get(path) if scope["method"] == "POST" else None
+        await (exchange or self._app)(scope, receive, stamped)
+
+    async def _settle(self, scope: Scope, status: int, call: RequestContext) -> None:
+        """Before a response: a refusal waits where its sender has had too many."""
+        if self._throttle is None:
+            return
+        if status < 400:
+            if scope["method"] == "POST":
+                self._throttle.served()
+        elif status < 500:
+            took_s = time.monotonic() - scope.get(READ_AT, call.arrival)
+            if delay_s := self._throttle.delay_s(call.tenant or (scope.get("client") or ("",))[0], took_s):
+                await asyncio.sleep(delay_s)
+
+    def _tenant(self, headers: Headers) -> Tenant | None:
+        """Whose request it is; None where it had to tell and did not: by `Authorization: Bearer KEY`, or by
+        `x-api-key`, which clients of the Messages API send. Header values arrive decoded as latin-1."""
+        keyring = self._tenant_registry.keyring
+        if not keyring.guards:
+            return NOBODY
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
+        return keyring.tenant(key.encode("latin-1")) if key else None
+
+
+def _traceparent(headers: Headers) -> str:
+    """The client's, if it is one."""
+    given = headers.get("traceparent", "")
+    return given if given and _TRACEPARENT.fullmatch(given) else ""

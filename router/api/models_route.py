@@ -1,0 +1,44 @@
+"""What a router says of itself: the models that it serves, and its version."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+
+from kvferry.protocol.version import VERSION
+from kvferry.router.api.answers import Model, ModelList, Version
+from kvferry.router.api.documentation import errors, path_parameter
+from kvferry.router.api.served_models import ServedModel, ServedModels
+
+
+def about(pools: ServedModels) -> APIRouter:
+    router, created = APIRouter(), int(time.time())
+
+    def model(pool: ServedModel, name: str) -> Model:
+        return Model(
+            id=name,
+            object="model",
+            created=created,
+            owned_by="kvferry",
+            root=pool.adapter[1] or pool.text.called.own,
+            parent=pool.text.name if pool.adapter[0] else None,
+            max_model_len=pool.max_model_len,
+        )
+
+    @router.get("/v1/models", summary="The models that are served, under all of their names")
+    async def models() -> ModelList:
+        return ModelList(object="list", data=[model(pools.pool(name), name) for name in pools.names()])
+
+    @router.get(
+        "/v1/models/{id:path}", summary="One of them", responses=errors(404), openapi_extra=path_parameter("id")
+    )
+    async def model_by_id(request: Request) -> Model:
+        name = request.path_params["id"]
+        return model(pools.pool(name), name)
+
+    @router.get("/version", summary="The version")
+    async def version() -> Version:
+        return Version(version=VERSION)
+
+    return router

@@ -1,0 +1,35 @@
+"""What the bodies of requests that generate nothing share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.sampling import MAX_COUNT
+from kvferry.router.api.bodies.fields import CacheSalt, Prompts
+from kvferry.router.api.bodies.generating import RequestBody
+
+MAX_INPUTS = 2048
+
+
+class PoolingBody(RequestBody):
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    user: str | None = None
+    cache_salt: CacheSalt | None = None
+
+    def check(self) -> None:
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
+
+
+class InputBody(PoolingBody):
+    """`input` becomes a list of texts and tuples of token ids."""
+
+    input: Prompts
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= len(self.input) <= MAX_INPUTS:
+            raise InvalidRequest(f"input must hold 1 to {MAX_INPUTS} items, got {len(self.input)}", param="input")

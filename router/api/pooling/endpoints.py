@@ -1,0 +1,61 @@
+"""The endpoints that read prompts and generate nothing, and how their requests come in."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from kvferry.router.api.admission import AdmittedRequest
+from kvferry.router.api.answers import ErrorAnswer
+from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.generation_route import GenerationRoute
+from kvferry.router.api.pooling.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
+from kvferry.router.api.pooling.embeddings import EmbeddingBody, embeddings
+from kvferry.router.api.pooling.pooling_outputs import WholeAnswer
+from kvferry.router.api.pooling.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
+from kvferry.router.api.responder import Responder
+from kvferry.router.api.served_models import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingEndpoint:
+    """Where it is, what it takes, what it does; `summary`, `answer` and `error` are for its description."""
+
+    path: str
+    summary: str
+    body: type[RequestBody]
+    work: Callable[[ServedModel, AdmittedRequest, Any], Awaitable[WholeAnswer]]
+    answer: type[BaseModel]
+    error: type[BaseModel] = ErrorAnswer
+
+
+def _scores(path: str) -> PoolingEndpoint:
+    return PoolingEndpoint(path, "Score pairs of texts", ScoreBody, score, ScoreAnswer)
+
+
+def _ranks(path: str) -> PoolingEndpoint:
+    return PoolingEndpoint(path, "Order documents by their relevance to a query", RerankBody, rerank, RerankAnswer)
+
+
+def _classifies(path: str) -> PoolingEndpoint:
+    return PoolingEndpoint(path, "Label texts", ClassifyBody, classify, ClassifyAnswer)
+
+
+READINGS = (
+    PoolingEndpoint("/v1/embeddings", "Vectors of texts", EmbeddingBody, embeddings, EmbeddingAnswer),
+    *map(_scores, ("/v1/score", "/score")),
+    *map(_ranks, ("/v1/rerank", "/v2/rerank", "/rerank")),
+    *map(_classifies, ("/v1/classify", "/classify")),
+)
+
+
+class PoolingRoute(GenerationRoute[PoolingEndpoint]):
+    """Of an endpoint that generates nothing."""
+
+    async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> WholeAnswer:
+        body = parse(self.endpoint.body, data)
+        return await self.endpoint.work(self._pools.pool(body.model), admitted, body)

@@ -1,0 +1,163 @@
+"""What a request of the Responses API asks for: the chat that it amounts to, and what its response repeats of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.fields import SamplingFields
+from kvferry.router.api.bodies.translated import TranslatedChat, translated
+from kvferry.router.api.responses.body import ResponsesBody
+from kvferry.router.api.responses.items import Item, messages
+
+_REPEATED = (
+    "background", "instructions", "max_output_tokens", "metadata", "previous_response_id", "tool_choice", "tools",
+    "top_logprobs", "truncation", "user",
+)  # fmt: skip
+_DEFAULTS = MappingProxyType({
+    "background": False, "metadata": {}, "tool_choice": "auto", "tools": [], "top_logprobs": 0,
+    "truncation": "disabled",
+})  # fmt: skip
+
+
+class ResponsesChat(TranslatedChat):
+    """The chat that a request of the Responses API amounts to; `asked` is an Asked."""
+
+    prompt_field, bound_field = "input", "max_output_tokens"
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({
+        "messages": "input",
+        "response_format": "text.format",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "tools": "tools",
+        "tool_choice": "tool_choice",
+    })  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """One request.
+
+    name     what its response and its items are called after their prefixes; no two requests share one
+    items    what it brought, in normal form
+    history  items of the responses that it continues, theirs and the model's
+    keep     takes the response in the end, with all of this. Never raises
+    kept     whether it is kept at all
+    """
+
+    name: str
+    body: ResponsesBody
+    items: list[Item]
+    history: list[Item]
+    keep: Callable[[dict[str, Any]], Awaitable[None]]
+    kept: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        return f"resp_{self.name}"
+
+    def response(self, model: str, status: str, drawing: Mapping[str, float]) -> dict[str, Any]:
+        """The response before it has any output; `drawing` are temperature and top_p."""
+        body = self.body
+        repeated = {name: getattr(body, name) for name in _REPEATED}
+        shown = {name: _DEFAULTS.get(name) if value is None else value for name, value in repeated.items()}
+        effort, summary = (body.reasoning.effort, body.reasoning.summary) if body.reasoning else (None, None)
+        text = body.text.model_dump(exclude_none=True) if body.text else {}
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "reasoning": {"effort": effort, "summary": summary},
+            "service_tier": "default",
+            "store": self.kept,
+            "text": {"format": {"type": "text"}, **text},
+            "usage": None,
+            **drawing,
+            **shown,
+        }
+
+    def chat(self, conversation: list[Item] | None = None) -> ResponsesChat:
+        """The chat of this conversation: without one, of history and items. Raises InvalidRequest naming the field."""
+        body = self.body
+        tools, choice = _tools(body.tools or []), body.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            tools, choice = _allowed(tools, choice)
+        items = [*self.history, *self.items] if conversation is None else conversation
+        fields = {
+            **{name: getattr(body, name) for name in SamplingFields.model_fields},
+            "model": body.model,
+            "messages": messages(items, body.instructions),
+            "response_format": _response_format(body.text.format if body.text else None),
+            "tools": tools or None,
+            "tool_choice": _tool_choice(choice),
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "max_completion_tokens": body.max_output_tokens,
+            "logprobs": body.shows_logprobs,
+            "top_logprobs": body.top_logprobs if body.shows_logprobs else None,
+            "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+            "chat_template_kwargs": body.chat_template_kwargs,
+            "cache_salt": body.cache_salt,
+            "stream": body.stream,
+        }
+        return translated(ResponsesChat, fields, self)
+
+
+def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Function tools in the chat's form."""
+    tools = []
+    for place, tool in enumerate(given):
+        if tool.get("type") != "function":
+            raise InvalidRequest(
+                f"tools[{place}].type: tools of type {tool.get('type')!r} are not supported, only 'function'",
+                param=f"tools[{place}].type",
+            )
+        if not isinstance(tool.get("name"), str) or not tool["name"]:
+            raise InvalidRequest(
+                f"tools[{place}].name must be a string that is not empty", param=f"tools[{place}].name"
+            )
+        kept = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in kept if tool.get(name) is not None}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise InvalidRequest(
+            "tool_choice must be none, auto, required, or an object of type function (with a name) or allowed_tools",
+            param="tool_choice",
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Only the tools that tool_choice allows, and whether one must be called."""
+    allowed, mode = choice.get("tools"), choice.get("mode", "auto")
+    if not isinstance(allowed, list) or mode not in ("auto", "required"):
+        raise InvalidRequest("tool_choice.mode must be auto or required, and tools a list", param="tool_choice")
+    names = {tool.get("name") for tool in allowed if isinstance(tool, dict) and isinstance(tool.get("name"), str)}
+    return [tool for tool in tools if tool["function"]["name"] in names], mode
+
+
+def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The chat's response_format; None for plain text."""
+    if given is None or given.get("type") == "text":
+        return None
+    if given.get("type") != "json_schema":
+        return given
+    inner = {name: given[name] for name in ("name", "schema", "strict", "description") if given.get(name) is not None}
+    return {"type": "json_schema", "json_schema": inner}

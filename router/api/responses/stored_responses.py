@@ -1,0 +1,142 @@
+"""The responses that clients come back to: continued, fetched, deleted. What is kept is a tenant's own."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from kvferry.cluster_state.responses import ResponseStore
+from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, RegistryUnavailable
+from kvferry.router.api.responses.body import ResponsesBody
+from kvferry.router.api.responses.items import Item, normal, response_of
+from kvferry.router.api.responses.request import ResponsesChat, ResponsesRequest
+from kvferry.router.api.responses.truncation import fitted
+from kvferry.router.api.served_models import ServedModels
+from kvferry.router.request_context import RequestContext
+
+log = logging.getLogger("kvferry.responses")
+
+LONGEST = 16 * 2**20
+"""Bytes of a record: reading one keeps the event loop busy, a few milliseconds a MiB."""
+_ID = re.compile(r"resp_[A-Za-z0-9._:-]{1,160}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response with the input items it came with, and all items before them; `size` is that of its record, in bytes,
+    once it was read."""
+
+    response: dict[str, Any]
+    input: list[Item]
+    history: list[Item]
+    size: int = 0
+
+    def conversation(self) -> list[Item]:
+        return [*self.history, *self.input, *self.response["output"]]
+
+
+class StoredResponses:
+    """All of one router. Without a store nothing is kept.
+
+    A store that fails never fails a response that a client waits for: it goes out and is not kept, and the log says so.
+    """
+
+    def __init__(self, store: ResponseStore | None) -> None:
+        self._store = store
+
+    async def asked(self, call: RequestContext, body: ResponsesBody, pools: ServedModels) -> ResponsesChat:
+        """What the request asks for. Raises KvferryError: NotFound for what it continues and is not kept."""
+        pool = pools.pool(body.model)
+        name = f"{call.id}-{secrets.token_hex(4)}"
+        kept = self._store is not None and body.store is not False
+        history: list[Item] = []
+        earlier = 0
+        if body.previous_response_id:
+            previous = await self._continued(call.tenant, body.previous_response_id)
+            history, earlier = previous.conversation(), previous.size
+        items, referred = await self._resolved(call.tenant, normal(body.input, name))
+        asked = ResponsesRequest(name, body, items, history, partial(self._keep, call.tenant, items, history), kept)
+        chat = await fitted(asked, pool) if body.truncation == "auto" else asked.chat()
+        chat.earlier = earlier + referred
+        return chat
+
+    async def get(self, tenant: str, response_id: str, *, param: str | None = None) -> StoredResponse:
+        """Raises NotFound, and RegistryUnavailable when the store does not answer."""
+        record = None
+        if self._store is not None and _ID.fullmatch(response_id):
+            record = await self._store.get(tenant, response_id)
+        if record is None:
+            raise NotFound(f"no response {response_id!r} is kept here{self._why()}", param=param)
+        return StoredResponse(**from_json(record), size=len(record))
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Raises as `get`."""
+        found = self._store is not None and _ID.fullmatch(response_id) is not None
+        if self._store is None or not found or not await self._store.delete(tenant, response_id):
+            raise NotFound(f"no response {response_id!r} is kept here{self._why()}")
+
+    async def put(self, tenant: str, kept: StoredResponse) -> bool:
+        """Keep it if possible; whether it is. Never raises."""
+        if self._store is None:
+            return False
+        name = kept.response["id"]
+        try:
+            record = to_json({"response": kept.response, "input": kept.input, "history": kept.history})
+            if len(record) <= LONGEST and await self._store.put(tenant, name, record):
+                return True
+            log.warning("%s is not kept: its %d bytes are too many", name, len(record))
+        except KvferryError as error:
+            log.warning("%s is not kept: %s", name, error)
+        return False
+
+    async def _keep(self, tenant: str, items: list[Item], history: list[Item], response: dict[str, Any]) -> None:
+        if response["store"]:
+            await self.put(tenant, StoredResponse(response, items, history))
+
+    async def _continued(self, tenant: str, response_id: str) -> StoredResponse:
+        field = "previous_response_id"
+        try:
+            kept = await self.get(tenant, response_id, param=field)
+        except RegistryUnavailable as error:
+            raise RegistryUnavailable(f"{field}: the kept responses cannot be read: {error}", param=field) from error
+        if kept.response["status"] in ("in_progress", "queued"):
+            raise InvalidRequest(f"{field}: {response_id!r} is still in progress", param=field)
+        return kept
+
+    async def _resolved(self, tenant: str, items: list[Item]) -> tuple[list[Item], int]:
+        """The items, with those that references name in their places, and the bytes of the records they are in. An item
+        is named once: a short request could ask for any number of a long one."""
+        found: dict[str, StoredResponse] = {}
+        named: set[str] = set()
+        size = 0
+        for place, item in enumerate(items):
+            if item["type"] != "item_reference":
+                continue
+            field, own = f"input[{place}]", response_of(item["id"])
+            missing = NotFound(f"{field}.id: no item {item['id']!r} is kept here{self._why()}", param=f"{field}.id")
+            if own is None:
+                raise missing
+            if item["id"] in named:
+                raise InvalidRequest(f"{field}.id: {item['id']!r} is named before, too", param=f"{field}.id")
+            named.add(item["id"])
+            name, is_input, number = own
+            if name not in found:
+                found[name] = await self.get(tenant, name, param=f"{field}.id")
+                size += found[name].size
+            if size > LONGEST:
+                told = f"{field}: the responses whose items are named have more than {LONGEST} bytes together"
+                raise InvalidRequest(told, param=field)
+            there = found[name].input if is_input else found[name].response["output"]
+            if number >= len(there) or there[number]["id"] != item["id"]:
+                raise missing
+            items[place] = there[number]
+        return items, size
+
+    def _why(self) -> str:
+        return "" if self._store is not None else "; this server keeps no responses"

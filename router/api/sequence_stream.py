@@ -1,0 +1,120 @@
+"""One sequence under way: what its journey yields, made text piece by piece."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.model_metrics import ModelMetrics
+from kvferry.router.dispatch.interface import Dispatch, Enough, Output, RequestSpec, Route
+from kvferry.router.text.parsers.stage import Stage
+from kvferry.router.text.transcript import Piece, Transcript
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence under way: `index` in the response, made from prompt number `prompt`. Its transcript begins with its
+    first output: until then the nodes should not wait for it."""
+
+    index: int
+    prompt: int
+    spec: RequestSpec
+    dispatch: Dispatch | None = None
+    transcript: Transcript | Stage | None = None
+    ended: bool = False
+
+
+ChoicePiece = tuple[Choice, Piece]
+Listener = Callable[[Choice, Piece], None]
+
+
+class Pieces(Protocol):
+    """An asynchronous iterator that may be left early; `aclose` must follow."""
+
+    def __aiter__(self) -> AsyncIterator[ChoicePiece]: ...
+
+    def __anext__(self) -> Awaitable[ChoicePiece]: ...
+
+    def aclose(self) -> Awaitable[None]: ...
+
+
+class Whole(Protocol):
+    """All of the request that a choice is of."""
+
+    metrics: ModelMetrics
+
+    def transcript(self, spec: RequestSpec) -> Transcript | Stage: ...
+
+    def count_first(self, now: float, route: Route | None) -> None: ...
+
+    async def cancel(self, choice: Choice, *, enough: bool = False) -> None: ...
+
+
+class SequenceStream:
+    """The pieces of one choice. No generator, though it reads like one: each token passes here, and the event loop
+    keeps account of every generator."""
+
+    def __init__(self, choice: Choice, outputs: AsyncGenerator[Output], whole: Whole) -> None:
+        self._choice, self._outputs, self._whole = choice, outputs, whole
+        self._last, self._finished = 0.0, False
+        self._listener: Listener | None = None
+        self._end: Piece | None = None
+        """Of a text that ended while it was heard."""
+
+    def __aiter__(self) -> SequenceStream:
+        return self
+
+    async def __anext__(self) -> ChoicePiece:
+        choice = self._choice
+        if self._finished:
+            await self._whole.cancel(choice, enough=True)
+            await self.aclose()
+            raise StopAsyncIteration
+        output = await anext(self._outputs, None)
+        if output is not None:
+            return choice, self._piece(output)
+        if self._end is not None:
+            return choice, self._end
+        choice.ended = True
+        raise KvferryError("the request ended without a finish reason")
+
+    def listen(self, listener: Listener | None) -> None:
+        """Pieces that come while the next one is waited for go there instead (see Journey.listen), but for the last
+        one: a text that ends before its journey ends that at once. Behind it nothing comes, and nothing is held."""
+        assert self._choice.dispatch
+        if self._finished:
+            return
+        self._listener = listener
+        self._choice.dispatch.listen(self._tell if listener else None)
+
+    def _tell(self, output: Output) -> None:
+        assert self._listener
+        piece = self._piece(output)
+        if self._finished:
+            self._end = piece
+            raise Enough
+        self._listener(self._choice, piece)
+
+    def _piece(self, output: Output) -> Piece:
+        choice = self._choice
+        now, metrics = time.monotonic(), self._whole.metrics
+        transcript = choice.transcript
+        if transcript is None:
+            assert choice.dispatch
+            transcript = choice.transcript = self._whole.transcript(choice.spec)
+            self._whole.count_first(now, choice.dispatch.route)
+        elif tokens := len(output.token_ids):
+            metrics.itl.observe((now - self._last) / tokens, tokens)
+        self._last = now
+        piece = transcript.add(output)
+        metrics.output_tokens.inc(len(piece.token_ids))
+        choice.ended = output.finish_reason is not None
+        self._finished = piece.finish_reason is not None
+        return piece
+
+    async def aclose(self) -> None:
+        """Left to the collector, the journey would be ended by a task of its own."""
+        await self._outputs.aclose()

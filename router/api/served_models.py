@@ -1,0 +1,239 @@
+"""What is served: a pool for each model, found by name in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.model_metrics import ModelMetrics
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import RouterSettings
+from kvferry.protocol.work import Generate, Grammar, Work
+from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.dispatch.interface import Cluster, RequestSpec
+from kvferry.router.request_context import RequestContext
+from kvferry.router.tenants.backlog import Backlog
+from kvferry.router.tenants.scheduler_slots import SchedulerSlots
+from kvferry.router.tenants.tenant import namespace
+from kvferry.router.tenants.tenant_registry import TenantRegistry
+from kvferry.router.text.bad_words import bad_word_ids
+from kvferry.router.text.encoding import LONG_CHARS, Bound, Encoder
+from kvferry.router.text.grammar_vocabulary import vocabulary_of
+from kvferry.router.text.text_model import TextModel
+from kvferry.structured_output.checker import Checker
+
+_FIELDS = (
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty",
+)  # fmt: skip
+
+BadWords = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Everything behind one served model: its text side, its limits, the nodes that compute it, and the queue of those
+    that want them. With an adapter (name, id) it is computed with that."""
+
+    text: TextModel
+    cluster: Cluster
+    metrics: ModelMetrics
+    encoder: Encoder
+    turns: SchedulerSlots = field(default_factory=SchedulerSlots)
+    checker: Checker | None = None
+    """Tries grammars before nodes compile them; None: grammars are refused."""
+    adapter: tuple[str, str] = ("", "")
+    backlog: Backlog | None = None
+    """What waits here for its nodes; None: nobody asks."""
+
+    @property
+    def name(self) -> str:
+        """As answers tell it."""
+        return self.adapter[0] or self.text.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together: the nodes' limit once one is known, never above the model's."""
+        info = self.cluster.info()
+        own = self.text.facts.max_model_len
+        return min(own, info.max_model_len) if info is not None else own
+
+    async def specs(self, call: RequestContext, body: GenerationBody, size: int = 0) -> list[RequestSpec]:
+        """What the body of so many bytes asks for: the first sequence of each of its prompts. Raises InvalidRequest
+        naming the field."""
+        if self.text.task.kind != "generate":
+            raise InvalidRequest(f"the model {self.name!r} does not generate: {self.text.task.told}", param="model")
+        long = size >= LONG_CHARS
+        prompts = await self.encoder.beside(body.prompts, self.text, of=size) if long else body.prompts(self.text)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if long:
+            bound = Bound(self.max_model_len, body.prompt_field, body.truncate_prompt_tokens is not None)
+            encoded = iter(await self.encoder.encode(texts, bound, add_special_tokens=body.marks_texts()))
+        else:
+            encoded = iter([self.encoder.short(text, add_special_tokens=body.marks_texts()) for text in texts])
+        bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
+        specs: list[RequestSpec] = []
+        for name, prompt in zip(request_names(call, len(prompts)), prompts, strict=True):
+            ids = next(encoded) if isinstance(prompt, str) else prompt
+            if not specs:
+                grammar = await self._grammar(call, body, ids)
+            specs.append(self._spec(call, name, body, ids, grammar, bad_words))
+            if long:
+                await asyncio.sleep(0)
+        return specs
+
+    def spec(
+        self, call: RequestContext, request_id: str, token_ids: Sequence[int], work: Work, cache_salt: str | None
+    ) -> RequestSpec:
+        """Of one prompt that was checked."""
+        realm = namespace(call.realm, cache_salt or "")
+        return RequestSpec(call, request_id, tuple(token_ids), work, realm, adapter=self.adapter[1])
+
+    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        """Raise InvalidRequest unless the model's vocabulary has all of them."""
+        vocabulary = self.text.facts.vocab_size
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+            raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)
+
+    async def _grammar(self, call: RequestContext, body: GenerationBody, prompt: Sequence[int]) -> Grammar | None:
+        """What outputs must match, of this prompt and all others, tried. Raises InvalidRequest naming the field."""
+        asked = body.grammar(self.text, prompt)
+        if asked is None:
+            return None
+        param, grammar = asked
+        if body.use_beam_search:
+            raise InvalidRequest(f"{param}: beam search knows no grammars", param=param)
+        if self.checker is None:
+            raise InvalidRequest("this server reads no grammars", param=param)
+        await self.checker.check(grammar, param, call.tenant)
+        return grammar
+
+    def _spec(
+        self,
+        call: RequestContext,
+        request_id: str,
+        body: GenerationBody,
+        token_ids: Sequence[int],
+        grammar: Grammar | None,
+        bad_words: BadWords,
+    ) -> RequestSpec:
+        field = body.prompt_field
+        if not token_ids:
+            raise InvalidRequest(f"{field} must hold at least one token", param=field)
+        if body.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-body.truncate_prompt_tokens :]
+        budget = self._budget(body, len(token_ids))
+        self.check_ids(token_ids, field)
+        params = self._params(body, budget, bad_words)
+        return self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt)
+
+    def _budget(self, body: GenerationBody, prompt_len: int) -> int:
+        """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context. An asked 0
+        (echo only) still takes one. Raises ContextLengthExceeded."""
+        bound_field, asked = body.output_bound()
+        limit = self.max_model_len
+        room = limit - prompt_len
+        needed = max(asked if asked is not None else min(room, body.output_default or room), 1)
+        if needed > room:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {limit} tokens, but the request needs {prompt_len + needed} "
+                f"({prompt_len} in the prompt, {needed} for the output); shorten the prompt or ask for fewer tokens",
+                param=body.prompt_field if room < 1 else bound_field,
+            )
+        return needed
+
+    def _params(self, body: GenerationBody, max_tokens: int, bad_words: BadWords) -> SamplingParams:
+        """Parameters of a prompt's first choice; the model's own defaults stand in for what the body leaves out.
+        Without a seed in the body one is drawn here, so that a retried attempt continues the same text."""
+        facts = self.text.facts
+        top = body.top()
+        given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+        params = SamplingParams(
+            **{**dict(facts.sampling), **given},
+            max_tokens=max_tokens,
+            logit_bias=tuple((body.logit_bias or {}).items()),
+            seed=body.seed if body.seed is not None else random.getrandbits(63),
+            logprobs=top or 0 if body.sequences() > (body.n or 1) else top,
+            prompt_logprobs=body.prompt_top(),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+            bad_words=bad_words,
+            eos_token_ids=facts.eos_token_ids,
+            ignore_eos=bool(body.ignore_eos),
+        )
+        params.validate(facts.vocab_size)
+        return params
+
+
+def request_names(call: RequestContext, prompts: int) -> list[str]:
+    """What the requests are called that a call makes of so many prompts."""
+    return [call.id] if prompts == 1 else [f"{call.id}-p{number}" for number in range(prompts)]
+
+
+def pool_of(
+    text: TextModel, cluster: Cluster, metrics: RouterMetrics, settings: RouterSettings, tenant_registry: TenantRegistry
+) -> ServedModel:
+    """What serves one model to those tenants."""
+    turns = SchedulerSlots(cluster.capacity, metrics, shared=tenant_registry.several, most_queued=settings.max_queued)
+    backlog = Backlog(lambda: turns.waiting, cluster.held, cluster.capacity)
+    metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.held)
+    return ServedModel(
+        text,
+        cluster,
+        metrics.of(text.name),
+        Encoder(text, settings.max_prompt_tokens),
+        turns,
+        Checker(lambda: vocabulary_of(text)),
+        backlog=backlog,
+    )
+
+
+class ServedModels:
+    """All served models; their names are distinct. Without a name the first model is meant."""
+
+    def __init__(self, first: ServedModel, *others: ServedModel) -> None:
+        self.first = first
+        self._pools = (first, *others)
+        self._named = {name: pool for pool in self._pools for name in pool.text.called.all}
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._pools)
+
+    async def aclose(self) -> None:
+        """End the processes that try grammars."""
+        await asyncio.gather(*(pool.checker.close() for pool in self._pools if pool.checker is not None))
+
+    def ready(self) -> dict[str, dict[str, int]]:
+        """By each model's first name: nodes of each role that could take a request now."""
+        return {pool.name: pool.cluster.ready() for pool in self}
+
+    @property
+    def trouble(self) -> str:
+        """Why the router is not ready, of the first model that has a reason (see `Cluster.trouble`); empty: it is."""
+        return next(filter(None, [pool.cluster.trouble() for pool in self]), "")
+
+    def names(self) -> list[str]:
+        """Of all models, and of their adapters behind them."""
+        return [name for pool in self for name in (*pool.text.called.all, *pool.cluster.adapters.ids)]
+
+    def serves(self, name: str) -> bool:
+        """Whether a model, not an adapter, is called so."""
+        return name in self._named
+
+    def pool(self, model: str | None) -> ServedModel:
+        """Of a model, or of a model with an adapter, by name. Raises ModelNotFound."""
+        if not model:
+            return self.first
+        pool = self._named.get(model)
+        if pool is None:
+            for each in self._pools:
+                if model in (ids := each.cluster.adapters.ids):
+                    return replace(each, adapter=(model, ids[model]))
+            adapters = [name for each in self._pools for name in each.cluster.adapters.ids]
+            served = ", ".join(map(repr, [*self._named, *adapters]))
+            raise ModelNotFound(f"the model {model!r} does not exist here; this server has {served}", param="model")
+        return pool

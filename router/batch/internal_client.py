@@ -1,0 +1,39 @@
+"""A request to the application from within this process: no socket, no client that could leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from kvferry.router.request_context import CALL, RequestContext
+
+
+async def ask(app: ASGIApp, path: str, call: RequestContext, body: bytes) -> tuple[int, dict[str, str], Any]:
+    """POST `body`, which is JSON: the answer's status, its headers in lower case, and its JSON."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "server": None, "client": None,
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())], CALL: call,
+    }  # fmt: skip
+    messages = _request(body)
+    status, headers, parts = 500, dict[str, str](), list[bytes]()
+
+    async def send(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers = {name.decode().lower(): value.decode("latin-1") for name, value in message["headers"]}
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, lambda: anext(messages), send)
+    return status, headers, json.loads(b"".join(parts))
+
+
+async def _request(body: bytes) -> AsyncIterator[Message]:
+    yield {"type": "http.request", "body": body, "more_body": False}
+    await asyncio.Event().wait()

@@ -1,0 +1,227 @@
+"""Where the state that the dashboard shows is put together, out of what the router knows anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+from kvferry.placement.types import NodeKey, Pair
+from kvferry.protocol.labels import ROLES
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.version import VERSION
+from kvferry.router.dashboard.history import History, total
+from kvferry.router.dashboard.state import Asked, Blocks, Event, Node, State, Suspect, Transfer
+from kvferry.router.dispatch.cluster import RouterCluster
+from kvferry.router.nodes.circuit_breakers import RemainingPauses
+from kvferry.router.nodes.node_entry import NodeEntry
+from kvferry.router.request_log import LoggedEvent, RequestLog, RequestRecord, Shipped
+
+T = TypeVar("T")
+
+NODES, RUNNING, RECENT, EVENTS = 256, 20, 40, 40
+"""So many of each are shown."""
+TRANSFERS_S = 20.0
+"""Ships of so long are shown; of less, where more of them were than are remembered."""
+
+
+class SnapshotBuilder:
+    """Of one router. `state` costs time by what is shown, when it is asked for; beside that the board costs a look at
+    the counters every few seconds, while `followed`."""
+
+    def __init__(self, cluster: RouterCluster, metrics: RouterMetrics) -> None:
+        self._cluster, self._metrics = cluster, metrics
+        self._history = History(metrics, cluster.request_log.clock)
+        self._known: dict[NodeKey, str] = {}
+        self._roles: dict[NodeKey, str] = {}
+        cluster.nodes.listen(self._follow)
+
+    def followed(self) -> AbstractAsyncContextManager[None]:
+        """Remember how the counters grow, until the end of the block."""
+        return self._history.followed()
+
+    def state(self, viewer: str | None = None) -> State:
+        """As of now. `viewer`: the tenant who looks, who is told no names of others' requests; None: may see all."""
+        table, request_log = self._cluster.nodes, self._cluster.request_log
+        now = request_log.clock()
+        left = table.suspicion.left()
+        points, counted = self._history.told()
+        ships, transfers_s = _ships(request_log, now)
+        entries = sorted(table.entries.values(), key=lambda entry: (ROLES.index(entry.lease.role), entry.key))
+        running = list(request_log.running)
+        return State(
+            router=self._cluster.router_id,
+            version=VERSION,
+            up_s=now - request_log.began,
+            registry=table.contact.up,
+            models=[group.name.first for group in table.groups],
+            queued=int(total(self._metrics.queued, "")),
+            nodes=list(self._nodes(entries[:NODES], left)),
+            nodes_total=len(entries),
+            points=points,
+            total=counted,
+            transfers=_busiest([*ships, *_sent(entries)]),
+            transfers_s=transfers_s,
+            running=[_asked(record, now, viewer) for record in running[:RUNNING]],
+            running_total=len(running),
+            recent=[_asked(record, now, viewer) for record in _latest(request_log.recent, RECENT)],
+            events=[_event(note, now, viewer) for note in _latest(request_log.notes, EVENTS)],
+            suspects=list(_suspects(left)),
+        )
+
+    def _nodes(self, entries: Iterable[NodeEntry], left: RemainingPauses) -> Iterator[Node]:
+        states = self._states()
+        models = {entry.key: group.name.first for group in self._cluster.nodes.groups for entry in group.members}
+        for entry in entries:
+            lease, load = entry.lease, entry.lease.load
+            yield Node(
+                id=lease.node_id,
+                role=lease.role,
+                model=models.get(entry.key, lease.model),
+                state=states[entry.key],
+                trouble=_trouble(entry, left),
+                blocks=Blocks(
+                    active=load.active_blocks,
+                    cached=load.cached_blocks,
+                    granted=load.granted_blocks,
+                    free=load.free_blocks,
+                    total=load.total_blocks,
+                ),
+                running=load.running_requests,
+                most_running=lease.max_num_seqs,
+                waiting=load.waiting_requests,
+                waiting_tokens=load.waiting_tokens,
+                streams=len(entry.listeners) if lease.role == "decode" else len(entry.bookings),
+                prefill_tokens_per_s=lease.rates.prefill_tokens_per_s,
+                step_s=lease.rates.step_s,
+                ship_bytes_per_s=lease.rates.ship_bytes_per_s,
+            )
+
+    def _states(self) -> dict[NodeKey, str]:
+        """Of all nodes of served models, as the metrics tell them."""
+        members = {entry.key for group in self._cluster.nodes.groups for entry in group.members}
+        entries = self._cluster.nodes.entries
+        return {key: entry.lease.state if key in members else "incompatible" for key, entry in entries.items()}
+
+    def _follow(self) -> None:
+        """The nodes changed."""
+        states, request_log = self._states(), self._cluster.request_log
+        for key, state in states.items():
+            if key not in self._known:
+                request_log.node("joined", key[0], state)
+            elif self._known[key] != state:
+                request_log.node(state, key[0], f"was {self._known[key]}")
+        for node_id, epoch in self._known.keys() - states.keys():
+            restarted = any(other == node_id and later > epoch for other, later in states)
+            request_log.node("lost", node_id, "another process has its name" if restarted else "its lease ended")
+        roles = {key: entry.lease.role for key, entry in self._cluster.nodes.entries.items()}
+        for key in roles.keys() & self._roles.keys():
+            if roles[key] != self._roles[key]:
+                request_log.node("role", key[0], f"{roles[key]}, was {self._roles[key]}")
+        self._known, self._roles = states, roles
+
+
+def _trouble(entry: NodeEntry, left: RemainingPauses) -> str:
+    if entry.stalled:
+        return "stalled"
+    if not entry.reachable:
+        return "unreachable"
+    if entry.key in left.nodes:
+        return "suspected"
+    return "quarantined" if {(entry.key, None), (None, entry.key)} & left.quarantined.keys() else ""
+
+
+def _ships(request_log: RequestLog, now: float) -> tuple[list[Transfer], float]:
+    """Ships by pair; and of how many seconds they are."""
+    ships = list(request_log.ships)
+    full = len(ships) == request_log.ships.maxlen
+    seconds = min(TRANSFERS_S, now - ships[0].at) if full else TRANSFERS_S
+    found: dict[tuple[str, str], list[Shipped]] = {}
+    for ship in ships:
+        if now - ship.at <= seconds:
+            found.setdefault((ship.prefill, ship.decode), []).append(ship)
+    rows = [
+        Transfer(
+            source=prefill,
+            target=decode,
+            transfers=len(each),
+            blocks=sum(ship.blocks for ship in each),
+            bytes_per_s=sum(ship.size for ship in each) / max(seconds, 1e-3),
+            seconds=sum(ship.seconds for ship in each) / len(each),
+        )
+        for (prefill, decode), each in found.items()
+    ]
+    return rows, seconds
+
+
+def _sent(entries: Iterable[NodeEntry]) -> Iterator[Transfer]:
+    """Copies and moves, as nodes tell them."""
+    for entry in entries:
+        for row in entry.lease.sent:
+            yield Transfer(
+                kind=row.kind,
+                source=entry.lease.node_id,
+                target=row.node_id,
+                transfers=row.transfers,
+                blocks=row.blocks,
+                bytes_per_s=row.bytes_per_s,
+            )
+
+
+def _busiest(transfers: list[Transfer]) -> list[Transfer]:
+    """The most bytes first, but ships before all."""
+    return sorted(transfers, key=lambda each: (each.kind != "ship", -each.bytes_per_s))[:NODES]
+
+
+def _latest(kept: Sequence[T], most: int) -> list[T]:
+    return [kept[-i] for i in range(1, min(most, len(kept)) + 1)]
+
+
+def _hidden(tenant: str, viewer: str | None) -> bool:
+    return viewer is not None and tenant != viewer
+
+
+def _asked(record: RequestRecord, now: float, viewer: str | None) -> Asked:
+    hidden = _hidden(record.tenant, viewer)
+    return Asked(
+        id="" if hidden else record.request_id,
+        tenant="" if hidden else record.tenant,
+        model=record.model,
+        work=record.work,
+        prefill=record.prefill,
+        decode=record.decode,
+        prompt=record.prompt,
+        cached=record.cached,
+        output=record.output,
+        queued_s=record.began - record.arrived,
+        first_token_s=None if record.first_at is None else record.first_at - record.arrived,
+        seconds=(record.ended_at if record.outcome else now) - record.arrived,
+        ago_s=now - record.ended_at if record.outcome else None,
+        rungs=record.rungs,
+        outcome=record.outcome or "running",
+    )
+
+
+def _event(note: LoggedEvent, now: float, viewer: str | None) -> Event:
+    hidden = bool(note.request_id) and _hidden(note.tenant, viewer)
+    return Event(
+        ago_s=now - note.at,
+        kind=note.kind,
+        nodes=list(note.nodes),
+        told="" if hidden else note.told,
+        request="" if hidden else note.request_id,
+        tenant="" if hidden else note.tenant,
+    )
+
+
+def _suspects(left: RemainingPauses) -> Iterator[Suspect]:
+    for (node_id, _), seconds in left.nodes.items():
+        yield Suspect(kind="node", prefill=node_id, decode="", seconds=seconds)
+    for kind, pairs in (("ships", left.pairs), ("quarantine", left.quarantined)):
+        for pair, seconds in pairs.items():
+            yield Suspect(kind=kind, prefill=_name(pair, 0), decode=_name(pair, 1), seconds=seconds)
+
+
+def _name(pair: Pair, side: int) -> str:
+    key = pair[side]
+    return key[0] if key else ""

@@ -1,0 +1,245 @@
+"""One try at a request on a chosen placement: its bookings, its place on the token stream, its call to a node."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from kvferry.placement.types import Placement
+from kvferry.protocol.errors import BlocksCorrupt, Incompatible, KvferryError, NodeLost
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import (
+    AttemptFailed,
+    CancelRequest,
+    FirstToken,
+    GenerateRequest,
+    Job,
+    PrefillRequest,
+    ShipDone,
+    TokenDelta,
+)
+from kvferry.router.dispatch.background_calls import BackgroundCalls
+from kvferry.router.dispatch.events import Drains, Event
+from kvferry.router.dispatch.failures import blamed, error_of, failure, known
+from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
+from kvferry.router.nodes.circuit_breakers import CircuitBreakers
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.message_validation import suits
+from kvferry.router.nodes.node_entry import NodeEntry, Reservation, node_key
+from kvferry.router.request_log import RequestLog
+from kvferry.runtime.tracing import TRACER
+
+TAIL_S = 5.0
+"""How long the prefill node's answer may outlive its request before the connection is closed."""
+
+
+class Attempt:
+    """Launched on construction, over after `close`. In between it posts TokenDeltas of this attempt and at most one
+    Failure; nothing is posted after `close`. Never raises for a node's fault.
+
+    prefill, decode   the entries of the placement's nodes, alive and reachable since nothing was awaited meanwhile
+    expected          its blocks, as others are told of them until they are computed
+    suspicion         hears of nodes and pairs that failed, and of those that work; `decoding`: tokens come from decode
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        placement: Placement,
+        post: Callable[[Event], None],
+        *,
+        prefill: NodeEntry | None,
+        decode: NodeEntry | None,
+        suspicion: CircuitBreakers,
+        client: NodeClient,
+        background_calls: BackgroundCalls,
+        request_log: RequestLog,
+        expected: ExpectedPrefix,
+    ) -> None:
+        self._span = TRACER.start("attempt", job.trace, number=job.attempt, expected_cached=placement.cached_len)
+        self._span.tell(prefill=_name(placement.prefill), decode=_name(placement.decode))
+        self.job = job if self._span.trace == job.trace else replace(job, trace=self._span.trace)
+        self.placement = placement
+        self._post, self._suspicion, self._client, self._background_calls = post, suspicion, client, background_calls
+        self._prefill_node, self.decode_node, self._request_log, self._expected = prefill, decode, request_log, expected
+        self._over = self._first_seen = self._prefilled = self.decoding = False
+        self._error, self._launched_at = "", time.monotonic()
+        self._bookings: dict[str, Reservation] = {}
+        self._book()
+        if suspicion.any:
+            suspicion.use(prefill.key if prefill else None, decode.key if decode else None)
+        if decode:
+            decode.listeners[job.request_id] = self
+        self._task: asyncio.Task[None] | None = background_calls.send(self._begin())
+
+    def close(self, *, cancel: bool) -> None:
+        """Give everything back. `cancel`: the request has not ended, so tell the nodes to drop it."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        self._over, self._post = True, lambda _: None
+        self._span.end((self._error or "cancelled") if cancel else "")
+        for booking in self._bookings.values():
+            booking.release()
+        self._bookings = {}
+        self._expected.over()
+        if self.decode_node:
+            self.decode_node.listeners.pop(self.job.request_id, None)
+        if cancel:
+            task.cancel()
+            for node in filter(None, (None if self._prefilled else self.placement.prefill, self.placement.decode)):
+                self._background_calls.send(
+                    self._client.drop(node, CancelRequest(self.job.request_id, self.job.attempt))
+                )
+        else:
+            self._background_calls.bound(task, TAIL_S)
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._launched_at
+
+    def stall(self) -> None:
+        """No token came within the attempt's share of the deadline: give it up."""
+        place = self.placement
+        node = place.decode if self._first_seen else place.prefill or place.decode
+        self._unreachable(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
+
+    def delta(self, delta: TokenDelta) -> None:
+        if delta.attempt != self.job.attempt or self._over:
+            return
+        if not suits(delta, self.job):
+            self._senseless(self.placement.decode)
+            return
+        if not self.decoding:
+            self.decoding = True
+            self._settle("decode")
+            if self._suspicion.any:
+                self._suspicion.decodes(self.placement)
+        self._post(delta)
+
+    def failed(self, failure: AttemptFailed) -> None:
+        assert self.placement.decode
+        if failure.attempt == self.job.attempt:
+            self._reported(error_of(failure), self.placement.decode)
+
+    def lost(self, error: KvferryError) -> None:
+        assert self.placement.decode
+        self._fail(error, self.placement.decode)
+
+    def drains(self) -> None:
+        if not self._over:
+            self._post(Drains(self.job.attempt))
+
+    def _begin(self) -> Coroutine[Any, Any, None]:
+        return self._prefill(self._prefill_node) if self._prefill_node else self._generate()
+
+    def _book(self) -> None:
+        """A prefill node is booked for the prompt's tokens, a decode node for its blocks until it runs there; both for
+        the request."""
+        total = len(self.job.token_ids)
+        uncached = max(0, total - self.placement.cached_len)
+        if prefill := self._prefill_node:
+            self._bookings["prefill"] = prefill.promise(uncached, 0, self._prefill_lost)
+        if decode := self.decode_node:
+            blocks = blocks_for(total + 1, decode.lease.block_size)
+            self._bookings["decode"] = decode.promise(0 if prefill else uncached, blocks, self.lost)
+
+    def _settle(self, role: str) -> None:
+        if booking := self._bookings.get(role):
+            booking.settle()
+        self._expected.over()
+
+    def _prefill_lost(self, error: NodeLost) -> None:
+        """Its lease ended."""
+        assert self.placement.prefill
+        if not self._done_by(self.placement.prefill):
+            self._fail(error, self.placement.prefill)
+
+    def _reported(self, error: KvferryError, reporter: NodeLease) -> None:
+        """A node's answer was an error: post it, unless the prefill node reports after it had done its part."""
+        if self._done_by(reporter):
+            return
+        culprits = blamed(error, reporter, self.placement, decoding=self.decoding)
+        if len(culprits) == 2 and not self._over:
+            prefill, decode = map(node_key, culprits)
+            self._suspicion.pair_failed(prefill, decode, surely=isinstance(error, NodeLost | Incompatible))
+            if isinstance(error, BlocksCorrupt):
+                self._suspicion.corrupt(prefill, decode)
+        self._fail(error, *culprits)
+
+    def _unreachable(self, error: KvferryError, node: NodeLease | None) -> None:
+        """A node does not answer, or a call to it failed."""
+        assert node
+        if self._done_by(node):
+            return
+        if isinstance(error, NodeLost) and not self._over:
+            self._suspicion.node_failed(node_key(node))
+        self._fail(error, node)
+
+    def _done_by(self, node: NodeLease) -> bool:
+        return node.role == "prefill" and self._first_seen and (self.decoding or self._prefilled)
+
+    def _fail(self, error: KvferryError, *culprits: NodeLease) -> None:
+        if not self._over:
+            self._over, self._error = True, error.code
+            self._post(failure(self.job.attempt, error, culprits, self.placement, decoding=self.decoding))
+
+    async def _prefill(self, node: NodeEntry) -> None:
+        lease, decode = node.lease, self.placement.decode  # which may have another role when the call ends
+        request = PrefillRequest(self.job, decode.target if decode else None)
+        try:
+            await self._client.prefill(lease, request, self._answer)
+        except Exception as error:
+            self._broke(error, lease)
+            return
+        if not self._prefilled:
+            self._unreachable(NodeLost(f"{lease.node_id} ended its answer early"), lease)
+
+    async def _generate(self) -> None:
+        assert self.decode_node
+        lease = self.decode_node.lease
+        try:
+            await self._client.generate(lease, GenerateRequest(self.job))
+        except Exception as error:
+            self._broke(error, lease)
+
+    def _broke(self, error: Exception, node: NodeLease) -> None:
+        """A call ended with an error: the node's own, or of the way there."""
+        told = known(error, node)
+        if isinstance(told, NodeLost):
+            self._unreachable(told, node)
+        else:
+            self._reported(told, node)
+
+    def _answer(self, message: Any) -> None:
+        """A message of the prefill node's answer."""
+        if isinstance(message, FirstToken) and not suits(message.delta, self.job):
+            self._senseless(self.placement.prefill)
+        elif isinstance(message, FirstToken):
+            self._first_seen = True
+            self._settle("prefill")
+            if self._suspicion.any and self.placement.prefill:
+                self._suspicion.node_works(node_key(self.placement.prefill))
+            self._prefilled = message.delta.finish_reason is not None
+            if not self._over:
+                self._post(message.delta)
+        elif isinstance(message, ShipDone):
+            self._prefilled = True
+            if booking := self._bookings.pop("prefill", None):
+                booking.release()
+            self._request_log.shipped(self.placement, message)
+        elif isinstance(message, AttemptFailed):
+            assert self.placement.prefill
+            self._reported(error_of(message), self.placement.prefill)
+
+    def _senseless(self, node: NodeLease | None) -> None:
+        assert node
+        self._fail(NodeLost("a node answered what was not asked"), node)
+
+
+def _name(node: NodeLease | None) -> str:
+    return node.node_id if node else ""

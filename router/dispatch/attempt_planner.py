@@ -1,0 +1,155 @@
+"""Where the attempts of one request go, by what became of the earlier ones."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from kvferry.placement.rejections import too_late
+from kvferry.placement.types import Demand, NodeKey, Placement
+from kvferry.protocol.errors import GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
+from kvferry.protocol.lease import NodeLease
+from kvferry.router.dispatch import jobs
+from kvferry.router.dispatch.context import DispatchContext
+from kvferry.router.dispatch.failures import Failure
+from kvferry.router.dispatch.interface import RequestSpec
+from kvferry.router.dispatch.poison_requests import Suspect
+from kvferry.router.dispatch.retry_policy import RetryPolicy
+from kvferry.router.dispatch.timers import Backoff
+from kvferry.router.nodes.node_entry import node_key
+
+log = logging.getLogger(__name__)
+
+
+class AttemptPlanner:
+    """Chosen anew for each attempt. `delivered`: the output tokens that are out, which grow; `end` must be called."""
+
+    def __init__(self, spec: RequestSpec, context: DispatchContext, delivered: list[int]) -> None:
+        self.patience = Backoff(context.patience_s)
+        self._spec, self._context, self._delivered = spec, context, delivered
+        self._retry_policy, self._suspect = RetryPolicy(), Suspect()
+        self._failure: KvferryError | None = None
+        self._unpaid = False
+        self._held: dict[NodeKey, int] = {}
+        self._hashes: Sequence[bytes] = ()
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """Of the full blocks of all tokens, as of `reuse`."""
+        return self._hashes
+
+    async def reuse(self) -> dict[str, int]:
+        """Leading blocks of all tokens so far that nodes hold, by node id."""
+        group = self._context.group.members
+        token_ids = self._spec.token_ids + tuple(self._delivered)
+        self._hashes = jobs.hashes(self._spec, token_ids, group[0].lease) if group else ()
+        return await self._context.reuse(self._hashes, self._held)
+
+    def place(self, reuse: dict[str, int], left_s: float) -> Placement | None:
+        """Of the next attempt. None: nothing can take it now, and it waits, for a node or for room. A cluster that
+        would be late says so to newcomers at once, and so does one that is full and for which many wait already.
+        Raises NoNodes, Overloaded and ContextLengthExceeded."""
+        demand = self._demand()
+        try:
+            self._pay()
+            placement = self._context.place(demand, reuse)
+        except (NoNodes, Overloaded) as error:
+            if self._failure is None and isinstance(error, Overloaded) and not self._context.held.takes(self):
+                raise
+            if self.patience.over(left_s):
+                raise self._hopeless(error) from self._failure
+            if not self._unpaid:
+                self._retry_policy.forgive()
+            self._context.held.enter(self, demand.total_len)
+            return None
+        self._context.held.leave(self)
+        if self._failure is None and placement.first_token_s > left_s > 0:
+            raise too_late(placement.first_token_s - left_s)
+        return placement
+
+    def elsewhere(self, late: Placement, reuse: dict[str, int]) -> Placement | None:
+        """On none of the nodes of an attempt that is late, else not on that which computes its prompt; None where that
+        cannot be."""
+        keys = [node_key(node) for node in (late.prefill, late.decode) if node]
+        demand = replace(self._demand(), pinned=None)
+        for avoided in (keys, keys[:1]):
+            with contextlib.suppress(NoNodes, Overloaded):
+                return self._context.place(replace(demand, excluded=demand.excluded | {*avoided}), reuse)
+        return None
+
+    def onward(self, leaving: Placement, avoided: Collection[NodeKey], reuse: dict[str, int]) -> Placement | None:
+        """To another decode node than the one that drains, where its stream goes on; None: there is none now, or those
+        that there are cannot read its blocks, as in a rollout that changes the fingerprint."""
+        assert leaving.decode
+        if all(entry.lease.fingerprint != leaving.decode.fingerprint for entry in self._context.group.members):
+            return None
+        demand, source = self._demand(), node_key(leaving.decode)
+        moves = replace(
+            demand, excluded=demand.excluded | {*avoided, source}, pinned=None, local_only=True, source=source
+        )
+        with contextlib.suppress(NoNodes, Overloaded):
+            return self._context.place(moves, reuse)
+        return None
+
+    def goes_to(self, nodes: Collection[NodeKey]) -> None:
+        """Its attempts are there now."""
+        if self._suspect.losses:
+            self._context.deaths.move(self._suspect, nodes)
+
+    def failed(self, failure: Failure, others: Collection[NodeKey]) -> str:
+        """Climb the ladder; the rung is returned. `others`: where another attempt goes on. Raises the error if no other
+        attempt can help."""
+        died = isinstance(failure.error, NodeDied)
+        culprit = node_key(failure.culprits[0])
+        if died:
+            self._context.deaths.died(culprit, failure.works, self._suspect, len(self._delivered))
+        self.goes_to(others)
+        self._failure, self._unpaid = failure.error, not died and not self._delivered
+        prefills = self._context.able("prefill", culprit, self._spec.adapter)
+        return self._retry_policy.climb(failure, len(self._delivered), prefills)
+
+    def got_on(self) -> None:
+        """Tokens came."""
+        self.patience.rest()
+        if self._suspect.losses and self._suspect.cleared_by(len(self._delivered)):
+            self._context.deaths.clear(self._suspect)
+
+    def computed(self, node: NodeLease, other: NodeLease | None) -> None:
+        """The prompt, there: it is held there for a while, whatever the index knows, and at the other to which it is
+        shipped."""
+        self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
+        self._context.remember(self._hashes, [each for each in (node, other) if each])
+
+    def end(self) -> None:
+        self._context.held.leave(self)
+        if self._suspect.losses:
+            self._context.deaths.clear(self._suspect)
+
+    def _demand(self) -> Demand:
+        fork, deaths, retry_policy = self._spec.fork_of, self._context.deaths, self._retry_policy
+        barred = deaths.barred(self._suspect) if deaths.any else set()
+        return Demand(
+            total_len=len(self._spec.token_ids) + len(self._delivered),
+            prompt_only=self._spec.work.ends_on_prompt(len(self._delivered)),
+            excluded=frozenset(retry_policy.excluded | barred),
+            broken=frozenset(retry_policy.broken),
+            doubts=deaths.doubts(self._suspect) if deaths.any else {},
+            recovers=bool(self._delivered),
+            pinned=retry_policy.pinned,
+            local_only=retry_policy.local_only,
+            beside=fork.node if fork and not self._delivered else None,
+            adapter=self._spec.adapter,
+        )
+
+    def _pay(self) -> None:
+        """For trying again what has not begun and whose node did not die: then nothing is done twice but by chance."""
+        if self._unpaid and not self._context.retries.spend():
+            raise Overloaded("too much is tried again at once", retry_after=1.0)
+        self._unpaid = False
+
+    def _hopeless(self, error: KvferryError) -> KvferryError:
+        if isinstance(self._failure, GrantRefused | Overloaded):
+            return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
+        return error

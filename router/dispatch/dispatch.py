@@ -1,0 +1,240 @@
+"""The journey of one request: placed, tried, and tried elsewhere until its last token is out.
+
+Whatever fails on the way, the outputs are one sequence: a new attempt gets the prompt plus the tokens already handed
+out and goes on from there, and tokens of older attempts are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator
+from math import inf
+
+from kvferry.placement.types import Placement
+from kvferry.protocol.errors import Cancelled, DeadlineExceeded, KvferryError
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.router.dispatch import jobs
+from kvferry.router.dispatch.attempt_planner import AttemptPlanner
+from kvferry.router.dispatch.context import DispatchContext
+from kvferry.router.dispatch.events import Drains, Event
+from kvferry.router.dispatch.failures import Failure
+from kvferry.router.dispatch.hedging import HedgedAttempts
+from kvferry.router.dispatch.interface import Enough, Fork, Output, RequestSpec, Route
+from kvferry.router.dispatch.migration import Migration
+from kvferry.router.dispatch.prediction import Prediction
+from kvferry.router.dispatch.timers import EventQueue, Timer, Timers
+from kvferry.router.dispatch.token_order import OrderedTokens
+from kvferry.router.dispatch.token_sink import TokenSink
+from kvferry.router.nodes.node_entry import node_key
+from kvferry.router.request_log import RequestRecord
+
+log = logging.getLogger(__name__)
+
+
+LATE, LATE_S = 3.0, 1.0
+"""An attempt is late with its first token after so many times what was expected, and so many seconds at least."""
+
+
+class RequestDispatch:
+    """Implements `router.dispatch.interface.Dispatch`. Nothing is booked, sent or timed before the first iteration and
+    nothing is left after the iteration ends, however it ends: last token, error, `cancel`, closed iterator, cancelled
+    task."""
+
+    def __init__(self, spec: RequestSpec, context: DispatchContext) -> None:
+        self.route: Route | None = None
+        self._spec, self._context = spec, context
+        self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
+        self._mail: EventQueue[Event | Timer | Exception | None] = EventQueue()
+        self._sequence, self._race, self._prediction = OrderedTokens(), HedgedAttempts(), Prediction()
+        self._listening = TokenSink(self._mail, self._sequence, self._race, self._output)
+        self.listen = self._listening.listen
+        self._planner = AttemptPlanner(spec, context, self._sequence.tokens)
+        self._migration: Migration | None = None
+        self._alarms: Timers | None = None
+        self._record: RequestRecord | None = None
+        self._attempts, self._outcome, self._over = 0, "", False
+
+    def __aiter__(self) -> AsyncGenerator[Output]:
+        return self._outputs()
+
+    @property
+    def fork(self) -> Fork | None:
+        """Its prompt is where it decodes, or where it ended before that."""
+        if self.route is None:
+            return None
+        leader = self._race.leader
+        if leader is None:
+            return Fork(self._wire_id, None)
+        node = leader.placement.decode if self.route.decode else leader.placement.prefill
+        return Fork(leader.job.request_id, node_key(node) if node else None)
+
+    async def cancel(self, *, enough: bool = False) -> None:
+        if not self._over:
+            self._outcome = "done" if enough else ""
+            self._end(cancel=True)
+            self._mail.post(Cancelled("the request was cancelled"))
+
+    async def _outputs(self) -> AsyncGenerator[Output]:
+        if self._over:
+            raise Cancelled("the request was cancelled")
+        try:
+            self._alarms, model = Timers(self._spec.call.deadline, self._ring), self._context.group.name.first
+            self._record = self._context.request_log.begin(self._spec, model, self._sequence.tokens)
+            while not self._sequence.finished:
+                if not self._race.runners:
+                    await self._launch()
+                event = await self._next()
+                if isinstance(event, TokenDelta):
+                    if event.reuse is not None and self._sequence.tokens:
+                        self._context.metrics.recovered["cached"].inc(event.reuse.cached_len)
+                        self._context.metrics.recovered["computed"].inc(event.reuse.computed)
+                    if len(self._race.runners) > 1:
+                        self._race.win(event.attempt)
+                    for delta in self._sequence.push(event):
+                        yield self._output(delta)
+                elif isinstance(event, Failure):
+                    self._fail(event)
+                elif isinstance(event, Drains):
+                    await self._bequeath(event.attempt)
+                elif event is Timer.LATE:
+                    await self._hedge()
+        except Enough:
+            self._outcome = "done"
+        except KvferryError as error:
+            self._outcome = error.code
+            raise
+        finally:
+            self._end(cancel=not self._sequence.finished)
+            self._alarms = None
+            self._listening.end()
+
+    async def _next(self) -> Event | Timer | None:
+        """The next event of an attempt that is under way. Raises what ends the request: its deadline, its
+        cancellation."""
+        event = await self._mail.next()
+        if self._over:
+            raise Cancelled("the request was cancelled")
+        if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains):  # noqa: SIM101 - for every token
+            number, successors = event.attempt, self._migration
+            return event if number in self._race.runners or (successors and successors.concerns(number)) else None
+        if isinstance(event, Exception):
+            try:
+                raise event
+            finally:
+                del event  # which holds this frame now
+        return event
+
+    async def _launch(self) -> None:
+        """Place and begin the next attempt. From the choice to the booking nothing is awaited."""
+        assert self._alarms
+        reuse = await self._planner.reuse()
+        while (placement := self._planner.place(reuse, self._alarms.left_s)) is None:
+            asyncio.get_running_loop().call_later(self._planner.patience.pause_s(), self._mail.post, None)
+            await self._next()
+        if self._over:
+            raise Cancelled("the request was cancelled")
+        if self._attempts:
+            self._sequence.restart()
+        self._begin(self._wire_id, placement)
+
+    async def _hedge(self) -> None:
+        """The attempt is late: begin another beside it, elsewhere, under a name of its own, so that each is cancelled
+        without the other. The first token wins."""
+        late = self._race.leader
+        if late is None or not self._alarms or not self._alarms.late or self._mail:
+            return
+        self._context.doubt(late.placement)
+        reuse = await self._planner.reuse()
+        placement = self._planner.elsewhere(late.placement, reuse)
+        if not self._over and not self._mail and placement and self._context.hedges.spend():
+            self._context.metrics.retries.labels("hedge").inc()
+            late_nodes = [node.node_id for node in (late.placement.prefill, late.placement.decode) if node]
+            self._context.request_log.rung(self._record, "hedge", late_nodes, "its first token is late")
+            self._begin(f"{self._wire_id}-h{self._attempts}", placement)
+
+    def _begin(self, name: str, placement: Placement) -> None:
+        assert self._alarms and self._record  # noqa: PT018
+        job = self._job(name)
+        self._prediction.began(job.attempt, placement)
+        self._race.enter(self._context.launch(job, placement, self._listening.hear, hashes=self._planner.hashes))
+        self._attempts += 1
+        if not self.route:
+            self._record.sent(placement)
+        self._alarms.launched(inf if len(self._race.runners) > 1 else max(LATE_S, LATE * placement.first_token_s))
+        self._planner.goes_to(self._race.nodes)
+        log.debug("%s attempt %d: %s", name, job.attempt, placement)
+
+    def _job(self, name: str) -> Job:
+        """Of the next attempt."""
+        assert self._alarms
+        delivered = tuple(self._sequence.tokens)
+        return jobs.job(self._spec, name, self._attempts, delivered, self._context.router_id, self._alarms.left_s)
+
+    async def _bequeath(self, number: int) -> None:
+        """The node of that attempt drains."""
+        if self._migration is None:
+            self._migration = Migration(self._race, self._planner, self._context, self._listening.hear)
+        leaves = self._race.leader.placement.decode if self._race.leader else None
+        if await self._migration.begin(number, self._job):
+            self._attempts += 1
+            ends = [node.node_id for node in (leaves, self._migration.goes_to) if node]
+            self._context.request_log.rung(self._record, "move", ends, "its node drains")
+
+    def _fail(self, failure: Failure) -> None:
+        """Give up the attempt. One that runs beside it is the next."""
+        if self._migration and self._migration.settles(failure):
+            if self._record and self._race.leader:
+                self._record.sent(self._race.leader.placement, onward=True)
+            return
+        self._race.leave(failure.attempt)
+        self._prediction.ended(failure.attempt, failure.error)
+        rung = self._planner.failed(failure, self._race.nodes)
+        self._context.metrics.retries.labels(rung).inc()
+        culprits = [node.node_id for node in failure.culprits]
+        self._context.request_log.rung(self._record, rung, culprits, f"{failure.error.code}: {failure.error}")
+        log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
+
+    def _output(self, delta: TokenDelta) -> Output:
+        assert self._alarms
+        self._alarms.progressed()
+        self._planner.got_on()
+        if self.route is None:
+            self._take_route(delta)
+        if delta.finish_reason is not None:
+            self._end(cancel=False)
+        return jobs.output(delta)
+
+    def _take_route(self, delta: TokenDelta) -> None:
+        assert self._race.leader and self._record  # noqa: PT018
+        attempt, place = self._race.leader, self._race.leader.placement
+        computed_by = place.prefill or place.decode
+        assert computed_by
+        ended_on_prefill = place.prefill is not None and delta.finish_reason is not None
+        self._planner.computed(computed_by, place.decode if place.prefill and not ended_on_prefill else None)
+        reuse = self._context.account(delta.reuse, attempt.job, computed_by)
+        decode_id = place.decode.node_id if place.decode and not ended_on_prefill else None
+        self.route = Route(place.prefill.node_id if place.prefill else None, decode_id, reuse)
+        missed = self._prediction.missed(attempt.job.attempt, reuse)
+        self._context.record(place, self._prediction.tokens, missed, reuse, attempt.age_s)
+        self._context.request_log.first(self._record, self.route)
+
+    def _ring(self, alarm: Timer) -> None:
+        if alarm is Timer.DEADLINE:
+            call = self._spec.call
+            self._mail.post(DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s"))
+        elif alarm is Timer.STALL:
+            self._race.stall()
+        else:
+            self._mail.post(alarm)
+
+    def _end(self, *, cancel: bool) -> None:
+        self._over = True
+        if self._alarms:
+            self._alarms.stop()
+        if self._migration:
+            self._migration.end()
+        self._race.close(cancel=cancel)
+        self._planner.end()
+        self._context.request_log.end(self._record, (self._outcome or "cancelled") if cancel else "done")

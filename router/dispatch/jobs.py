@@ -1,0 +1,55 @@
+"""What a request is to the nodes: its messages and hashes, and outputs out of deltas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.protocol.work import Generate, Work
+from kvferry.router.dispatch.interface import Output, RequestSpec
+
+
+def job(
+    spec: RequestSpec, request_id: str, attempt: int, delivered: tuple[int, ...], router_id: str, left_s: float
+) -> Job:
+    """Of one attempt, which goes on behind the output tokens that were delivered."""
+    return Job(
+        request_id=request_id,
+        attempt=attempt,
+        token_ids=spec.token_ids + delivered,
+        prompt_len=len(spec.token_ids),
+        work=_later(spec.work) if delivered else spec.work,
+        router_id=router_id,
+        namespace=spec.namespace,
+        trace=spec.call.trace,
+        deadline_s=left_s,
+        fork_of=spec.fork_of.request_id if spec.fork_of else "",
+        adapter=spec.adapter,
+        newcomer=spec.newcomer and not delivered,
+    )
+
+
+def hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> list[bytes]:
+    """Of the prompt and what was delivered; empty where nothing can be reused: some work needs the whole prompt
+    computed."""
+    if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
+        return []
+    return chain(root_hash(lease.fingerprint, spec.namespace, spec.adapter), token_ids, lease.block_size)
+
+
+def output(delta: TokenDelta) -> Output:
+    return Output(
+        delta.token_ids,
+        delta.logprobs,
+        delta.finish_reason,
+        delta.stop_token,
+        delta.prompt_logprobs,
+        delta.vector,
+    )
+
+
+def _later(work: Work) -> Work:
+    """Of an attempt after the first output."""
+    return replace(work, params=replace(work.params, prompt_logprobs=None)) if isinstance(work, Generate) else work

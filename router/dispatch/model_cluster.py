@@ -1,0 +1,249 @@
+"""The nodes of one model as the router sees them: implements `router.dispatch.interface.Cluster`, and
+`router.dispatch.context.DispatchContext`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvferry.placement.blocks import crowded
+from kvferry.placement.cache_value import CacheValue
+from kvferry.placement.capacity import Capacity, capacity
+from kvferry.placement.place import place
+from kvferry.placement.types import Demand, NodeKey, Placement
+from kvferry.protocol.errors import NoNodes, Overloaded
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import DecodeTarget, Job
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.protocol.work import Generate
+from kvferry.router.dispatch.attempt import Attempt
+from kvferry.router.dispatch.background_calls import BackgroundCalls
+from kvferry.router.dispatch.dispatch import RequestDispatch
+from kvferry.router.dispatch.events import Event
+from kvferry.router.dispatch.inflight_prefixes import InflightPrefixes
+from kvferry.router.dispatch.interface import ClusterInfo, RequestSpec
+from kvferry.router.dispatch.migration_attempt import MigrationAttempt
+from kvferry.router.dispatch.pending_requests import PendingRequests
+from kvferry.router.dispatch.poison_requests import PoisonRequests
+from kvferry.router.dispatch.prefixes import Prefixes
+from kvferry.router.dispatch.readiness import Readiness
+from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.nodes.adapters import GroupAdapters
+from kvferry.router.nodes.circuit_breakers import OpenBreakers
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.model_nodes import ModelNodes, holds
+from kvferry.router.nodes.node_entry import NodeEntry, node_key
+from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.request_log import RequestLog
+
+log = logging.getLogger(__name__)
+
+CAPACITY_S = 0.5
+"""How long what the nodes take at once is taken for what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the clusters of all models have in common; `RouterCluster` owns it. local_tokens, buddies, fetch and
+    patience_s as there."""
+
+    nodes: NodeTable
+    client: NodeClient
+    prefixes: Prefixes
+    background_calls: BackgroundCalls
+    metrics: RouterMetrics
+    local_tokens: int
+    buddies: bool
+    fetch: bool
+    patience_s: float
+    deaths: PoisonRequests
+    retries: RetryBudget
+    hedges: RetryBudget
+    request_log: RequestLog
+
+
+class ModelCluster:
+    """One group of the node table, placed on."""
+
+    def __init__(self, group: ModelNodes, shared: Shared) -> None:
+        self.nodes, self.group = shared.nodes, group
+        self.metrics = shared.metrics
+        self._reuse = shared.metrics.reuse.of(group.name.first)
+        self.background_calls = shared.background_calls
+        self.patience_s = shared.patience_s
+        self.held, self.underway, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
+        self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
+        self.router_id, self.request_log = shared.client.router_id, shared.request_log
+        self._client, self._prefixes, self._local_tokens = shared.client, shared.prefixes, shared.local_tokens
+        self._buddies, self._fetch = shared.buddies, shared.fetch
+        self.adapters = GroupAdapters(group, shared.nodes, shared.client)
+        self.leases = group.leases
+        self._info: ClusterInfo | None = None
+        self.trouble = Readiness(shared.nodes)
+        self._capacity, self._capacity_until = Capacity(), 0.0
+        self.nodes.listen(self._follow)
+
+    def info(self) -> ClusterInfo | None:
+        return self._info
+
+    def ready(self) -> dict[str, int]:
+        return {role: len(self.able(role)) for role in ("prefill", "decode")}
+
+    def capacity(self) -> Capacity:
+        now = self.nodes.clock()
+        if now >= self._capacity_until:
+            leases = (entry.lease for entry in self.group.members)
+            self._capacity, self._capacity_until = capacity(leases), now + CAPACITY_S
+        return self._capacity
+
+    def start(self, spec: RequestSpec) -> RequestDispatch:
+        """The work begins with the first iteration. What is refused here is what full nodes could not take, whatever
+        its prompt, while many wait for them: one look at kept sums, however many nodes there are."""
+        room = self.group.room
+        if not self.held.roomy and (not spec.work.ends_on_prompt() or not room.total.prefills):
+            refusal = room.refusal()
+            if isinstance(refusal, Overloaded):
+                raise refusal
+        self.retries.requests += 1
+        self.hedges.requests += 1
+        return RequestDispatch(spec, self)
+
+    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "") -> set[NodeKey]:
+        """Nodes that could take an attempt: ready, holding the adapter, and reachable as far as known; `besides` even
+        if it failed lately."""
+        shut = self._shut().nodes
+        return {
+            entry.key
+            for entry in self.group.members
+            if entry.lease.role == role
+            and entry.lease.state == "ready"
+            and entry.reachable
+            and (entry.key == besides or entry.key not in shut)
+            and holds(entry.lease, adapter)
+        }
+
+    async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
+        """Leading blocks held, by node id, and by other names of `index`: those known to be `held`, those under way,
+        and what the index tells; when that does not answer in time, what this router remembers."""
+        nodes = self.group.names
+        if not hashes or not nodes:
+            return {}
+        found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up)
+        here = {node_id: blocks for (node_id, epoch), blocks in held.items() if nodes.get(node_id) == epoch}
+        for node_id, blocks in (*self.underway.held(hashes, nodes).items(), *here.items()):
+            found[node_id] = max(blocks, found.get(node_id, 0))
+        return found
+
+    def remember(self, hashes: Sequence[bytes], nodes: Sequence[NodeLease]) -> None:
+        """The prompt of these blocks was computed there."""
+        self._prefixes.note(hashes, tuple(map(node_key, nodes)))
+
+    def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
+        """`held`: as `reuse` has it. Raises what `placement.place` raises. Nothing is booked yet: between this
+        and `launch` nothing may be awaited. What is suspected is used when there is nothing else, but by no stream that
+        moves, which runs on where it is."""
+        demand = replace(
+            demand,
+            local_tokens=self._local_tokens,
+            model=self.group.name.first,
+            fetches=self._fetch,
+            worth=0.0 if demand.recovers else self.worth.times,
+            stored_len=self.group.stored_len(held, demand.total_len),
+        )
+        views = self.group.views(held, demand.adapter)
+        shut = self._shut()
+        if any(shut):
+            nodes = demand.excluded | shut.nodes - {demand.pinned}
+            wary = replace(demand, excluded=nodes, broken=demand.broken | shut.pairs)
+            if demand.source:
+                return place(wary, views)
+            with contextlib.suppress(NoNodes, Overloaded):
+                return place(wary, views)
+        return place(demand, views)
+
+    def launch(
+        self, job: Job, placement: Placement, post: Callable[[Event], None], forerunner: Attempt | None = None,
+        hashes: Sequence[bytes] = (),
+    ) -> Attempt:  # fmt: skip
+        """Book the placement and begin."""
+        if node := placement.prefill or placement.decode:
+            job = replace(job, predicted=(placement.cached_len, node.epoch), holder=placement.holder)
+        if forerunner is not None:
+            return MigrationAttempt(forerunner, job, placement, post, **self._parts(placement, ()))
+        self.metrics.placements.labels("remote" if placement.prefill else "local").inc()
+        if self._buddies and isinstance(job.work, Generate) and placement.decode:
+            job = replace(job, buddy=self._buddy(placement.prefill, placement.decode))
+        return Attempt(job, placement, post, **self._parts(placement, hashes))
+
+    def doubt(self, late: Placement) -> None:
+        """An attempt placed so is late: what computes its prompt may not answer any more, unless it waits for room."""
+        decode = self.nodes.entries.get(node_key(late.decode)) if late.decode else None
+        if (node := late.prefill or late.decode) and not (decode and crowded(decode.view)):
+            self.nodes.suspicion.node_failed(node_key(node), surely=False)
+
+    def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:
+        """The first token came: compare what the placements promised with what happened. `last` is the placement of the
+        attempt which delivered, `waited_s` since its launch; `predicted` and `missed` as `Prediction` has them."""
+        self._reuse.count(predicted, reuse.cached_len, missed)
+        self.worth.saw(reuse.cached_len, reuse.prompt_len)
+        self.metrics.placement_regret.inc(max(0.0, waited_s - last.first_token_s))
+        log.debug(
+            "first token after %.4f s (expected %.4f), reused %d tokens (expected %d)",
+            waited_s, last.first_token_s, reuse.cached_len, predicted,
+        )  # fmt: skip
+
+    def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
+        """Where the prompt's tokens came from, as `node` told it. A wrong account is the node's bug and no reason to
+        fail a request: it is named, counted, and taken as nothing reused, like none at all."""
+        length = len(job.token_ids)
+        if told is not None and told.balanced and told.prompt_len == length:
+            return told
+        if told is not None:
+            self.metrics.account_violations.inc()
+            log.error("%s: wrong account of %d tokens from %s: %s", job.request_id, length, node and node.node_id, told)
+        return Reuse(length, computed=length)
+
+    def _shut(self) -> OpenBreakers:
+        return self.nodes.suspicion.shut() if self.nodes.suspicion.any else OpenBreakers()
+
+    def _buddy(self, prefill: NodeLease | None, decode: NodeLease) -> DecodeTarget | None:
+        """Who computes the prompt keeps what follows, too: it has the blocks before. Where the decode node computes it,
+        any other that works, of those that compute prompts if there are any."""
+        if prefill is not None:
+            return prefill.target
+        out = {node_key(decode), *self._shut().nodes}
+        others = [e.lease for e in self.group.members if e.key not in out and e.reachable and e.lease.state == "ready"]
+        best = [lease for lease in others if lease.role == "prefill"] or others
+        return random.choice(best).target if best else None
+
+    def _parts(self, placement: Placement, hashes: Sequence[bytes]) -> dict[str, Any]:
+        """What an attempt placed so is made of. hashes: of the blocks that it computes."""
+        computes = placement.prefill or placement.decode
+        assert computes
+        return {
+            "expected": self.underway.sent(hashes, node_key(computes)),
+            "prefill": self._entry(placement.prefill),
+            "decode": self._entry(placement.decode),
+            "suspicion": self.nodes.suspicion,
+            "client": self._client,
+            "background_calls": self.background_calls,
+            "request_log": self.request_log,
+        }
+
+    def _entry(self, lease: NodeLease | None) -> NodeEntry | None:
+        return self.nodes.entries[(lease.node_id, lease.epoch)] if lease else None
+
+    def _follow(self) -> None:
+        """The nodes changed: describe those that work together now."""
+        if leases := [entry.lease for entry in self.group.members]:
+            self._info = ClusterInfo(
+                model=leases[0].model,
+                max_model_len=min(lease.max_model_len for lease in leases),
+                block_size=leases[0].block_size,
+                fingerprint=leases[0].fingerprint,
+            )

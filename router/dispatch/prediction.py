@@ -1,0 +1,57 @@
+"""What a request was predicted to find in caches, and why it did not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvferry.placement.types import Placement
+from kvferry.protocol.errors import Fenced, Incompatible, KvferryError, NodeLost, StreamGone, TransferFailed
+from kvferry.protocol.prefix_reuse import Reuse
+
+REASONS: tuple[tuple[type[KvferryError], str], ...] = (
+    (Fenced, "fenced"),
+    (NodeLost, "node_lost"),
+    (StreamGone, "node_lost"),
+    (Incompatible, "layout"),
+    (TransferFailed, "not_arrived"),
+    (KvferryError, "refused"),
+)
+"""Why the prefix of an attempt was of no use, by the first kind of error that ended it."""
+
+
+class Prediction:
+    """Of the attempts before the first token, by their numbers. tokens: what the first of them was predicted to find,
+    which is what the request was predicted to."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._attempts: dict[int, tuple[int, str]] = {}
+
+    def began(self, number: int, placement: Placement) -> None:
+        """One that ends without an error lost against another."""
+        if not self._attempts:
+            self.tokens = placement.cached_len
+        self._attempts[number] = (placement.cached_len, "outrun")
+
+    def ended(self, number: int, error: KvferryError) -> None:
+        if number in self._attempts:
+            reason = next(reason for kind, reason in REASONS if isinstance(error, kind))
+            self._attempts[number] = (self._attempts[number][0], reason)
+
+    def missed(self, number: int, reuse: Reuse) -> Counter[str]:
+        """Tokens that were predicted and not reused, by reason, now that attempt `number` has delivered. A token that
+        was predicted where that went is missing for what the node says of it; one that was not, for what ended the
+        last attempt that was to find it."""
+        missed: Counter[str] = Counter()
+        there, _ = self._attempts.get(number, (self.tokens, ""))
+        at, until = reuse.cached_len, min(self.tokens, there)
+        for reason, tokens in (*reuse.missed, ("unknown", until)):
+            taken = min(tokens, until - at)
+            if taken > 0:
+                missed[reason] += taken
+                at += taken
+        for cached, reason in reversed([told for each, told in self._attempts.items() if each != number]):
+            if min(cached, self.tokens) > at:
+                missed[reason] += min(cached, self.tokens) - at
+                at = min(cached, self.tokens)
+        return missed

@@ -1,0 +1,121 @@
+"""Who holds the prefix of a request: the block index, and what this router remembers where that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from kvferry.placement.types import NodeKey
+from kvferry.protocol.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+MOST_REMEMBERED = 1 << 16
+MOST_NODES = 8
+"""That are remembered of one block."""
+TELL_S = 10.0
+DOUBT_S = 5.0
+"""After an outage: rows may be lost, until the nodes wrote them again."""
+
+
+class BlockLookup(Protocol):
+    """The block index, as far as the router needs it."""
+
+    async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
+        """Leading blocks held, by node id, for nodes given with their live epoch."""
+
+
+class Remembered:
+    """Which nodes had a block computed for this router, the last ones first: `most` blocks at most, the older half
+    leaves at once. What a node dropped since is not known here; it computes it again."""
+
+    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+        self._half = most // 2
+        self._young: dict[bytes, tuple[NodeKey, ...]] = {}
+        self._old: dict[bytes, tuple[NodeKey, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def note(self, hashes: Sequence[bytes], nodes: tuple[NodeKey, ...]) -> None:
+        """These nodes hold a prompt of these blocks now."""
+        blocks = hashes[: self._half]
+        if len(self._young) + sum(block not in self._young for block in blocks) > self._half:
+            self._old, self._young = self._young, {}
+        before: tuple[NodeKey, ...] = ()
+        for place, block in enumerate(blocks):
+            known = self._known(block)
+            if not known:
+                self._young.update(dict.fromkeys(blocks[place:], nodes))
+                break
+            if known is not before:  # neighbours share theirs
+                before, merged = known, (*nodes, *(node for node in known if node not in nodes))[:MOST_NODES]
+            self._young[block] = merged
+
+    def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
+        """Leading blocks held, by node id, of nodes given with their epoch: who holds a block holds all before it."""
+        found: dict[str, int] = {}
+        for length in range(len(hashes), 0, -1):
+            for node_id, epoch in self._known(hashes[length - 1]):
+                if nodes.get(node_id) == epoch:
+                    found.setdefault(node_id, length)
+            if len(found) == len(nodes):
+                break
+        return found
+
+    def _known(self, block: bytes) -> tuple[NodeKey, ...]:
+        return self._young.get(block) or self._old.get(block) or ()
+
+
+class Prefixes:
+    """Asks the index within a time."""
+
+    def __init__(
+        self,
+        lookup: BlockLookup,
+        metrics: RouterMetrics,
+        limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lookup, self._metrics, self._limit_s, self._clock = lookup, metrics, limit_s, clock
+        self._remembered = Remembered()
+        self._told, self._told_at = True, -math.inf
+        self._doubted_until = -math.inf
+        self.note = self._remembered.note
+
+    async def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int], up: bool = True) -> dict[str, int]:
+        """Leading blocks held, by node id, of nodes given with their epoch. `up`: whether it is worth asking."""
+        found = await self._asked(hashes, nodes) if up else None
+        now = self._clock()
+        if found is None:
+            self._doubted_until = now + DOUBT_S
+        held = found or {}
+        if now < self._doubted_until:
+            for node_id, length in self._remembered.held(hashes, nodes).items():
+                held[node_id] = max(length, held.get(node_id, 0))
+        return held
+
+    async def _asked(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int] | None:
+        """None if there is no answer in time."""
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                held = await self._lookup.longest_prefix(hashes, nodes)
+        except Exception as error:
+            self._tell(False, f"block index does not answer, placing by load and by what is remembered: {error!r}")
+            return None
+        finally:
+            self._metrics.index_seconds.observe(time.perf_counter() - began)
+        self._tell(True, "block index answers again")
+        return held
+
+    def _tell(self, answers: bool, text: str) -> None:
+        """A line where this changed, and none more than every TELL_S: it may change with each request."""
+        now = self._clock()
+        if answers != self._told and now >= self._told_at + TELL_S:
+            log.log(logging.INFO if answers else logging.WARNING, text)
+            self._told, self._told_at = answers, now

@@ -1,0 +1,28 @@
+"""Whether a router that starts knows enough to take the place of one before it."""
+
+from __future__ import annotations
+
+from kvferry.router.nodes.node_table import NodeTable
+
+OTHERS = "there are nodes of another wire version, and none of this one that can decode"
+
+
+class Readiness:
+    """The whole of `Cluster.trouble`. Nodes of another wire version do not tell of which model they are: one node that
+    can decode, of any model, shows that those of this version have come."""
+
+    def __init__(self, nodes: NodeTable) -> None:
+        self._nodes = nodes
+        self._yes = False
+
+    def __call__(self) -> str:
+        if self._yes:
+            return ""
+        others = self._nodes.incompatible_nodes.roles["decode"]
+        why = self._nodes.contact.trouble or (OTHERS if others and not self._decodes() else "")
+        self._yes = not why
+        return why
+
+    def _decodes(self) -> bool:
+        entries = self._nodes.entries.values()
+        return any(e.lease.role == "decode" and e.lease.state == "ready" and e.reachable for e in entries)

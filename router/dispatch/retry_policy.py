@@ -1,0 +1,96 @@
+"""What follows a failed attempt (DESIGN rule 8):
+
+same prefill again (before any byte, once) → another prefill, or pair → local prefill on decode → another decode
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from kvferry.placement.types import NodeKey, Pair
+from kvferry.protocol.errors import (
+    Cancelled,
+    Draining,
+    GrantRefused,
+    KvferryError,
+    NodeLost,
+    Overloaded,
+    StepFailed,
+)
+from kvferry.router.dispatch.failures import Failure
+from kvferry.router.nodes.node_entry import node_key
+
+MAX_FAILURES = 8
+MAX_PREFILL_FAILURES = 3
+MAX_STEP_FAILURES = 2
+"""Nodes that may find a request to break their steps: a third would, too."""
+
+
+@dataclass(slots=True)
+class RetryPolicy:
+    """The state of one request's retries since it last got on: which nodes and pairs it avoids, which it insists on.
+    What failed before that is left to the suspicion that all requests share."""
+
+    excluded: set[NodeKey] = field(default_factory=set)
+    broken: set[Pair] = field(default_factory=set)
+    pinned: NodeKey | None = None
+    local_only: bool = False
+    _repeated: bool = False
+    _prefill_failures: int = 0
+    _failures: int = 0
+    _step_failures: int = 0
+    _delivered: int = 0
+
+    def climb(self, failure: Failure, delivered: int, prefills: Collection[NodeKey]) -> str:
+        """Decide the next attempt and name its rung. `delivered`: output tokens the client has; `prefills`: live nodes
+        that could prefill. Raises the failure's error if no other attempt can help."""
+        error, *keys = failure.error, *map(node_key, failure.culprits)
+        if not error.retryable:
+            raise error
+        if delivered > self._delivered:
+            self._begin_anew(delivered)
+        if not isinstance(error, GrantRefused | Overloaded):
+            self._failures += 1
+        self._step_failures += isinstance(error, StepFailed)
+        if self._failures >= MAX_FAILURES or self._step_failures >= MAX_STEP_FAILURES:
+            raise error
+        self.pinned = None
+        if len(keys) == 2:
+            return self._after_pair(keys[0], keys[1])
+        if failure.culprits[0].role == "prefill":
+            return self._after_prefill(error, keys[0], delivered, prefills)
+        self.excluded.add(keys[0])
+        return "wait_for_room" if isinstance(error, GrantRefused | Overloaded) else "another_decode"
+
+    def forgive(self) -> None:
+        """Nothing else is left: allow again what failed before."""
+        self.excluded.clear()
+        self.broken.clear()
+
+    def _begin_anew(self, delivered: int) -> None:
+        self.forgive()
+        self.local_only = False
+        self._prefill_failures = self._failures = self._step_failures = 0
+        self._delivered = delivered
+
+    def _after_pair(self, prefill: NodeKey, decode: NodeKey) -> str:
+        """Either may work with another; if not, the decode node needs nobody."""
+        self.broken.add((prefill, decode))
+        self._prefill_failures += 1
+        if self._prefill_failures < MAX_PREFILL_FAILURES:
+            return "another_pair"
+        self.local_only = True
+        return "local_prefill"
+
+    def _after_prefill(self, error: KvferryError, key: NodeKey, delivered: int, prefills: Collection[NodeKey]) -> str:
+        worth_repeating = not isinstance(error, Overloaded | Draining | Cancelled | NodeLost | StepFailed)
+        if delivered == 0 and not self._repeated and worth_repeating and key in prefills:
+            self._repeated, self.pinned = True, key
+            return "same_prefill"
+        self.excluded.add(key)
+        self._prefill_failures += 1
+        if self._prefill_failures < MAX_PREFILL_FAILURES and set(prefills) - self.excluded:
+            return "another_prefill"
+        self.local_only = True
+        return "local_prefill"

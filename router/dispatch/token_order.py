@@ -1,0 +1,70 @@
+"""Output tokens of one request in order, each once, out of deltas that come from several nodes in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from kvferry.protocol.messages import TokenDelta
+
+
+@dataclass(slots=True)
+class OrderedTokens:
+    """`tokens` are those handed out so far, `finished` whether the last one was among them. Deltas of one attempt may
+    come early, twice or overlapping; `restart` forgets what came early when another attempt takes over."""
+
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+    _early: dict[int, TokenDelta] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        self._early.clear()
+
+    def goes_on(self, delta: TokenDelta) -> bool:
+        """Whether a delta follows at once what is out, and more will; it is taken then."""
+        if not 0 < len(self.tokens) == delta.index or delta.finish_reason is not None or self._early:
+            return False
+        self.tokens += delta.token_ids
+        return True
+
+    def push(self, delta: TokenDelta) -> Iterable[TokenDelta]:
+        """Take a delta. Those that are now due, trimmed to begin where the last one ended: to be looked at at once, for
+        each is handed out as it is looked at."""
+        if delta.index == len(self.tokens) and not self._early and not self.finished:
+            return (self._take(delta),)
+        return self._due(delta)
+
+    def _due(self, delta: TokenDelta) -> Iterator[TokenDelta]:
+        known = self._early.get(delta.index)
+        if known is None or _worth(known) < _worth(delta):
+            self._early[delta.index] = delta
+        while self._early and not self.finished:
+            index = min(self._early)
+            if index > len(self.tokens):
+                return
+            due = _tail(self._early.pop(index), len(self.tokens) - index)
+            if due is not None:
+                yield self._take(due)
+
+    def _take(self, due: TokenDelta) -> TokenDelta:
+        self.tokens += due.token_ids
+        self.finished = due.finish_reason is not None
+        return due
+
+
+def _worth(delta: TokenDelta) -> tuple[int, bool]:
+    return (len(delta.token_ids), delta.finish_reason is not None)
+
+
+def _tail(delta: TokenDelta, skip: int) -> TokenDelta | None:
+    """The delta without its first `skip` tokens; None if nothing new is left."""
+    if skip == 0:
+        return delta
+    if skip > len(delta.token_ids) or (skip == len(delta.token_ids) and delta.finish_reason is None):
+        return None
+    return replace(
+        delta,
+        index=delta.index + skip,
+        token_ids=delta.token_ids[skip:],
+        logprobs=None if delta.logprobs is None else delta.logprobs[skip:],
+    )

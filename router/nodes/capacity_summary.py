@@ -1,0 +1,77 @@
+"""What a model's nodes come to together, figured when somebody looks: a request changes its nodes' bookings six times,
+and looks once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvferry.placement.rejections import full, no_nodes
+from kvferry.placement.types import NodeKey, NodeView
+from kvferry.protocol.errors import KvferryError
+
+
+class Part(NamedTuple):
+    """What one node adds to the Room: nodes of each role that are ready, blocks that may still be asked of it, blocks
+    asked of it beyond what it takes, and blocks it gives back in a second."""
+
+    prefills: int = 0
+    decodes: int = 0
+    spare_blocks: int = 0
+    excess_blocks: int = 0
+    freed_per_s: float = 0.0
+
+
+class CapacitySummary:
+    """`total`: the sum of the nodes' parts: whether anything can be placed is known without asking each node. `views`:
+    of those of the group that can be reached. `placed` counts the bookings ever made."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.placed = 0
+        self._total = Part()
+        self._views: dict[NodeKey, NodeView] = {}
+        self._changed: dict[Callable[[], None], None] = {}
+
+    @property
+    def total(self) -> Part:
+        self.figure()
+        return self._total
+
+    @property
+    def views(self) -> dict[NodeKey, NodeView]:
+        self.figure()
+        return self._views
+
+    def changed(self, figure: Callable[[], None]) -> None:
+        """A node has: `figure`, which tells by `change` what it is then, is called before anybody looks."""
+        self._changed[figure] = None
+
+    def figure(self) -> None:
+        """All that have changed."""
+        changed, self._changed = self._changed, {}
+        for figure in changed:
+            figure()
+
+    def change(self, key: NodeKey, view: NodeView | None, before: Part, after: Part) -> None:
+        """Of one node: its view, if it has one, and its part."""
+        if view is not None:
+            self._views[key] = view
+        else:
+            self._views.pop(key, None)
+        if before != after:
+            own = self._total
+            self._total = Part(
+                own.prefills + after.prefills - before.prefills,
+                own.decodes + after.decodes - before.decodes,
+                own.spare_blocks + after.spare_blocks - before.spare_blocks,
+                own.excess_blocks + after.excess_blocks - before.excess_blocks,
+                own.freed_per_s + after.freed_per_s - before.freed_per_s,
+            )
+
+    def refusal(self) -> KvferryError | None:
+        """Why a request that needs a decode node cannot be placed whatever its length; None if it may be."""
+        total = self.total
+        if not total.decodes:
+            return no_nodes(self.model)
+        return None if total.spare_blocks else full(total.excess_blocks / total.freed_per_s)

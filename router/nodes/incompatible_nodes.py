@@ -1,0 +1,33 @@
+"""Nodes that speak another wire version than this router: the log names each once, and nothing is placed on them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+from kvferry.protocol.labels import ROLES
+from kvferry.protocol.layout import WIRE_VERSION
+from kvferry.protocol.lease import IncompatibleLease
+
+log = logging.getLogger(__name__)
+
+
+class IncompatibleNodes:
+    """roles: how many there are now of each role."""
+
+    def __init__(self) -> None:
+        self.roles: Counter[str] = Counter()
+        self._known: frozenset[IncompatibleLease] = frozenset()
+
+    def see(self, nodes: Iterable[IncompatibleLease]) -> bool:
+        """They are in the registry now. Whether that changed anything."""
+        seen = frozenset(nodes)
+        for node in sorted(seen - self._known, key=lambda each: each.node_id):
+            log.error(
+                "node %s speaks wire version %d and this router %d: not used until both are of one release",
+                node.node_id, node.version, WIRE_VERSION,
+            )  # fmt: skip
+        changed, self._known = seen != self._known, seen
+        self.roles = Counter(node.role for node in seen if node.role in ROLES)
+        return changed

@@ -1,0 +1,135 @@
+"""What nodes say, believed once it is looked at: their bytes may be anything, and must end no request but their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from math import isfinite
+from operator import attrgetter
+from typing import Any
+
+from kvferry.protocol.errors import KvferryError, from_body
+from kvferry.protocol.messages import AttemptFailed, Deviation, FirstToken, Job, Pulse, ShipDone, StepFrame, TokenDelta
+from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.protocol.wire import WireError, well_typed
+from kvferry.protocol.work import Generate
+
+MAX_ID = 2**31 - 1
+"""Of tokens and counts."""
+MAX_RETRY_S = 3600.0
+_PLAIN = frozenset((str, bytes, bool, type(None)))
+REASONS = (None, "stop", "length", "closed")
+
+
+def check_frame(frame: Any) -> StepFrame:
+    """A frame of a token stream. Raises WireError."""
+    if not isinstance(frame, StepFrame) or type(frame.deltas) is not tuple or type(frame.failed) is not tuple:
+        raise WireError(f"a {type(frame).__name__} on a token stream")
+    if type(frame.number) is not int or frame.number < 0 or not (frame.pulse is None or _is_pulse(frame.pulse)):
+        raise WireError("a StepFrame that makes no sense")
+    for delta in frame.deltas:
+        _check_delta(delta)
+    told = frame.deviations
+    if type(told) is not tuple or not all(isinstance(each, Deviation) and _sound(each) for each in told):
+        raise WireError("a Deviation that makes no sense")
+    for failure in frame.failed:
+        if not isinstance(failure, AttemptFailed) or not _sound(failure):
+            raise WireError("an AttemptFailed that makes no sense")
+    return frame
+
+
+def check_answer(message: Any) -> FirstToken | ShipDone | AttemptFailed:
+    """A message of a prefill's answer. Raises WireError."""
+    if isinstance(message, FirstToken):
+        _check_delta(message.delta)
+        if well_typed(message) and _sound((message.queue_s, message.compute_s)):
+            return message
+    elif isinstance(message, ShipDone | AttemptFailed) and _sound(message):
+        return message
+    raise WireError(f"a {type(message).__name__} that makes no sense in a prefill's answer")
+
+
+def refusal_of(status: int, body: bytes, retry_after: str | None) -> KvferryError:
+    """The error that a node's HTTP refusal says, whatever its bytes are."""
+    told = f"HTTP status {status}"
+    try:
+        error = from_body(json.loads(body), told)
+    except (ValueError, RecursionError):
+        error = KvferryError(told)
+    with contextlib.suppress(TypeError, ValueError):
+        seconds = float(retry_after)  # type: ignore[arg-type]
+        error.retry_after = seconds if 0 <= seconds <= MAX_RETRY_S else None
+    return error
+
+
+def suits(delta: TokenDelta, job: Job) -> bool:
+    """Whether a delta can be an answer to this job: no more tokens than it asks for, and what it asks for beside
+    them."""
+    work, ends = job.work, delta.finish_reason is not None
+    if not isinstance(work, Generate):
+        return not delta.token_ids and (delta.vector is not None or not ends) and len(delta.vector or b"") % 4 == 0
+    params = work.params
+    told = delta.logprobs
+    return (
+        (bool(delta.token_ids) or ends)
+        and delta.index + len(delta.token_ids) <= max(1, params.max_tokens)
+        and (told is None or len(told) == len(delta.token_ids))
+        and (delta.prompt_logprobs is None or len(delta.prompt_logprobs) == job.prompt_len)
+    )
+
+
+def _check_delta(delta: Any) -> None:
+    """Called for every token: nearly all have nothing but tokens."""
+    if type(delta) is TokenDelta and type(delta.token_ids) is tuple and type(delta.attempt) is int:
+        plain = delta.logprobs is None and delta.prompt_logprobs is None
+        if (
+            type(delta.request_id) is str
+            and type(delta.index) is int
+            and 0 <= delta.index <= MAX_ID
+            and _are_ids(delta.token_ids)
+            and delta.finish_reason in REASONS
+            and (delta.stop_token is None or type(delta.stop_token) is int)
+            and (plain or _sound(delta))
+            and (delta.reuse is None or (type(delta.reuse) is Reuse and _sound(delta.reuse)))
+            and (delta.vector is None or type(delta.vector) is bytes)
+        ):
+            return
+    raise WireError("a TokenDelta that makes no sense")
+
+
+def _are_ids(tokens: tuple[Any, ...]) -> bool:
+    """A loop: a generator costs more than the one token of nearly every delta."""
+    for token in tokens:  # noqa: SIM110
+        if type(token) is not int or not 0 <= token <= MAX_ID:
+            return False
+    return True
+
+
+def _is_pulse(value: Any) -> bool:
+    return isinstance(value, Pulse) and _sound(value)
+
+
+def _sound(value: Any) -> bool:
+    """Whether a message's fields are of their types, all the way down, and its numbers finite and within bounds."""
+    kind = type(value)
+    if kind is int:
+        return bool(-(2**63) <= value < 2**63)
+    if kind in _PLAIN:
+        return True
+    if kind is float:
+        return isfinite(value)
+    if kind is tuple:
+        return all(map(_sound, value))
+    return not is_dataclass(kind) or (well_typed(value) and all(map(_sound, _parts(kind)(value))))
+
+
+@cache
+def _parts(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """What reads the fields of a message."""
+    names = [field.name for field in fields(kind)]
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda value: tuple(getattr(value, name) for name in names)

@@ -1,0 +1,209 @@
+"""One live node as this router knows it: its lease, what the router booked there, who listens to its token stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kvferry.placement.blocks import freed_per_s
+from kvferry.placement.types import NodeKey, NodeView
+from kvferry.protocol.errors import KvferryError, NodeLost
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.lease import Load, NodeLease
+from kvferry.protocol.messages import AttemptFailed, Pulse, StepFrame, TokenDelta
+from kvferry.router.nodes.capacity_summary import CapacitySummary, Part
+from kvferry.router.nodes.reservations import Reservations
+
+log = logging.getLogger(__name__)
+
+STALL_S, STALL = 2.0, 10.0
+"""A step hangs that takes longer than STALL_S, and than STALL times what is usual on its node."""
+
+
+def node_key(lease: NodeLease) -> NodeKey:
+    return (lease.node_id, lease.epoch)
+
+
+class Listener(Protocol):
+    """Who listens to one request on a node's token stream. No call may block."""
+
+    def delta(self, delta: TokenDelta) -> None:
+        """New tokens, of any attempt of the request."""
+
+    def failed(self, failure: AttemptFailed) -> None:
+        """The node gave up an attempt."""
+
+    def lost(self, error: KvferryError) -> None:
+        """The stream broke: nothing more will come. The listener is detached."""
+
+    def drains(self) -> None:
+        """The node drains: what runs there should go on elsewhere."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """What one attempt was promised on one node, until `release`. `lost` is called once if the node is lost."""
+
+    tokens: int
+    blocks: int
+    lost: Callable[[NodeLost], None]
+    _entry: NodeEntry
+
+    def settle(self) -> None:
+        """The prompt is computed, or the blocks are in use: from now on the lease alone speaks for them."""
+        self._entry._count(-self.tokens, -self.blocks, 0)
+        self.tokens = self.blocks = 0
+
+    def release(self) -> None:
+        if self in self._entry.bookings:
+            del self._entry.bookings[self]
+            self._entry._count(-self.tokens, -self.blocks, -1)
+
+
+class NodeEntry:
+    """`view` is the node as a placement sees it that reuses nothing there; `open` whether its token stream is, `linked`
+    whether it is or may be again with nothing lost; `stalled` whether a thread of the node hangs; `reachable` whether
+    what is sent there is worked on, as far as its stream tells. corrupt: told of each ship to the node from another one
+    that was wrong."""
+
+    def __init__(
+        self,
+        lease: NodeLease,
+        room: CapacitySummary,
+        corrupt: Callable[[NodeKey, NodeKey], None] = lambda sender, here: None,
+    ) -> None:
+        self.key = node_key(lease)
+        self.lease = lease
+        self.open = self.linked = self.stalled = self.reachable = False
+        self.bookings: dict[Reservation, None] = {}
+        self.listeners: dict[str, Listener] = {}
+        self._book, self._room, self._corrupt = Reservations(), room, corrupt
+        self._grouped, self._placed, self._part = False, 0, Part()
+        self._changed()
+
+    @property
+    def view(self) -> NodeView:
+        self._room.figure()
+        return self._view
+
+    @property
+    def idle(self) -> bool:
+        """No booking and no listener is left."""
+        return not self.bookings and not self.listeners and self._book.empty
+
+    @property
+    def drains(self) -> bool:
+        return self.lease.state == "draining"
+
+    def renew(self, lease: NodeLease) -> None:
+        """The registry was read."""
+        self._book.roll()
+        began, self.lease = lease.state != self.lease.state, lease
+        self._changed()
+        if began and self.drains:
+            for listener in list(self.listeners.values()):
+                listener.drains()
+
+    def forget_load(self) -> None:
+        """The lease is too old to tell what the node does now."""
+        total = self.lease.load.total_blocks
+        self.lease = replace(self.lease, load=Load(total_blocks=total, free_blocks=total))
+        self._changed()
+
+    def join(self, grouped: bool) -> None:
+        """Whether the node belongs to the group that is placed on."""
+        self._grouped = grouped
+        self._changed()
+
+    def promise(self, tokens: int, blocks: int, lost: Callable[[NodeLost], None]) -> Reservation:
+        """Book a request from now on."""
+        booking = Reservation(tokens, blocks, lost, self)
+        self.bookings[booking] = None
+        self._room.placed = self._placed = self._room.placed + 1
+        self._count(tokens, blocks, 1)
+        return booking
+
+    def lose(self, error: NodeLost) -> None:
+        """The node is gone: tell everyone who booked it."""
+        self.join(False)
+        for booking in list(self.bookings):
+            booking.lost(error)
+
+    def opened(self) -> None:
+        """The token stream is accepted."""
+        self.open = self.linked = True
+        self._changed()
+
+    def pause(self) -> None:
+        """The token stream broke, and may go on where it broke off."""
+        self.open = False
+        self._changed()
+
+    def deal(self, frame: StepFrame) -> None:
+        """A frame of the token stream, for whom it concerns."""
+        if frame.pulse is not None:
+            self._feel(frame.pulse)
+        for delta in frame.deltas:
+            if listener := self.listeners.get(delta.request_id):
+                listener.delta(delta)
+        for failure in frame.failed:
+            if listener := self.listeners.get(failure.request_id):
+                listener.failed(failure)
+        for each in frame.deviations:
+            log.warning("what %s shipped of %s is not what %s computes", each.sender[0], each.request_id, self.key[0])
+            self._corrupt(each.sender, self.key)
+
+    def broken(self, error: KvferryError) -> None:
+        """The token stream ended, and what was asked of the node with it."""
+        self.open = self.linked = self.stalled = False
+        self._changed()
+        self._give_up(error)
+
+    def _feel(self, pulse: Pulse) -> None:
+        """An engine that hangs gives nothing more to anybody; a link that does breaks what it carries by itself."""
+        hangs = pulse.engine_s > max(STALL_S, STALL * pulse.usual_s)
+        stalled = hangs or pulse.link_s > STALL_S
+        if stalled != self.stalled:
+            log.log(logging.WARNING if stalled else logging.INFO, "%s %s", self.key[0], pulse if stalled else "moves")
+            self.stalled = stalled
+            self._changed()
+        if hangs:
+            self._give_up(NodeLost(f"{self.key[0]}: a step has taken {pulse.engine_s:.1f} s"))
+
+    def _give_up(self, error: KvferryError) -> None:
+        """Tell all who wait for the node. Listeners are detached."""
+        listeners, self.listeners = self.listeners, {}
+        for listener in listeners.values():
+            listener.lost(error)
+        if isinstance(error, NodeLost):
+            for booking in list(self.bookings):
+                booking.lost(error)
+
+    def _count(self, tokens: int, blocks: int, requests: int) -> None:
+        self._book.add(tokens, blocks, requests)
+        self._changed()
+
+    def _figure(self) -> None:
+        """Tell the room, before anybody looks at it, what the node has become."""
+        lease, load = self.lease, self.lease.load
+        queued = blocks_for(load.waiting_tokens, lease.block_size) if lease.role == "decode" else 0
+        tokens, blocks, requests = self._book.counted(
+            load.waiting_tokens, load.granted_blocks + queued, load.running_requests + load.waiting_requests
+        )
+        self._view = NodeView(lease, 0, tokens, requests, blocks, self._placed)
+        before, self._part = self._part, self._part_now()
+        self._room.change(self.key, self._view if self._grouped and self.reachable else None, before, self._part)
+
+    def _changed(self) -> None:
+        self.reachable = self.open and not self.stalled
+        self._room.changed(self._figure)
+
+    def _part_now(self) -> Part:
+        if not self._grouped or self.lease.state != "ready":
+            return Part()
+        if self.lease.role == "prefill":
+            return Part(prefills=1) if self.reachable else Part()
+        spare = self.view.spare_blocks
+        return Part(0, 1, max(0, spare), max(0, -spare), freed_per_s(self.view)) if self.reachable else Part()

@@ -1,0 +1,244 @@
+"""The router's view of the live nodes.
+
+Membership comes from the registry; a node that comes back with another epoch is lost, as is one that loses its lease
+while no token stream vouches for it, and everything booked on it is told. While the registry does not answer, the last
+known nodes stay: whether they live is then seen by their connections alone. A registry that came back empty is not
+believed before its nodes had time to renew, and one that went back in time not against a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Protocol
+
+from kvferry.model_files.model_name import ModelName
+from kvferry.placement.types import NodeKey
+from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.errors import Fenced, NodeLost
+from kvferry.protocol.labels import NODE_STATES, ROLES
+from kvferry.protocol.lease import IncompatibleLease, NodeLease
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.nodes.circuit_breakers import CircuitBreakers
+from kvferry.router.nodes.incompatible_nodes import IncompatibleNodes
+from kvferry.router.nodes.lease_validation import is_same, is_sound
+from kvferry.router.nodes.model_nodes import ModelNodes
+from kvferry.router.nodes.node_entry import NodeEntry, node_key
+from kvferry.router.nodes.registry_health import RegistryHealth
+
+log = logging.getLogger(__name__)
+
+
+class NodeSource(Protocol):
+    """The registry, as far as the router needs it. foreign: nodes of another wire version, as of the last answer."""
+
+    incompatible: tuple[IncompatibleLease, ...]
+
+    async def nodes(self) -> list[NodeLease]:
+        """Every node with a live lease. Raises when the registry cannot be reached."""
+
+
+STARTING_S = 2.0
+"""After the first node appeared, others are expected."""
+LONGEST_PAUSE_S = 2.0
+"""Between two questions to a registry that does not answer."""
+
+
+class NodeTable:
+    """Live nodes by (id, epoch).
+
+    entries   all live nodes of served models, of any fingerprint and state
+    groups    a model's each
+    contact   with the registry
+    suspicion what failed lately
+    """
+
+    def __init__(
+        self,
+        source: NodeSource,
+        metrics: RouterMetrics,
+        *,
+        poll_s: float = 0.5,
+        grace_s: float = 3.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.entries: dict[NodeKey, NodeEntry] = {}
+        self.groups: list[ModelNodes] = []
+        self._groups: dict[NodeKey, ModelNodes] = {}
+        self._strangers: set[NodeKey] = set()
+        self.incompatible_nodes = IncompatibleNodes()
+        self.clock = clock
+        self.contact = RegistryHealth(metrics, clock)
+        self.suspicion = CircuitBreakers(clock, metrics.quarantines.inc)
+        self._source, self._metrics = source, metrics
+        self._poll_s, self._grace_s = poll_s, grace_s
+        self._listeners: list[Callable[[], None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._believe_absence_at = self._first_seen_at = 0.0
+        self._empty, self._told_unsound = True, False
+
+    async def start(self) -> None:
+        await self.refresh()
+        self._task = asyncio.create_task(self._poll(), name="node-table")
+
+    async def stop(self) -> None:
+        if self._task:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def add(self, group: ModelNodes) -> ModelNodes:
+        """Follow the nodes of one more model; before `start`."""
+        self.groups.append(group)
+        return group
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Call `changed` after every poll that added or removed a node, or changed its role, state or adapters."""
+        self._listeners.append(changed)
+
+    def suspect(self, entry: NodeEntry) -> None:
+        """The node does not answer: nothing new goes there for a moment."""
+        self.suspicion.node_failed(entry.key)
+
+    async def refresh(self) -> None:
+        """Read the registry once."""
+        try:
+            async with asyncio.timeout(2.0):
+                leases = await self._source.nodes()
+        except Exception as error:
+            self._unanswered(error)
+            return
+        self.contact.answered()
+        self._take(leases)
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(self.pause_s * (random.uniform(0.5, 1.0) if self.contact.failures else 1.0))
+            try:
+                await self.refresh()
+            except Exception:
+                log.exception("the nodes could not be brought up to date")
+
+    @property
+    def pause_s(self) -> float:
+        """Until the next question: short until the first nodes are there, for a cluster that starts waits for this;
+        long while there is no answer."""
+        starting = not self.entries or self.clock() - self._first_seen_at < STARTING_S
+        pause_s = self._poll_s / 5 if starting else self._poll_s
+        return min(pause_s * 2.0 ** min(self.contact.failures, 10), max(LONGEST_PAUSE_S, pause_s))
+
+    def _unanswered(self, error: Exception) -> None:
+        self.contact.failed(error, len(self.entries))
+        self._believe_absence_at = self.clock() + self._grace_s
+        if self.contact.silent_s > self._grace_s:
+            for entry in self.entries.values():
+                entry.forget_load()
+
+    def _take(self, told: list[NodeLease]) -> None:
+        leases = self._sound(told)
+        before = self._states()
+        self._notice_emptiness(not leases)
+        newest = self._newest(leases)
+        for key in [key for key in self.entries if self._is_lost(key, newest.get(key[0]))]:
+            self._lose(key, newest.get(key[0]))
+        for known in self.entries.values():
+            if known.linked and known.key[0] not in newest:
+                known.forget_load()
+        for lease in newest.values():
+            if entry := self.entries.get(node_key(lease)):
+                entry.renew(lease)
+            elif group := self._group(lease):
+                entry = NodeEntry(lease, group.room, self.suspicion.corrupt)
+                self.entries[entry.key], self._groups[entry.key] = entry, group
+        self._tell_strangers(newest.values())
+        if self.incompatible_nodes.see(self._source.incompatible):
+            self._count()
+        if self._states() != before:
+            self._regroup()
+            self._count()
+            for changed in self._listeners:
+                changed()
+
+    def _newest(self, leases: Iterable[NodeLease]) -> dict[str, NodeLease]:
+        """By node id. A lease older than a node whose stream flows is what a registry tells that went back to an older
+        state: it is none."""
+        linked = {node_id: epoch for (node_id, epoch), entry in self.entries.items() if entry.linked}
+        told = sorted(leases, key=lambda lease: lease.epoch)
+        return {lease.node_id: lease for lease in told if lease.epoch >= linked.get(lease.node_id, 0)}
+
+    def _sound(self, leases: list[NodeLease]) -> list[NodeLease]:
+        """Those that can be reckoned with: one that cannot must not end the following of all. A node that is known
+        stays as it was known."""
+        odd = [lease for lease in leases if not is_sound(lease)]
+        if odd and not self._told_unsound:
+            log.warning("a lease makes no sense: %r", odd[0])
+        self._told_unsound = bool(odd)
+        if not odd:
+            return leases
+        known = [entry.lease for entry in self.entries.values() if any(is_same(entry.lease, lease) for lease in odd)]
+        return [lease for lease in leases if is_sound(lease)] + known
+
+    def _states(self) -> dict[NodeKey, tuple[str, str, tuple[AdapterName, ...]]]:
+        """What is told when it changes, of each node."""
+        leases = {key: entry.lease for key, entry in self.entries.items()}
+        return {key: (lease.role, lease.state, lease.adapters) for key, lease in leases.items()}
+
+    def _notice_emptiness(self, empty: bool) -> None:
+        if empty and not self._empty:
+            self._believe_absence_at = max(self._believe_absence_at, self.clock() + self._grace_s)
+        elif self._empty and not empty:
+            self._first_seen_at = self.clock()
+        self._empty = empty
+
+    def _is_lost(self, key: NodeKey, lease: NodeLease | None) -> bool:
+        """`lease`: the newest of the node's id."""
+        if lease is not None:
+            return lease.epoch != key[1]
+        return self.clock() >= self._believe_absence_at and not self.entries[key].linked
+
+    def _lose(self, key: NodeKey, successor: NodeLease | None) -> None:
+        log.warning("node %s (epoch %d) is lost", *key)
+        del self._groups[key]
+        lost = Fenced(f"{key[0]} is epoch {successor.epoch} now") if successor else NodeLost(f"{key[0]} lost its lease")
+        self.entries.pop(key).lose(lost)
+
+    def _group(self, lease: NodeLease) -> ModelNodes | None:
+        """Whose model the node runs, by what it is called; None: nobody's, or it cannot be told."""
+        name = _name(lease)
+        for alike in (ModelName.shares, ModelName.resembles):
+            if found := [group for group in self.groups if alike(group.name, name)]:
+                return found[0] if len(found) == 1 else None
+        return None
+
+    def _tell_strangers(self, leases: Iterable[NodeLease]) -> None:
+        """The log has a line for each node that runs none of the models."""
+        strangers = {node_key(lease): lease for lease in leases if node_key(lease) not in self.entries}
+        for key in strangers.keys() - self._strangers:
+            served = ", ".join(repr(name) for group in self.groups for name in group.name.all)
+            log.warning(
+                "node %s runs %r and this router serves %s: not used. If it is the same model, give both one "
+                "--served-model-name", key[0], _name(strangers[key]).first, served,
+            )  # fmt: skip
+        self._strangers = set(strangers)
+
+    def _regroup(self) -> None:
+        for group in self.groups:
+            group.keep(entry for entry in self.entries.values() if self._groups[entry.key] is group)
+
+    def _count(self) -> None:
+        groups = [(entry.lease, self._groups[entry.key]) for entry in self.entries.values()]
+        counts = Counter((lease.role, group.state(lease), group.name.first) for lease, group in groups)
+        for role, state, group in product(ROLES, NODE_STATES, self.groups):
+            self._metrics.nodes.labels(role, state, group.name.first).set(counts[role, state, group.name.first])
+        for role in ROLES:
+            self._metrics.nodes.labels(role, "incompatible", "").set(self.incompatible_nodes.roles[role])
+
+
+def _name(lease: NodeLease) -> ModelName:
+    return ModelName(lease.model, lease.served_names)

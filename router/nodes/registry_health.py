@@ -1,0 +1,51 @@
+"""How a router stands with the registry."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from kvferry.protocol.errors import RegistryRefuses
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.runtime.log import RateLimitedLog
+
+log = logging.getLogger(__name__)
+
+
+class RegistryHealth:
+    """up        whether the registry answered the last question
+    trouble   why it has never answered one; empty once it has
+    failures  questions in a row without an answer
+
+    The log has a line per outage; one each ten seconds where the registry refuses us, which somebody has to mend.
+    """
+
+    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self.up, self.failures = False, 0
+        self.trouble = "the registry was not asked yet"
+        self._metrics, self._clock = metrics, clock
+        self._answered_at = clock()
+        self._refused = RateLimitedLog(log)
+
+    @property
+    def silent_s(self) -> float:
+        """Since the last answer."""
+        return self._clock() - self._answered_at
+
+    def answered(self) -> None:
+        if self.failures:
+            log.info("registry answers again")
+        self.up, self.failures, self.trouble, self._answered_at = True, 0, "", self._clock()
+        self._metrics.registry_up.set(1)
+
+    def failed(self, error: Exception, known: int) -> None:
+        """A question was not answered. known: nodes that are kept meanwhile."""
+        if isinstance(error, RegistryRefuses):
+            self._refused.warning("registry refuses this router, keeping %d nodes: %s", known, error)
+        elif not self.failures:
+            log.warning("registry does not answer, keeping %d nodes: %r", known, error)
+        self.up, self.failures = False, self.failures + 1
+        if self.trouble:
+            self.trouble = f"{error}" or "no answer in time"
+        self._metrics.registry_up.set(0)

@@ -1,0 +1,54 @@
+"""What a router booked on one node, told apart from what the node's lease already counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+LEASE_LAG_POLLS = 3
+"""Polls during which a lease may still describe the node as it was (renewed every second, polled twice a second)."""
+
+
+class Reservations:
+    """Sums of one node's bookings (tokens, blocks, requests), and the most they were while its lease could be written.
+
+    A figure of the lease counts all routers' requests as they were up to `LEASE_LAG_POLLS` polls ago. What exceeds our
+    own peak of that time belongs to others: figure with bookings = max(0, leased - own peak) + own now.
+    """
+
+    def __init__(self) -> None:
+        self._now = (0, 0, 0)
+        self._peak = (0, 0, 0)
+        self._history: deque[tuple[int, int, int]] = deque(maxlen=LEASE_LAG_POLLS)
+        self._leased_peak = (0, 0, 0)
+
+    @property
+    def empty(self) -> bool:
+        return self._now == (0, 0, 0)
+
+    def add(self, tokens: int, blocks: int, requests: int) -> None:
+        self._now = (self._now[0] + tokens, self._now[1] + blocks, self._now[2] + requests)
+        now, peak = self._now, self._peak
+        self._peak = (max(now[0], peak[0]), max(now[1], peak[1]), max(now[2], peak[2]))
+
+    def roll(self) -> None:
+        """A lease was read."""
+        if self._peak == self._leased_peak == (0, 0, 0):
+            return
+        self._history.append(self._peak)
+        self._leased_peak = _most(self._history)
+        self._peak = self._now
+
+    def counted(self, tokens: int, blocks: int, requests: int) -> tuple[int, int, int]:
+        """The lease's figures with the bookings counted once."""
+        own, peak = self._now, self._leased_peak
+        return (
+            max(0, tokens - peak[0]) + own[0],
+            max(0, blocks - peak[1]) + own[1],
+            max(0, requests - peak[2]) + own[2],
+        )
+
+
+def _most(sums: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
+    tokens, blocks, requests = (max(column) for column in zip(*sums, strict=True))
+    return (tokens, blocks, requests)

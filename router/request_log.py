@@ -1,0 +1,144 @@
+"""What a router remembers of the latest requests, ships and events, for those who watch it.
+
+Bounded, and written to a few times for each request: never for a token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvferry.placement.types import Placement
+from kvferry.protocol.messages import ShipDone
+from kvferry.router.dispatch.interface import RequestSpec, Route
+
+log = logging.getLogger(__name__)
+
+RECENT, NOTES, SHIPS = 200, 200, 4096
+"""So many that ended, that happened, that went from node to node are kept: the latest."""
+LONGEST_TOLD = 200
+"""Characters of what is told of an event: nodes wrote some of it."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """Of one journey. Times are of the chronicle's clock. prefill, decode: node ids, as far as it is placed; cached: of
+    the prompt; rungs: attempts after the first; outcome: empty while it is under way, then done, cancelled (its
+    client left) or an error's code."""
+
+    request_id: str
+    tenant: str
+    model: str
+    work: str
+    prompt: int
+    arrived: float
+    began: float
+    prefill: str = ""
+    decode: str = ""
+    cached: int = 0
+    first_at: float | None = None
+    ended_at: float = 0.0
+    rungs: int = 0
+    outcome: str = ""
+    _tokens: Sequence[int] = ()
+    _output: int = 0
+
+    @property
+    def output(self) -> int:
+        """Output tokens so far."""
+        return self._output or len(self._tokens)
+
+    def sent(self, placement: Placement, *, onward: bool = False) -> None:
+        """An attempt was placed so. `onward`: a stream goes on there, and its prompt was computed before."""
+        if not onward:
+            self.prefill = placement.prefill.node_id if placement.prefill else ""
+        self.decode = placement.decode.node_id if placement.decode else ""
+
+    def end(self, outcome: str, now: float) -> None:
+        """The tokens are let go of: a record may be kept for long."""
+        self.outcome, self.ended_at = outcome, now
+        self._output, self._tokens = len(self._tokens), ()
+
+
+class LoggedEvent(NamedTuple):
+    """Something that happened: a rung of the ladder, under a request and with the nodes that are to blame, or a node
+    that came, drained or went."""
+
+    at: float
+    kind: str
+    nodes: tuple[str, ...]
+    told: str
+    request_id: str = ""
+    tenant: str = ""
+
+
+class Shipped(NamedTuple):
+    """A ship that was acknowledged."""
+
+    at: float
+    prefill: str
+    decode: str
+    blocks: int
+    size: int
+    seconds: float
+
+
+class RequestLog:
+    """`running` are the journeys under way, the oldest first; `recent`, `notes` and `ships` end with the latest."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.began = clock()
+        self.running: dict[RequestRecord, None] = {}
+        self.recent: deque[RequestRecord] = deque(maxlen=RECENT)
+        self.notes: deque[LoggedEvent] = deque(maxlen=NOTES)
+        self.ships: deque[Shipped] = deque(maxlen=SHIPS)
+
+    def begin(self, spec: RequestSpec, model: str, tokens: Sequence[int]) -> RequestRecord:
+        """A journey begins; `end` must follow. tokens: those that it has put out, which grow."""
+        call, work = spec.call, type(spec.work).__name__.lower()
+        record = RequestRecord(
+            spec.request_id, call.tenant, model, work, len(spec.token_ids), call.arrival, self.clock(), _tokens=tokens
+        )
+        self.running[record] = None
+        return record
+
+    def first(self, record: RequestRecord, route: Route) -> None:
+        """Its first token came, on this route."""
+        record.first_at = self.clock()
+        record.prefill, record.decode = route.prefill or "", route.decode or ""
+        record.cached = route.reuse.cached_len
+
+    def rung(self, record: RequestRecord | None, rung: str, nodes: Sequence[str], told: str = "") -> None:
+        """Another attempt of it follows, or runs beside."""
+        if record is None:
+            return
+        record.rungs += 1
+        self.notes.append(
+            LoggedEvent(self.clock(), rung, tuple(nodes), told[:LONGEST_TOLD], record.request_id, record.tenant)
+        )
+
+    def end(self, record: RequestRecord | None, outcome: str) -> None:
+        """It ended; only the first word about that counts."""
+        if record in self.running:
+            del self.running[record]
+            record.end(outcome, self.clock())
+            self.recent.append(record)
+
+    def node(self, kind: str, node_id: str, told: str) -> None:
+        """Of a node: it came, drains, or went."""
+        self.notes.append(LoggedEvent(self.clock(), kind, (node_id,), told[:LONGEST_TOLD]))
+
+    def shipped(self, placement: Placement, told: ShipDone) -> None:
+        """The blocks of an attempt placed so arrived."""
+        log.debug(
+            "%s shipped %d blocks in %.4f s, %.4f s exposed",
+            told.request_id, told.blocks, told.ship_s, told.exposed_s,
+        )  # fmt: skip
+        if placement.prefill and placement.decode:
+            pair = placement.prefill.node_id, placement.decode.node_id
+            self.ships.append(Shipped(self.clock(), *pair, told.blocks, told.bytes, told.ship_s))

@@ -1,0 +1,84 @@
+"""The router asks nodes to change their roles (`--elastic`), where the pools of a model need it.
+
+Any router may: nodes see to it that one change is made at a time, that each role keeps a node, and that roles rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+
+from kvferry.placement.role_balance import Change, Demands, backlog_s, wanted
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.lease import NodeLease
+from kvferry.router.api.served_models import ServedModel
+
+log = logging.getLogger(__name__)
+
+LOOK_S, HOLD_S = 0.5, 3.0
+"""Between two looks, and for how long a change must have been wanted: a burst is not answered by another cluster."""
+
+Ask = Callable[[NodeLease, str, float], Awaitable[None]]
+"""A node to take a role, if roles have rested for so many seconds. Raises KvferryError."""
+
+
+class RoleRebalancer:
+    """Of one router, over all its models. rest_s: how long roles stay as they are after a change."""
+
+    def __init__(
+        self, pools: Iterable[ServedModel], ask: Ask, rest_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pools, self._ask, self._rest_s, self._clock = list(pools), ask, rest_s, clock
+        self._since: dict[str, tuple[str, float]] = {}
+
+    async def look(self) -> None:
+        """Ask for what has been wanted long enough."""
+        for pool in self._pools:
+            change = self._wanted(pool)
+            role = change.role if change else ""
+            known, since = self._since.get(pool.name, ("", 0.0))
+            if role != known:
+                self._since[pool.name] = (role, self._clock())
+            elif change is not None and self._clock() - since >= HOLD_S:
+                del self._since[pool.name]
+                await self._make(change)
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Looks all the time, within."""
+        task = asyncio.create_task(self._run(), name="balance")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def _wanted(self, pool: ServedModel) -> Change | None:
+        info = pool.cluster.info()
+        leases = [lease for lease in pool.cluster.leases() if info and lease.fingerprint == info.fingerprint]
+        own = pool.backlog
+        waits_s, seats = (own.prefill_s(), own.decode_nodes()) if own else (0.0, 0.0)
+        asked = Demands(backlog_s(leases) + waits_s, sum(lease.pressure for lease in leases) + seats)
+        return wanted(leases, asked, self._rest_s)
+
+    async def _make(self, change: Change) -> None:
+        node = change.node
+        try:
+            await self._ask(node, change.role, change.rest_s)
+        except KvferryError as error:
+            log.info("%s stays a %s node: %s", node.node_id, node.role, error)
+        else:
+            log.info("%s, a %s node, is to become a %s node", node.node_id, node.role, change.role)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except Exception:
+                log.exception("the roles of nodes could not be looked at")

@@ -1,0 +1,34 @@
+"""How the requests that come compare with those that nodes begin."""
+
+from __future__ import annotations
+
+import math
+
+MEMORY_S = 15.0
+"""Time constant: what came earlier counts ever less."""
+
+
+class ArrivalRate:
+    """Of sequences, of late."""
+
+    def __init__(self) -> None:
+        self._came = self._begun = self._at = 0.0
+
+    def came(self, sequences: int, now: float) -> None:
+        self._pass(now)
+        self._came += sequences
+
+    def began(self, sequences: int, now: float) -> None:
+        self._pass(now)
+        self._begun += sequences
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 the queue grows, below it shrinks. 1 where nothing comes, infinite where nothing begins."""
+        if not self._came:
+            return 1.0
+        return self._came / self._begun if self._begun else math.inf
+
+    def _pass(self, now: float) -> None:
+        fade = math.exp((self._at - now) / MEMORY_S)
+        self._came, self._begun, self._at = self._came * fade, self._begun * fade, now

@@ -1,0 +1,225 @@
+"""Turns: a request waits here, where order can be chosen, until the nodes have room for it.
+
+What nodes take at once is a window: sequences as many as decode nodes run, prompt tokens as many as those that prefill
+compute in a moment. While there is room and nobody waits, a turn is there at once and nothing is scheduled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+from kvferry.placement.capacity import Capacity
+from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.request_context import RequestContext
+from kvferry.router.tenants.arrival_rate import ArrivalRate
+from kvferry.router.tenants.backlog import Waiting
+from kvferry.router.tenants.fair_queue import FairQueue
+from kvferry.router.tenants.tenant import Tenant
+from kvferry.router.tenants.tenant_queue import OUTPUT_WEIGHT, Slot, Window
+
+HORIZON_S = 0.1
+"""Where tenants share the nodes: seconds of prompts that are queued there, ahead of whoever comes next."""
+AHEAD = 2
+"""Where there is one tenant: sequences under way, as a multiple of those that run, so that no node waits for one."""
+LOOK_S = 0.5
+"""While requests wait, nodes are looked at so often: more of them may have come."""
+LOOKED_AT = 32
+"""Turns, the newest ones, of which it is asked at each look whether they will begin in time."""
+MEMORY_S = 20.0
+"""Time constant of the rate at which work is done."""
+WORTH_S = 2.0
+"""So long must have been watched before the rate is worth a refusal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of one request: sequences, tokens of its prompts, and the most output tokens of a sequence."""
+
+    sequences: int
+    prompt: int
+    most_output: int
+
+
+class ThroughputEstimate:
+    """Tokens of work done in a second, over the time in which requests waited: only then is it the nodes' own."""
+
+    def __init__(self) -> None:
+        self._work = self._seconds = 0.0
+        self._since: float | None = None
+
+    def busy(self, now: float, waiting: bool) -> None:
+        """Whether requests wait, from now on."""
+        self._pass(now)
+        self._since = now if waiting else None
+
+    def done(self, work: float, now: float) -> None:
+        if self._since is not None:
+            self._pass(now)
+            self._work += work
+
+    @property
+    def rate(self) -> float:
+        """0 as long as it is not known."""
+        return self._work / self._seconds if self._seconds >= WORTH_S else 0.0
+
+    def _pass(self, now: float) -> None:
+        if self._since is not None:
+            elapsed, self._since = now - self._since, now
+            fade = max(0.0, 1 - elapsed / MEMORY_S)
+            self._work, self._seconds = self._work * fade, self._seconds * fade + elapsed
+
+
+class Waiter(NamedTuple):
+    """Whoever waits for a turn: told when it comes, or that it will not before the deadline."""
+
+    coming: asyncio.Future[None]
+    deadline: float
+
+
+class SchedulerSlots:
+    """The queue of one pool of nodes. Belongs to an asyncio loop.
+
+    capacity     what the nodes take; asked for at every turn. Without it nobody ever waits
+    shared       whether there are several tenants
+    most_queued  requests of one tenant that may wait
+    """
+
+    def __init__(
+        self,
+        capacity: Callable[[], Capacity] = Capacity,
+        metrics: RouterMetrics | None = None,
+        *,
+        shared: Callable[[], bool] = lambda: False,
+        most_queued: int = 512,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._capacity, self._shared, self._clock = capacity, shared, clock
+        self._metrics = metrics or RouterMetrics()
+        self._most_queued = most_queued
+        self._queue = FairQueue()
+        self._pace, self._flow = ThroughputEstimate(), ArrivalRate()
+        self._waiters: dict[Slot, Waiter] = {}
+        self._told = 0
+        self._look: asyncio.TimerHandle | None = None
+
+    async def take(self, tenant: Tenant, call: RequestContext, size: Size) -> Slot:
+        """A turn, when it has come; `end` must follow, and `began` may before. Raises Overloaded as soon as it cannot
+        come before the call's deadline, and when too many of the tenant's wait."""
+        self._flow.came(size.sequences, self._clock())
+        turn = self._queue.enter(tenant, size.sequences, size.prompt, size.most_output, call.priority)
+        self._deal()
+        if not turn.begun:
+            await self._wait(turn, call)
+        return turn
+
+    def began(self, turn: Slot, share: float) -> None:
+        """The first token is out; this share of the prompt was computed for it."""
+        self._queue.compute(turn, share)
+        if self._queue.queued:
+            self._deal()
+
+    def end(self, turn: Slot, computed: int, output: int) -> None:
+        """The request ended, or gave up: so many prompt tokens were computed, so many tokens put out."""
+        self._queue.leave(turn, computed, output)
+        if self._queue.queued:
+            self._pace.done(computed + OUTPUT_WEIGHT * output, self._clock())
+            self._deal()
+
+    @property
+    def waiting(self) -> Waiting:
+        """All that waits."""
+        seconds = self._queue.work / self._pace.rate if self._pace.rate else inf
+        sequences = sum(turn.sequences for turn in self._waiters)
+        return Waiting(sequences, sum(turn.prompt for turn in self._waiters), seconds, self._flow.ratio)
+
+    async def _wait(self, turn: Slot, call: RequestContext) -> None:
+        now = self._clock()
+        try:
+            self._check(turn, call.deadline - now)
+            coming = asyncio.get_running_loop().create_future()
+            self._waiters[turn] = Waiter(coming, call.deadline)
+            self._note()
+            try:
+                async with asyncio.timeout(max(0.0, call.deadline - now)):
+                    await coming
+            except TimeoutError:
+                raise self._hopeless(self._ahead_s(turn)) from None
+        except BaseException:
+            self._waiters.pop(turn, None)
+            self.end(turn, 0, 0)
+            self._note()
+            raise
+        self._metrics.turn_wait.observe(self._clock() - now)
+
+    def _check(self, turn: Slot, left_s: float) -> None:
+        lane = turn.lane
+        if lane.queued > self._most_queued:
+            place_s = self._ahead_s(turn) / lane.queued
+            raise Overloaded(f"{lane.queued - 1} requests wait for a turn, the limit", retry_after=max(1.0, place_s))
+        ahead_s = self._ahead_s(turn)
+        if ahead_s > left_s:
+            raise self._hopeless(ahead_s - left_s)
+
+    def _ahead_s(self, turn: Slot) -> float:
+        """Seconds until it is likely to begin; 0 while that cannot be said."""
+        return self._queue.ahead(turn) / self._pace.rate if self._pace.rate else 0.0
+
+    def _hopeless(self, again_s: float) -> Overloaded:
+        queued = len(self._waiters)
+        return Overloaded(
+            f"{queued} requests wait for the nodes; this one would not begin before its deadline",
+            retry_after=max(1.0, again_s),
+        )
+
+    def _deal(self) -> None:
+        """Let begin whoever may."""
+        window, some_waited = self._window(), bool(self._waiters)
+        while (turn := self._queue.next(window)) is not None:
+            self._flow.began(turn.sequences, self._clock())
+            waiter = self._waiters.pop(turn, None)
+            if waiter is not None and not waiter.coming.done():
+                waiter.coming.set_result(None)
+        if some_waited:
+            self._note()
+
+    def _window(self) -> Window:
+        capacity, shared = self._capacity(), self._shared()
+        if not capacity.sequences:
+            return Window()
+        if not shared:
+            return Window(AHEAD * capacity.sequences)
+        return Window(capacity.sequences, HORIZON_S * capacity.prompt_per_s, True)
+
+    def _note(self) -> None:
+        """Who waits has changed."""
+        waiting = len(self._waiters)
+        self._metrics.queued.inc(waiting - self._told)
+        self._told = waiting
+        self._pace.busy(self._clock(), waiting > 0)
+        if self._look is not None and not waiting:
+            self._look.cancel()
+            self._look = None
+        elif self._look is None and waiting:
+            self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._deal()
+        self._send_away()
+        self._note()
+
+    def _send_away(self) -> None:
+        """Who waits and would not begin in time hears so as soon as that can be told; a few at a time."""
+        now, most_s = self._clock(), self._queue.work / self._pace.rate if self._pace.rate else 0.0
+        doubtful = (pair for pair in reversed(self._waiters.items()) if now + most_s > pair[1].deadline)
+        for turn, waiter in list(islice(doubtful, LOOKED_AT)):
+            late_s = now + self._ahead_s(turn) - waiter.deadline
+            if late_s > 0 and not waiter.coming.done():
+                waiter.coming.set_exception(self._hopeless(late_s))

@@ -1,0 +1,147 @@
+"""Token ids of texts that begin as earlier ones did: only what is new is encoded.
+
+A long text is cut where its tokens cannot depend on the other side, its parts are remembered. Cuts are found from the
+text's beginning on, so texts that begin alike have parts in common. A part may be cut from the next one between a
+character that is no space and a space that a letter follows, of ASCII: no known pattern looks across it, no normaliser
+composes across it, and pairs are merged within words only. Which tokenizers that holds for is asked once (`cuts`); all
+others encode whole texts, as does a text with an added token that spans such a place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from sys import getsizeof
+from typing import Any
+from unicodedata import normalize
+
+from tokenizers import Tokenizer, models
+
+PART_CHARS = 4096
+"""A part's length, up to the next place where it may be cut."""
+LEAST_CHARS = 2 * PART_CHARS
+"""A shorter text is encoded as a whole, in a millisecond or two."""
+MOST_BYTES = 2**26
+"""Of the parts that are remembered of one model and their ids, the last used."""
+CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z])", re.ASCII)
+_CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
+_REST = "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+PATTERNS = frozenset(
+    (
+        _CASELESS + "\\p{N}{1,3}" + _REST,  # Llama 3
+        _CASELESS + "\\p{N}" + _REST,  # Qwen 2
+        "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",  # GPT-2
+    )
+)
+"""Of pre-tokenizers, by which a word ends before a space and begins with it."""
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+
+
+class TokenCache:
+    """Of one tokenizer. `encode` gives the ids of texts, each by itself, without what a model puts around them. May be
+    used from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, encode: Encode, most: int = MOST_BYTES) -> None:
+        self._encode, self._most = encode, most
+        self._around = around(tokenizer) if cuts(tokenizer) else None
+        self._parts: OrderedDict[str, array[int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def worth(self, text: str) -> bool:
+        """Whether the text may be cut, and is long enough for it."""
+        return self._around is not None and len(text) >= LEAST_CHARS
+
+    def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Of the whole text, where it may be cut."""
+        assert self._around is not None
+        parts = list(_parts(text))
+        with self._lock:
+            known = {part: found for part in parts if (found := self._parts.get(part)) is not None}
+        new = [part for part in dict.fromkeys(parts) if part not in known]
+        known.update((part, array("i", ids)) for part, ids in zip(new, self._encode(new), strict=True))
+        self._keep(known)
+        before, after = self._around if add_special_tokens else ((), ())
+        whole = list(before)
+        for part in parts:
+            whole.extend(known[part])
+        whole.extend(after)
+        return whole
+
+    def _keep(self, used: dict[str, array[int]]) -> None:
+        with self._lock:
+            for part, ids in used.items():
+                if part not in self._parts:
+                    self._parts[part] = ids
+                    self._bytes += _size(part, ids)
+                self._parts.move_to_end(part)
+            while self._bytes > self._most:
+                self._bytes -= _size(*self._parts.popitem(last=False))
+
+
+def _size(part: str, ids: array[int]) -> int:
+    """Bytes: of characters beyond ASCII there are up to four for each, and as many ids."""
+    return getsizeof(part) + getsizeof(ids)
+
+
+def cuts(tokenizer: Tokenizer) -> bool:
+    """Whether texts may be cut as the module says."""
+    model, added = tokenizer.model, tokenizer.get_added_tokens_decoder().values()
+    return (
+        isinstance(model, models.BPE)
+        and not model.dropout
+        and not (model.unk_token and model.fuse_unk)
+        and not any(token.lstrip or token.rstrip or token.single_word for token in added)
+        and not any(CUT.search(normalize("NFC", token.content) + "a") for token in added)
+        and all(step["type"] == "NFC" for step in _steps(tokenizer.normalizer, "normalizers"))
+        and _splits(_steps(tokenizer.pre_tokenizer, "pretokenizers"))
+        and tokenizer.truncation is None
+        and tokenizer.padding is None
+    )
+
+
+def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
+    """Ids that the model wants before and behind a text; None where they may depend on it."""
+    kinds = {step["type"] for step in _steps(tokenizer.post_processor, "processors")}
+    found = tokenizer.encode("a", add_special_tokens=True)
+    own = [place for place, special in enumerate(found.special_tokens_mask) if not special]
+    if not own or not kinds <= {"ByteLevel", "TemplateProcessing"}:
+        return None
+    return found.ids[: own[0]], found.ids[own[-1] + 1 :]
+
+
+def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
+    """The steps of a part of the tokenizer, `inner` being what a sequence calls its own."""
+
+    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+        return [step for each in state[inner] for step in flat(each)] if state["type"] == "Sequence" else [state]
+
+    return [] if part is None else flat(json.loads(part.__getstate__()))
+
+
+def _splits(steps: Sequence[dict[str, Any]]) -> bool:
+    """Whether words are found by known patterns, and end up as bytes."""
+    if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
+        return False
+    found = steps[-1]["use_regex"]
+    for step in steps[:-1]:
+        if step["type"] == "Split":
+            if step["pattern"].get("Regex") not in PATTERNS or step["behavior"] != "Isolated" or step["invert"]:
+                return False
+            found = True
+        elif step["type"] != "Digits":
+            return False
+    return bool(found)
+
+
+def _parts(text: str) -> Iterator[str]:
+    begin = 0
+    while cut := CUT.search(text, begin + PART_CHARS):
+        yield text[begin : cut.start()]
+        begin = cut.start()
+    yield text[begin:]

@@ -1,0 +1,64 @@
+"""The metrics of several processes as one text in Prometheus' format: each sample labelled by its process.
+
+They are labelled and not summed, as those of several routers are: a sum would fall when a process is replaced or does
+not answer in time, and Prometheus would take that for a counter that began again.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import generate_latest
+
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.worker_peers.peers import WorkerPeers
+
+LABEL = "worker"
+UP = "kvferry_worker_up"
+"""The one metric that is made here: 1 for each process that answered."""
+
+
+async def scraped(metrics: RouterMetrics, peers: WorkerPeers) -> bytes:
+    """What this process tells a scrape: its own metrics, and those of its siblings."""
+    own = generate_latest(metrics.registry)
+    if peers.alone:
+        return own
+    texts: dict[int, str | None] = {peers.own: own.decode()}
+    for number, told in (await peers.ask("metrics")).items():
+        texts[number] = None if told is None else told.decode()
+    return together(texts).encode()
+
+
+def together(texts: Mapping[int, str | None]) -> str:
+    """The expositions by process; None of one that does not answer."""
+    families: dict[str, list[str]] = {}
+    for number, text in sorted(texts.items()):
+        for header, samples in _families(text or ""):
+            families.setdefault(header, []).extend(_labelled(sample, number) for sample in samples)
+    up = f"# HELP {UP} 1 for each process of this router that answered.\n# TYPE {UP} gauge\n"
+    families[up] = [f'{UP}{{{LABEL}="{number}"}} {float(text is not None)}\n' for number, text in sorted(texts.items())]
+    return "".join(header + "".join(samples) for header, samples in families.items())
+
+
+def _families(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The lines that describe each, and its samples."""
+    header, samples = "", list[str]()
+    for line in io.StringIO(text, newline="\n"):
+        if not line.startswith("#"):
+            samples.append(line)
+            continue
+        if samples:
+            yield header, samples
+            header, samples = "", []
+        header += line
+    yield header, samples
+
+
+def _labelled(sample: str, number: int) -> str:
+    """`name{a="b"} 1` or `name 1`, with one more label."""
+    name, labels, rest = sample.partition("{")
+    if not labels or " " in name:
+        name, _, value = sample.partition(" ")
+        return f'{name}{{{LABEL}="{number}"}} {value}'
+    return f'{name}{{{LABEL}="{number}",{rest}'

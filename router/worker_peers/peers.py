@@ -1,0 +1,107 @@
+"""The router processes behind one port, as one of them sees the others: each answers on a unix socket of its own.
+
+A question is a line of JSON, its name and its words; the answer is what follows until the end of the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+from kvferry.protocol.settings import RouterSettings
+
+Answer = Callable[..., Awaitable[bytes]]
+"""Of the words of a question."""
+
+ASK_S = 1.0
+"""What a sibling may take to answer, unless the question says otherwise: who asks for readiness waits two seconds."""
+
+log = logging.getLogger(__name__)
+
+
+class WorkerPeers:
+    """Of router process `own` among `count`, whose sockets are in `folder`; on its own where there is no other. Who
+    has something to tell puts it into `answers`, by the name under which others `ask` for it."""
+
+    def __init__(self, own: int = 0, count: int = 1, folder: str = "") -> None:
+        self.own, self.count = own, count
+        self.answers: dict[str, Answer] = {"alive": _alive}
+        self._folder = Path(folder)
+
+    @classmethod
+    def of(cls, settings: RouterSettings) -> WorkerPeers:
+        """As the process that started this one told it."""
+        if settings.worker < 0:
+            return cls()
+        return cls(settings.worker, settings.workers, settings.workers_dir)
+
+    @property
+    def alone(self) -> bool:
+        return self.count == 1
+
+    def others(self) -> Iterator[int]:
+        return (number for number in range(self.count) if number != self.own)
+
+    @contextlib.asynccontextmanager
+    async def answering(self) -> AsyncIterator[None]:
+        """They may ask within; what an earlier process of this number left is replaced."""
+        if self.alone:
+            yield
+            return
+        path = place(self._folder, self.own)
+        path.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._answer, path)
+        try:
+            yield
+        finally:
+            server.close()
+
+    async def ask(self, name: str, *words: object, within_s: float = ASK_S) -> dict[int, bytes | None]:
+        """What each of the others answers; None of one that does not."""
+        numbers = list(self.others())
+        asking = (ask(self._folder, number, name, *words, within_s=within_s) for number in numbers)
+        return dict(zip(numbers, await asyncio.gather(*asking), strict=True))
+
+    async def silent(self) -> list[int]:
+        """Those that do not answer."""
+        return [number for number, answer in (await self.ask("alive")).items() if answer is None]
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            name, *words = json.loads(await reader.readline())
+            writer.write(await self.answers[name](*words) + END)
+            await writer.drain()
+        except (OSError, ValueError, KeyError) as error:
+            log.warning("a question of another router process was not answered: %r", error)
+        finally:
+            writer.close()
+
+
+END = b"\n."
+"""Behind every answer: one that was cut off is none."""
+
+
+async def ask(folder: Path, number: int, name: str, *words: object, within_s: float = ASK_S) -> bytes | None:
+    """What router process `number` answers; None if it does not within so many seconds."""
+    try:
+        async with asyncio.timeout(within_s):
+            reader, writer = await asyncio.open_unix_connection(place(folder, number))
+            with contextlib.closing(writer):
+                writer.write(json.dumps([name, *words]).encode() + b"\n")
+                answer = await reader.read(-1)
+    except (OSError, TimeoutError):
+        return None
+    return answer.removesuffix(END) if answer.endswith(END) else None
+
+
+def place(folder: Path, number: int) -> Path:
+    """Of a process's socket."""
+    return folder / f"{number}.sock"
+
+
+async def _alive() -> bytes:
+    return b""

@@ -1,0 +1,107 @@
+"""Cores that several processes of one machine compute on: one of them at a time.
+
+Threads of a computation wait for each other awake, so two computations on the same cores take far longer than one after
+the other. Who wants to compute takes the cores and leaves them again, in order of arrival. It is a courtesy, on which
+nothing but speed depends: who waited for too long computes all the same. Two robust mutexes in memory that the
+processes share, `next` for who is the next and `held` for who computes; those of a process that dies are free again.
+Beside them is the time until which somebody who waits has something urgent to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import time
+from ctypes import byref, c_char, c_int, c_long, c_longlong, c_void_p
+
+_LIBC = ctypes.CDLL(None, use_errno=False)
+_SHARED, _ROBUST, _MONOTONIC = 1, 1, 1
+"""As Linux has PTHREAD_PROCESS_SHARED, PTHREAD_MUTEX_ROBUST and CLOCK_MONOTONIC."""
+_MUTEX_BYTES, _ATTRIBUTE_BYTES = 128, 64
+"""At least what the types take."""
+_URGENT_NS = 250_000_000
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", c_long), ("nanoseconds", c_long))
+
+
+def make() -> int:
+    """A descriptor of the shared memory, for all that are to open it; -1 where the platform has no such mutexes."""
+    if not hasattr(os, "memfd_create") or not hasattr(_LIBC, "pthread_mutex_clocklock"):
+        return -1
+    descriptor = os.memfd_create("cores")
+    os.ftruncate(descriptor, mmap.PAGESIZE)
+    attributes = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
+    _LIBC.pthread_mutexattr_init(attributes)
+    _LIBC.pthread_mutexattr_setpshared(attributes, _SHARED)
+    _LIBC.pthread_mutexattr_setrobust(attributes, _ROBUST)
+    for mutex in _mutexes(mmap.mmap(descriptor, mmap.PAGESIZE)):
+        _LIBC.pthread_mutex_init(mutex, attributes)
+    return descriptor
+
+
+class CoreLock:
+    """One process's view of them. A thread that takes them must be the one that leaves them."""
+
+    def __init__(self, descriptor: int) -> None:
+        memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._next, self._held = _mutexes(memory)
+        self._urgent_ns = c_longlong.from_buffer(memory, 2 * _MUTEX_BYTES)
+
+    def take(self, within_s: float) -> bool:
+        """Wait for them, so long at most. Returns whether they are taken; `leave` must follow then."""
+        end = time.monotonic() + within_s
+        if not _lock(self._next, end):
+            return False
+        try:
+            return _lock(self._held, end)
+        finally:
+            _LIBC.pthread_mutex_unlock(self._next)
+
+    def leave(self) -> None:
+        _LIBC.pthread_mutex_unlock(self._held)
+
+    def wanted(self) -> bool:
+        """Whether somebody waits for them."""
+        if not _taken(self._next, _LIBC.pthread_mutex_trylock(self._next)):
+            return True
+        _LIBC.pthread_mutex_unlock(self._next)
+        return False
+
+    def hurry(self) -> None:
+        """Whoever has them should not keep them for the whole of a turn while others wait. Soon forgotten. From any
+        thread."""
+        self._urgent_ns.value = time.monotonic_ns() + _URGENT_NS
+
+    def calm(self) -> None:
+        """What was urgent has them."""
+        self._urgent_ns.value = 0
+
+    def hurried(self) -> bool:
+        """Whether somebody waits for them, and something is urgent."""
+        return time.monotonic_ns() < self._urgent_ns.value and self.wanted()
+
+
+def _mutexes(memory: mmap.mmap) -> tuple[c_void_p, c_void_p]:
+    start = c_char.from_buffer(memory)
+    address = ctypes.addressof(start)
+    _kept.append(start)
+    return c_void_p(address), c_void_p(address + _MUTEX_BYTES)
+
+
+_kept: list[c_char] = []
+"""What keeps mappings from being undone under the mutexes in them: they last as long as the process."""
+
+
+def _lock(mutex: c_void_p, end: float) -> bool:
+    until = _Timespec(int(end), int(end % 1 * 1e9))
+    return _taken(mutex, _LIBC.pthread_mutex_clocklock(mutex, c_int(_MONOTONIC), byref(until)))
+
+
+def _taken(mutex: c_void_p, result: int) -> bool:
+    if result == errno.EOWNERDEAD:
+        _LIBC.pthread_mutex_consistent(mutex)
+    return result in (0, errno.EOWNERDEAD)

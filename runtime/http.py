@@ -1,0 +1,151 @@
+"""The HTTP side of a node: the endpoints that both roles have, and a server on a port the kernel may choose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import ClientDisconnect
+
+from kvferry.protocol.errors import Cancelled, ConfigError, InvalidRequest, KvferryError, RequestTooLarge
+from kvferry.protocol.version import VERSION
+from kvferry.protocol.wire import MAX_FRAME_BYTES, unpack
+from kvferry.runtime.address import family_of, host_port
+from kvferry.runtime.cluster_secret import MembersOnly
+from kvferry.runtime.connection_limits import Limits
+from kvferry.runtime.connections import guarded
+
+T = TypeVar("T")
+
+
+def bind(host: str, port: int, shared: bool = False) -> socket.socket:
+    """A bound TCP socket; port 0 lets the kernel choose. shared: with others that say so, among which the kernel deals
+    connections out; while one that does not is bound and does not listen, no stranger gets the port. Raises ConfigError
+    naming the remedy."""
+    family, address = family_of(host)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((address, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host_port(host, port)}: {error.strerror}; choose another --port", param="port"
+        ) from error
+    return sock
+
+
+class Server(uvicorn.Server):
+    """uvicorn on sockets that are bound already, without its signal handlers: the process decides what a signal means.
+    handshake_s: what a client's TLS handshake may take, which no protocol behind it sees; 0: what the library lets it
+    take, a minute."""
+
+    def __init__(self, config: uvicorn.Config, handshake_s: float = 0.0) -> None:
+        super().__init__(config)
+        self._handshake_s = handshake_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        config, limits = self.config, dict[str, Any]()
+        self.servers = []
+        if config.ssl is not None and self._handshake_s:
+            limits = {"ssl_handshake_timeout": self._handshake_s, "ssl_shutdown_timeout": min(5.0, self._handshake_s)}
+        for sock in sockets or ():
+            server = await asyncio.get_running_loop().create_server(
+                self._connection, sock=sock, ssl=config.ssl, backlog=config.backlog, **limits
+            )
+            self.servers.append(server)
+        self.started = True
+
+    def _connection(self) -> asyncio.Protocol:
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+
+def make_server(app: FastAPI) -> Server:
+    """A server for `app`; run it with `await server.serve(sockets=[sock])`, end it with `server.should_exit = True`."""
+    limits = Limits(body_bytes=MAX_FRAME_BYTES)
+    return Server(
+        uvicorn.Config(
+            app, http=guarded(limits), ws="none", log_config=None, access_log=False, lifespan="off",
+            timeout_graceful_shutdown=2,
+        )
+    )  # fmt: skip
+
+
+def make_app(
+    health: Callable[[], tuple[int, dict[str, object]]],
+    unready: Callable[[], str],
+    tokens: Callable[[], Sequence[str]] | None = None,
+) -> FastAPI:
+    """/health, /ready and /version, and errors in the OpenAI shape. `/metrics` is added by `serve_metrics`.
+
+    unready   why no work is taken, empty where it is
+    tokens    only members of the cluster, who show one of these, get more than that (runtime/cluster_secret.py); None:
+              everybody does
+    """
+    app = FastAPI(openapi_url=None)
+    if tokens is not None:
+        app.add_middleware(MembersOnly, tokens=tokens)
+
+    @app.exception_handler(KvferryError)
+    async def failed(_: Request, error: KvferryError) -> JSONResponse:
+        return JSONResponse(error.body(), status_code=error.status)
+
+    @app.get("/health")
+    async def get_health() -> JSONResponse:
+        status, body = health()
+        return JSONResponse(body, status_code=status)
+
+    @app.get("/ready")
+    async def get_ready() -> JSONResponse:
+        """Why not, while it is not, and what it is doing."""
+        why = unready()
+        told = {"ready": False, "reason": why} if why else {"ready": True}
+        return JSONResponse(told | health()[1], status_code=503 if why else 200)
+
+    @app.get("/version")
+    async def get_version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    return app
+
+
+def serve_metrics(app: FastAPI, registry: CollectorRegistry, refresh: Callable[[], None]) -> None:
+    """`GET /metrics` in Prometheus' text format; `refresh` sets the gauges first."""
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        refresh()
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+async def read_message(request: Request, cls: type[T]) -> T:
+    """The message in a request's body. Raises InvalidRequest, RequestTooLarge, Cancelled when its sender leaves
+    meanwhile."""
+    data = bytearray()
+    try:
+        async for part in request.stream():
+            data += part
+            if len(data) > MAX_FRAME_BYTES:
+                raise RequestTooLarge(f"the message is longer than {MAX_FRAME_BYTES} bytes", param="body")
+        message = unpack(data)
+    except ClientDisconnect as error:
+        raise Cancelled("the sender went away before its message was read") from error
+    if not isinstance(message, cls):
+        raise InvalidRequest(f"the body must be a {cls.__name__}, got a {type(message).__name__}", param="body")
+    return message

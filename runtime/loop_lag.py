@@ -1,0 +1,62 @@
+"""How late this process's event loop is, looked at all the time: what holds it is in every stream's way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from kvferry.protocol.loop_metrics import LoopMetrics
+from kvferry.runtime.suspend_aware_clock import own_held_up_s
+
+PERIOD_S = 0.05
+"""Between two looks. A loop that was held for longer is late once, by all of it."""
+
+
+class LoopLag:
+    """A timer that is due every PERIOD_S and notes how late it came. What the thread waited for a core is told apart:
+    it is the machine's, and nothing that runs on the loop could be blamed for it."""
+
+    def __init__(
+        self,
+        metrics: LoopMetrics,
+        held_up: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics, self._clock, self._held_up = metrics, clock, held_up
+        self._due = self._without = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Within the loop."""
+        self._without = self._held_up()
+        self._again()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def look(self) -> None:
+        """The timer fired."""
+        late_s, without_s = self._clock() - self._due, self._held_up()
+        spent_s, self._without = without_s - self._without, without_s
+        self._metrics.held_up.inc(max(0.0, spent_s))
+        self._metrics.lag.observe(max(0.0, late_s - spent_s))
+        self._again()
+
+    def _again(self) -> None:
+        self._due = self._clock() + PERIOD_S
+        self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self.look)
+
+
+@asynccontextmanager
+async def watched(metrics: LoopMetrics) -> AsyncIterator[None]:
+    """The running loop's lag is measured within."""
+    with own_held_up_s() as held_up:
+        lag = LoopLag(metrics, held_up)
+        lag.start()
+        try:
+            yield
+        finally:
+            lag.stop()

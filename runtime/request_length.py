@@ -1,0 +1,68 @@
+"""How long a request is on the wire, and what of it is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge
+from kvferry.runtime.connection_limits import FRAMING, MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS
+
+_AROUND = len(b": \r\n")
+
+
+@dataclass(slots=True)
+class RequestLength:
+    """Of the request that a connection is reading. longest: bytes that a body may have; 0: any number.
+
+    received  bytes so far, all together
+    body      those of the body, without what frames it
+    trailers  headers behind the body
+    """
+
+    longest: int
+    received: int = 0
+    body: int = 0
+    trailers: int = 0
+
+    def begin(self) -> None:
+        self.received = self.body = self.trailers = 0
+
+    def count_fault(self, headers: Sequence[tuple[bytes, bytes]]) -> KvferryError | None:
+        """Of one more header."""
+        if len(headers) > MAX_HEADERS:
+            return HeaderTooLong(f"the request has more than {MAX_HEADERS} headers")
+        return None
+
+    def header_fault(self, url: bytes, headers: Sequence[tuple[bytes, bytes]], ahead: int) -> KvferryError | None:
+        """Of a header that is whole. ahead: requests before it that nobody has begun to answer."""
+        if ahead > MAX_AHEAD:
+            return Overloaded(f"more than {MAX_AHEAD} requests were sent ahead of their answers", retry_after=1.0)
+        if len(url) + sum(len(name) + len(value) + _AROUND for name, value in headers) > MAX_HEADER_BYTES:
+            return _long_header()
+        return None
+
+    def begun_header_fault(self) -> KvferryError | None:
+        """Of one that is not."""
+        return _long_header() if self.received > MAX_HEADER_BYTES else None
+
+    def trailer_fault(self) -> KvferryError | None:
+        """Of one more header behind the body, of which nobody here reads any."""
+        self.trailers += 1
+        too_many = HeaderTooLong(f"the request has more than {MAX_HEADERS} headers behind its body")
+        return too_many if self.trailers > MAX_HEADERS else None
+
+    def body_fault(self) -> KvferryError | None:
+        """Each chunk costs the server the same, however little is in it."""
+        if not self.longest:
+            return None
+        beyond = self.received - MAX_HEADER_BYTES
+        if beyond > FRAMING * self.longest:
+            return RequestTooLarge(f"the request's body is longer than {self.longest} bytes")
+        if beyond > FRAMING * (self.body + MAX_HEADER_BYTES):
+            return InvalidRequest("the chunks of the request's body are too small: most of what came frames them")
+        return None
+
+
+def _long_header() -> KvferryError:
+    return HeaderTooLong(f"the request's header is longer than {MAX_HEADER_BYTES} bytes")

@@ -1,0 +1,54 @@
+"""Answers that nobody takes: bounded in bytes by the kernel and the transport, in time by a least pace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+KERNEL_BYTES = 128 * 1024
+"""Of one connection, that the kernel keeps without having sent them; without a bound it takes megabytes, and whoever
+answers never hears that nobody reads. The transport adds 64 KiB, and one event."""
+
+
+class UnreadOutput:
+    """Of one connection: `stalled` when the transport has more than it should, `flows` when it has not any more. A peer
+    that takes less than `least` bytes a second for `wait_s` is cut off, as it is by the kernel when it takes nothing
+    for so long, be the answer complete. wait_s 0: any pace will do."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, wait_s: float, least: float):
+        self._transport, self._loop = transport, loop
+        self._wait_s, self._least = wait_s, least
+        self._timer: asyncio.TimerHandle | None = None
+        _bound(transport.get_extra_info("socket"), wait_s)
+
+    def stalled(self) -> None:
+        if self._wait_s and self._timer is None:
+            self._look(None)
+
+    def flows(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, before: int | None) -> None:
+        """Whether enough was taken since `before` bytes were left. What is added meanwhile counts against the peer, but
+        nobody adds while the transport has too much."""
+        left = self._transport.get_write_buffer_size()
+        if before is not None and before - left < max(1.0, self._least * self._wait_s):
+            self._transport.abort()
+        else:
+            self._timer = self._loop.call_later(self._wait_s, self._look, left)
+
+
+def _bound(sock: Any, wait_s: float) -> None:
+    """A socket that is not TCP's, or a system that knows neither option, goes without."""
+    options = {"TCP_NOTSENT_LOWAT": KERNEL_BYTES}
+    if wait_s:
+        options["TCP_USER_TIMEOUT"] = max(1, int(wait_s * 1000))
+    for name, value in options.items():
+        number = getattr(socket, name, None)
+        if number is not None and sock is not None:
+            with contextlib.suppress(OSError, AttributeError):
+                sock.setsockopt(socket.IPPROTO_TCP, number, value)

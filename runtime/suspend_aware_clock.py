@@ -1,0 +1,82 @@
+"""A clock that stands still while its reader does: whoever could not look must not call others silent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+TICK_S = 0.25
+
+
+def held_up_s(native_id: int | None) -> float:
+    """Seconds for which a thread of this process could have run and had no core, as of its last turn; 0 where the
+    system does not tell."""
+    try:
+        with open(_schedstat(native_id), "rb", buffering=0) as file:
+            return _waited_s(file.fileno())
+    except OSError:
+        return 0.0
+
+
+@contextmanager
+def own_held_up_s() -> Iterator[Callable[[], float]]:
+    """What tells `held_up_s` of the thread that enters, for who asks all the time: opening the file costs ten times as
+    much as reading it."""
+    try:
+        fd = os.open(_schedstat(threading.get_native_id()), os.O_RDONLY)
+    except OSError:
+        yield float
+        return
+    try:
+        yield lambda: _waited_s(fd)
+    finally:
+        os.close(fd)
+
+
+def _schedstat(native_id: int | None) -> str:
+    return f"/proc/self/task/{native_id}/schedstat"
+
+
+def _waited_s(fd: int) -> float:
+    try:
+        return int(os.pread(fd, 80, 0).split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class SuspendAwareClock:
+    """Seconds during which its owner was awake. Between two ticks, which are due every `tick_s`, at most twice that
+    counts: a process that was stopped, or a loop that was held up, has then heard nothing because it did not listen."""
+
+    def __init__(self, tick_s: float = TICK_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tick_s = tick_s
+        self._clock, self._ticked, self._at = clock, clock(), 0.0
+
+    def tick(self) -> None:
+        """On the owner's thread."""
+        self._at, self._ticked = self.now(), self._clock()
+
+    def now(self) -> float:
+        return self._at + min(self._clock() - self._ticked, 2 * self.tick_s)
+
+
+class LoopClock(SuspendAwareClock):
+    """Of an asyncio loop, between `start` and `stop`. `ticks` counts: while it does not grow, the loop stands still."""
+
+    def __init__(self, tick_s: float = TICK_S) -> None:
+        super().__init__(tick_s)
+        self.ticks = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self.tick()
+        self.ticks += 1
+        self._timer = asyncio.get_running_loop().call_later(self.tick_s, self.start)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

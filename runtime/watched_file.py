@@ -1,0 +1,96 @@
+"""A file of the settings that is read again when it changes, while the process runs: of a Secret, say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from kvferry.protocol.errors import ConfigError, reason
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+MAX_BYTES = 16 * 2**20
+
+Stamp = tuple[int, int, int]
+"""Of a file's state: its inode, its size, when it was written."""
+
+
+class WatchedFile(Generic[T]):
+    """`value` is what the file says, as `read` understands its text. Raises ConfigError, naming the setting, when it
+    cannot be read at first; a file that breaks later is logged, and what it said before holds.
+
+    setting   its name
+    read      raises ConfigError, whose message need not name the file
+    taken     told of each value but the first
+    """
+
+    def __init__(
+        self, path: str, setting: str, read: Callable[[str], T], taken: Callable[[T], None] = lambda value: None
+    ) -> None:
+        self._path, self._flag = Path(path).expanduser(), f"--{setting.replace('_', '-')}"
+        self._read, self._taken = read, taken
+        try:
+            found = self._look(None)
+        except (OSError, ConfigError) as error:
+            raise ConfigError(f"{self._flag} {path}: {_told(error)}", param=setting) from error
+        assert found
+        self._stamp, self.value = found
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """Keep up with the file until the end of the block."""
+        task = asyncio.create_task(self.follow(), name=f"follow {self._flag}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def follow(self) -> None:
+        """Keep up with the file until cancelled."""
+        told = ""
+        while True:
+            await asyncio.sleep(POLL_S)
+            said = await self.refresh()
+            if said and said != told:
+                log.error("%s %s: %s; what it said before holds", self._flag, self._path, said)
+            told = said
+
+    async def refresh(self) -> str:
+        """Read the file if it has changed. Returns why that cannot be done; empty when all is well."""
+        try:
+            found = await asyncio.to_thread(self._look, self._stamp)
+        except (OSError, ConfigError) as error:
+            return _told(error)
+        if found:
+            self._stamp, self.value = found
+            self._taken(self.value)
+            log.info("%s %s has changed and was read", self._flag, self._path)
+        return ""
+
+    def _look(self, known: Stamp | None) -> tuple[Stamp, T] | None:
+        """The file's state and what it says; None where the state is known. Raises OSError, ConfigError."""
+        with self._path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if stamp == known:
+                return None
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"longer than {MAX_BYTES} bytes")
+        try:
+            return stamp, self._read(data.decode())
+        except UnicodeDecodeError:
+            raise ConfigError("not UTF-8") from None
+
+
+def _told(error: Exception) -> str:
+    return error.message if isinstance(error, ConfigError) else reason(error)

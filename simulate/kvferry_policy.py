@@ -1,0 +1,128 @@
+"""kvferry's own choice: the router's node table, index and placement as they are, on the virtual clock."""
+
+from __future__ import annotations
+
+from kvferry.model_files.model_name import ModelName
+from kvferry.placement.types import Demand
+from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.dispatch.background_calls import BackgroundCalls
+from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
+from kvferry.router.dispatch.model_cluster import ModelCluster, Shared
+from kvferry.router.dispatch.poison_requests import PoisonRequests
+from kvferry.router.dispatch.prefixes import Prefixes
+from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.model_nodes import ModelNodes
+from kvferry.router.nodes.node_entry import NodeEntry, Reservation
+from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.request_log import RequestLog
+from kvferry.simulate.fleet import Fleet
+from kvferry.simulate.node import Node, Run
+from kvferry.simulate.policy import Choice
+
+LOOKUP_S = 60.0
+"""The index answers at once here, however long that takes."""
+
+
+class KvferryPolicy:
+    """What a journey does for a request's bookings (router/dispatch/attempt.py) is done here at the same moments.
+    local_tokens: see RouterSettings.local_prefill_tokens."""
+
+    def __init__(self, local_tokens: int = 0) -> None:
+        self._local_tokens = local_tokens
+        self._bookings: dict[Run, list[Reservation]] = {}
+        self._expected: dict[Run, ExpectedPrefix] = {}
+
+    def enter(self, fleet: Fleet) -> None:
+        metrics, clock = RouterMetrics(), fleet.clock.time
+        self._fleet, self.table = fleet, NodeTable(fleet.store, metrics, clock=clock)
+        client, budget = NodeClient("simulator"), RetryBudget(0.0, 0.0, 0.0, clock)
+        prefixes = Prefixes(fleet.store, metrics, LOOKUP_S, clock)
+        deaths, request_log = PoisonRequests(clock), RequestLog()
+        shared = Shared(
+            self.table,
+            client,
+            prefixes,
+            BackgroundCalls(),
+            metrics,
+            self._local_tokens,
+            True,
+            False,
+            0.0,
+            deaths,
+            budget,
+            budget,
+            request_log,
+        )
+        groups = {model: self.table.add(ModelNodes(ModelName(model, ()))) for model in fleet.shape.models}
+        self._clusters = {model: ModelCluster(group, shared) for model, group in groups.items()}
+        self._taken = dict.fromkeys(fleet.shape.models, 0)
+
+    async def choose(self, run: Run) -> Choice | None:
+        ask, cluster = run.ask, self._clusters[run.ask.model]
+        seats = cluster.capacity().sequences
+        if seats and self._taken[ask.model] >= seats and not run.delivered:
+            return None
+        hashes = ask.hashes[: run.length // self._fleet.shape.machine.block_size]
+        demand = Demand(run.length, recovers=bool(run.delivered))
+        try:
+            held = await cluster.reuse(hashes, {})
+            placement = cluster.place(demand, held)
+        except (NoNodes, Overloaded):
+            return None
+        nodes = self._fleet.nodes
+        assert placement.decode
+        prefill = nodes[placement.prefill.node_id] if placement.prefill else None
+        decode = nodes[placement.decode.node_id]
+        self._taken[ask.model] += 1
+        uncached = max(0, run.length - placement.cached_len)
+        blocks = blocks_for(run.length + 1, decode.machine.block_size)
+        booked = [self._entry(decode).promise(0 if prefill else uncached, blocks, _nobody)]
+        if prefill:
+            booked.insert(0, self._entry(prefill).promise(uncached, 0, _nobody))
+        self._bookings[run] = booked
+        computing = self._entry(prefill or decode)
+        self._expected[run] = cluster.underway.sent(hashes, computing.key)
+        return Choice(prefill, decode)
+
+    def launched(self, run: Run) -> None:
+        """Booked as it was chosen."""
+
+    def first_token(self, run: Run) -> None:
+        self._expected[run].over()
+        self._clusters[run.ask.model].worth.saw(max(0, run.cached_len), run.length)
+        if run.prefill is not None:
+            self._bookings[run][0].settle()
+
+    def decoding(self, run: Run) -> None:
+        bookings = self._bookings[run]
+        bookings[-1].settle()
+        if run.prefill is not None:
+            bookings[0].release()
+
+    def ended(self, run: Run) -> None:
+        for booking in self._bookings.pop(run, ()):
+            booking.release()
+        self._expected.pop(run).over()
+        self._taken[run.ask.model] -= 1
+
+    async def poll(self) -> None:
+        await self.table.refresh()
+        for entry in self.table.entries.values():
+            node = self._fleet.nodes[entry.key[0]]
+            if not entry.open and node.alive and node.epoch == entry.key[1]:
+                entry.opened()
+
+    def lost(self, node: Node) -> None:
+        entry = self.table.entries.get((node.name, node.epoch))
+        if entry is not None:
+            entry.broken(NodeLost(f"{node.name} died"))
+
+    def _entry(self, node: Node) -> NodeEntry:
+        return self.table.entries[(node.name, node.epoch)]
+
+
+def _nobody(error: NodeLost) -> None:
+    """The world tells of a loss itself."""

@@ -1,0 +1,24 @@
+"""How far a simulation is, for those who wait for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+LINE_S = 10.0
+
+
+class SimulationProgress:
+    """A line every LINE_S seconds at most, while requests end; `name`: what is simulated."""
+
+    def __init__(
+        self, name: str, total: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name, self._total, self._say, self._clock = name, total, say, clock
+        self._said = clock()
+
+    def left(self, count: int) -> None:
+        """So many requests have not ended yet."""
+        if self._clock() - self._said >= LINE_S:
+            self._said = self._clock()
+            self._say(f"{self._name}: {self._total - count} of {self._total} requests")

@@ -1,0 +1,158 @@
+"""What a running cluster's leases do not tell: a few requests, asked while it has nothing else to do, tell what each of
+them costs beside computing, what streams add to each other's steps, and what prompts and streams leave each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import linear_regression, mean, median
+from typing import NamedTuple
+
+import httpx
+
+from kvferry.protocol.errors import ConfigError
+from kvferry.simulate.choices import check_known
+from kvferry.simulate.machine import Machine
+
+LENGTHS = (64, 320, 768)
+"""Tokens of prompts that are computed alone."""
+ROUNDS = 3
+"""Each of them so often: medians count, the first round for nothing, for it meets what is cold."""
+STREAMS, TOKENS = 3, 24
+"""Streams at once, and tokens of each of them, and of a lone one."""
+BESIDE_TOKENS = 400
+"""Tokens of the streams beside which prompts are computed, at most: they are left once those have come."""
+LEAST_SHARE, OWN = 0.05, 0.9
+"""Of its speed that a prompt keeps beside streams: at least, and what only those keep that have cores of their own."""
+TIMEOUT_S = 60.0
+
+
+class Answered(NamedTuple):
+    """Seconds to the first token, and between two tokens on average."""
+
+    first_s: float
+    between_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeClient:
+    """A router, and what is asked of it: the model, and the name and the key that it wants."""
+
+    url: str
+    model: str
+    longest: int
+    client: httpx.AsyncClient
+
+    async def ask(self, prompt: Sequence[int], output: int) -> Answered:
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": output, "ignore_eos": True, "stream": True}
+        began, times = time.monotonic(), []
+        async with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise ConfigError(f"{self.url} answered a probe with status {answer.status_code}", param="probe")
+            async for line in lines(answer):
+                if line.startswith(b"data: {") and json.loads(line[6:]).get("choices"):
+                    times.append(time.monotonic())
+        if not times:
+            raise ConfigError(f"{self.url} answered a probe with no token", param="probe")
+        return Answered(times[0] - began, (times[-1] - times[0]) / max(1, output - 1))
+
+
+async def lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Of a stream of events. They end as bytes do; in text, outputs hold more that ends a line."""
+    rest = b""
+    async for data in answer.aiter_bytes():
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield line
+
+
+async def probed(url: str, machine: Machine, api_key: str = "", model: str = "") -> Machine:
+    """`machine` with what this router's cluster shows of that model (default: its first one). Raises ConfigError where
+    it cannot be asked."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
+            return await _probe(await _door(url.rstrip("/"), client, model), machine)
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"{url} cannot be probed: {str(error) or repr(error)}", param="probe") from error
+
+
+async def _door(url: str, client: httpx.AsyncClient, name: str) -> ProbeClient:
+    answer = await client.get(f"{url}/v1/models")
+    if answer.status_code != 200:
+        raise ConfigError(f"{url} answered with status {answer.status_code}, not with its models", param="probe")
+    models = answer.json()["data"]
+    if name:
+        check_known("model", name, [model["id"] for model in models])
+    model = next(model for model in models if model["id"] == name) if name else models[0]
+    return ProbeClient(url, model["id"], int(model.get("max_model_len") or 4096), client)
+
+
+async def _probe(door: ProbeClient, machine: Machine) -> Machine:
+    source = random.Random()
+    most = max(1, (door.longest - 1) // 2)
+    lengths = sorted({min(length, most) for length in LENGTHS})
+    if len(lengths) < 2:
+        raise ConfigError(f"contexts of {door.longest} tokens are too short for probes", param="probe")
+    firsts: dict[int, list[float]] = {length: [] for length in lengths}
+    steps: list[float] = []
+    for _ in range(1 + ROUNDS):
+        for length in lengths:
+            answered = await door.ask(_prompt(source, length), min(TOKENS, most))
+            firsts[length].append(answered.first_s)
+            steps.append(answered.between_s)
+    alone_s = {length: median(times[1:]) for length, times in firsts.items()}
+    overhead_s, rate = fitted(alone_s, machine)
+    together = await asyncio.gather(*(door.ask(_prompt(source, lengths[0]), min(TOKENS, most)) for _ in range(STREAMS)))
+    one_s, all_s = median(steps[len(lengths) :]), mean(each.between_s for each in together)
+    stream_s = max(0.0, all_s - one_s) / (STREAMS - 1)
+    beside_s = await _beside_s(door, source, lengths[-1], min(BESIDE_TOKENS, most))
+    return replace(
+        machine,
+        overhead_s=overhead_s,
+        prefill_tokens_per_s=rate,
+        step_s=max(1e-6, one_s - stream_s),
+        stream_s=stream_s,
+        beside=share(alone_s[lengths[-1]], beside_s, overhead_s),
+    )
+
+
+def fitted(alone_s: dict[int, float], machine: Machine) -> tuple[float, float]:
+    """Seconds of a request beside those of computing, and prompt tokens in a second, by seconds to the first token of
+    prompts of so many tokens. Raises ConfigError where longer prompts took no longer."""
+    work, times = [machine.work(0, length) for length in alone_s], list(alone_s.values())
+    token_s, overhead_s = linear_regression(work, times)
+    if token_s <= 0:
+        raise ConfigError("probes of longer prompts took no longer: the cluster is not idle", param="probe")
+    if overhead_s < 0:
+        token_s, overhead_s = linear_regression(work, times, proportional=True)
+    return overhead_s, 1 / token_s
+
+
+def share(alone_s: float, beside_s: float, overhead_s: float) -> float:
+    """Of its speed that a prompt keeps beside streams, by its seconds to the first token without and with them."""
+    kept = max(LEAST_SHARE, (alone_s - overhead_s) / max(1e-6, beside_s - overhead_s))
+    return kept if kept < OWN else 1.0
+
+
+async def _beside_s(door: ProbeClient, source: random.Random, length: int, tokens: int) -> float:
+    """To the first token of such a prompt while a stream runs: the median of ROUNDS."""
+    found = []
+    for _ in range(ROUNDS):
+        stream = asyncio.create_task(door.ask(_prompt(source, 16), tokens))
+        try:
+            await asyncio.sleep(0.2)
+            found.append((await door.ask(_prompt(source, length), 1 + (length > 1))).first_s)
+        finally:
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+    return median(found)
+
+
+def _prompt(source: random.Random, length: int) -> list[int]:
+    """Of tokens that every vocabulary has; nobody has its prefix."""
+    return source.choices(range(100, 1000), k=length)

@@ -1,0 +1,215 @@
+"""Asks whether a grammar from a client can be used. It is tried in a process of its own
+(structured_output/checker_process.py), which can be ended: the caller's process compiles nothing, waits for no more
+than `CHECK_S`, and survives whatever a grammar does to the library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass, field
+
+from kvferry.protocol.errors import InvalidRequest, Overloaded
+from kvferry.protocol.work import Grammar
+from kvferry.structured_output.to_lark import check_length
+from kvferry.structured_output.vocabulary import Vocabulary
+
+log = logging.getLogger("kvferry.structured_output")
+
+CHECK_S = 10.0
+"""Seconds for one grammar, on a machine however busy."""
+START_S = 60.0
+PENDING = 256
+"""Grammars of one tenant that are tried or wait for it."""
+AT_ONCE = 8
+"""Of them, those that are with the process: others' wait behind no more."""
+KNOWN = 4096
+"""Verdicts that are kept."""
+RUNAWAYS = 4
+"""Trials that were given up: with so many the process is ended, and another started."""
+_TRIES = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    grammar: Grammar
+    verdict: asyncio.Future[str | None]
+    lane: _Lane
+    tries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """Of one tenant."""
+
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    pending: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    process: asyncio.subprocess.Process
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    runaways: int = 0
+
+
+class Checker:
+    """For one vocabulary. The process is started with the first grammar, and ends with this one. On the event loop."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], command: tuple[str, ...] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._command = command or (sys.executable, "-m", "kvferry.structured_output.checker_process")
+        self._known: OrderedDict[str, str | None] = OrderedDict()
+        self._pending: dict[str, _Asked] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._child: _Child | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+        self._number = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def check(self, grammar: Grammar, param: str, tenant: str = "") -> None:
+        """Raises InvalidRequest on the field `param` that says what is wrong, naming the limit; Overloaded when too
+        many are being tried, and when those that ran away ended its trial."""
+        try:
+            check_length(grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{param}: {error.message}", param=param) from None
+        key = hashlib.sha256(repr(astuple(grammar)).encode(errors="surrogatepass")).hexdigest()
+        if key in self._known:
+            self._known.move_to_end(key)
+            wrong = self._known[key]
+        else:
+            wrong = await self._learn(key, grammar, tenant)
+        if wrong is not None:
+            raise InvalidRequest(f"{param}: {wrong}", param=param)
+
+    async def close(self) -> None:
+        """End the process. Who still waits for a verdict hears Overloaded."""
+        self._closed = True
+        if self._child is not None:
+            self._end(self._child)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _learn(self, key: str, grammar: Grammar, tenant: str) -> str | None:
+        """What is wrong with it, as its trial says."""
+        asked = self._pending.get(key)
+        if asked is None:
+            lane = self._lanes.setdefault(tenant, _Lane())
+            if lane.pending >= PENDING:
+                raise Overloaded(f"{PENDING} grammars are being tried; come back in a second", retry_after=1)
+            lane.pending += 1
+            asked = self._pending[key] = _Asked(grammar, asyncio.get_running_loop().create_future(), lane)
+            task = asyncio.create_task(self._try(key, asked))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(asked.verdict)
+
+    async def _try(self, key: str, asked: _Asked) -> None:
+        """Until there is a verdict. It is kept, unless it took too long: that may be the machine's doing."""
+        wrong: str | None
+        try:
+            while not asked.verdict.done():
+                asked.tries += 1
+                async with asked.lane.turns:
+                    wrong = await self._verdict(asked)
+                if wrong in (_DIED, _ENDED) and asked.tries < _TRIES:
+                    continue
+                if wrong is _ENDED:
+                    raise Overloaded("grammars that ran away ended the trial of this one", retry_after=1)
+                asked.verdict.set_result(wrong)
+                if wrong is not _LATE:
+                    self._known[key] = wrong
+                if len(self._known) > KNOWN:
+                    self._known.popitem(last=False)
+        except Exception as error:
+            asked.verdict.set_exception(error)
+        finally:
+            asked.lane.pending -= 1
+            del self._pending[key]
+
+    async def _verdict(self, asked: _Asked) -> str | None:
+        child = await self._ready()
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        child.asked[number] = _Asked(asked.grammar, answer, asked.lane)
+        assert child.process.stdin is not None
+        line = json.dumps([number, astuple(asked.grammar)]) + "\n"
+        try:
+            with contextlib.suppress(ConnectionError):
+                child.process.stdin.write(line.encode())
+            async with asyncio.timeout(CHECK_S):
+                return await answer
+        except TimeoutError:
+            child.runaways += 1
+            if child.runaways >= RUNAWAYS:
+                log.info("%d grammars ran away: their process is ended", child.runaways)
+                self._end(child)
+            return _LATE
+        finally:
+            child.asked.pop(number, None)
+
+    async def _ready(self) -> _Child:
+        """A process that takes grammars. Raises InvalidRequest when the tokenizer cannot be read."""
+        async with self._starting:
+            if self._closed:
+                raise Overloaded("this server is ending", retry_after=1)
+            if self._child is not None:
+                return self._child
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            vocabulary = await asyncio.to_thread(lambda: json.dumps(asdict(self._vocabulary())) + "\n")
+            try:
+                process.stdin.write(vocabulary.encode())
+                async with asyncio.timeout(START_S):
+                    first = await process.stdout.readline()
+            except (ConnectionError, TimeoutError) as error:
+                process.kill()
+                raise Overloaded("grammars cannot be tried now: their process did not start") from error
+            wrong = json.loads(first)[1] if first else "its process ended"
+            if wrong is not None:
+                process.kill()
+                raise InvalidRequest(f"this server reads no grammars: {wrong}")
+            child = self._child = _Child(process)
+            task = asyncio.create_task(self._listen(child))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return child
+
+    async def _listen(self, child: _Child) -> None:
+        assert child.process.stdout is not None
+        try:
+            while line := await child.process.stdout.readline():
+                number, wrong = json.loads(line)
+                asked = child.asked.get(number)
+                if asked is not None and not asked.verdict.done():
+                    asked.verdict.set_result(wrong)
+        except ValueError:
+            log.exception("a process that tries grammars says what cannot be read")
+        finally:  # nobody may ask a process to which nobody listens
+            self._end(child)
+            for asked in child.asked.values():
+                if not asked.verdict.done():
+                    asked.verdict.set_result(_ENDED if child.runaways >= RUNAWAYS else _DIED)
+        await child.process.wait()
+
+    def _end(self, child: _Child) -> None:
+        if self._child is child:
+            self._child = None
+        with contextlib.suppress(ProcessLookupError):
+            child.process.kill()
+
+
+_DIED = "the grammar ended the process that compiles it"
+_ENDED = "others' trials ran away, so that the process was ended"
+_LATE = f"the grammar was not ready within {CHECK_S:.0f} s, which is the limit"

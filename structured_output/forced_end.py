@@ -1,0 +1,167 @@
+"""How an output that is about to be cut ends in time: a short way to where its grammar lets it end.
+
+Of JSON, that is: close what is open, and write what is still required as short as the schema allows; a call of a tool
+around it is ended, too. The way is a function of where the matcher stands. Free text may be cut anywhere, and is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from kvferry.protocol.errors import GrammarFailed
+from kvferry.structured_output.interface import Matcher, empty_mask, without
+
+LAST = 64
+"""Tokens before an output's end at which the first look is taken."""
+SPARE = 4
+"""Tokens left over when an output begins to close: a token drawn freely may have made the way longer."""
+PART = 16
+"""With less than that beyond those, no object or array is begun where another value will do: it may need as much."""
+_TEXT = 4096
+"""With more tokens allowed, the output stands within a text, where brackets close nothing."""
+_FEW = 512
+"""Up to so many tokens, the one that gets furthest is taken: the rest of a name, a word of several."""
+_PIECE = 256
+"""Bytes of a mask that are looked at as one number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Single tokens of a vocabulary, of each kind the first that is allowed is taken: what closes, or goes on to the
+    next value; `fillers` where neither those nor few others are allowed. text: of a token. words: of a mask."""
+
+    quote: tuple[int, ...]
+    closers: tuple[int, ...]
+    next: tuple[int, ...]
+    fillers: tuple[int, ...]
+    eos: tuple[int, ...]
+    text: Callable[[int], bytes]
+    words: int
+
+
+def marks_of(
+    tokenize: Callable[[str], Sequence[int]], text: Callable[[int], bytes], eos: tuple[int, ...], words: int
+) -> Marks:
+    """tokenize: a text's tokens."""
+
+    def singles(texts: str) -> tuple[int, ...]:
+        found = (tokenize(text) for text in texts)
+        return tuple(ids[0] for ids in found if len(ids) == 1)
+
+    return Marks(singles('"'), singles("}]"), singles("),:"), singles("@. 0a1b-A"), eos, text, words)
+
+
+class ForcedEnd:
+    """Of one output, as a matcher goes through it. It looks for a way out a few times only, with `look` tokens left or
+    fewer: a look costs as many masks as the way has tokens."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks, self.look = marks, LAST
+
+    def token(self, room: int, explorer: Callable[[], Matcher]) -> int | None:
+        """The token to take now so that the output ends within `room` tokens, its end included. None: there is room to
+        go on freely, it ends here in any case, or no way is short enough. explorer: another matcher at this place."""
+        if room > self.look:
+            return None
+        bits, marks = empty_mask(self._marks.words), self._marks
+        matcher = explorer()
+        with suppress(GrammarFailed):
+            matcher.mask(bits)
+        if _is_free(bits, marks):
+            self.look = room - PART // 2  # a call may begin in it
+            return None
+        opens = _may_open(bits, marks)
+        path = _way_out(matcher, marks, bits, room - 1)
+        if path is None:
+            self.look = room // 2  # what comes next may be simpler
+            return None
+        spare = room - 1 - SPARE - len(path)
+        self.look = room - 1 - max(0, spare - PART) // 2
+        if not path:
+            ends = [token for token in marks.eos if _allows(bits, token)]
+            return None if _goes_on(matcher, marks, without(bits, ends), spare) else ends[0]
+        if spare > PART or (spare > 0 and not (opens and not _opens(marks.text(path[0])))):
+            return None
+        return path[0]
+
+
+def _goes_on(matcher: Matcher, marks: Marks, bits: array[int], spare: int) -> bool:
+    """Whether what may end here, where the matcher stands, can go on and still end in time: a number has more digits, a
+    call is followed by another. bits: how it may go on. True where it can do nothing but end, unless that is as near to
+    its last token as only closing brings it: who goes on with it elsewhere tells so, too."""
+    token = _choose(bits, marks)
+    if token is None:
+        return spare > 0
+    return spare > 0 and matcher.accept([token]) == 1 and _way_out(matcher, marks, bits, spare - 1) is not None
+
+
+def _is_free(bits: array[int], marks: Marks) -> bool:
+    """Whether the output is in a text that may end anywhere."""
+    return _count(bits) > _TEXT and any(_allows(bits, token) for token in marks.eos)
+
+
+def _way_out(matcher: Matcher, marks: Marks, bits: array[int], longest: int) -> list[int] | None:
+    """Tokens up to where the output may end, or None."""
+    path: list[int] = []
+    with suppress(GrammarFailed):
+        while True:
+            matcher.mask(bits)
+            if any(_allows(bits, token) for token in marks.eos):
+                return path
+            token = _choose(bits, marks) if len(path) < longest else None
+            if token is None or not matcher.accept([token]):
+                return None
+            path.append(token)
+    return None
+
+
+def _allows(bits: array[int], token: int) -> bool:
+    return bool(bits[token >> 5] >> (token & 31) & 1)
+
+
+def _count(bits: array[int]) -> int:
+    return int.from_bytes(bits.tobytes(), "little").bit_count()
+
+
+def _choose(bits: array[int], marks: Marks) -> int | None:
+    count = _count(bits)
+    if count > _TEXT:
+        order = marks.quote + marks.fillers
+    else:
+        order = marks.closers + marks.quote + marks.next + (marks.fillers if count > _FEW else ())
+    found = next((token for token in order if _allows(bits, token)), None)
+    if found is not None:
+        return found
+    return max(_allowed(bits), key=lambda token: _reach(marks.text(token)), default=None)
+
+
+def _allowed(bits: array[int]) -> Iterator[int]:
+    """Of those that are few, all."""
+    return islice(_tokens(bits.tobytes()), _TEXT)
+
+
+def _tokens(mask: bytes) -> Iterator[int]:
+    for at in range(0, len(mask), _PIECE):
+        left = int.from_bytes(mask[at : at + _PIECE], "little")
+        while left:
+            lowest = left & -left
+            yield 8 * at + lowest.bit_length() - 1
+            left ^= lowest
+
+
+def _may_open(bits: array[int], marks: Marks) -> bool:
+    """Whether a value may begin here that is an object or an array, and the output is not within a text."""
+    return _count(bits) <= _TEXT and any(_opens(marks.text(token)) for token in _allowed(bits))
+
+
+def _opens(text: bytes) -> bool:
+    return text.lstrip().startswith((b"{", b"["))
+
+
+def _reach(text: bytes) -> tuple[bool, bool, int]:
+    """Texts that get far are better; signs and points ask for more, digits may follow one another for ever."""
+    return not text.endswith((b"-", b".")), not text.strip().isdigit(), len(text)

@@ -1,0 +1,137 @@
+"""The seam on llguidance: the Rust library that reads grammars and walks them, token by token.
+
+Chosen over xgrammar, which needs torch and transformers (routers check grammars too), takes up to 20 s to compile a
+schema of a hundred lines, and ignores keywords that it cannot enforce.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from kvferry.protocol.errors import ConfigError, GrammarFailed, InvalidRequest, reason
+from kvferry.protocol.work import Grammar
+from kvferry.structured_output.forced_end import ForcedEnd, Marks, marks_of
+from kvferry.structured_output.interface import Bits, Matcher, words_for
+from kvferry.structured_output.to_lark import lark_of
+from kvferry.structured_output.vocabulary import Vocabulary
+
+MAX_LEXER_STATES = 50_000
+"""Of a grammar's regular expressions together, as they are met; 1 to 2 kB each."""
+MAX_GRAMMAR_SIZE = 200_000
+"""Symbols of its rules."""
+MAX_LEXER_WORK = 1_000_000
+"""Steps of building its regular expressions (about 20 ms)."""
+KEPT = 128
+"""Compiled grammars that are kept, each 0.1 to 2 MB."""
+MAX_STEP_LEXER_WORK = 100_000
+MAX_STEP_ITEMS = 20_000
+"""Regular-expression steps and parser items of one mask (about 7 and 10 ms)."""
+
+
+class LlguidanceBackend:
+    """A compiler for one vocabulary. Making it takes a second, and the interpreter's lock for as long."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Raises ConfigError when the tokenizer is of a kind that the library cannot read."""
+        if not vocabulary.eos_token_ids:
+            raise ConfigError("the model names no end-of-sequence token", param="model")
+        try:
+            self._tokenizer = LLTokenizer(
+                vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids)
+            )
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises ValueError, and panics, which are no Exception
+            raise ConfigError(f"grammars cannot be read for this tokenizer: {reason(error)}", param="model") from error
+        self._marks = marks_of(
+            self._tokenizer.tokenize_str,
+            lambda token: self._tokenizer.decode_bytes([token]),
+            vocabulary.eos_token_ids,
+            words_for(vocabulary.vocab_size),
+        )
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, _Matcher] = OrderedDict()
+        self._specials: Collection[str] = vocabulary.specials
+        self._limits = LLParserLimits(
+            initial_lexer_fuel=MAX_LEXER_WORK,
+            step_lexer_fuel=MAX_STEP_LEXER_WORK,
+            step_max_items=MAX_STEP_ITEMS,
+            max_lexer_states=MAX_LEXER_STATES,
+            max_grammar_size=MAX_GRAMMAR_SIZE,
+            verbose_errors=False,
+        )
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher before the first token. Raises InvalidRequest. Those compiled lately are kept."""
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept is not None:
+                self._kept.move_to_end(grammar)
+        if kept is None:
+            kept = self._compile(grammar)
+            with self._lock:
+                self._kept[grammar] = kept
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+        return kept.copy()
+
+    def _compile(self, grammar: Grammar) -> _Matcher:
+        text = lark_of(grammar)
+        if any(special in text for special in self._specials):
+            # Forced text is tokenised as a whole, and what looks like a special token would become one.
+            text = '%llguidance {"no_forcing": true}\n' + text
+        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise InvalidRequest(f"the grammar cannot be used: {_summary(matcher)}")
+        return _Matcher(matcher, self._marks if "%json" in text else None)
+
+
+class _Matcher:
+    def __init__(self, matcher: LLMatcher, marks: Marks | None) -> None:
+        self._matcher, self._marks = matcher, marks
+        self._closing = ForcedEnd(marks) if marks is not None else None
+
+    def copy(self) -> _Matcher:
+        return _Matcher(self._matcher.deep_copy(), self._marks)
+
+    @property
+    def closes_at(self) -> int:
+        return 0 if self._closing is None else self._closing.look
+
+    def closing(self, room: int) -> int | None:
+        return None if self._closing is None else self._closing.token(room, self.copy)
+
+    def mask(self, bits: Bits) -> None:
+        self._matcher.unsafe_compute_mask_ptr(
+            ctypes.addressof(ctypes.c_char.from_buffer(bits)), memoryview(bits).nbytes
+        )
+        self._check()
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        return self._matcher.try_consume_tokens(list(token_ids))
+
+    def rollback(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+            self._closing = ForcedEnd(self._marks) if self._marks is not None else None
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarFailed(f"the grammar needs more than its limits allow: {_summary(self._matcher)}")
+
+
+def _summary(matcher: LLMatcher) -> str:
+    """The library's error in one line: what it says before it quotes the grammar."""
+    said = []
+    for line in map(str.strip, matcher.get_error().splitlines()):
+        if line[:1].isdigit() or line.startswith(("<", "^")):
+            break
+        said += [line] if line else []
+    text = " ".join(said) or "no reason given"
+    return "it allows no output" if text == "NoExtensionBias" else text[:300]

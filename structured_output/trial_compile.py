@@ -1,0 +1,65 @@
+"""Whether a grammar is fit to be used: it is compiled, and some output is drawn by it, against the clock.
+
+Seconds are of computation on the calling thread, so what else the machine does is not held against a grammar.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+
+from kvferry.protocol.errors import GrammarFailed, InvalidRequest
+from kvferry.protocol.work import Grammar
+from kvferry.structured_output.interface import Bits, Compiler, Matcher, empty_mask, without, words_for
+
+COMPILE_S = 2.0
+TOKEN_S = 0.1
+"""For compiling, and for each token of the output."""
+TOKENS = 48
+
+
+def _why(matcher: Matcher, bits: Bits) -> str:
+    """A token that the grammar had allowed was not accepted: usually for a limit, which the next mask tells."""
+    try:
+        matcher.mask(bits)
+    except GrammarFailed as error:
+        return error.message
+    return "the grammar does not accept what it allows"
+
+
+def _allowed(bits: array[int], place: int) -> int:
+    """The token at this place among those that a mask allows."""
+    for at, word in enumerate(bits):
+        count = word.bit_count()
+        if place < count:
+            return 32 * at + [bit for bit in range(32) if word >> bit & 1][place]
+        place -= count
+    raise IndexError(place)
+
+
+def check(grammar: Grammar, compiler: Compiler, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    """Raises InvalidRequest naming the limit."""
+    began = time.thread_time()
+    matcher = compiler.compile(grammar)
+    spent = time.thread_time() - began
+    if spent > COMPILE_S:
+        raise InvalidRequest(f"the grammar took {spent:.1f} s to compile; the limit is {COMPILE_S:.0f} s")
+    bits, chance = empty_mask(words_for(vocab_size)), random.Random(0)
+    for place in range(TOKENS):
+        began = time.thread_time()
+        try:
+            matcher.mask(bits)
+        except GrammarFailed as error:
+            raise InvalidRequest(error.message) from None
+        if not any(bits):
+            raise InvalidRequest("the grammar allows no output" if not place else "the grammar leads to a dead end")
+        going_on = without(bits, eos_token_ids)
+        count = sum(map(int.bit_count, going_on))
+        if not count:
+            return
+        if not matcher.accept([_allowed(going_on, chance.randrange(count))]):
+            raise InvalidRequest(_why(matcher, bits))
+        spent = time.thread_time() - began
+        if spent > TOKEN_S:
+            raise InvalidRequest(f"the grammar took {spent:.2f} s for one token; the limit is {TOKEN_S:.1f} s")

@@ -1,0 +1,70 @@
+"""How many files one must read to follow a request from its arrival to its journey."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from api_parts import app_of, demo_text
+from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
+from walk import Walk
+
+from kvferry.protocol.messages import PrefillRequest
+
+API_HALF = {
+    "router/api/ingress.py",
+    "router/api/generation_route.py",
+    "router/api/bodies/reader.py",
+    "router/api/bodies/generating.py",
+    "router/api/bodies/structured.py",
+    "router/api/served_models.py",
+    "router/api/generation.py",
+    "router/api/sequence_stream.py",
+    "router/api/admission.py",
+    "router/text/encoding.py",
+    "router/text/word_cache.py",
+    "router/text/text_model.py",
+    "router/text/sandbox.py",
+    "router/dispatch/model_cluster.py",
+}
+"""Key and call; admission; bytes; what the body asks for; its model; its sequences, and one of them; its limits and
+turn; its prompt, within bounds, word by word; the nodes."""
+TENANTS = {
+    f"router/tenants/{name}.py"
+    for name in ("tenant_registry", "limits", "tenant", "scheduler_slots", "fair_queue", "arrival_rate", "tenant_queue")
+}
+WORDS = "What does a ferry carry? " * 10
+CHAT = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 4}
+
+
+async def walked(path: str, body: dict[str, Any]) -> set[str]:
+    """Files that a request runs through before its POST to the prefill node, after one that opened connections."""
+    walk = Walk("router", "placement")
+
+    async def arrived(worker: FakeWorker, request: PrefillRequest) -> Answer:
+        walk.stop()
+        async for answer in honest_prefill(worker, request):
+            yield answer
+
+    async with Bench([prefill(prefill_script=arrived), decode()]) as bench:
+        app = app_of(bench.cluster, demo_text(), bench.metrics)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
+            assert (await http.post(path, json={**body, "seed": 1})).status_code == 200
+            with walk:
+                assert (await http.post(path, json={**body, "seed": 2})).status_code == 200
+    assert "router/dispatch/dispatch.py" in walk.files
+    assert {file for file in walk.files if file.startswith("router/tenants/")} <= TENANTS
+    assert len(set(walk.files) - TENANTS) <= 42, sorted(walk.files)
+    return {
+        file for file in walk.files if file.startswith(("router/api/", "router/text/", "router/dispatch/model_cluster"))
+    }
+
+
+async def test_a_chat_walks_through_fourteen_files_before_its_journey() -> None:
+    assert await walked("/v1/chat/completions", CHAT) == API_HALF
+
+
+async def test_a_completion_walks_the_same_way_and_reads_its_prompts() -> None:
+    rendered = {"router/text/sandbox.py", "router/text/text_model.py"}
+    read = {"router/api/bodies/fields.py"}
+    assert await walked("/v1/completions", {"prompt": WORDS}) == API_HALF - rendered | read

@@ -1,0 +1,13 @@
+"""What tests of journeys share."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvferry.router.dispatch.dispatch
+
+
+@pytest.fixture(autouse=True)
+def no_hedges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine a second may pass without anybody being late: tests of hedges say when one is."""
+    monkeypatch.setattr(kvferry.router.dispatch.dispatch, "LATE_S", 60.0)

@@ -1,0 +1,194 @@
+"""A late attempt gets another beside it; the first token wins, and neither leaves anything behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fake_workers import (
+    PROMPT,
+    SILENCE,
+    Bench,
+    FakeWorker,
+    collect,
+    decode,
+    expected,
+    first_token,
+    honest_prefill,
+    ids,
+    prefill,
+)
+from waiting import until
+
+import kvferry.router.dispatch.dispatch
+from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.lease import Load, Rates
+from kvferry.protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.dispatch.timers import Timer, Timers
+
+pytestmark = pytest.mark.usefixtures("hasty")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvferry.router.dispatch.dispatch, "LATE_S", 0.2)
+
+
+async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+    yield SILENCE
+
+
+def after(seconds: float, script: Any = honest_prefill) -> Any:
+    async def slow(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        await asyncio.sleep(seconds)
+        async for answer in script(worker, request):
+            yield answer
+
+    return slow
+
+
+async def refuse(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+    yield AttemptFailed(request.job.request_id, request.job.attempt, "server_error", "scripted")
+
+
+async def test_another_pair_takes_over_from_a_prefill_node_that_says_nothing() -> None:
+    """It had taken half of the request's deadline."""
+    workers = [prefill("p1", prefill_script=hang), prefill("p2"), decode("d1"), decode("d2")]
+    async with Bench(workers) as bench:
+        began = asyncio.get_running_loop().time()
+        dispatch = bench.start(6)
+        assert ids(await collect(dispatch)) == expected(PROMPT, 6)
+        assert asyncio.get_running_loop().time() - began < 1.5
+        assert bench.rungs() == {"hedge": 1}
+        assert dispatch.route.prefill == "p2"
+        (late,), (won,) = bench["p1"].prefills, bench["p2"].prefills
+        assert late.target.node_id != won.target.node_id
+        assert dispatch.fork.request_id == won.job.request_id != late.job.request_id
+        await until(lambda: bench["p1"].answering == 0)
+        assert [cancel.request_id for cancel in bench["p1"].cancels] == [late.job.request_id]
+        assert not bench["p2"].cancels
+
+
+async def test_the_only_decode_node_computes_by_itself() -> None:
+    async with Bench([prefill("p1", prefill_script=hang), decode()]) as bench:
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert bench.rungs() == {"hedge": 1}
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert bench.nodes.suspicion.shut().nodes == {("p1", 1)}, "late twice"
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert bench.rungs() == {"hedge": 2}
+
+
+@pytest.mark.parametrize("free", [10, 20])
+async def test_nobody_is_doubted_who_waits_for_room_on_a_decode_node(free: int, monkeypatch) -> None:
+    """A crowd had every prefill node shut for seconds, and decode nodes that were full computed prompts besides."""
+    queue = 2 if free == 10 else 0
+    load = Load(queue, active_blocks=60 - free, granted_blocks=40, free_blocks=free, total_blocks=100)
+    async with Bench([prefill("p1", prefill_script=after(0.6)), decode(changes={"load": load})]) as bench:
+        doubted: list[tuple[str, int]] = []
+        monkeypatch.setattr(bench.nodes.suspicion, "node_failed", lambda node, *, surely: doubted.append(node))
+        bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert doubted == ([] if free == 10 else [("p1", 1)])
+
+
+async def test_the_late_one_may_win() -> None:
+    workers = [prefill("p1", prefill_script=after(0.5)), prefill("p2", prefill_script=after(2)), decode()]
+    async with Bench(workers) as bench:
+        dispatch = bench.start(8)
+        assert ids(await collect(dispatch)) == expected(PROMPT, 8)
+        assert dispatch.route.prefill == "p1"
+        await until(lambda: bench["p2"].answering == 0)
+        assert [cancel.request_id for cancel in bench["p2"].cancels] == [bench["p2"].prefills[0].job.request_id]
+        assert not bench["p1"].cancels
+
+
+@pytest.mark.parametrize(("first", "second"), [(after(0.4, refuse), after(0.3)), (after(0.5), after(0.1, refuse))])
+async def test_where_one_of_both_fails_the_other_goes_on(first: Any, second: Any) -> None:
+    workers = [prefill("p1", prefill_script=first), prefill("p2", prefill_script=second), decode("d1"), decode("d2")]
+    async with Bench(workers) as bench:
+        assert ids(await collect(bench.start(8))) == expected(PROMPT, 8)
+        assert bench.rungs()["hedge"] == 1
+        assert len(bench["p1"].prefills) == len(bench["p2"].prefills) == 1
+
+
+async def test_one_that_waits_in_vain_for_its_second_token_is_not_late() -> None:
+    async def first_only(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        yield first_token(request.job)
+        await asyncio.sleep(0.6)
+        worker.peers[request.target.node_id].decode(request.job, 1)
+        yield SILENCE
+
+    async with Bench([prefill("p1", prefill_script=first_only), prefill("p2"), decode()]) as bench:
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert bench.rungs() == {}
+
+
+async def test_nothing_is_hedged_beyond_the_budget() -> None:
+    async with Bench([prefill("p1", prefill_script=after(0.6)), prefill("p2"), decode()]) as bench:
+        bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert bench.rungs() == {}
+
+
+async def test_what_has_not_begun_waits_for_the_budget_and_hears_in_time_that_there_is_none() -> None:
+    async with Bench([prefill(prefill_script=refuse), decode()], patience_s=0.3) as bench:
+        bench.cluster.retries = RetryBudget(0.0, 0.0, 0.0)
+        with pytest.raises(Overloaded, match="tried again") as caught:
+            await collect(bench.start(6))
+        assert caught.value.retry_after
+        bench.cluster.retries = RetryBudget(0.0, 20.0, 1.0)
+        for _ in range(3):
+            assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+
+
+async def test_what_would_begin_after_its_deadline_is_refused_at_once() -> None:
+    busy = Load(waiting_tokens=5000, free_blocks=1000, total_blocks=1000)
+    slow = {"load": busy, "rates": Rates(prefill_tokens_per_s=100.0)}
+    async with Bench([prefill(changes=slow), decode(changes=slow)]) as bench:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(Overloaded, match="deadline") as caught:
+            await collect(bench.start(6, deadline_s=20))
+        assert asyncio.get_running_loop().time() - began < 1
+        assert caught.value.retry_after == 30.0
+        assert ids(await collect(bench.start(6, deadline_s=100))) == expected(PROMPT, 6)
+
+
+async def test_what_was_late_and_got_on_is_late_no_more() -> None:
+    """A router that stood still reads of both at once, and judges nobody by its own pause."""
+    rung: list[Timer] = []
+    alarms = Timers(asyncio.get_running_loop().time() + 60, rung.append)
+    alarms.launched(0.02)
+    assert not alarms.late
+    await until(lambda: rung)
+    assert (rung, alarms.late) == ([Timer.LATE], True)
+    alarms.progressed()
+    assert not alarms.late
+    alarms.launched(0.02)
+    alarms.progressed()
+    await asyncio.sleep(0.05)
+    assert rung == [Timer.LATE]
+    alarms.stop()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_budget_is_a_share_of_requests_and_a_floor_per_second() -> None:
+    clock = Clock()
+    budget = RetryBudget(0.1, 2.0, 5.0, clock)
+    assert [budget.spend() for _ in range(6)] == [True] * 5 + [False]
+    clock.now = 0.5
+    assert [budget.spend() for _ in range(2)] == [True, False]
+    budget.requests += 30
+    assert [budget.spend() for _ in range(4)] == [True] * 3 + [False]
+    clock.now = 1000.0
+    budget.requests += 1000
+    assert [budget.spend() for _ in range(6)] == [True] * 5 + [False], "what was not used is not kept for ever"

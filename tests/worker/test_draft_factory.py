@@ -1,0 +1,113 @@
+"""A node with a draft model: what it loads, what it refuses, and what that takes of its memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from kvferry.engine.models.hf import transformers_module
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.worker.engine_factory import assemble
+from kvferry.worker.rates import warm_up
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+
+
+def save(path: Path, layers: int, words: int = 90) -> str:
+    """A tiny model whose tokenizer knows so many words."""
+    transformers = transformers_module()
+    config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    if words:
+        Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0")).save(
+            str(path / "tokenizer.json")
+        )
+    return str(path)
+
+
+def settings(path: Path, **given: object) -> WorkerSettings:
+    model = path / "model"
+    if not model.exists():
+        save(model, 4)
+    named = {"num_speculative_tokens": 3, "device": "cpu", "kv_cache_gib": 0.01} | given
+    return WorkerSettings(model=str(model), **named)  # type: ignore[arg-type]
+
+
+def test_both_pools_share_what_memory_is_given(tmp_path: Path) -> None:
+    small = save(tmp_path / "small", 2)
+    alone, both = (assemble(settings(tmp_path, speculative_model=model)) for model in ("", small))
+    assert alone.engine.draft_model is None
+    draft = both.engine.draft_model
+    assert draft is not None
+    assert draft.pool.num_blocks == both.engine.pool.num_blocks
+    assert draft.runner.model.info.num_layers == 2
+    assert both.engine.pool.num_blocks == pytest.approx(alone.engine.pool.num_blocks * 4 / 6, abs=1)
+    assert both.fingerprint == alone.fingerprint, "who has none, or another one, can be its peer"
+    warm_up(both.engine)
+    both.engine.check_integrity()
+
+
+def test_a_node_of_prompts_loads_none(tmp_path: Path) -> None:
+    given = settings(tmp_path, speculative_model=save(tmp_path / "small", 2), role="prefill")
+    assert assemble(given).engine.draft_model is None
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "told"),
+    [
+        (80, {}, "small has a vocabulary of 80 tokens, model has another of 90"),
+        (90, {"num_speculative_tokens": 0}, "needs --num-speculative-tokens of at least 1"),
+        (90, {"speculative_model": "/nowhere"}, "no such model: /nowhere"),
+    ],
+)
+def test_what_cannot_draft_is_refused(tmp_path: Path, words: int, given: dict[str, object], told: str) -> None:
+    small = save(tmp_path / "small", 2, words)
+    with pytest.raises(ConfigError, match=told) as refused:
+        assemble(settings(tmp_path, **{"speculative_model": small, **given}))
+    assert refused.value.param == "speculative_model"
+
+
+def test_an_equal_count_of_other_tokens_is_another_vocabulary(tmp_path: Path) -> None:
+    small = save(tmp_path / "small", 2)
+    file = tmp_path / "small/tokenizer.json"
+    body = json.loads(file.read_text())
+    body["model"]["vocab"] = {f"w{i}": (i + 1) % 90 for i in range(90)}
+    file.write_text(json.dumps(body))
+    with pytest.raises(ConfigError, match="vocabulary of 90 tokens, model has another of 90"):
+        assemble(settings(tmp_path, speculative_model=small))
+
+
+def test_without_a_tokenizer_sizes_decide(tmp_path: Path) -> None:
+    assert assemble(settings(tmp_path, speculative_model=save(tmp_path / "small", 2, 0))).engine.draft_model
+
+
+def test_prefixes_are_kept_by_neither_pool_where_they_are_not_to_be(tmp_path: Path) -> None:
+    small = save(tmp_path / "small", 2)
+    engine = assemble(settings(tmp_path, speculative_model=small, enable_prefix_caching=False)).engine
+    assert engine.draft_model is not None
+    assert not engine.pool.prefix_caching
+    assert not engine.draft_model.pool.prefix_caching
+
+
+def test_one_whose_first_step_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = assemble(settings(tmp_path, speculative_model=save(tmp_path / "small", 2))).engine
+    assert engine.draft_model is not None
+
+    def run(slices: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(engine.draft_model.runner, "run", run)
+    with pytest.raises(ConfigError, match="small cannot be run: its first step failed with RuntimeError") as caught:
+        warm_up(engine)
+    assert caught.value.param == "speculative_model"

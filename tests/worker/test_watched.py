@@ -1,0 +1,47 @@
+"""What counts as a thread's standing still."""
+
+from __future__ import annotations
+
+from kvferry.worker.watchdog import Watched
+
+
+def test_time_without_a_core_is_not_held_against_a_thread() -> None:
+    """A storm of clients that left had two busy cores keep the link from its own for three seconds: its node ended."""
+    marks, held = [1], [5.0]
+    thread = Watched(lambda: marks[0], lambda: held[0])
+    thread.look(100.0)
+    held[0] += 2.5
+    thread.look(103.0)
+    assert thread.still_s == 0.5
+    thread.look(105.0)
+    assert thread.still_s == 2.5
+    marks[0] += 1
+    thread.look(106.0)
+    assert thread.still_s == 0.0
+    held[0] += 3.0
+    thread.look(107.0)
+    assert thread.still_s == 0.0
+
+
+def test_a_thread_with_nothing_to_do_stands_still_for_no_time() -> None:
+    mark: list[int | None] = [1]
+    thread = Watched(lambda: mark[0])
+    thread.look(1.0)
+    thread.look(4.0)
+    assert thread.still_s == 3.0
+    mark[0] = None
+    thread.look(9.0)
+    assert thread.still_s == 0.0
+
+
+def test_an_engine_without_a_core_is_slow_and_does_not_hang() -> None:
+    """Nodes on a machine with too much to do ended for a turn of twenty seconds, and started anew for the next one."""
+    mark, starved = [1], [7.0]
+    thread = Watched(lambda: mark[0], starved=lambda: starved[0])
+    thread.look(100.0)
+    starved[0] += 18.0
+    thread.look(120.0)
+    assert (thread.still_s, thread.starved_s) == (20.0, 18.0)
+    mark[0] += 1
+    thread.look(121.0)
+    assert (thread.still_s, thread.starved_s) == (0.0, 0.0)

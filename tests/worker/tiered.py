@@ -1,0 +1,31 @@
+"""A prompt asked of a node that has a slower memory, and what the node says of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from test_fetch_client import prompt
+from toy import expected, make_job
+from worker_pair import Router, Worker
+
+
+async def ask(router: Router, name: str, seed: int = 0, **change: Any) -> Any:
+    """How much of the prompt was reused and computed; its token is right."""
+    (first, *_) = await router.post_prefill(replace(make_job(name, prompt(seed), 1), **change)).ended()
+    assert list(first.delta.token_ids) == expected(prompt(seed), 1)
+    assert first.delta.reuse.balanced
+    return first.delta.reuse
+
+
+def reads(tier: str, node: Worker, outcome: str) -> float:
+    return float(node.node.metrics.tiers.reads[tier][outcome]._value.get())
+
+
+def count(tier: str, node: Worker, way: str) -> float:
+    return float(node.node.metrics.tiers.blocks[tier][way]._value.get())
+
+
+async def settle(router: Router) -> None:
+    for node in (router.prefill, router.decode):
+        await node.settle()

@@ -1,0 +1,61 @@
+"""A node as others see it on the network: its name, its URL, and the server behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.runtime.address import host_port, is_loopback
+from kvferry.runtime.cluster_secret import ClusterSecrets
+from kvferry.runtime.http import bind, make_app, make_server
+
+log = logging.getLogger("kvferry.worker")
+UNSPECIFIED = ("0.0.0.0", "::", "[::]", "")
+"""Hosts to listen on that name no machine."""
+
+
+class NodeAddress:
+    """Bound from the start, so that the port is known; serves between `start` and `stop`. Roles add their endpoints to
+    `app`. Raises ConfigError when the address cannot be used."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        health: Callable[[], tuple[int, dict[str, object]]],
+        unready: Callable[[], str],
+    ) -> None:
+        if not settings.advertise_host and settings.host in UNSPECIFIED:
+            raise ConfigError(
+                f"--host {settings.host} is no address that other processes can dial; add --advertise-host",
+                param="advertise_host",
+            )
+        self.host = settings.advertise_host or settings.host
+        self._socket = bind(settings.host, settings.port)
+        port = int(self._socket.getsockname()[1])
+        self.url = f"http://{host_port(self.host, port)}"
+        self.node_id = settings.node_id or f"{settings.role}-{socket.gethostname()}-{port}"
+        self.secrets = ClusterSecrets(settings)
+        if not self.secrets and not is_loopback(self.host):
+            log.warning(
+                "no --cluster-secret-file: whoever reaches %s can plant KV, read tokens, cancel requests", self.host
+            )
+        self.app = make_app(health, unready, self.secrets.tokens if self.secrets else None)
+        self._server = make_server(self.app)
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._serving = asyncio.create_task(self._serve(), name="http-server")
+
+    async def _serve(self) -> None:
+        async with self.secrets.followed():
+            await self._server.serve(sockets=[self._socket])
+
+    async def stop(self) -> None:
+        """Close the server; responses that still stream get a moment to end."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving

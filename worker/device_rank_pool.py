@@ -1,0 +1,138 @@
+"""The pools of a node's ranks, each on its own device, as one to the link and to slower memories: whole blocks are in
+rows of the host's memory while they are on their way, and every rank brings or takes its own part of them."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvferry.engine.fault_isolation import DeviceLost
+from kvferry.kv_transfer.checksum import Checksums, InlineChecksums
+from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.protocol.errors import reason
+from kvferry.runtime.limits import available_memory
+from kvferry.runtime.rank_channel import RankChannel, RankChannels
+from kvferry.worker.pool_memory import GIB, MEMORY_MARGIN
+from kvferry.worker.segments import Move, Segments
+from kvferry.worker.shared_rows import SharedRows
+
+GROWTH, MOST = 64 << 20, 256
+"""Bytes, and rows at most, by which those for the link grow: as many stay as blocks ever were on their way at once."""
+
+
+class DeviceRankPool(BlockMemory):
+    """Of the first rank; `follow` is the others'. It implements kv_transfer.tiers.staging.Copies, too, from any thread:
+    to tiers a block is its id. Raises DeviceLost once a rank did not do as it was told, or there is no memory for what
+    the link moves, and ever after: what has moved is not known. lost: why, from then on; the node must end then, though
+    link and tiers go on where a call raises."""
+
+    def __init__(self, own: Segments, rows: SharedRows, lines: RankChannels, others: int, block_bytes: int) -> None:
+        self._own, self._rows, self._lines, self._others = own, rows, lines, others
+        self._block_bytes = block_bytes
+        self._lock, self.lost = threading.Lock(), ""
+        self._numbers: dict[int, int] = {}
+        """Of rows, by their addresses."""
+        self._spare: list[np.ndarray] = []
+
+    # The link, on its thread.
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_bytes
+
+    def block(self, block_id: int) -> int:
+        return block_id
+
+    def to_fill(self, block_id: int) -> np.ndarray:
+        if not self._spare:
+            try:
+                self._spare += self.room(max(1, min(GROWTH // self._block_bytes, MOST)))
+            except MemoryError as error:
+                self.lost = str(error)
+                raise DeviceLost(self.lost) from error
+        return self._spare.pop()
+
+    def to_send(self, block_id: int) -> np.ndarray:
+        row = self.to_fill(block_id)
+        self.to_host([block_id], [row])
+        return row
+
+    def landed(self, block_id: int, buffer: np.ndarray) -> None:
+        self.to_device([buffer], [block_id])
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        self._spare.append(buffer)
+
+    def checksums(self, submit: Callable[[Callable[[], None]], None], prepare: Callable[[], None]) -> Checksums:
+        """As `PoolMemory.checksums`: rows are in the host's memory."""
+        return InlineChecksums()
+
+    # Slower memories.
+
+    def copies(self) -> DeviceRankPool:
+        return self
+
+    def room(self, blocks: int) -> Sequence[np.ndarray]:
+        size, left = blocks * self._block_bytes, available_memory()
+        if size > MEMORY_MARGIN * left:
+            what = f"blocks need {size / GIB:.2f} GiB more of the host's memory, of which {left / GIB:.2f} are left"
+            raise MemoryError(what)
+        with self._lock:
+            rows = {number: self._rows[number].numpy() for number in self._together(blocks)}
+        self._numbers.update((_address(row), number) for number, row in rows.items())
+        return list(rows.values())
+
+    def to_host(self, blocks: Sequence[Any], rows: Sequence[np.ndarray]) -> None:
+        self._move(blocks, rows, out=True)
+
+    def to_device(self, rows: Sequence[np.ndarray], blocks: Sequence[Any]) -> None:
+        self._move(blocks, rows, out=False)
+
+    def _move(self, blocks: Sequence[int], rows: Sequence[np.ndarray], *, out: bool) -> None:
+        move = Move(tuple(blocks), tuple(self._numbers[_address(row)] for row in rows), out)
+        with self._lock:
+            self._together(move)
+
+    def _together(self, call: int | Move) -> Sequence[int]:
+        """All ranks do it, at the same time: see `_do`."""
+        if self.lost:
+            raise DeviceLost(self.lost)
+        try:
+            self._lines.tell(pickle.dumps(call))
+            found = _do(call, self._own, self._rows)
+            answers = [self._lines.hear(other).decode() for other in range(self._others)]
+        except Exception as error:
+            self.lost = f"blocks do not reach all ranks any more: {reason(error)}"
+            raise DeviceLost(self.lost) from error
+        if wrong := next(filter(None, answers), ""):
+            self.lost = f"a rank has not moved its part of a block: {wrong}"
+            raise DeviceLost(self.lost)
+        return found
+
+
+def follow(line: RankChannel, own: Segments, rows: SharedRows) -> None:
+    """Do what the first rank's ApartPool says. Ends by what is raised where that is gone: OSError or EOFError."""
+    while True:
+        call: int | Move = pickle.loads(line.hear())
+        try:
+            _do(call, own, rows)
+            wrong = ""
+        except Exception as error:
+            wrong = reason(error)
+        line.say(wrong.encode())
+
+
+def _do(call: int | Move, own: Segments, rows: SharedRows) -> Sequence[int]:
+    """A number is of rows that there are to be more of."""
+    if isinstance(call, int):
+        return rows.grow(call)
+    own.move(call)
+    return ()
+
+
+def _address(row: np.ndarray) -> int:
+    return int(row.__array_interface__["data"][0])

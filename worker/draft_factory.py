@@ -1,0 +1,44 @@
+"""From settings to the draft model of an engine."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.core_sharing import CoreTurns
+from kvferry.engine.draft_model import DraftModel
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.models.base import Model
+from kvferry.engine.runner import Runner
+from kvferry.protocol.layout import KVLayout
+from kvferry.worker.pool_memory import make_pool
+
+log = logging.getLogger("kvferry.worker")
+
+GIB = 1024**3
+
+
+def draft_layout(model: Model | None, block_size: int, kv_dtype: torch.dtype | None) -> KVLayout | None:
+    """Of its KV blocks. kv_dtype: None for the model's own."""
+    return model.info.layout(kv_dtype or model.dtype, block_size) if model is not None else None
+
+
+def make_draft(
+    model: Model | None,
+    layout: KVLayout | None,
+    num_blocks: int,
+    *,
+    prefix_caching: bool,
+    chunk: int,
+    vocab_size: int,
+    shift: CoreTurns | None,
+) -> DraftModel | None:
+    """Its pool has as many blocks as the one of the model that it drafts for, so it holds the same tokens."""
+    if model is None or layout is None:
+        return None
+    runner = Runner(model, make_pool(layout, num_blocks, model.device), layout.block_size)
+    log.info("%s drafts, %.2f GiB of KV blocks", model.info.name, num_blocks * layout.block_bytes / GIB)
+    pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=prefix_caching)
+    return DraftModel(runner, pool, chunk, vocab_size, shift or CoreTurns())

@@ -1,0 +1,32 @@
+"""What nodes of either role mount on their dock: one sender and one receiver, and what both roles do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.engine.events import Event
+from kvferry.kv_transfer.sender import Sender
+from kvferry.worker.fetch_client import PrefixFetcher
+from kvferry.worker.fetch_server import PrefixSupplier
+from kvferry.worker.grant_dispatch import GrantDispatch
+from kvferry.worker.replica_store import ReplicaStore
+from kvferry.worker.service import Base
+from kvferry.worker.tiers import Tiers
+
+
+class Endpoints:
+    """Before the dock starts. A role adds what is its own: whom its jobs' grants go to (`arrivals`), what it offers
+    (`sender`)."""
+
+    def __init__(self, base: Base) -> None:
+        self.sender = Sender(base.dock, grant_timeout=base.settings.grant_timeout)
+        self.arrivals = GrantDispatch(base)
+        self.keeper = ReplicaStore(base, self.arrivals)
+        self.fetches = PrefixFetcher(base, self.arrivals)
+        self.tiers = Tiers(base, self.fetches)
+        self.supplies = PrefixSupplier(base, self.sender)
+
+    def take(self, events: Sequence[Event]) -> None:
+        """On the engine thread."""
+        self.fetches.take(events)
+        self.tiers.take(events)

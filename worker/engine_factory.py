@@ -1,0 +1,167 @@
+"""From settings to an engine: device, model, KV pool, limits. Runs once at start, before any request."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from math import inf
+
+import torch
+
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.canary import Canary
+from kvferry.engine.core_sharing import CoreTurns
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.models.dense_modules import load_dense
+from kvferry.engine.output_tolerance import tolerance
+from kvferry.engine.pooling import Pooler
+from kvferry.engine.runner import Runner
+from kvferry.kernels.cpu import CpuOps
+from kvferry.kernels.ops import select
+from kvferry.model_files.draft_model import resolve_draft
+from kvferry.model_files.pooling_config import read_task
+from kvferry.model_files.unsupported_models import resolve_runnable
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.runtime.core_lock import CoreLock
+from kvferry.worker.adapters import read_first
+from kvferry.worker.draft_factory import draft_layout, make_draft
+from kvferry.worker.encoder_factory import assemble_encoder
+from kvferry.worker.engine_parts import EngineParts, arithmetic
+from kvferry.worker.grammar_masks import make_masks
+from kvferry.worker.invariance import require_batch_invariance
+from kvferry.worker.kv_format import kv_format
+from kvferry.worker.model import load
+from kvferry.worker.pool_memory import GIB, make_pool, pool_blocks
+from kvferry.worker.rank_launcher import start_ranks
+
+log = logging.getLogger("kvferry.worker")
+
+
+def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> EngineParts:
+    """Load the model and make the pool. Raises ConfigError naming the flag to change."""
+    device = choose_device(settings.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        refuse_expandable_segments(os.environ)
+    source = resolve_runnable(settings.model, settings.load_format)
+    task = read_task(source, "last")
+    if task.encoder:
+        if settings.load_format == "dummy":
+            raise ConfigError("dummy weights are of decoders alone", param="load_format")
+        return assemble_encoder(settings, source, task, device, progress)
+    graphs = not settings.enforce_eager and settings.tensor_parallel_size == 1
+    ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=graphs)
+    decodes = settings.role == "decode" or settings.elastic
+    drafting = resolve_draft(settings, source) if decodes else None
+    ranks = start_ranks(settings, device)
+    model = load(
+        settings, source, device, ops, progress, settings.weights_fd, ranks.part if ranks is not None else None
+    )
+    if ranks is not None:
+        model = ranks.lead(model)
+    if settings.batch_invariant:
+        require_batch_invariance(model)
+    small = load(settings, drafting, device, ops) if drafting is not None else None
+    kv_dtype = kv_format(settings, model, small)
+    dtype = kv_dtype or model.dtype
+    layout = model.info.layout(dtype, settings.block_size)
+    small_layout = draft_layout(small, settings.block_size, kv_dtype)
+    beside = small_layout.block_bytes if small_layout is not None else 0
+    available = ranks.available(layout, beside) if ranks is not None else None
+    num_blocks = pool_blocks(settings, layout.block_bytes + beside, device, available)
+    kv = ranks.make_pool(layout, num_blocks) if ranks is not None else make_pool(layout, num_blocks, device)
+    max_model_len = longest_sequence(settings, model.info, num_blocks)
+    fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
+    limits = step_limits(settings, device)
+    shares = settings.cores_fd >= 0 and device.type == "cpu"
+    config = EngineConfig(
+        fingerprint, settings.block_size, max_model_len, limits,
+        shares_cores=shares and decodes, drafts=settings.num_speculative_tokens,
+    )  # fmt: skip
+    pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
+    pooler = Pooler(load_dense(source, task.dense, device))
+    masks = make_masks(source, model.info.vocab_size)
+    shift = CoreTurns(CoreLock(settings.cores_fd), settings.itl_target_ms / 1000) if shares else None
+    runner = Runner(model, kv, settings.block_size, masks, pooler, shift)
+    draft = make_draft(
+        small, small_layout, num_blocks, prefix_caching=settings.enable_prefix_caching,
+        chunk=limits.max_num_batched_tokens // 4, vocab_size=model.info.vocab_size, shift=shift,
+    )  # fmt: skip
+    engine = Engine(config, runner, pool, draft)
+    if decodes and settings.canary_rate:
+        tolerated = tolerance(model.dtype, dtype, exact=settings.batch_invariant)
+        engine.canary = Canary(
+            pool, engine.request_table, runner, engine.events,
+            block_size=settings.block_size, rate=settings.canary_rate, tolerated=tolerated,
+        )  # fmt: skip
+    adapters = read_first(settings, model)
+    for _, adapter in adapters:
+        engine.adapters.put(adapter)
+    log.info(
+        "%s in %s on %s, %d %s KV blocks of %d tokens (%.2f GiB), ops %s",
+        model.info.name,
+        "+".join([str(model.dtype).removeprefix("torch."), *model.info.revision.split("+")[1:]]),
+        device,
+        num_blocks,
+        layout.dtype,
+        settings.block_size,
+        num_blocks * layout.block_bytes / GIB,
+        f"{ops.name} ({ops.instruction_set}, {ops.threads} threads)" if isinstance(ops, CpuOps) else ops.name,
+    )
+    names = tuple(name for name, _ in adapters)
+    return EngineParts(engine, kv, model.info, layout, fingerprint, max_model_len, names, ranks)
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: CUDA if there is a device, else CPU. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}", param="device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is available; use --device cpu", param="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ConfigError(f"there is no {name}; the last GPU is cuda:{last}", param="device")
+    return device
+
+
+def refuse_expandable_segments(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where PyTorch would make the pool of memory that other processes cannot open, so that no block
+    could be shipped from GPU to GPU."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            raise ConfigError(
+                f"{name} asks for expandable_segments:True, which KV blocks cannot be shipped from; unset it"
+            )
+
+
+def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int) -> int:
+    """Longest prompt plus output (tokens) that model and pool allow. Raises ConfigError when more was asked for."""
+    room = num_blocks * settings.block_size
+    wanted = settings.max_model_len
+    if wanted > info.max_model_len:
+        raise ConfigError(f"the model takes at most {info.max_model_len} tokens; lower --max-model-len to that")
+    if wanted > room:
+        raise ConfigError(f"the KV pool holds {room} tokens; lower --max-model-len or raise --kv-cache-gib")
+    if not wanted and room < info.max_model_len:
+        log.warning("sequences are limited to the KV pool's %d tokens (the model takes %d)", room, info.max_model_len)
+    return wanted or min(info.max_model_len, room)
+
+
+def step_limits(settings: WorkerSettings, device: torch.device) -> Limits:
+    """Budgets of one step. It has room for a token of every running request, and for a block of some prompt beside
+    them: a prompt that is begun goes on under any load."""
+    on_gpu = device.type == "cuda"
+    budget = settings.max_num_batched_tokens or (8192 if on_gpu else 256)
+    beside = settings.max_prefill_tokens_while_decoding or (2048 if on_gpu else 256)
+    budget = max(budget, settings.max_num_seqs + settings.block_size)
+    beside_s = settings.itl_target_ms / 1000 or inf
+    return Limits(budget, min(beside, budget), settings.max_num_seqs, beside_s=beside_s)

@@ -1,0 +1,78 @@
+"""Blocks that other nodes ask this one for: they are held while they are sent, as those of any ship."""
+
+from __future__ import annotations
+
+import threading
+
+from kvferry.engine.engine import Engine
+from kvferry.kv_transfer.fetch import FetchServer, split
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.kv_transfer.sender import Sender
+from kvferry.protocol.errors import Draining, GrantRefused, KvferryError, NotFound
+from kvferry.protocol.link_messages import Fetch, Supply
+from kvferry.worker.service import Base
+
+AT_ONCE = 16
+"""Supplies under way: whoever asks beyond them computes."""
+
+
+class PrefixSupplier:
+    """Implements kv_transfer.ports.ShipEvents, of what is sent to those who asked for it."""
+
+    def __init__(self, base: Base, sender: Sender) -> None:
+        self._base, self._sender = base, sender
+        self._lock = threading.Lock()
+        self._giving: dict[int, list[tuple[int, int]]] = {}
+        self._giver = FetchServer(base.dock, self._wanted)
+
+    # The engine thread.
+
+    def _give(self, engine: Engine, peer: Peer, fetch: Fetch) -> None:
+        here = engine.pool.match(split(fetch.hashes))
+        if len(here) <= fetch.first:
+            self._giver.deny(peer, fetch, NotFound("none of these blocks are here any more"))
+        elif len(self._giving) >= AT_ONCE:
+            self._giver.deny(peer, fetch, GrantRefused(f"{AT_ONCE} other nodes are given blocks"))
+        else:
+            supply = Supply(fetch.transfer, len(here), fetch.deadline_s)
+            with self._lock:  # the grant may come before `offer` returns
+                transfer = self._sender.offer(fetch.asker, supply, self, peer)
+                self._giving[transfer] = list(enumerate(here))
+            engine.copies.give(transfer, here)
+
+    def _quiet(self, engine: Engine, transfer: int) -> None:
+        engine.copies.returned(transfer)
+        with self._lock:
+            del self._giving[transfer]
+
+    # The link thread.
+
+    def _wanted(self, peer: Peer, fetch: Fetch) -> None:
+        try:
+            self._base.require_ready()
+        except Draining as error:
+            self._giver.deny(peer, fetch, error)
+        else:
+            self._base.engine.submit(lambda engine: self._give(engine, peer, fetch))
+
+    def granted(self, transfer: int, first_block: int) -> None:
+        with self._lock:
+            blocks = self._giving[transfer]
+        self._sender.ship(transfer, blocks[first_block:])
+        self._sender.commit(transfer, None)
+
+    def sent(self, transfer: int) -> None:
+        """All is given at once."""
+
+    def done(self, transfer: int, stats: ShipStats) -> None:
+        fetches = self._base.metrics.fetches
+        fetches.blocks["given"].inc(stats.blocks)
+        fetches.bytes["given"].inc(stats.bytes)
+        self._base.call_soon(lambda: self._base.rates.shipped(stats.bytes, stats.sending_s))
+
+    def failed(self, transfer: int, error: KvferryError) -> None:
+        """Whoever asked counts it."""
+
+    def quiet(self, transfer: int) -> None:
+        self._base.engine.submit(lambda engine: self._quiet(engine, transfer))

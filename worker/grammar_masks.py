@@ -1,0 +1,39 @@
+"""The grammar side of a node: its model's tokenizer, read by the grammar library, and the threads that make masks."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from kvferry.engine.grammar_masks import GrammarMasks
+from kvferry.model_files.source import ModelSource, read_facts
+from kvferry.model_files.tokenizer import load_tokenizer
+from kvferry.protocol.errors import ConfigError
+from kvferry.runtime.limits import available_cores
+from kvferry.structured_output.compile_threads import CompileThreads
+from kvferry.structured_output.llguidance_backend import LlguidanceBackend
+from kvferry.structured_output.vocabulary import Vocabulary
+
+log = logging.getLogger("kvferry.worker")
+
+CORES_PER_THREAD = 8
+"""These threads make masks that the engine thread does not: first ones, slow ones, looks for a way out."""
+
+
+def make_masks(source: ModelSource, vocab_size: int) -> GrammarMasks:
+    """For models whose tokenizer cannot be read here, masks that refuse every grammar and say why. Takes a second,
+    with the interpreter's lock held: before there are requests, not with the first grammar."""
+    began = time.monotonic()
+    try:
+        tokenizer, facts = load_tokenizer(source), read_facts(source)
+        size = max(vocab_size, tokenizer.vocab_size)
+        vocabulary = Vocabulary(tokenizer.library.to_str(), size, facts.eos_token_ids, tokenizer.special_texts)
+        library = LlguidanceBackend(vocabulary)
+    except ConfigError as error:
+        log.info("no grammars: %s", error.message)
+        return GrammarMasks.none(f"this node cannot read the tokenizer of {source.name}: {error.message}")
+    log.info("the tokenizer was read for grammars in %.1f s", time.monotonic() - began)
+    threads = max(1, available_cores() // CORES_PER_THREAD)
+    return GrammarMasks(
+        library, size, CompileThreads("grammar-compile", bound=1024), CompileThreads("grammar-mask", threads)
+    )

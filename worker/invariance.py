@@ -1,0 +1,33 @@
+"""Which models keep what --batch-invariant promises."""
+
+from __future__ import annotations
+
+import torch
+
+from kvferry.engine.models.base import Model
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.ranks.layers import own_part
+from kvferry.engine.ranks.sharded_model import ShardedModel
+from kvferry.kernels.cpu.packed_layers import PackedLinear
+from kvferry.protocol.errors import ConfigError
+
+
+def require_batch_invariance(model: Model) -> None:
+    """Raises ConfigError unless every operation of the model gives a token the same bits in every batch."""
+    dim, led = model.info.head_dim, isinstance(model, ShardedModel)
+    model = model.own.decoder if isinstance(model, ShardedModel) else model
+    if not isinstance(model, Decoder):
+        reason = "a model of our own decoder, not transformers' (--model-impl kvferry)"
+    elif model.dtype != torch.bfloat16:
+        reason = "--dtype bfloat16"
+    elif model.config.latent is not None:
+        reason = "attention over keys and values, which latent attention is not"
+    elif dim % 32 or dim > 512:
+        reason = f"head dims that are multiples of 32 up to 512; the model's are {dim}"
+    elif led and model.config.family.wide_qk_norm:
+        reason = "norms of q and k within heads, or --tensor-parallel-size 1"
+    elif not all(isinstance(own_part(linear), PackedLinear) for linear in model.dense_layers()):
+        reason = "an even number of inputs of every dense layer"
+    else:
+        return
+    raise ConfigError(f"batch_invariant needs {reason}", param="batch_invariant")

@@ -1,0 +1,63 @@
+"""A node's link and the dock on it, from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvferry.kv_transfer.checksum import ALGORITHM
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.handshake import HandshakeTerms
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.runtime.thread_priority import give_way
+from kvferry.worker.address import NodeAddress
+from kvferry.worker.device_rank_pool import DeviceRankPool
+from kvferry.worker.pool_memory import PoolMemory
+
+LINK_NICENESS = 10
+"""By which a decode node's link and its checksums stand behind what it computes."""
+
+
+class LinkParts:
+    """Makes both. Of kv: the node's KV pool; apart: what stands for it where that is the first rank's alone."""
+
+    def __init__(
+        self, settings: WorkerSettings, face: NodeAddress, kv: torch.Tensor, apart: DeviceRankPool | None = None
+    ) -> None:
+        self._settings, self._face, self._kv = settings, face, kv
+        self._memory = apart or PoolMemory(kv)
+
+    def link(self, on_fault: Callable[[], None]) -> UcxLink:
+        """on_fault: the link thread has ended; on it."""
+        settings, checksums = self._settings, ALGORITHM if self._settings.verify_checksums else "off"
+        return UcxLink(
+            self._face.host,
+            settings.link_port,
+            listen=settings.host,
+            transports=settings.ucx_transports,
+            net_devices=settings.ucx_net_devices,
+            cuda=self._kv.device.type == "cuda",
+            prepare=self._enter_link,
+            terms=HandshakeTerms(self._face.secrets.links, {"checksums": checksums}),
+            on_fault=lambda fault: on_fault(),
+        )
+
+    def dock(self, link: UcxLink, epoch: int) -> Dock:
+        memory = self._memory
+        checksums = memory.checksums(link.submit, self._enter_link)
+        name = (self._face.node_id, epoch)
+        return Dock(link, memory, name=name, verify=self._settings.verify_checksums, checksums=checksums)
+
+    def enter_thread(self) -> None:
+        """First call on a thread that touches the device."""
+        if self._kv.device.type == "cuda":
+            torch.cuda.set_device(self._kv.device)
+
+    def _enter_link(self) -> None:
+        """First call on the link thread, and on that of its checksums. Blocks that come in do not hold up streams that
+        run: on a core that both want, tokens come first."""
+        self.enter_thread()
+        if self._settings.role == "decode" or self._settings.elastic:
+            give_way(LINK_NICENESS)

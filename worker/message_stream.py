@@ -1,0 +1,46 @@
+"""An HTTP response that streams messages and notices at once when its reader goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvferry.runtime.disconnect import disconnected
+
+log = logging.getLogger("kvferry.worker")
+
+MEDIA_TYPE = "application/msgpack"
+
+
+class MessageStreamResponse(Response):
+    """Sends `messages`, which come packed. `on_close` runs exactly once, whichever way the response ends, even before
+    the first message."""
+
+    def __init__(self, messages: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+        super().__init__(media_type=MEDIA_TYPE)
+        del self.headers["content-length"]
+        self._messages = messages
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.create_task(self._pump(send))
+        watch = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._on_close()
+            pump.cancel()
+            watch.cancel()
+            ended, _ = await asyncio.gather(pump, watch, return_exceptions=True)
+            if isinstance(ended, Exception) and not isinstance(ended, OSError):
+                log.error("a stream broke off", exc_info=ended)
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for message in self._messages:
+            await send({"type": "http.response.body", "body": message, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,39 @@
+"""A node's model, or a rank's part of it, as its settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Model
+from kvferry.engine.ranks.rank_assignment import RankAssignment
+from kvferry.kernels.ops import Ops
+from kvferry.model_files.source import ModelSource
+from kvferry.protocol.settings import WorkerSettings
+
+
+def load(
+    settings: WorkerSettings,
+    source: ModelSource,
+    device: torch.device,
+    ops: Ops,
+    progress: Callable[[float], None] | None = None,
+    weights_fd: int = -1,
+    part: RankAssignment | None = None,
+) -> Model:
+    """`load_model` as the settings say."""
+    return load_model(
+        source,
+        device=device,
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        ops=ops,
+        impl=settings.model_impl,
+        quantization=settings.quantization,
+        load_format=settings.load_format,
+        max_model_len=settings.max_model_len,
+        progress=progress,
+        weights_fd=weights_fd,
+        part=part,
+    )

@@ -1,0 +1,180 @@
+"""One node, from its settings to its end: loading, joining, ready, draining.
+
+Ready means that routers can find it: a node whose lease has lapsed, since Redis was away for longer, is joining again.
+It is alive then, and goes on serving those who know it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum, auto
+
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.model_files.model_name import split_names
+from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
+from kvferry.runtime.http import serve_metrics
+from kvferry.runtime.signals import StopSignal
+from kvferry.runtime.supervisor_status import SupervisorStatus
+from kvferry.worker.address import NodeAddress
+from kvferry.worker.engine_factory import assemble
+from kvferry.worker.engine_parts import EngineParts, describe
+from kvferry.worker.membership import new_epoch, withdraw_now
+from kvferry.worker.rates import warm_up
+from kvferry.worker.runtime import WorkerRuntime
+from kvferry.worker.service import MakeService
+from kvferry.worker.tier_opening import OpenTiers, open_tiers
+
+log = logging.getLogger("kvferry.worker")
+
+
+class Ending(Enum):
+    """How a node's life ended: drained as asked; asked before its model was loaded, with the thread that loads left
+    behind; or broken, with threads, connections and requests left as they were."""
+
+    DRAINED = auto()
+    UNLOADED = auto()
+    BROKEN = auto()
+
+
+class Node:
+    """Answers over HTTP from the start of `run`; `loaded` is there once its model is. Belongs to one asyncio loop.
+    Raises ConfigError when the settings cannot be used. die: ends the process at once, from any thread, when a thread
+    hangs and the loop cannot end the node; None: the process is not the node's."""
+
+    def __init__(
+        self, settings: WorkerSettings, make_service: MakeService, die: Callable[[], None] | None = None
+    ) -> None:
+        self.metrics = WorkerMetrics(settings.role)
+        self.face = NodeAddress(settings, self._health, self._unready)
+        self.metrics.registry.model_name = _first_name(settings)
+        self.loaded: WorkerRuntime | None = None
+        self._settings = settings
+        self._make_service, self._die = make_service, die
+        self._progress = 0.0
+        self._status = SupervisorStatus.from_fd(settings.status_fd)
+        self._store = self._connected()
+
+    @property
+    def state(self) -> str:
+        if self.loaded is None:
+            return "loading"
+        if self.loaded.fault is not None:
+            return "broken"
+        return "joining" if self.loaded.state == "ready" and self.loaded.absence else self.loaded.state
+
+    async def run(self, stop: StopSignal) -> Ending:
+        """Load, join, serve until asked to stop, drain. Raises ConfigError when the node cannot start."""
+        serve_metrics(self.face.app, self.metrics.registry, self._set_gauges)
+        self.face.start()
+        asked = asyncio.create_task(stop.asked.wait())
+        ending = Ending.UNLOADED
+        try:
+            if await _first(asyncio.create_task(self._load()), asked):
+                assert self.loaded
+                ending = await self._live(self.loaded, asked, stop)
+        finally:
+            asked.cancel()
+            if ending is not Ending.BROKEN:
+                await self.face.stop()
+            log.info("%s has ended", self.face.node_id)
+        return ending
+
+    async def _live(self, loaded: WorkerRuntime, asked: asyncio.Task[bool], stop: StopSignal) -> Ending:
+        """From the moment that the model is loaded."""
+        broken = asyncio.create_task(loaded.broken.wait())
+        joining = asyncio.create_task(self._join(loaded))
+        await asyncio.wait({asked, broken}, return_when=asyncio.FIRST_COMPLETED)
+        joining.cancel()
+        if not broken.done() and await _first(asyncio.create_task(loaded.drain(stop)), broken):
+            broken.cancel()
+            return Ending.DRAINED
+        await loaded.abandon()
+        return Ending.BROKEN
+
+    async def _join(self, loaded: WorkerRuntime) -> None:
+        await loaded.join()
+        log.info("%s ready at %s, link %s", self.face.node_id, self.face.url, loaded.link.address)
+        self._status.ready(self.face.url, **describe(loaded.parts), link=loaded.link.address)
+
+    async def _load(self) -> None:
+        with contextlib.suppress(RegistryUnavailable):
+            await self._store.check()
+        parts, seed, tiers = await asyncio.to_thread(self._build)
+        self.metrics.registry.model_name = _first_name(self._settings) or parts.info.name
+        epoch = await new_epoch(self._store, self.face.node_id)
+        self.loaded = WorkerRuntime(
+            self._settings,
+            self.face,
+            self.metrics,
+            self._store,
+            parts,
+            seed,
+            tiers,
+            epoch,
+            self._make_service,
+            self._last_resort if self._die else None,
+        )
+
+    def _last_resort(self, fault: str) -> None:
+        """The loop hangs, too: leave the registry from this thread, over a connection of its own, and die."""
+        assert self._die
+        assert self.loaded
+        log.critical("%s ends at once: %s", self.face.node_id, fault)
+        lease = self.loaded.lease()
+        with contextlib.suppress(Exception):
+            asyncio.run(withdraw_now(self._connected(), lease))
+        self._die()
+
+    def _connected(self) -> RedisStore:
+        settings = self._settings
+        return RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
+
+    def _build(self) -> tuple[EngineParts, Rates, OpenTiers]:
+        parts = assemble(self._settings, self._on_progress)
+        return parts, warm_up(parts.engine), open_tiers(self._settings, parts)
+
+    def _on_progress(self, share: float) -> None:
+        self._progress = share
+        self._status.loading(share)
+
+    def _health(self) -> tuple[int, dict[str, object]]:
+        fault = self.loaded.fault if self.loaded else None
+        body: dict[str, object] = {"status": self.state, "progress": self._progress}
+        if self.loaded:
+            body |= {"role": self.loaded.roles.now, "pulse": asdict(self.loaded.vitals.pulse)}
+        return (200, body) if fault is None else (503, {**body, "fault": fault})
+
+    def _unready(self) -> str:
+        """Why it takes no new work; empty when it does."""
+        if self.loaded is None:
+            return f"the model is loading: {self._progress:.0%}"
+        if self.state == "joining":
+            return f"it is not registered: {self.loaded.absence}"
+        return "" if self.state == "ready" else self.loaded.fault or f"it is {self.state}"
+
+    def _set_gauges(self) -> None:
+        if self.loaded:
+            self.loaded.set_gauges()
+
+
+def _first_name(settings: WorkerSettings) -> str:
+    """What clients call the model; empty where the settings leave that to its files."""
+    (names,) = split_names(settings.served_model_name, 1)
+    return names[0] if names else ""
+
+
+async def _first(work: asyncio.Task[None], other: asyncio.Task[bool]) -> bool:
+    """Whether the work is done before the other is; if not, it is given up. Raises what it raised."""
+    await asyncio.wait({work, other}, return_when=asyncio.FIRST_COMPLETED)
+    if work.done():
+        work.result()
+        return True
+    work.cancel()
+    return False

@@ -1,0 +1,127 @@
+"""A rank of a node but its first: a process that loads its part of the model and computes what the first one says,
+until that one is gone. Arguments: its number, and descriptors of its line, of the ranks' memory and of that of blocks;
+where each rank has its own pool, of a second line and of the file over which they meet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.ranks.calls import follow
+from kvferry.engine.ranks.device_group import DeviceGroup, device_of
+from kvferry.engine.ranks.rank_assignment import RankAssignment
+from kvferry.engine.ranks.rank_worker import RankWorker
+from kvferry.engine.ranks.shared_group import SharedGroup
+from kvferry.kernels.ops import select
+from kvferry.model_files.unsupported_models import resolve_runnable
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.runtime.log import set_up_log
+from kvferry.runtime.rank_channel import RankChannel
+from kvferry.worker import device_rank_pool
+from kvferry.worker.model import load
+from kvferry.worker.pool_memory import available_bytes, make_pool
+from kvferry.worker.rank_memory import RankMemory, shared_pool
+from kvferry.worker.segments import Segments
+from kvferry.worker.shared_rows import SharedRows
+
+log = logging.getLogger("kvferry.worker")
+
+SIGN_S = 0.1
+"""Between two signs of life."""
+
+
+def compute(
+    rank: int, line: RankChannel, memory_fd: int, pool_fd: int, moves: RankChannel | None = None, meeting_fd: int = -1
+) -> None:
+    """moves, meeting_fd: where each rank has a pool of its own. Ends by what is raised where the first rank is gone:
+    OSError or EOFError."""
+    settings: WorkerSettings = pickle.loads(line.hear())
+    set_up_log(settings.log_level, settings.log_format)
+    ranks, device = settings.tensor_parallel_size, device_of(rank, torch.device(settings.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    memory = RankMemory(memory_fd, ranks)
+    group = DeviceGroup(rank, ranks, device, meeting_fd) if moves else SharedGroup(rank, memory.places, line.meet)
+    try:
+        decoder = _decoder(settings, device, RankAssignment(group, settings.enable_expert_parallel))
+    except ConfigError as error:
+        line.say(pickle.dumps((error.message, 0)))
+        return
+    threading.Thread(target=_live, args=(memory.signs, rank), daemon=True).start()
+    line.say(pickle.dumps(("", available_bytes(device))))
+    if isinstance(group, DeviceGroup):
+        line.hear()  # that all others have loaded theirs, too
+        group.connect()
+    layout, blocks = _pool_of(line)
+    if moves is None:
+        kv = make_pool(layout, blocks, device, partial(shared_pool, pool_fd))
+    else:
+        kv = make_pool(layout.of_rank(ranks), blocks, device)
+        rows = SharedRows(pool_fd, layout.block_bytes)
+        threading.Thread(target=_move, args=(moves, Segments(kv, layout, rank, ranks, rows), rows), daemon=True).start()
+    follow(RankWorker(decoder, group), kv, line.hear)
+
+
+def _decoder(settings: WorkerSettings, device: torch.device, part: RankAssignment) -> Decoder:
+    source = resolve_runnable(settings.model, settings.load_format)
+    ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=False)
+    decoder = load(settings, source, device, ops, part=part)
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+def _move(line: RankChannel, own: Segments, rows: SharedRows) -> None:
+    """Ends the process by whatever else ends this thread: the first rank would wait for its answers."""
+    try:
+        device_rank_pool.follow(line, own, rows)
+    except (OSError, EOFError):
+        log.debug("the first rank is gone")
+    except BaseException:
+        log.critical("no part of a block is moved any more", exc_info=True)
+        os._exit(1)
+
+
+def _pool_of(line: RankChannel) -> tuple[KVLayout, int]:
+    layout, blocks = pickle.loads(line.hear())
+    return layout, blocks
+
+
+def _live(signs: np.ndarray, rank: int) -> None:
+    """Ends the process without its first one: what a device waits for in a meeting does not come."""
+    first = os.getppid()
+    while os.getppid() == first:
+        signs[rank] += 1
+        time.sleep(SIGN_S)
+    os._exit(0)
+
+
+def main() -> None:
+    """It is ended without taking an interpreter with torch apart."""
+    rank, descriptor, memory_fd, pool_fd, *apart = map(int, sys.argv[1:])
+    status = 0
+    try:
+        compute(
+            rank, RankChannel(descriptor), memory_fd, pool_fd, *((RankChannel(apart[0]), apart[1]) if apart else ())
+        )
+    except (OSError, EOFError):
+        log.debug("the first rank is gone")
+    except Exception:
+        log.critical("rank %d ends", rank, exc_info=True)
+        status = 1
+    logging.shutdown()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Starts the other ranks of a node, of the kind that its device needs."""
+
+from __future__ import annotations
+
+import torch
+
+from kvferry.engine.ranks.shard import BY_EXPERT, FLAG
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.worker.device_ranks import DeviceRanks
+from kvferry.worker.ranks import Ranks
+
+
+def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
+    """The others begin to load their parts; None: there are no others. Raises ConfigError: they cannot be had."""
+    if settings.tensor_parallel_size == 1:
+        if settings.enable_expert_parallel:
+            raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size 2 or more", param=BY_EXPERT)
+        return None
+    asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
+    apart = device.type == "cuda" or settings.pools_apart
+    if apart and settings.batch_invariant:
+        raise ConfigError(f"{asked} does not go with --batch-invariant where each rank has its pool", param=FLAG)
+    _require_gpus(settings, device)
+    try:
+        return (DeviceRanks if apart else Ranks)(settings, device)
+    except (OSError, AttributeError) as error:
+        raise ConfigError(f"{asked}: the other ranks cannot be started: {error}", param=FLAG) from error
+
+
+def _require_gpus(settings: WorkerSettings, first: torch.device) -> None:
+    """Raises ConfigError unless there is one for each rank."""
+    ranks, count = settings.tensor_parallel_size, torch.cuda.device_count()
+    index = first.index or 0
+    if first.type == "cuda" and index + ranks > count:
+        found = f"there are {count}" if count else "there is none"
+        raise ConfigError(f"--tensor-parallel-size {ranks} needs GPUs from {first} on, one a rank; {found}", param=FLAG)

@@ -1,0 +1,143 @@
+"""Learned rates of a node: moving averages over its own steps and ships, seeded by a warm-up at start."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Stepped
+from kvferry.engine.request import Request
+from kvferry.engine.runner import StepRunner
+from kvferry.engine.sampler import SampleRow
+from kvferry.engine.step_slices import Slice
+from kvferry.protocol.errors import ConfigError, reason
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
+from kvferry.worker.warmup import first_steps
+
+log = logging.getLogger("kvferry.worker")
+
+WEIGHT = 0.1
+"""Weight of a new observation in the moving averages."""
+FIRST_TOKENS, ENOUGH_S = 64, 0.1
+"""Of the warm-up: tokens of its first chunk, and seconds of a chunk beyond which longer ones would tell nothing new."""
+LEAST_TURNS, FULL_TURNS = 3, 2
+"""Of the warm-up: turns that count at least, and how many fill a step."""
+ITL_S = 10.0
+"""Of steps with streams: the time over which their length is averaged."""
+ADJUSTED = SamplingParams(temperature=0.0, repetition_penalty=1.1, logit_bias=((0, 1.0),))
+"""Of a draw that adds to logits and takes from them."""
+LEAST_PREFILL_TOKENS = 32
+"""Steps with fewer prompt tokens say nothing about prefill speed."""
+
+
+class RateMeter:
+    """Observes, and answers with Rates. Between two tokens of a stream pass itl_s as of late, alone_s where it runs
+    alone."""
+
+    def __init__(self, seed: Rates) -> None:
+        self._prefill = seed.prefill_tokens_per_s
+        self._step = seed.step_s
+        self._ship = seed.ship_bytes_per_s
+        self.itl_s = self.alone_s = seed.step_s
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(self._prefill, self._step, self._ship)
+
+    def stepped(self, step: Stepped) -> None:
+        """A pure prefill step tells tokens per second, a pure decode step seconds per step."""
+        if step.seconds <= 0:
+            return
+        if step.decode_tokens:
+            self.itl_s += (1 - math.exp(-step.seconds / ITL_S)) * (step.seconds - self.itl_s)
+        if not step.decode_tokens and step.prefill_tokens >= LEAST_PREFILL_TOKENS:
+            self._prefill += WEIGHT * (step.prefill_tokens / step.seconds - self._prefill)
+        elif not step.prefill_tokens:
+            self._step += WEIGHT * (step.seconds - self._step)
+
+    def shipped(self, num_bytes: int, seconds: float) -> None:
+        """A ship of `num_bytes` had blocks on the link for `seconds`."""
+        if seconds > 0 and num_bytes:
+            self._ship += WEIGHT * (num_bytes / seconds - self._ship)
+
+
+def warm_up(engine: Engine) -> Rates:
+    """Run prefill chunks and decode steps on the unused pool. First calls compile kernels and allocate workspaces, so
+    that no request waits for it: the first turn counts for nothing. Chunks then double until they fill a step or take
+    ENOUGH_S, and those run again. The fastest turn counts, since other processes that start on the machine at the same
+    time only ever make one slower. Raises ConfigError when the model cannot compute a step."""
+    bs = engine.config.block_size
+    room = min(engine.config.max_model_len, engine.pool.num_blocks * bs) - 1
+    longest = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
+    job = Job("warm-up", 0, (1,) * (longest + 1), longest, Generate(SamplingParams(temperature=0.0)), "")
+    request = Request(job, b"", bs)
+    request.block_ids = list(range(blocks_for(longest + 1, bs)))
+
+    def run(start: int, count: int) -> float:
+        began = time.monotonic()
+        engine.runner.run([Slice(request, start, count)])
+        return time.monotonic() - began
+
+    length = min(FIRST_TOKENS, longest)
+    if engine.draft_model is not None:
+        warm_draft(engine, request, longest)
+    try:
+        if engine.runner.model.device.type == "cuda":
+            compile_all(engine, request, longest)
+        run(0, length)
+        run(length, 1)
+    except Exception as error:
+        log.debug("first step", exc_info=True)
+        raise _useless(engine.runner, error, "model") from error
+    rate, step_s, turns, full = 0.0, math.inf, 0, 0
+    while full < FULL_TURNS:
+        seconds = run(0, length)
+        rate, step_s = max(rate, length / seconds), min(step_s, run(length, 1))
+        turns += 1
+        full += length == longest
+        if seconds <= ENOUGH_S:
+            length = min(2 * length, longest)
+        elif turns >= LEAST_TURNS:
+            break
+    return Rates(prefill_tokens_per_s=rate, step_s=step_s)
+
+
+def warm_draft(engine: Engine, request: Request, longest: int) -> None:
+    """The first steps of the draft model, whose pool has as many blocks. Raises ConfigError when it cannot compute
+    one."""
+    assert engine.draft_model is not None
+    runner = engine.draft_model.runner
+    longest = min(longest, runner.model.info.max_model_len - 1)
+    try:
+        if runner.model.device.type == "cuda":
+            for slices in first_steps(request, request, longest, engine.config.limits.max_num_seqs):
+                runner.run(slices)
+        runner.run([Slice(request, 0, min(FIRST_TOKENS, longest))])
+        for _ in range(2):
+            runner.run([Slice(request, longest, 1)])
+    except Exception as error:
+        log.debug("first step of the draft model", exc_info=True)
+        raise _useless(runner, error, "speculative_model") from error
+
+
+def _useless(runner: StepRunner, error: Exception, param: str) -> ConfigError:
+    name = runner.model.info.name
+    return ConfigError(f"{name} cannot be run: its first step failed with {reason(error)}", param=param)
+
+
+def compile_all(engine: Engine, request: Request, longest: int) -> None:
+    """Take the first step of each kind, of a request of `longest` + 1 tokens that has blocks for them."""
+    limits = engine.config.limits
+    rows = limits.max_num_seqs * (1 + engine.config.drafts)
+    for slices in first_steps(request, request, longest, rows):
+        engine.runner.run(slices)
+    for params in (request.job.params, ADJUSTED):
+        request.sample_row = SampleRow(params, request.token_ids, request.job.prompt_len)
+        engine.runner.run([Slice(request, longest, 1)])  # which draws
+    request.sample_row = None

@@ -1,0 +1,57 @@
+"""New blocks are written to the store that all nodes share, a group at a time, from where they lie; they are held until
+they were copied from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.engine.block_pool import chain_of
+from kvferry.engine.engine import Engine
+from kvferry.kv_transfer.tiers import groups as sizes
+from kvferry.kv_transfer.tiers.groups import Group, in_chain
+from kvferry.kv_transfer.tiers.remote import RemoteTier
+from kvferry.worker.service import Base
+from kvferry.worker.write_batches import TURN, WriteBatches
+
+
+class RemoteWrites(WriteBatches):
+    """On the engine thread. A group is written when its last block is here; what the store has no room for, or cannot
+    take now, is not tried again."""
+
+    def __init__(self, base: Base, tier: RemoteTier, transfers: Iterator[int]) -> None:
+        super().__init__(base, tier, "remote", transfers)
+        self._tier = tier
+
+    def _gather(self, engine: Engine) -> None:
+        turn = TURN
+        while self._fresh and turn > 0:
+            last, _ = self._fresh.popitem()
+            chain = chain_of(engine.pool, last)
+            turn -= len(chain) + 1
+            new = {each for each, _ in chain if each in self._fresh} | {last}
+            for each in new:
+                self._fresh.pop(each, None)
+            groups = in_chain(self._tier.folder, [each for each, _ in chain])
+            if wanted := [group for group in groups if group.hashes[-1] in new and not self._tier.has(group)]:
+                self._write(engine, chain[: wanted[-1].end], wanted)
+
+    def _write(self, engine: Engine, chain: list[tuple[bytes, int]], groups: list[Group]) -> None:
+        """Of a chain, which is held as a whole, so that a block never leaves before those behind it."""
+        transfer, left = next(self._transfers), len(groups)
+
+        def copied(engine: Engine) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                engine.copies.returned(transfer)
+
+        engine.copies.give(transfer, [block_id for _, block_id in chain])
+        for group in groups:
+            blocks = [self._base.tiers.block(block_id) for _, block_id in chain[group.start : group.end]]
+            if not self._tier.write(group, blocks, lambda: self._base.engine.submit(copied), self._count):
+                self._count(False)
+                copied(engine)
+
+    def _count(self, there: bool) -> None:
+        self._ways["written" if there else "lost"].inc(sizes.GROUP)

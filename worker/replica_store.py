@@ -1,0 +1,58 @@
+"""What a node keeps for streams that run elsewhere: blocks come by grants, as those of prompts do, and are cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.engine.engine import Engine
+from kvferry.kv_transfer.ports import TransferKey
+from kvferry.protocol.errors import KvferryError, TransferFailed, reason
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.link_messages import Asked, Commit, Copy
+from kvferry.worker.grant_dispatch import GrantDispatch
+from kvferry.worker.service import Base
+
+
+class ReplicaStore:
+    """Implements kv_transfer.ports.GrantEvents, of copies."""
+
+    def __init__(self, base: Base, arrivals: GrantDispatch) -> None:
+        self._base, self._arrivals = base, arrivals
+        arrivals.take(Copy, self)
+
+    # The link thread.
+
+    def reserve(self, key: TransferKey, asked: Asked) -> None:
+        """The hashes are made here: who asks can make nothing findable under others than those of its tokens, and no
+        step waits for them."""
+        assert isinstance(asked, Copy)
+        try:
+            self._base.require_ready()
+            root = root_hash(self._base.parts.fingerprint, asked.namespace, asked.adapter)
+            hashes = chain(root, asked.token_ids, self._base.parts.layout.block_size)
+        except KvferryError as error:
+            self._arrivals.refuse(key, error)
+        else:
+            self._base.engine.submit(lambda engine: self._grant(engine, key, hashes, asked.most))
+
+    def ready(self, key: TransferKey, commit: Commit) -> None:
+        self._base.metrics.copy_blocks["kept"].inc(commit.block_count)
+        self._base.engine.submit(lambda engine: self._land(engine, key))
+
+    def failed(self, key: TransferKey, error: KvferryError) -> None:
+        """Its blocks stay held until it is quiet."""
+
+    def quiet(self, key: TransferKey) -> None:
+        self._base.engine.submit(lambda engine: engine.copies.quiet(key))
+
+    # The engine thread.
+
+    def _grant(self, engine: Engine, key: TransferKey, hashes: Sequence[bytes], most: int) -> None:
+        try:
+            self._arrivals.receiver.granted(key, *engine.copies.reserve(key, hashes, most))
+        except Exception as error:
+            known = error if isinstance(error, KvferryError) else TransferFailed(reason(error))
+            self._arrivals.refuse(key, known)
+
+    def _land(self, engine: Engine, key: TransferKey) -> None:
+        engine.copies.land(key)

@@ -1,0 +1,160 @@
+"""Which role a node has, and how it comes to have the other one.
+
+A change is a drain in place: nothing new is taken, what runs finishes or moves, as where a node ends; then the other
+role's half of the node is given the engine's news. Engine, link, pool, epoch and lease stay: so does what is cached,
+and others' rows and addresses of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from kvferry.engine.engine import Engine
+from kvferry.engine.loop import EngineLoop
+from kvferry.protocol.errors import Draining, InvalidRequest, RoleKept
+from kvferry.protocol.labels import ROLES
+from kvferry.protocol.roles import ChangeRole
+from kvferry.protocol.worker_metrics import WorkerMetrics
+from kvferry.runtime.http import read_message
+from kvferry.worker.membership import Membership
+
+log = logging.getLogger("kvferry.worker")
+LOOK_S = 0.05
+"""Between two looks whether anything is still under way."""
+
+
+@dataclass(slots=True)
+class Roles:
+    """`now` belongs to the asyncio loop, `computing` to the engine thread, where a change comes first: whatever the
+    engine tells goes to the role in which it was made. changed_at: on the monotonic clock; None: it never changed."""
+
+    now: str
+    computing: str
+    changed_at: float | None = None
+
+    @property
+    def role_s(self) -> float:
+        """Seconds since the last change; 0: there was none."""
+        return 0.0 if self.changed_at is None else max(1e-3, time.monotonic() - self.changed_at)
+
+    def require(self, role: str) -> None:
+        """Raise Draining, as who takes nothing new of it, unless this is the role. On the asyncio loop."""
+        if self.now != role:
+            raise Draining(f"this is a {self.now} node now")
+
+
+class RoleChange:
+    """Of one node, one at a time. On the asyncio loop but for what says otherwise.
+
+    elastic   whether the node may change its role at all
+    call_soon as Base has it: what it is given comes behind the engine's news
+    drains    sets whether the node takes anything new; the lease is told by who calls it
+    busy      whether anything is under way that the role is asked for
+    within_s  what that may take before the node stays what it is
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        engine: EngineLoop,
+        membership: Membership,
+        metrics: WorkerMetrics,
+        *,
+        elastic: bool,
+        call_soon: Callable[[Callable[[], None]], None],
+        drains: Callable[[bool], None],
+        busy: Callable[[], bool],
+        within_s: float,
+    ) -> None:
+        self._roles, self._engine, self._membership, self._metrics = roles, engine, membership, metrics
+        self._call_soon = call_soon
+        self._elastic, self._drains, self._busy, self._within_s = elastic, drains, busy, within_s
+        self._task: asyncio.Task[None] | None = None
+        self._asking = asyncio.Lock()
+        self._ended = False
+
+    async def post_role(self, request: Request) -> None:
+        await self.begin(await read_message(request, ChangeRole))
+
+    async def begin(self, change: ChangeRole) -> None:
+        """Returns once the node has begun to change, or if it has the role. Raises InvalidRequest where it never may,
+        RoleKept where it must not now: then it works on as it did."""
+        if change.role not in ROLES:
+            raise InvalidRequest(f"role must be one of {', '.join(ROLES)}; got {change.role!r}", param="role")
+        if not self._elastic:
+            raise InvalidRequest("this node runs without --elastic", param="role")
+        async with self._asking:
+            if self._task is not None or self._ended:
+                raise RoleKept("the node changes its role already, or ends")
+            if change.role == self._roles.now:
+                return
+            if 0 < self._roles.role_s < change.rest_s:
+                raise RoleKept(f"it changed its role {self._roles.role_s:.0f} s ago")
+            if why := await self._membership.step_back(change.rest_s):
+                self._metrics.role_changes["kept"].inc()
+                raise RoleKept(why)
+            if self._ended:
+                raise RoleKept("the node ends")
+            self._task = asyncio.create_task(self._change(change.role), name="role-change")
+
+    async def stop(self) -> None:
+        """The node ends: a change under way is given up, unless it is done, and none begins."""
+        self._ended = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _change(self, role: str) -> None:
+        before = self._roles.now
+        log.info("a %s node becomes a %s node", before, role)
+        try:
+            self._drains(True)
+            await self._membership.announce()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._within_s):
+                    await self._until_changed(role)
+        finally:
+            self._task = None
+            self._drains(False)
+            self._membership.stay()
+        if self._roles.now != role:
+            self._metrics.role_changes["kept"].inc()
+            log.warning("it stays a %s node: another one is gone, or what runs here does not end", before)
+        await self._membership.announce()
+
+    async def _until_changed(self, role: str) -> None:
+        """Returns once it has, or must not any more."""
+        while True:
+            while self._busy():  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(LOOK_S)
+            if not await self._membership.spared():
+                return
+            changed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            self._engine.submit(lambda engine, changed=changed: self._pass(engine, role, changed))  # type: ignore[misc]
+            if await changed:
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def _pass(self, engine: Engine, role: str, changed: asyncio.Future[bool]) -> None:
+        """Let the other role have the news from now on, if there is none of this one. On the engine thread: what it
+        told before is on its way already, and what comes next comes behind."""
+        quiet = not (engine.request_table or engine.moving or engine.events)
+        if quiet:
+            self._roles.computing = role
+        self._call_soon(lambda: self._passed(role if quiet else "", changed))
+
+    def _passed(self, role: str, changed: asyncio.Future[bool]) -> None:
+        if role:
+            self._roles.now, self._roles.changed_at = role, time.monotonic()
+            self._metrics.count_as(role)
+            self._metrics.role_changes["done"].inc()
+            log.info("it is a %s node", role)
+        if not changed.done():
+            changed.set_result(bool(role))

@@ -1,0 +1,242 @@
+"""A node whose model is loaded: engine, link, role and place in the cluster, joined.
+
+Threads: the engine thread, the link thread (started by the service) and the asyncio loop, on which everything here runs
+but what says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from fastapi import Request
+
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.engine.loop import EngineLoop
+from kvferry.model_files.model_name import split_names
+from kvferry.protocol.errors import Draining
+from kvferry.protocol.lease import NodeLease, Rates
+from kvferry.protocol.messages import CancelRequest
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
+from kvferry.runtime.http import read_message
+from kvferry.runtime.signals import StopSignal
+from kvferry.runtime.suspend_aware_clock import LoopClock
+from kvferry.worker.adapters import NodeAdapters
+from kvferry.worker.address import NodeAddress
+from kvferry.worker.engine_parts import EngineParts
+from kvferry.worker.event_relay import EventRelay, set_load_gauges
+from kvferry.worker.link_factory import LinkParts
+from kvferry.worker.load import pressure_now, set_scaling_gauges
+from kvferry.worker.membership import LAST_WORD_S, Membership
+from kvferry.worker.rates import RateMeter
+from kvferry.worker.roles import RoleChange, Roles
+from kvferry.worker.service import Base, MakeService
+from kvferry.worker.streams import RouterStreams
+from kvferry.worker.tier_opening import OpenTiers
+from kvferry.worker.transfer_stats import TransferStats
+from kvferry.worker.watchdog import ThreadVitals, Watchdog
+
+log = logging.getLogger("kvferry.worker")
+
+
+class WorkerRuntime:
+    """Serves from `join` until `drain` has returned. seed: rates that the warm-up measured; last_resort: ends the
+    process for a fault, on any thread, where the asyncio loop cannot; None where the process is not the node's."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        face: NodeAddress,
+        metrics: WorkerMetrics,
+        store: RedisStore,
+        parts: EngineParts,
+        seed: Rates,
+        tiers: OpenTiers,
+        epoch: int,
+        make_service: MakeService,
+        last_resort: Callable[[str], None] | None,
+    ) -> None:
+        self.draining = False
+        self.roles = Roles(settings.role, settings.role)
+        (self._served_names,) = split_names(settings.served_model_name, 1)
+        self.broken = asyncio.Event()
+        self._epoch = parts.engine.pool.miss_reasons.epoch = epoch
+        self._settings, self._face, self._metrics, self.parts = settings, face, metrics, parts
+        self._loop = asyncio.get_running_loop()
+        self._rates, self._outflow = RateMeter(seed), TransferStats()
+        self._clock, linking = LoopClock(), LinkParts(settings, face, parts.kv, parts.apart)
+        self.engine = EngineLoop(
+            parts.engine,
+            lambda events: news.take(events),
+            linking.enter_thread,
+            lambda fault: self._break(),
+        )
+        self._tiers, self.link = tiers, linking.link(self._break)
+        self._streams = RouterStreams(
+            epoch, lambda: self.vitals.pulse, lambda router: self.service.router_lost(router), self._clock
+        )
+        self._streams.mount(face.app)
+        self._dock = linking.dock(self.link, epoch)
+        self.service = make_service(
+            Base(
+                settings=settings,
+                epoch=self._epoch,
+                app=face.app,
+                metrics=metrics,
+                parts=parts,
+                engine=self.engine,
+                dock=self._dock,
+                rates=self._rates,
+                outflow=self._outflow,
+                streams=self._streams,
+                tiers=tiers,
+                require_ready=self.require_ready,
+                roles=self.roles,
+                call_soon=self.call_soon,
+            )
+        )
+        self._dock.start()
+        face.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
+        self._adapters = NodeAdapters(
+            settings, parts.engine.runner.model, self.engine, parts.adapters, lambda: self._membership.announce()
+        )
+        face.app.post("/adapters", status_code=202)(self._adapters.post_change)
+        budget = parts.engine.config.limits.max_num_batched_tokens
+        self.vitals = ThreadVitals(self.engine, self.link, self._clock, budget, self._rates, parts.ranks)
+        self._watchdog = Watchdog(
+            self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
+        )
+        self._membership = Membership(
+            store, self.lease, parts.engine.pool.changes.rows, metrics, tiers.local, tiers.shared
+        )
+        self.role_change = RoleChange(
+            self.roles, self.engine, self._membership, metrics,
+            elastic=settings.elastic, call_soon=self.call_soon, drains=self._drains, busy=self._busy,
+            within_s=settings.drain_timeout,
+        )  # fmt: skip
+        face.app.post("/role", status_code=202)(self.role_change.post_role)
+        news = EventRelay(self.service, metrics, self._rates, self._membership.note, self.call_soon)
+        self.engine.start()
+        self._clock.start()
+        self._watchdog.start()
+
+    @property
+    def state(self) -> str:
+        """As the lease says it."""
+        return "draining" if self.draining else "ready"
+
+    @property
+    def fault(self) -> str | None:
+        """Why the process ends, if it must: a thread ended or hangs, the books do not balance, the device failed.
+        `broken` is set then."""
+        return self.vitals.fault
+
+    def require_ready(self) -> None:
+        """Raise Draining unless new work may begin. From any thread."""
+        if self.draining:
+            raise Draining(f"{self._face.node_id} is draining")
+
+    async def post_cancel(self, request: Request) -> None:
+        """Drop all attempts of a request up to the given one."""
+        cancel = await read_message(request, CancelRequest)
+        self.engine.cancel(cancel.request_id, cancel.attempt)
+        self.service.cancel(cancel)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Run on the asyncio loop, from any thread; ignored once the loop is closed."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call)
+
+    def lease(self) -> NodeLease:
+        """The node's row in the registry, as of now."""
+        return NodeLease(
+            node_id=self._face.node_id,
+            role=self.roles.now,
+            epoch=self._epoch,
+            state=self.state,
+            http_url=self._face.url,
+            link_address=self.link.address,
+            fingerprint=self.parts.fingerprint,
+            model=self.parts.info.name,
+            max_model_len=self.parts.max_model_len,
+            block_size=self.parts.layout.block_size,
+            block_bytes=self.parts.layout.block_bytes,
+            load=self.engine.load,
+            rates=self._tiers.paced(self._rates.rates),
+            served_names=self._served_names,
+            adapters=self._adapters.held,
+            max_num_seqs=self._settings.max_num_seqs,
+            pulse=self.vitals.pulse,
+            sent=self._outflow.told(),
+            elastic=self._settings.elastic,
+            role_s=self.roles.role_s,
+            pressure=pressure_now(self.roles.now, self._settings, self.engine.load, self._rates, self.engine.waits_s),
+        )
+
+    @property
+    def absence(self) -> str:
+        """Why routers cannot find the node: no lease was written, or none renewed within its life; empty while they
+        can. Work from routers that know the node already is taken all the same."""
+        return "" if self._membership.held else self._membership.trouble or "its lease has lapsed"
+
+    async def join(self) -> None:
+        """Enter the cluster; returns once the node is registered."""
+        await self._membership.join()
+
+    async def drain(self, stop: StopSignal) -> None:
+        """Serve on as the last node of the role, while routers are there, until another is ready; then take nothing
+        new, let what runs finish or move, leave the cluster, stop. All of it no longer than `drain_timeout`, and
+        nothing in a hurry."""
+        may_wait = stop.patience(self._settings.drain_timeout)
+        await self.role_change.stop()
+        if not self._settings.respawned:
+            await self._membership.relief(lambda: may_wait() and self._streams.followed)
+        self.draining = True
+        log.info("%s drains%s", self._face.node_id, ", in a hurry" if stop.hurry.is_set() else "")
+        if not stop.hurry.is_set():
+            await self._membership.announce()
+        while self._busy() and may_wait():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await self._membership.leave()
+        self.unwatch()
+        await asyncio.to_thread(self.engine.stop)
+        await asyncio.sleep(0)
+        self._streams.stop()
+        self.service.stop()
+        self._dock.stop()
+        self._tiers.close()
+        if self.parts.ranks is not None:
+            self.parts.ranks.close()
+        await self._membership.close()
+
+    def unwatch(self) -> None:
+        """Threads that stand still are no fault any more: they are to end."""
+        self._watchdog.stop()
+        self._clock.stop()
+
+    async def abandon(self) -> None:
+        """A thread has ended, or hangs: nothing here can be brought to an end. Take the node out of the cluster, if
+        Redis answers at once; its process ends next, which its peers and routers notice."""
+        log.critical("%s ends: %s", self._face.node_id, self.fault)
+        await self._membership.leave(LAST_WORD_S)
+
+    def set_gauges(self) -> None:
+        set_load_gauges(self._metrics, self.engine.load, self.engine.leaked_s())
+        set_scaling_gauges(
+            self._metrics.scaling, self.roles.now, self._settings, self.engine.load, self._rates, self.engine.waits_s
+        )
+        self._membership.set_gauges()
+        for tier in self._tiers.local:
+            self._metrics.tiers.bytes[tier.name].set(tier.used)
+
+    def _drains(self, drains: bool) -> None:
+        self.draining = drains
+
+    def _busy(self) -> bool:
+        return self.engine.busy or self.service.busy()
+
+    def _break(self) -> None:
+        """There is a fault. On any thread."""
+        self.call_soon(self.broken.set)

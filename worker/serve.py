@@ -1,0 +1,22 @@
+"""A node as a process: runs until a signal asks it to drain, or until it breaks."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.runtime.signals import StopSignal
+from kvferry.worker.node import Ending, Node
+from kvferry.worker.service import MakeService
+
+
+async def serve_node(settings: WorkerSettings, make_service: MakeService) -> None:
+    """Run a node until SIGTERM or SIGINT, then drain. A thread that ends by itself or hangs takes the process with it,
+    with exit status 1. Raises ConfigError when the node cannot start."""
+    stop = StopSignal()
+    stop.listen()
+    ending = await Node(settings, make_service, die=lambda: os._exit(1)).run(stop)
+    if ending is not Ending.DRAINED:
+        logging.shutdown()
+        os._exit(1 if ending is Ending.BROKEN else 0)  # the threads that are left cannot be ended otherwise

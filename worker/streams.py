@@ -1,0 +1,192 @@
+"""The standing streams of a node: one per router, one frame per engine step for all requests of that router.
+
+Frames are numbered and kept until the router says that it has seen them, so that a stream which broke goes on where it
+broke off. Given up, with all that runs for it, is a router that opens its stream anew, stays away for ABSENT_S, is
+silent on an open stream for FROZEN_S, or has KEPT_FRAMES or KEPT_BYTES to read yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+
+from fastapi import FastAPI, Request, Response
+
+from kvferry.protocol.errors import Fenced, StreamGone
+from kvferry.protocol.messages import Pulse, Seen, StepFrame
+from kvferry.protocol.wire import Unwritable, pack
+from kvferry.runtime.http import read_message
+from kvferry.runtime.suspend_aware_clock import LoopClock
+from kvferry.worker.message_stream import MessageStreamResponse
+
+log = logging.getLogger("kvferry.worker")
+
+HEARTBEAT_S = 0.4
+"""A router takes a stream for broken after 0.8 s without any frame."""
+STANDS_S, HURRIED_S = 1.0, 0.1
+"""Where the engine has stood still for so long, routers hear of it that often: they leave it soon, and their clients
+wait."""
+ABSENT_S, FROZEN_S = 2.5, 5.0
+"""In seconds during which this node was awake. A router takes a node for lost after 1.6 s: nothing is kept for it
+much longer."""
+KEPT_FRAMES, KEPT_BYTES = 4096, 64 * 2**20
+
+Reader = asyncio.Queue[bytes | None]
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """One router's frames: `frames` are those it has not acknowledged, `last` the number of the newest, `heard` when it
+    last gave a sign, or went away."""
+
+    heard: float
+    last: int = 0
+    frames: deque[tuple[int, bytes]] = field(default_factory=deque)
+    size: int = 0
+    reader: Reader | None = None
+
+    def put(self, frame: StepFrame) -> None:
+        data = pack(replace(frame, number=self.last + 1))
+        self.last += 1
+        self.frames.append((self.last, data))
+        self.size += len(data)
+        if self.reader is not None:
+            self.reader.put_nowait(data)
+
+    def forget(self, number: int) -> None:
+        while self.frames and self.frames[0][0] <= number:
+            self.size -= len(self.frames.popleft()[1])
+
+    def read(self, after: int) -> Reader:
+        """Begin with the frame behind `after`. The stream's older reader ends."""
+        self.leave()
+        self.forget(after)
+        self.reader = asyncio.Queue()
+        for _, data in self.frames:
+            self.reader.put_nowait(data)
+        return self.reader
+
+    def leave(self) -> None:
+        if self.reader is not None:
+            self.reader.put_nowait(None)
+        self.reader = None
+
+
+class RouterStreams:
+    """Streams by router id. Owned by the asyncio loop.
+
+    epoch     of the process: a router that means another one gets nothing
+    pulse     how the node's threads move now
+    on_lost   told of a router that was given up
+    """
+
+    def __init__(
+        self, epoch: int, pulse: Callable[[], Pulse], on_lost: Callable[[str], None], clock: LoopClock
+    ) -> None:
+        self._epoch, self._pulse, self._on_lost, self._clock = epoch, pulse, on_lost, clock
+        self._routers: dict[str, Kept] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
+
+    def mount(self, app: FastAPI) -> None:
+        app.get("/streams/{router_id}")(self.get_stream)
+        app.post("/streams/{router_id}/seen", status_code=202)(self.post_seen)
+
+    async def get_stream(self, router_id: str, epoch: int, after: int | None = None) -> Response:
+        """The standing stream of a router."""
+        reader = self.open(router_id, epoch, after)
+        return MessageStreamResponse(frames(reader), on_close=lambda: self.close(router_id, reader))
+
+    async def post_seen(self, router_id: str, request: Request) -> None:
+        self.seen(router_id, (await read_message(request, Seen)).number)
+
+    def open(self, router_id: str, epoch: int, after: int | None) -> Reader:
+        """Go on behind frame `after`, or begin anew: then all that runs for the router is given up. Raises Fenced for
+        another process's epoch, and StreamGone where frames behind `after` are not here."""
+        if epoch != self._epoch:
+            raise Fenced(f"the stream belongs to epoch {epoch}, and this process is {self._epoch}")
+        if self._stopped:
+            raise StreamGone("the process ends")
+        kept = self._routers.get(router_id)
+        if after is not None:
+            if kept is None or not (kept.frames[0][0] - 1 if kept.frames else kept.last) <= after <= kept.last:
+                raise StreamGone(f"what follows frame {after} is not kept")
+        elif kept is not None:
+            self._lose(router_id, "begins anew")
+            kept = None
+        if kept is None:
+            kept = self._routers[router_id] = Kept(self._clock.now())
+        kept.heard = self._clock.now()
+        reader = kept.read(after or 0)
+        reader.put_nowait(self._heartbeat(kept))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+        return reader
+
+    @property
+    def followed(self) -> bool:
+        """Whether a router reads, or may come back."""
+        return bool(self._routers)
+
+    def close(self, router_id: str, reader: Reader) -> None:
+        """The reader went away; the router may come back."""
+        kept = self._routers.get(router_id)
+        if kept is not None and kept.reader is reader:
+            kept.reader, kept.heard = None, self._clock.now()
+
+    def seen(self, router_id: str, number: int) -> None:
+        """The router has the frames up to this one."""
+        kept = self._routers.get(router_id)
+        if kept is not None and kept.reader is not None:
+            kept.heard = self._clock.now()
+            kept.forget(number)
+
+    def publish(self, router_id: str, frame: StepFrame) -> None:
+        """Queue one frame for a router; what runs for one that was given up is given up, too."""
+        kept = self._routers.get(router_id)
+        if kept is None:
+            self._on_lost(router_id)
+            return
+        try:
+            kept.put(frame)
+        except Unwritable:
+            log.exception("a frame cannot be written")
+            self._lose(router_id, "cannot be told what happened")
+            return
+        if len(kept.frames) > KEPT_FRAMES or kept.size > KEPT_BYTES:
+            self._lose(router_id, f"has not read {len(kept.frames)} frames")
+
+    def stop(self) -> None:
+        """End every stream after what is queued."""
+        self._stopped = True
+        for kept in self._routers.values():
+            kept.leave()
+        self._routers.clear()
+
+    def _beat(self) -> None:
+        """An empty frame now and then tells the reader that the node lives, and how its threads move."""
+        now = self._clock.now()
+        for router_id, kept in list(self._routers.items()):
+            if now - kept.heard > (FROZEN_S if kept.reader else ABSENT_S):
+                self._lose(router_id, "is frozen" if kept.reader else "stays away")
+            elif kept.reader is not None and kept.reader.empty():
+                kept.reader.put_nowait(self._heartbeat(kept))
+        period_s = HURRIED_S if self._pulse().engine_s > STANDS_S else HEARTBEAT_S
+        self._timer = asyncio.get_running_loop().call_later(period_s, self._beat) if self._routers else None
+
+    def _heartbeat(self, kept: Kept) -> bytes:
+        return pack(StepFrame(number=kept.last, pulse=self._pulse()))
+
+    def _lose(self, router_id: str, why: str) -> None:
+        log.info("%s %s: what runs for it is given up", router_id, why)
+        self._routers.pop(router_id).leave()
+        self._on_lost(router_id)
+
+
+async def frames(reader: Reader) -> AsyncIterator[bytes]:
+    """Of a stream until it ends."""
+    while (frame := await reader.get()) is not None:
+        yield frame

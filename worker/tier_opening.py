@@ -1,0 +1,115 @@
+"""The slower memories of a node, as its settings want them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvferry.kv_transfer.tiers.disk import open_disk
+from kvferry.kv_transfer.tiers.groups import Known
+from kvferry.kv_transfer.tiers.host import open_host
+from kvferry.kv_transfer.tiers.local import LocalTier
+from kvferry.kv_transfer.tiers.objects import Objects
+from kvferry.kv_transfer.tiers.remote import RemoteTier
+from kvferry.kv_transfer.tiers.staging import Copies
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.runtime.limits import available_memory
+from kvferry.worker.engine_parts import EngineParts
+from kvferry.worker.pool_memory import PoolMemory
+
+log = logging.getLogger("kvferry.worker")
+
+GIB = 1024**3
+
+
+MARGIN = 0.95
+"""Share of the available memory that blocks may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTiers:
+    """host, disk: of this node alone, the quickest first; remote: of all nodes that compute the same; block: a block of
+    the pool by its id, as these reach it."""
+
+    host: LocalTier[Any] | None = None
+    disk: LocalTier[Any] | None = None
+    remote: RemoteTier | None = None
+    block: Callable[[int], Any] = lambda block_id: block_id
+
+    @property
+    def local(self) -> list[LocalTier[Any]]:
+        """Of this node alone, the quickest first."""
+        return [tier for tier in (self.host, self.disk) if tier is not None]
+
+    @property
+    def shared(self) -> Known | None:
+        """What is known of that of all nodes."""
+        return self.remote.known if self.remote else None
+
+    def paced(self, rates: Rates) -> Rates:
+        """With the seconds in which a block is read from each, as of late."""
+        host_s, disk_s, store_s = (tier.block_s if tier else 0.0 for tier in (self.host, self.disk, self.remote))
+        return replace(rates, host_block_s=host_s, disk_block_s=disk_s, store_block_s=store_s)
+
+    def close(self) -> None:
+        """Nothing is begun any more."""
+        for tier in self.local:
+            tier.close()
+        if self.remote is not None:
+            self.remote.close()
+
+
+def open_tiers(settings: WorkerSettings, parts: EngineParts) -> OpenTiers:
+    """Raises ConfigError. It may take as long as reading the headers of all files."""
+    for name in ("kv_host_gib", "kv_disk_path", "kv_remote_url"):
+        if getattr(settings, name):
+            _require_cached(settings, parts, name)
+    memory = parts.apart or PoolMemory(parts.kv)
+    copies = memory.copies()
+    host = _open_host(settings, parts, copies) if settings.kv_host_gib else None
+    remote = _open_remote(settings, parts, copies) if settings.kv_remote_url else None
+    disk = _open_disk(settings, parts, copies) if settings.kv_disk_path else None
+    return OpenTiers(host, disk, remote, memory.block)
+
+
+def _require_cached(settings: WorkerSettings, parts: EngineParts, name: str) -> None:
+    if not settings.enable_prefix_caching or parts.engine.config.limits.whole:
+        raise ConfigError("nothing is cached here that could be kept", param=name)
+
+
+def _open_host(settings: WorkerSettings, parts: EngineParts, copies: Copies | None) -> LocalTier[Any]:
+    size, available = int(settings.kv_host_gib * GIB), available_memory()
+    if copies is None:
+        raise ConfigError("the pool is in the host's memory itself: raise --kv-cache-gib instead", param="kv_host_gib")
+    if size > MARGIN * available:
+        raise ConfigError(
+            f"{size / GIB:.2f} GiB for blocks are more than the {available / GIB:.2f} GiB of host memory left here",
+            param="kv_host_gib",
+        )
+    began = time.monotonic()
+    tier = open_host(size, parts.layout.block_bytes, copies)
+    log.info("%.2f GiB of host memory for blocks that leave the pool, in %.1f s", size / GIB, time.monotonic() - began)
+    return tier
+
+
+def _open_disk(settings: WorkerSettings, parts: EngineParts, copies: Copies | None) -> LocalTier[Any]:
+    size, began = int(settings.kv_disk_gib * GIB), time.monotonic()
+    block_bytes = parts.layout.block_bytes
+    tier = open_disk(settings.kv_disk_path, settings.role, size, parts.fingerprint, block_bytes, copies)
+    found, took = len(tier.hashes()), time.monotonic() - began
+    log.info("%d blocks (%.2f GiB) found in %s in %.1f s", found, tier.used / GIB, tier.directory, took)
+    return tier
+
+
+def _open_remote(settings: WorkerSettings, parts: EngineParts, copies: Copies | None) -> RemoteTier:
+    """It is not asked for anything yet: a node starts also while the store is away."""
+    objects, size = Objects(settings.kv_remote_url), int(settings.kv_remote_gib * GIB)
+    try:
+        return RemoteTier(objects, size, parts.fingerprint, parts.layout.block_bytes, copies)
+    except MemoryError as error:
+        raise ConfigError("out of host memory for blocks on their way to a store", param="kv_remote_url") from error

@@ -1,0 +1,52 @@
+"""What a node sent to others of late, beside ships: its lease tells it, for those who watch the cluster."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.protocol.lease import Sent
+
+LATELY_S = 20.0
+MOST, TOLD = 512, 8
+"""Transfers that are remembered, and rows that are told."""
+
+
+class _Transfer(NamedTuple):
+    at: float
+    kind: str
+    node_id: str
+    blocks: int
+    size: int
+
+
+class TransferStats:
+    """Noted on any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._transfers: deque[_Transfer] = deque(maxlen=MOST)
+
+    def note(self, kind: str, node_id: str, stats: ShipStats) -> None:
+        """A transfer to that node ended well. kind: copy or move."""
+        with self._lock:
+            self._transfers.append(_Transfer(self._clock(), kind, node_id, stats.blocks, stats.bytes))
+
+    def told(self) -> tuple[Sent, ...]:
+        """Of the last LATELY_S seconds, the most bytes first."""
+        since = self._clock() - LATELY_S
+        with self._lock:
+            while self._transfers and self._transfers[0].at < since:
+                self._transfers.popleft()
+            found: dict[tuple[str, str], list[_Transfer]] = {}
+            for each in self._transfers:
+                found.setdefault((each.kind, each.node_id), []).append(each)
+        rows = [
+            Sent(kind, node_id, len(all_), sum(t.blocks for t in all_), sum(t.size for t in all_) / LATELY_S)
+            for (kind, node_id), all_ in found.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.bytes_per_s)[:TOLD])

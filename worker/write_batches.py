@@ -1,0 +1,72 @@
+"""What is new in the pool, gathered for a slower memory that is to have it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
+
+from prometheus_client import Counter
+
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import BlocksChanged
+from kvferry.worker.service import Base
+
+GATHER_S = 0.2
+"""Between two looks for new blocks."""
+TURN = 4096
+"""Blocks that are held or walked over in one look, after which the engine has its turn."""
+
+
+def later(base: Base, seconds: float, call: Callable[[Engine], None]) -> None:
+    """On the engine thread, after so many seconds."""
+
+    def wait() -> None:
+        asyncio.get_running_loop().call_later(seconds, lambda: base.engine.submit(call))
+
+    base.call_soon(wait)
+
+
+class Drops(Protocol):
+    """A memory that can be told what is wrong."""
+
+    def drop(self, hashes: Collection[bytes]) -> None: ...
+
+
+class WriteBatches:
+    """On the engine thread. name: of the memory, as metrics call it; transfers: numbers that no other lending has."""
+
+    def __init__(self, base: Base, tier: Drops, name: str, transfers: Iterator[int]) -> None:
+        self._base, self._drops, self._name, self._transfers = base, tier, name, transfers
+        self._fresh: dict[bytes, float] = {}
+        self._waits = False
+
+    @property
+    def _ways(self) -> dict[str, Counter]:
+        return self._base.metrics.tiers.blocks[self._name]
+
+    def take(self, event: BlocksChanged) -> None:
+        """New blocks are to be written, wrong ones not to be found."""
+        miss_reasons = self._base.parts.engine.pool.miss_reasons
+        wrong = [each for each in event.removed if miss_reasons.reason(each) == "retracted"]
+        if wrong:
+            self._drops.drop(wrong)
+        lost = [each for each in event.removed if self._fresh.pop(each, None) is not None]
+        self._ways["lost"].inc(len(lost))
+        self._fresh.update(dict.fromkeys(event.stored, time.monotonic()))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._fresh and not self._waits:
+            self._waits = True
+            later(self._base, GATHER_S, self._look)
+
+    def _look(self, engine: Engine) -> None:
+        self._waits = False
+        self._gather(engine)
+        self._look_again()
+
+    def _gather(self, engine: Engine) -> None:
+        """Write what is worth it of the fresh blocks, of the last ones first: each brings those before it."""
+        raise NotImplementedError
