@@ -15,7 +15,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._held: dict[str, Adapter] = {}
-        self._leaving: set[Adapter] = set()
+        self._cancellations: set[Adapter] = set()
 
     def put(self, adapter: Adapter) -> None:
         """Compute with it from now on; one of its id that is here already stays."""
@@ -25,7 +25,7 @@ class Adapters:
         """Refuse it from now on; `here`: the engine's attempts."""
         adapter = self._held.pop(adapter_id, None)
         if adapter is not None:
-            self._leaving.add(adapter)
+            self._cancellations.add(adapter)
             self.settle(here)
 
     def find(self, adapter_id: str) -> Adapter | None:
@@ -38,8 +38,8 @@ class Adapters:
 
     def settle(self, here: Iterable[Request]) -> None:
         """Release those that were dropped and that no attempt which is `here` computes with."""
-        if self._leaving:
-            unused = self._leaving - {request.adapter for request in here}
-            self._leaving -= unused
+        if self._cancellations:
+            unused = self._cancellations - {request.adapter for request in here}
+            self._cancellations -= unused
             for adapter in unused:
                 adapter.release()

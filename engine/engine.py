@@ -68,21 +68,19 @@ class Engine:
         self.scheduler = Scheduler(pool, self.request_table, config.block_size, config.limits, runner.copy_block)
         self.events: list[Event] = []
         self.longest = min(config.max_model_len, pool.num_blocks * config.block_size)
-        self.transfer_holds = TransferHolds(pool)
-        self.leaving = Cancellations()
+        self.transfer_holds = holds = TransferHolds(pool)
+        self.cancellations = cancelled = Cancellations()
         self.newcomer_priority = NewcomerPriority(self.request_table, shares=config.shares_cores)
         info = runner.model.info
         self.grammars = Grammars(runner.masks, lambda key: self.resume(key, Awaits.GRAMMAR), self.fail)
         self.canary: Canary | None = None
-        self._door = Admission(self.longest, info.vocab_size, config.takes, info.name)
+        self._admission = Admission(self.longest, info.vocab_size, config.takes, info.name)
         self.adapters = Adapters()
         self.moving = OutboundMigrations(pool, self.scheduler, self.longest, self.events)
         self.copies = Replicas(pool, self.request_table)
         speculation = Speculation(pool, config.drafts, config.limits.max_num_batched_tokens, draft_model)
         self.request_table.left = speculation.forget
-        self.stepper = Stepper(
-            self.scheduler, runner, self.transfer_holds, self.leaving, self.longest, self.events, speculation
-        )
+        self.stepper = Stepper(self.scheduler, runner, holds, cancelled, self.longest, self.events, speculation)
 
     def add(
         self,
@@ -99,7 +97,7 @@ class Engine:
         if self.request_table.find(key_of(job)):
             return
         with self._answering(lambda error: self._refuse(job, error)):
-            self._door.check(job)
+            self._admission.check(job)
             request = self._request(job)
             request.transfer, request.first_block, request.prefill_only = transfer, first_block, prefill_only
             request.awaits.update(awaits)
@@ -110,7 +108,7 @@ class Engine:
         event answers, before the next step where there is room. Its blocks stay held until `start` or
         `lent.grant_quiet`. What else it awaits may come before or after them."""
         with self._answering(lambda error: self._refuse_grant(grant, error)):
-            self._door.check(job)
+            self._admission.check(job)
             if self.request_table.find(key_of(job)):
                 raise GrantRefused(f"attempt {job.attempt} of {job.request_id} is here already")
             request = self._request(job)
@@ -132,7 +130,7 @@ class Engine:
         self.pool.tails.note(request)
         with self._answering(lambda error: self._refuse(request.job, error)):
             room = len(request.block_ids) * self.config.block_size
-            self._door.check_first(request.job, first.token_ids, covered, room)
+            self._admission.check_first(request.job, first.token_ids, covered, room)
             request.token_ids.extend(first.token_ids)
             request.computed_len = covered or request.computed_len
             if self.canary is not None:
@@ -163,7 +161,7 @@ class Engine:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Drop all attempts of the request up to `attempt`, and refuse those that arrive later."""
-        self._door.close(request_id, attempt)
+        self._admission.close(request_id, attempt)
         error = Cancelled("the request was cancelled")
         for request in self.request_table.attempts(request_id, attempt):
             self.stepper.drop(request, error)
@@ -182,7 +180,7 @@ class Engine:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
         computed ends alone; if scheduling breaks, every running request ends with the error, and what is queued stays,
         but for its head where nothing ran. It ends early, with nothing committed, when all that it computes is for
-        attempts that are `leaving`. Raises DeviceLost: no other step can run."""
+        attempts in `cancellations`. Raises DeviceLost: no other step can run."""
         began = time.monotonic()
         ran = self.stepper.step()
         self.newcomer_priority.stepped(time.monotonic() - began)

@@ -63,7 +63,7 @@ class EngineLoop:
         """`Engine.cancel`, of which the step under way hears too: it ends early if nobody else waits for it. From any
         thread."""
         with self._wake:
-            self._engine.leaving.announce(request_id, attempt)
+            self._engine.cancellations.announce(request_id, attempt)
             self.submit(lambda engine: engine.cancel(request_id, attempt))
 
     def submit(self, call: Callable[[Engine], None], *, urgent: bool = False) -> None:
@@ -125,7 +125,7 @@ class EngineLoop:
                 if self._awaited(stuck):
                     calls = list(self._inbox)
                     self._inbox.clear()
-                    self._engine.leaving.forget()
+                    self._engine.cancellations.forget()
                     self._turning = True
                     self._turns += 1
                     return calls

@@ -45,7 +45,7 @@ class Stepper:
         scheduler: Scheduler,
         runner: StepRunner,
         transfer_holds: TransferHolds,
-        leaving: Cancellations,
+        cancellations: Cancellations,
         longest: int,
         events: list[Event],
         speculation: Speculation,
@@ -57,7 +57,7 @@ class Stepper:
         self._transfer_holds = transfer_holds
         self._longest = longest
         self._events = events
-        self.suspended = SuspendedStep(scheduler, leaving)
+        self.suspended = SuspendedStep(scheduler, cancellations)
         self.ahead = Lookahead(scheduler, runner, self.suspended, speculation, longest)
         self._deadlines = Deadlines()
         self._figures = StepStats(scheduler, speculation)

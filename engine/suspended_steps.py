@@ -70,9 +70,9 @@ class SuspendedStep:
     """Of one engine: the last one goes on first. called: whether there are commands for the engine, which may bring
     what comes before; leaving: who is dropped by them."""
 
-    def __init__(self, scheduler: Scheduler, leaving: Cancellations) -> None:
+    def __init__(self, scheduler: Scheduler, cancellations: Cancellations) -> None:
         self.called: Callable[[], bool] = lambda: False
-        self._scheduler, self._leaving = scheduler, leaving
+        self._scheduler, self._cancellations = scheduler, cancellations
         self._batches: list[Batch] = []
 
     def __bool__(self) -> bool:
@@ -86,7 +86,7 @@ class SuspendedStep:
 
         def wanted() -> bool:
             called = time.monotonic() > rests_at and self.called()
-            return not (called or self._leaving.includes(keys))
+            return not (called or self._cancellations.includes(keys))
 
         try:
             return fault_isolation.run(runner, batch.slices, wanted, batch.halfway)

@@ -84,7 +84,7 @@ class KvferryPolicy:
             booked.insert(0, self._entry(prefill).promise(uncached, 0, _nobody))
         self._bookings[run] = booked
         computing = self._entry(prefill or decode)
-        self._expected[run] = cluster.underway.sent(hashes, computing.key)
+        self._expected[run] = cluster.inflight_prefixes.sent(hashes, computing.key)
         return Choice(prefill, decode)
 
     def launched(self, run: Run) -> None:

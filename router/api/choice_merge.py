@@ -28,7 +28,7 @@ class ChoiceMerge:
         self._groups, self._follow = groups, follow
         self._left = sum(map(len, groups))
         self._room = asyncio.Semaphore(at_once)
-        self._mail: EventQueue[tuple[Choice, Piece | Exception]] = EventQueue()
+        self._inbox: EventQueue[tuple[Choice, Piece | Exception]] = EventQueue()
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -40,7 +40,7 @@ class ChoiceMerge:
             raise StopAsyncIteration
         if not self._tasks:
             await self._start()
-        choice, item = await self._mail.next()
+        choice, item = await self._inbox.next()
         if isinstance(item, Exception):
             try:
                 raise item
@@ -60,7 +60,7 @@ class ChoiceMerge:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._left = 0
         self._tasks.clear()
-        self._mail = EventQueue()
+        self._inbox = EventQueue()
 
     async def _start(self) -> None:
         for number, (leader, *followers) in enumerate(self._groups, start=1):
@@ -74,18 +74,18 @@ class ChoiceMerge:
                 pieces = self._follow(choice)
                 pieces.listen(self._hear)
                 async for found in pieces:
-                    self._mail.post(found)
+                    self._inbox.post(found)
                     for follower in followers:
                         assert choice.dispatch
                         follower.spec = replace(follower.spec, fork_of=choice.dispatch.fork)
                         self._tasks.add(asyncio.create_task(self._pump(follower)))
                     followers = ()
         except Exception as error:
-            self._mail.post((choice, error))
+            self._inbox.post((choice, error))
 
     def _hear(self, choice: Choice, piece: Piece) -> None:
         """A piece that no task of its choice woke for."""
-        if self._listener is not None and self._mail.awaited:
+        if self._listener is not None and self._inbox.awaited:
             self._listener(choice, piece)
         else:
-            self._mail.post((choice, piece))
+            self._inbox.post((choice, piece))

@@ -44,7 +44,7 @@ class SnapshotBuilder:
         """As of now. `viewer`: the tenant who looks, who is told no names of others' requests; None: may see all."""
         table, request_log = self._cluster.nodes, self._cluster.request_log
         now = request_log.clock()
-        left = table.suspicion.left()
+        left = table.breakers.left()
         points, counted = self._history.told()
         ships, transfers_s = _ships(request_log, now)
         entries = sorted(table.entries.values(), key=lambda entry: (ROLES.index(entry.lease.role), entry.key))

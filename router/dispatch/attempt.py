@@ -43,7 +43,7 @@ class Attempt:
 
     prefill, decode   the entries of the placement's nodes, alive and reachable since nothing was awaited meanwhile
     expected          its blocks, as others are told of them until they are computed
-    suspicion         hears of nodes and pairs that failed, and of those that work; `decoding`: tokens come from decode
+    breakers         hears of nodes and pairs that failed, and of those that work; `decoding`: tokens come from decode
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Attempt:
         *,
         prefill: NodeEntry | None,
         decode: NodeEntry | None,
-        suspicion: CircuitBreakers,
+        breakers: CircuitBreakers,
         client: NodeClient,
         background_calls: BackgroundCalls,
         request_log: RequestLog,
@@ -64,14 +64,14 @@ class Attempt:
         self._span.tell(prefill=_name(placement.prefill), decode=_name(placement.decode))
         self.job = job if self._span.trace == job.trace else replace(job, trace=self._span.trace)
         self.placement = placement
-        self._post, self._suspicion, self._client, self._background_calls = post, suspicion, client, background_calls
+        self._post, self._breakers, self._client, self._background_calls = post, breakers, client, background_calls
         self._prefill_node, self.decode_node, self._request_log, self._expected = prefill, decode, request_log, expected
         self._over = self._first_seen = self._prefilled = self.decoding = False
         self._error, self._launched_at = "", time.monotonic()
         self._bookings: dict[str, Reservation] = {}
         self._book()
-        if suspicion.any:
-            suspicion.use(prefill.key if prefill else None, decode.key if decode else None)
+        if breakers.any:
+            breakers.use(prefill.key if prefill else None, decode.key if decode else None)
         if decode:
             decode.listeners[job.request_id] = self
         self._task: asyncio.Task[None] | None = background_calls.send(self._begin())
@@ -91,10 +91,9 @@ class Attempt:
             self.decode_node.listeners.pop(self.job.request_id, None)
         if cancel:
             task.cancel()
+            drop = CancelRequest(self.job.request_id, self.job.attempt)
             for node in filter(None, (None if self._prefilled else self.placement.prefill, self.placement.decode)):
-                self._background_calls.send(
-                    self._client.drop(node, CancelRequest(self.job.request_id, self.job.attempt))
-                )
+                self._background_calls.send(self._client.drop(node, drop))
         else:
             self._background_calls.bound(task, TAIL_S)
 
@@ -117,8 +116,8 @@ class Attempt:
         if not self.decoding:
             self.decoding = True
             self._settle("decode")
-            if self._suspicion.any:
-                self._suspicion.decodes(self.placement)
+            if self._breakers.any:
+                self._breakers.decodes(self.placement)
         self._post(delta)
 
     def failed(self, failure: AttemptFailed) -> None:
@@ -166,9 +165,9 @@ class Attempt:
         culprits = blamed(error, reporter, self.placement, decoding=self.decoding)
         if len(culprits) == 2 and not self._over:
             prefill, decode = map(node_key, culprits)
-            self._suspicion.pair_failed(prefill, decode, surely=isinstance(error, NodeLost | Incompatible))
+            self._breakers.pair_failed(prefill, decode, surely=isinstance(error, NodeLost | Incompatible))
             if isinstance(error, BlocksCorrupt):
-                self._suspicion.corrupt(prefill, decode)
+                self._breakers.corrupt(prefill, decode)
         self._fail(error, *culprits)
 
     def _unreachable(self, error: KvferryError, node: NodeLease | None) -> None:
@@ -177,7 +176,7 @@ class Attempt:
         if self._done_by(node):
             return
         if isinstance(error, NodeLost) and not self._over:
-            self._suspicion.node_failed(node_key(node))
+            self._breakers.node_failed(node_key(node))
         self._fail(error, node)
 
     def _done_by(self, node: NodeLease) -> bool:
@@ -222,8 +221,8 @@ class Attempt:
         elif isinstance(message, FirstToken):
             self._first_seen = True
             self._settle("prefill")
-            if self._suspicion.any and self.placement.prefill:
-                self._suspicion.node_works(node_key(self.placement.prefill))
+            if self._breakers.any and self.placement.prefill:
+                self._breakers.node_works(node_key(self.placement.prefill))
             self._prefilled = message.delta.finish_reason is not None
             if not self._over:
                 self._post(message.delta)

@@ -38,21 +38,21 @@ LATE, LATE_S = 3.0, 1.0
 
 
 class RequestDispatch:
-    """Implements `router.dispatch.interface.Dispatch`. Nothing is booked, sent or timed before the first iteration and
-    nothing is left after the iteration ends, however it ends: last token, error, `cancel`, closed iterator, cancelled
-    task."""
+    """Implements `router.dispatch.interface.Dispatch`.
+
+    Nothing is reserved, sent or timed before the first iteration; nothing is left when the iteration ends."""
 
     def __init__(self, spec: RequestSpec, context: DispatchContext) -> None:
         self.route: Route | None = None
         self._spec, self._context = spec, context
         self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
-        self._mail: EventQueue[Event | Timer | Exception | None] = EventQueue()
-        self._sequence, self._race, self._prediction = OrderedTokens(), HedgedAttempts(), Prediction()
-        self._listening = TokenSink(self._mail, self._sequence, self._race, self._output)
-        self.listen = self._listening.listen
+        self._inbox: EventQueue[Event | Timer | Exception | None] = EventQueue()
+        self._sequence, self._hedged, self._prediction = OrderedTokens(), HedgedAttempts(), Prediction()
+        self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
+        self.listen = self._sink.listen
         self._planner = AttemptPlanner(spec, context, self._sequence.tokens)
         self._migration: Migration | None = None
-        self._alarms: Timers | None = None
+        self._timers: Timers | None = None
         self._record: RequestRecord | None = None
         self._attempts, self._outcome, self._over = 0, "", False
 
@@ -64,7 +64,7 @@ class RequestDispatch:
         """Its prompt is where it decodes, or where it ended before that."""
         if self.route is None:
             return None
-        leader = self._race.leader
+        leader = self._hedged.leader
         if leader is None:
             return Fork(self._wire_id, None)
         node = leader.placement.decode if self.route.decode else leader.placement.prefill
@@ -74,24 +74,24 @@ class RequestDispatch:
         if not self._over:
             self._outcome = "done" if enough else ""
             self._end(cancel=True)
-            self._mail.post(Cancelled("the request was cancelled"))
+            self._inbox.post(Cancelled("the request was cancelled"))
 
     async def _outputs(self) -> AsyncGenerator[Output]:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:
-            self._alarms, model = Timers(self._spec.call.deadline, self._ring), self._context.group.name.first
+            self._timers, model = Timers(self._spec.call.deadline, self._ring), self._context.group.name.first
             self._record = self._context.request_log.begin(self._spec, model, self._sequence.tokens)
             while not self._sequence.finished:
-                if not self._race.runners:
+                if not self._hedged.runners:
                     await self._launch()
                 event = await self._next()
                 if isinstance(event, TokenDelta):
                     if event.reuse is not None and self._sequence.tokens:
                         self._context.metrics.recovered["cached"].inc(event.reuse.cached_len)
                         self._context.metrics.recovered["computed"].inc(event.reuse.computed)
-                    if len(self._race.runners) > 1:
-                        self._race.win(event.attempt)
+                    if len(self._hedged.runners) > 1:
+                        self._hedged.win(event.attempt)
                     for delta in self._sequence.push(event):
                         yield self._output(delta)
                 elif isinstance(event, Failure):
@@ -107,18 +107,18 @@ class RequestDispatch:
             raise
         finally:
             self._end(cancel=not self._sequence.finished)
-            self._alarms = None
-            self._listening.end()
+            self._timers = None
+            self._sink.end()
 
     async def _next(self) -> Event | Timer | None:
         """The next event of an attempt that is under way. Raises what ends the request: its deadline, its
         cancellation."""
-        event = await self._mail.next()
+        event = await self._inbox.next()
         if self._over:
             raise Cancelled("the request was cancelled")
         if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains):  # noqa: SIM101 - for every token
             number, successors = event.attempt, self._migration
-            return event if number in self._race.runners or (successors and successors.concerns(number)) else None
+            return event if number in self._hedged.runners or (successors and successors.concerns(number)) else None
         if isinstance(event, Exception):
             try:
                 raise event
@@ -128,10 +128,10 @@ class RequestDispatch:
 
     async def _launch(self) -> None:
         """Place and begin the next attempt. From the choice to the booking nothing is awaited."""
-        assert self._alarms
+        assert self._timers
         reuse = await self._planner.reuse()
-        while (placement := self._planner.place(reuse, self._alarms.left_s)) is None:
-            asyncio.get_running_loop().call_later(self._planner.patience.pause_s(), self._mail.post, None)
+        while (placement := self._planner.place(reuse, self._timers.left_s)) is None:
+            asyncio.get_running_loop().call_later(self._planner.patience.pause_s(), self._inbox.post, None)
             await self._next()
         if self._over:
             raise Cancelled("the request was cancelled")
@@ -142,41 +142,41 @@ class RequestDispatch:
     async def _hedge(self) -> None:
         """The attempt is late: begin another beside it, elsewhere, under a name of its own, so that each is cancelled
         without the other. The first token wins."""
-        late = self._race.leader
-        if late is None or not self._alarms or not self._alarms.late or self._mail:
+        late = self._hedged.leader
+        if late is None or not self._timers or not self._timers.late or self._inbox:
             return
         self._context.doubt(late.placement)
         reuse = await self._planner.reuse()
         placement = self._planner.elsewhere(late.placement, reuse)
-        if not self._over and not self._mail and placement and self._context.hedges.spend():
+        if not self._over and not self._inbox and placement and self._context.hedges.spend():
             self._context.metrics.retries.labels("hedge").inc()
             late_nodes = [node.node_id for node in (late.placement.prefill, late.placement.decode) if node]
             self._context.request_log.rung(self._record, "hedge", late_nodes, "its first token is late")
             self._begin(f"{self._wire_id}-h{self._attempts}", placement)
 
     def _begin(self, name: str, placement: Placement) -> None:
-        assert self._alarms and self._record  # noqa: PT018
+        assert self._timers and self._record  # noqa: PT018
         job = self._job(name)
         self._prediction.began(job.attempt, placement)
-        self._race.enter(self._context.launch(job, placement, self._listening.hear, hashes=self._planner.hashes))
+        self._hedged.enter(self._context.launch(job, placement, self._sink.hear, hashes=self._planner.hashes))
         self._attempts += 1
         if not self.route:
             self._record.sent(placement)
-        self._alarms.launched(inf if len(self._race.runners) > 1 else max(LATE_S, LATE * placement.first_token_s))
-        self._planner.goes_to(self._race.nodes)
+        self._timers.launched(inf if len(self._hedged.runners) > 1 else max(LATE_S, LATE * placement.first_token_s))
+        self._planner.goes_to(self._hedged.nodes)
         log.debug("%s attempt %d: %s", name, job.attempt, placement)
 
     def _job(self, name: str) -> Job:
         """Of the next attempt."""
-        assert self._alarms
+        assert self._timers
         delivered = tuple(self._sequence.tokens)
-        return jobs.job(self._spec, name, self._attempts, delivered, self._context.router_id, self._alarms.left_s)
+        return jobs.job(self._spec, name, self._attempts, delivered, self._context.router_id, self._timers.left_s)
 
     async def _bequeath(self, number: int) -> None:
         """The node of that attempt drains."""
         if self._migration is None:
-            self._migration = Migration(self._race, self._planner, self._context, self._listening.hear)
-        leaves = self._race.leader.placement.decode if self._race.leader else None
+            self._migration = Migration(self._hedged, self._planner, self._context, self._sink.hear)
+        leaves = self._hedged.leader.placement.decode if self._hedged.leader else None
         if await self._migration.begin(number, self._job):
             self._attempts += 1
             ends = [node.node_id for node in (leaves, self._migration.goes_to) if node]
@@ -185,20 +185,20 @@ class RequestDispatch:
     def _fail(self, failure: Failure) -> None:
         """Give up the attempt. One that runs beside it is the next."""
         if self._migration and self._migration.settles(failure):
-            if self._record and self._race.leader:
-                self._record.sent(self._race.leader.placement, onward=True)
+            if self._record and self._hedged.leader:
+                self._record.sent(self._hedged.leader.placement, onward=True)
             return
-        self._race.leave(failure.attempt)
+        self._hedged.leave(failure.attempt)
         self._prediction.ended(failure.attempt, failure.error)
-        rung = self._planner.failed(failure, self._race.nodes)
+        rung = self._planner.failed(failure, self._hedged.nodes)
         self._context.metrics.retries.labels(rung).inc()
         culprits = [node.node_id for node in failure.culprits]
         self._context.request_log.rung(self._record, rung, culprits, f"{failure.error.code}: {failure.error}")
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
 
     def _output(self, delta: TokenDelta) -> Output:
-        assert self._alarms
-        self._alarms.progressed()
+        assert self._timers
+        self._timers.progressed()
         self._planner.got_on()
         if self.route is None:
             self._take_route(delta)
@@ -207,8 +207,8 @@ class RequestDispatch:
         return jobs.output(delta)
 
     def _take_route(self, delta: TokenDelta) -> None:
-        assert self._race.leader and self._record  # noqa: PT018
-        attempt, place = self._race.leader, self._race.leader.placement
+        assert self._hedged.leader and self._record  # noqa: PT018
+        attempt, place = self._hedged.leader, self._hedged.leader.placement
         computed_by = place.prefill or place.decode
         assert computed_by
         ended_on_prefill = place.prefill is not None and delta.finish_reason is not None
@@ -223,18 +223,18 @@ class RequestDispatch:
     def _ring(self, alarm: Timer) -> None:
         if alarm is Timer.DEADLINE:
             call = self._spec.call
-            self._mail.post(DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s"))
+            self._inbox.post(DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s"))
         elif alarm is Timer.STALL:
-            self._race.stall()
+            self._hedged.stall()
         else:
-            self._mail.post(alarm)
+            self._inbox.post(alarm)
 
     def _end(self, *, cancel: bool) -> None:
         self._over = True
-        if self._alarms:
-            self._alarms.stop()
+        if self._timers:
+            self._timers.stop()
         if self._migration:
             self._migration.end()
-        self._race.close(cancel=cancel)
+        self._hedged.close(cancel=cancel)
         self._planner.end()
         self._context.request_log.end(self._record, (self._outcome or "cancelled") if cancel else "done")

@@ -25,9 +25,9 @@ class Migration:
     """Of one journey. The heir is none of the race's runners until the one before it has told all that it made."""
 
     def __init__(
-        self, race: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext, post: Callable[[Event], None]
+        self, hedged: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext, post: Callable[[Event], None]
     ) -> None:
-        self._race, self._planner, self._context, self._post = race, planner, context, post
+        self._hedged, self._planner, self._context, self._post = hedged, planner, context, post
         self._successor: MigrationAttempt | None = None
         self._unfit: set[NodeKey] = set()
 
@@ -46,9 +46,9 @@ class Migration:
         reuse = await self._planner.reuse()
         if self.concerns(number):  # it is asked again once the stream is there
             self._again(number)
-        if number not in self._race.runners or self._successor:
+        if number not in self._hedged.runners or self._successor:
             return False
-        attempt = self._race.leader
+        attempt = self._hedged.leader
         placement = None
         if attempt is not None and attempt.job.attempt == number and attempt.decoding:
             if attempt.decode_node and not attempt.decode_node.drains:
@@ -72,16 +72,16 @@ class Migration:
             return False
         if isinstance(failure.error, Moved) and failure.error.later == successor.job.attempt:
             self._successor = None
-            self._race.succeed(failure.attempt, successor)
-            self._planner.goes_to(self._race.nodes)
+            self._hedged.succeed(failure.attempt, successor)
+            self._planner.goes_to(self._hedged.nodes)
             successor.inherit()
             return True
         self.end()
         if failure.attempt != successor.job.attempt:
             return False
         self._unfit.update(map(node_key, failure.culprits))
-        if self._race.leader:
-            self._again(self._race.leader.job.attempt)
+        if self._hedged.leader:
+            self._again(self._hedged.leader.job.attempt)
         return True
 
     def end(self) -> None:

@@ -62,6 +62,6 @@ class MigrationAttempt(Attempt):
         except Exception as error:
             # The node's own word that this move did not come about, even if the stream is gone from there.
             if isinstance(error, BlocksCorrupt):
-                self._suspicion.corrupt(node_key(source), node_key(target))
+                self._breakers.corrupt(node_key(source), node_key(target))
             culprit = target if self._kept is not None else source
             self._fail(TransferFailed(str(known(error, source))), culprit)

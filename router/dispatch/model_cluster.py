@@ -76,7 +76,7 @@ class ModelCluster:
         self._reuse = shared.metrics.reuse.of(group.name.first)
         self.background_calls = shared.background_calls
         self.patience_s = shared.patience_s
-        self.held, self.underway, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
+        self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
         self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
         self.router_id, self.request_log = shared.client.router_id, shared.request_log
         self._client, self._prefixes, self._local_tokens = shared.client, shared.prefixes, shared.local_tokens
@@ -135,7 +135,7 @@ class ModelCluster:
             return {}
         found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up)
         here = {node_id: blocks for (node_id, epoch), blocks in held.items() if nodes.get(node_id) == epoch}
-        for node_id, blocks in (*self.underway.held(hashes, nodes).items(), *here.items()):
+        for node_id, blocks in (*self.inflight_prefixes.held(hashes, nodes).items(), *here.items()):
             found[node_id] = max(blocks, found.get(node_id, 0))
         return found
 
@@ -184,7 +184,7 @@ class ModelCluster:
         """An attempt placed so is late: what computes its prompt may not answer any more, unless it waits for room."""
         decode = self.nodes.entries.get(node_key(late.decode)) if late.decode else None
         if (node := late.prefill or late.decode) and not (decode and crowded(decode.view)):
-            self.nodes.suspicion.node_failed(node_key(node), surely=False)
+            self.nodes.breakers.node_failed(node_key(node), surely=False)
 
     def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:
         """The first token came: compare what the placements promised with what happened. `last` is the placement of the
@@ -209,7 +209,7 @@ class ModelCluster:
         return Reuse(length, computed=length)
 
     def _shut(self) -> OpenBreakers:
-        return self.nodes.suspicion.shut() if self.nodes.suspicion.any else OpenBreakers()
+        return self.nodes.breakers.shut() if self.nodes.breakers.any else OpenBreakers()
 
     def _buddy(self, prefill: NodeLease | None, decode: NodeLease) -> DecodeTarget | None:
         """Who computes the prompt keeps what follows, too: it has the blocks before. Where the decode node computes it,
@@ -226,10 +226,10 @@ class ModelCluster:
         computes = placement.prefill or placement.decode
         assert computes
         return {
-            "expected": self.underway.sent(hashes, node_key(computes)),
+            "expected": self.inflight_prefixes.sent(hashes, node_key(computes)),
             "prefill": self._entry(placement.prefill),
             "decode": self._entry(placement.decode),
-            "suspicion": self.nodes.suspicion,
+            "breakers": self.nodes.breakers,
             "client": self._client,
             "background_calls": self.background_calls,
             "request_log": self.request_log,

@@ -22,11 +22,11 @@ class TokenSink:
         self,
         mail: EventQueue[Event | Timer | Exception | None],
         sequence: OrderedTokens,
-        race: HedgedAttempts,
+        hedged: HedgedAttempts,
         output: Callable[[TokenDelta], Output],
     ) -> None:
         self._listener: Callable[[Output], None] | None = None
-        self._mail, self._sequence, self._race, self._output = mail, sequence, race, output
+        self._inbox, self._sequence, self._hedged, self._output = mail, sequence, hedged, output
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
         """See Journey.listen."""
@@ -38,17 +38,17 @@ class TokenSink:
 
     def hear(self, event: Event) -> None:
         if self._listener is None or not (isinstance(event, TokenDelta) and self._goes_on(event)):
-            self._mail.post(event)
+            self._inbox.post(event)
             return
         try:
             self._listener(self._output(event))
         except Exception as error:
-            self._mail.post(error)
+            self._inbox.post(error)
 
     def _goes_on(self, delta: TokenDelta) -> bool:
-        runners = self._race.runners
+        runners = self._hedged.runners
         return (
-            self._mail.awaited
+            self._inbox.awaited
             and delta.reuse is None
             and delta.attempt in runners
             and len(runners) == 1

@@ -75,7 +75,7 @@ class NodeTable:
         self.incompatible_nodes = IncompatibleNodes()
         self.clock = clock
         self.contact = RegistryHealth(metrics, clock)
-        self.suspicion = CircuitBreakers(clock, metrics.quarantines.inc)
+        self.breakers = CircuitBreakers(clock, metrics.quarantines.inc)
         self._source, self._metrics = source, metrics
         self._poll_s, self._grace_s = poll_s, grace_s
         self._listeners: list[Callable[[], None]] = []
@@ -104,7 +104,7 @@ class NodeTable:
 
     def suspect(self, entry: NodeEntry) -> None:
         """The node does not answer: nothing new goes there for a moment."""
-        self.suspicion.node_failed(entry.key)
+        self.breakers.node_failed(entry.key)
 
     async def refresh(self) -> None:
         """Read the registry once."""
@@ -154,7 +154,7 @@ class NodeTable:
             if entry := self.entries.get(node_key(lease)):
                 entry.renew(lease)
             elif group := self._group(lease):
-                entry = NodeEntry(lease, group.room, self.suspicion.corrupt)
+                entry = NodeEntry(lease, group.room, self.breakers.corrupt)
                 self.entries[entry.key], self._groups[entry.key] = entry, group
         self._tell_strangers(newest.values())
         if self.incompatible_nodes.see(self._source.incompatible):

@@ -217,7 +217,7 @@ async def test_a_stream_that_grows_too_long_for_the_other_node_meanwhile_is_no_c
     stand = moving.stand
 
     def late(transfer: int) -> Any:
-        both.target.decode.engine._door._longest = len(job.token_ids)
+        both.target.decode.engine._admission._longest = len(job.token_ids)
         return stand(transfer)
 
     moving.stand = late  # type: ignore[method-assign]

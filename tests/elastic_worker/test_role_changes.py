@@ -156,7 +156,7 @@ async def test_what_was_cached_is_found_in_the_other_role() -> None:
         entry = next(iter(made.entries(first)))
         for node in made.cluster.nodes.entries.values():
             if node.lease.node_id in ("d1", "d2"):
-                made.cluster.nodes.suspicion.node_failed(node.key)
+                made.cluster.nodes.breakers.node_failed(node.key)
         before = made.reused
         _, decode = await made.ask(prompt, 3)
         assert decode == first, entry.lease

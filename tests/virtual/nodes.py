@@ -73,7 +73,7 @@ class PumpedEngine(EngineLoop):
         """Commands, a step, news; what comes meanwhile waits for the next."""
         calls = list(self._inbox)
         self._inbox.clear()
-        self._engine.leaving.forget()
+        self._engine.cancellations.forget()
         ran = self._turn(calls)
         self._armed, slow_s, self.slow_s = False, self.slow_s, 0.0
         if self._inbox or (ran and self._engine.has_work()):
@@ -87,7 +87,7 @@ class VirtualNode:
         self.world, self.process, self.role, self.port, self.shape = world, process, role, port, shape
         self.name = f"{role}-{port}"
         self.store = Reached(world.store, world.weather)
-        self.joined = self.ready = self.leaving = self.draining = False
+        self.joined = self.ready = self.cancellations = self.draining = False
 
     async def start(self) -> None:
         self.epoch = await new_epoch(self.store, self.name)

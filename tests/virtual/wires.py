@@ -77,19 +77,19 @@ class Wires:
     def __init__(self, loop: VirtualLoop, lanes: Lanes) -> None:
         self.loop, self.lanes = loop, lanes
         self.ends: dict[End, None] = _Ordered()
-        self._listening: dict[tuple[str, int], tuple[Process, Callable[[], Any]]] = {}
+        self._sink: dict[tuple[str, int], tuple[Process, Callable[[], Any]]] = {}
         self._serial = itertools.count()
         loop.dial = self.dial
 
     def listen(self, process: Process, host: str, port: int, accept: Callable[[], Any]) -> None:
-        self._listening[host, port] = (process, accept)
+        self._sink[host, port] = (process, accept)
 
     async def dial(self, factory: Callable[[], Any], host: str, port: int) -> tuple[Any, Any]:
         """As create_connection does. A frozen process's kernel accepts for it."""
         dialling = PROCESS.get()
         assert dialling is not None
         await asyncio.sleep(self.lanes.weather.delay_s())
-        process, accept = self._listening.get((host, port), (None, None))
+        process, accept = self._sink.get((host, port), (None, None))
         if process is None or process.state is State.DEAD:
             raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
         serial = next(self._serial)

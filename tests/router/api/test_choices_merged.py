@@ -26,25 +26,25 @@ class Journey:
 
     def __init__(self) -> None:
         self.woken, self.ended = 0, False
-        self._mail: EventQueue[Output | Exception] = EventQueue()
+        self._inbox: EventQueue[Output | Exception] = EventQueue()
         self._listener: Callable[[Output], None] | None = None
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
         self._listener = listener
 
     def put(self, token: int) -> None:
-        if self._listener is None or not self.woken or not self._mail.awaited or token < 0:
-            self._mail.post(Output((token,)) if token >= 0 else Overloaded("no more"))
+        if self._listener is None or not self.woken or not self._inbox.awaited or token < 0:
+            self._inbox.post(Output((token,)) if token >= 0 else Overloaded("no more"))
             return
         try:
             self._listener(Output((token,)))
         except Exception as error:
-            self._mail.post(error)
+            self._inbox.post(error)
 
     async def outputs(self) -> AsyncIterator[Output]:
         try:
             while True:
-                output = await self._mail.next()
+                output = await self._inbox.next()
                 self.woken += 1
                 if isinstance(output, Enough):
                     return

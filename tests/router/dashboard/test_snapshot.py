@@ -180,13 +180,13 @@ async def test_requests_that_are_turned_away_are_shown_by_reason() -> None:
 
 async def test_quarantined_pairs_are_shown_until_they_are_not() -> None:
     async with Watched(prefill("p1"), prefill("p2"), decode()) as watched:
-        suspicion, keys = watched.bench.nodes.suspicion, {key[0]: key for key in watched.bench.nodes.entries}
+        breakers, keys = watched.bench.nodes.breakers, {key[0]: key for key in watched.bench.nodes.entries}
         for _ in range(3):
-            suspicion.corrupt(keys["p1"], keys["d1"])
+            breakers.corrupt(keys["p1"], keys["d1"])
         (suspect,) = watched.board.state().suspects
         assert (suspect.kind, suspect.prefill, suspect.decode) == ("quarantine", "p1", "d1")
         assert 590 < suspect.seconds <= 600
-        suspicion.corrupt(keys["p2"], keys["d1"])
+        breakers.corrupt(keys["p2"], keys["d1"])
         told = {(each.prefill, each.decode) for each in watched.board.state().suspects}
         assert told == {("p1", "d1"), ("", "d1")}
         assert {node.id: node.trouble for node in watched.board.state().nodes}["d1"] == "quarantined"

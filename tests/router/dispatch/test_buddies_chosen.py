@@ -40,7 +40,7 @@ async def test_where_no_node_computes_prompts_it_is_another_decode_node() -> Non
 async def test_decode_nodes_that_compute_prompts_themselves_have_all_that_work_for_buddies() -> None:
     """The first one was everybody's buddy, for nothing was placed there; and it might be one that is suspected."""
     async with Bench([prefill("p1"), prefill("p2"), prefill("p3"), decode("d1")]) as bench:
-        bench.nodes.suspicion.node_failed(("p3", 1))
+        bench.nodes.breakers.node_failed(("p3", 1))
         chosen = {named(bench.cluster._buddy(None, bench["d1"].lease)) for _ in range(64)}
         assert chosen == {"p1", "p2"}
 

@@ -77,7 +77,7 @@ async def test_the_only_decode_node_computes_by_itself() -> None:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.rungs() == {"hedge": 1}
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.nodes.suspicion.shut().nodes == {("p1", 1)}, "late twice"
+        assert bench.nodes.breakers.shut().nodes == {("p1", 1)}, "late twice"
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.rungs() == {"hedge": 2}
 
@@ -89,7 +89,7 @@ async def test_nobody_is_doubted_who_waits_for_room_on_a_decode_node(free: int, 
     load = Load(queue, active_blocks=60 - free, granted_blocks=40, free_blocks=free, total_blocks=100)
     async with Bench([prefill("p1", prefill_script=after(0.6)), decode(changes={"load": load})]) as bench:
         doubted: list[tuple[str, int]] = []
-        monkeypatch.setattr(bench.nodes.suspicion, "node_failed", lambda node, *, surely: doubted.append(node))
+        monkeypatch.setattr(bench.nodes.breakers, "node_failed", lambda node, *, surely: doubted.append(node))
         bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert doubted == ([] if free == 10 else [("p1", 1)])

@@ -12,38 +12,38 @@ ABC = (b"a", b"b", b"c")
 
 
 def test_the_longest_shared_prefix_counts_for_each_node() -> None:
-    underway = InflightPrefixes()
-    underway.sent((*ABC, b"d"), ("p1", 1))
-    underway.sent((b"a", b"x"), ("p2", 1))
-    underway.sent((b"y",), ("p3", 1))
-    assert underway.held(ABC, {"p1": 1, "p2": 1, "p3": 1}) == {"p1": 3, "p2": 1}
-    assert underway.held((), {"p1": 1}) == {}
+    inflight_prefixes = InflightPrefixes()
+    inflight_prefixes.sent((*ABC, b"d"), ("p1", 1))
+    inflight_prefixes.sent((b"a", b"x"), ("p2", 1))
+    inflight_prefixes.sent((b"y",), ("p3", 1))
+    assert inflight_prefixes.held(ABC, {"p1": 1, "p2": 1, "p3": 1}) == {"p1": 3, "p2": 1}
+    assert inflight_prefixes.held((), {"p1": 1}) == {}
 
 
 def test_a_process_that_followed_holds_nothing() -> None:
-    underway = InflightPrefixes()
-    underway.sent(ABC, ("p1", 1))
-    assert underway.held(ABC, {"p1": 2}) == {}
+    inflight_prefixes = InflightPrefixes()
+    inflight_prefixes.sent(ABC, ("p1", 1))
+    assert inflight_prefixes.held(ABC, {"p1": 2}) == {}
 
 
 def test_what_is_over_leaves_nothing_behind() -> None:
-    underway = InflightPrefixes()
-    first, second = underway.sent(ABC, ("p1", 1)), underway.sent(ABC, ("p2", 1))
-    nothing = underway.sent((), ("p1", 1))
+    inflight_prefixes = InflightPrefixes()
+    first, second = inflight_prefixes.sent(ABC, ("p1", 1)), inflight_prefixes.sent(ABC, ("p2", 1))
+    nothing = inflight_prefixes.sent((), ("p1", 1))
     first.over()
     first.over()
     nothing.over()
-    assert underway.held(ABC, {"p1": 1, "p2": 1}) == {"p2": 3}
+    assert inflight_prefixes.held(ABC, {"p1": 1, "p2": 1}) == {"p2": 3}
     second.over()
-    assert not underway._rows
+    assert not inflight_prefixes._rows
 
 
 def test_of_many_the_last_ones_are_looked_at() -> None:
-    underway = InflightPrefixes()
-    underway.sent(ABC, ("first", 1))
+    inflight_prefixes = InflightPrefixes()
+    inflight_prefixes.sent(ABC, ("first", 1))
     for _ in range(LOOKED_AT):
-        underway.sent(ABC, ("p", 1))
-    assert underway.held(ABC, {"first": 1, "p": 1}) == {"p": 3}
+        inflight_prefixes.sent(ABC, ("p", 1))
+    assert inflight_prefixes.held(ABC, {"first": 1, "p": 1}) == {"p": 3}
 
 
 async def test_a_cluster_remembers_a_prompt_until_its_first_token() -> None:
@@ -58,11 +58,11 @@ async def test_a_cluster_remembers_a_prompt_until_its_first_token() -> None:
 
     async with Bench([prefill("p1", prefill_script=waits), decode("d1")]) as bench:
         task = asyncio.create_task(collect(bench.start(4, PROMPT)))
-        await until(lambda: bool(bench.cluster.underway._rows))
-        ((row,),) = [tuple(row) for row in bench.cluster.underway._rows.values()]
+        await until(lambda: bool(bench.cluster.inflight_prefixes._rows))
+        ((row,),) = [tuple(row) for row in bench.cluster.inflight_prefixes._rows.values()]
         assert row.node[0] == "p1"
         held = await bench.cluster.reuse(row.hashes, {})
         assert held["p1"] == len(row.hashes)
         gate.set()
         await task
-        assert not bench.cluster.underway._rows
+        assert not bench.cluster.inflight_prefixes._rows

@@ -99,7 +99,7 @@ async def test_while_the_attempt_is_being_sent() -> None:
     async with Bench([prefill(), decode()]) as bench:
         dispatch = bench.start(50)
         task = asyncio.create_task(collect(dispatch))
-        while not dispatch._race.runners:  # noqa: ASYNC110
+        while not dispatch._hedged.runners:  # noqa: ASYNC110
             await asyncio.sleep(0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

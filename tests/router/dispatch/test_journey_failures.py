@@ -341,7 +341,7 @@ async def test_one_request_learns_for_all_that_a_pair_is_broken() -> None:
         assert bench.rungs() == {"another_pair": 1}
         asked = [request.target.node_id for request in bench["p1"].prefills if request.target]
         assert asked.count("d1") == 1
-        assert "p1" not in [node for node, _ in bench.nodes.suspicion.shut().nodes]
+        assert "p1" not in [node for node, _ in bench.nodes.breakers.shut().nodes]
 
 
 async def test_a_decode_node_that_no_prefill_node_reaches_computes_by_itself() -> None:
@@ -351,18 +351,18 @@ async def test_a_decode_node_that_no_prefill_node_reaches_computes_by_itself() -
         for _ in range(8):
             assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
         assert bench.rungs() == {"another_pair": 2}
-        assert (None, ("d1", 1)) in bench.nodes.suspicion.shut().pairs
+        assert (None, ("d1", 1)) in bench.nodes.breakers.shut().pairs
 
 
 async def test_a_pair_that_works_again_is_used_again() -> None:
     async with Bench([prefill(prefill_script=failing("node_lost", times=1)), decode()]) as bench:
         await collect(bench.start(4))
         clock, ahead = bench.nodes.clock, 0.0
-        bench.nodes.suspicion._clock = lambda: clock() + ahead
+        bench.nodes.breakers._clock = lambda: clock() + ahead
         assert not (await route_of(bench)).prefill
         ahead = 2.1
         assert (await route_of(bench)).prefill == "p1"
-        await until(lambda: not bench.nodes.suspicion.any)
+        await until(lambda: not bench.nodes.breakers.any)
 
 
 async def route_of(bench: Bench) -> Any:
@@ -373,9 +373,9 @@ async def route_of(bench: Bench) -> Any:
 
 async def test_what_is_suspected_is_used_when_there_is_nothing_else() -> None:
     async with Bench([decode("d1")]) as bench:
-        bench.nodes.suspicion.node_failed(("d1", 1))
+        bench.nodes.breakers.node_failed(("d1", 1))
         assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
-        assert not bench.nodes.suspicion.any
+        assert not bench.nodes.breakers.any
 
 
 async def test_lost_node_error_names_the_node() -> None:

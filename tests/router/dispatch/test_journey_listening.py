@@ -25,10 +25,10 @@ class Heard:
     """A journey's ears, once its first token is out, and what came to whom."""
 
     def __init__(self) -> None:
-        self.mail, self.race, self.sequence = EventQueue[Any](), HedgedAttempts(), OrderedTokens()
-        self.race.enter(SimpleNamespace(job=SimpleNamespace(attempt=0)))  # type: ignore[arg-type]
+        self.mail, self.hedged, self.sequence = EventQueue[Any](), HedgedAttempts(), OrderedTokens()
+        self.hedged.enter(SimpleNamespace(job=SimpleNamespace(attempt=0)))  # type: ignore[arg-type]
         list(self.sequence.push(FIRST))
-        self.listening = TokenSink(self.mail, self.sequence, self.race, jobs.output)
+        self.listening = TokenSink(self.mail, self.sequence, self.hedged, jobs.output)
         self.outputs: list[tuple[int, ...]] = []
         self.listening.listen(lambda output: self.outputs.append(output.token_ids))
 
@@ -86,7 +86,7 @@ async def test_what_came_early_goes_first(heard: Heard) -> None:
 
 
 async def test_of_two_attempts_neither_passes_before_one_has_won(heard: Heard) -> None:
-    heard.race.enter(SimpleNamespace(job=SimpleNamespace(attempt=1)))  # type: ignore[arg-type]
+    heard.hedged.enter(SimpleNamespace(job=SimpleNamespace(attempt=1)))  # type: ignore[arg-type]
     assert await heard.posted(NEXT)
     assert heard.outputs == []
 

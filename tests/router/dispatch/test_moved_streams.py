@@ -173,8 +173,8 @@ async def test_blocks_that_come_corrupt_in_moves_end_in_quarantine() -> None:
         at.move_refusals = [BlocksCorrupt("other bytes") for _ in range(3)]
         await drain(bench, at)
         pair = (at.node_id, 1), (other.node_id, 1)
-        await until(lambda: pair in bench.nodes.suspicion.shut().pairs)
-        assert bench.nodes.suspicion.quarantine
+        await until(lambda: pair in bench.nodes.breakers.shut().pairs)
+        assert bench.nodes.breakers.quarantine
         assert len(at.moves) == 3
         await asyncio.sleep(0.3)
         assert len(at.moves) == 3

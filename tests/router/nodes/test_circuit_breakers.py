@@ -23,88 +23,88 @@ def clock() -> Clock:
 
 
 def test_a_node_that_failed_is_shut_for_a_moment_and_forgotten_once_it_works(clock: Clock) -> None:
-    suspicion = CircuitBreakers(clock)
-    assert not suspicion.any
-    suspicion.node_failed(P1)
-    assert suspicion.any
-    assert suspicion.shut() == ({P1}, set())
+    breakers = CircuitBreakers(clock)
+    assert not breakers.any
+    breakers.node_failed(P1)
+    assert breakers.any
+    assert breakers.shut() == ({P1}, set())
     clock.now += FIRST
-    assert not suspicion.shut().nodes
-    suspicion.use(P1, D1)
-    suspicion.node_works(P1)
-    assert not suspicion.any
+    assert not breakers.shut().nodes
+    breakers.use(P1, D1)
+    breakers.node_works(P1)
+    assert not breakers.any
 
 
 def test_one_at_a_time_tries_and_each_failure_doubles_the_pause(clock: Clock) -> None:
-    suspicion = CircuitBreakers(clock)
-    suspicion.node_failed(P1)
+    breakers = CircuitBreakers(clock)
+    breakers.node_failed(P1)
     pause = FIRST
     for _ in range(8):
         clock.now += pause
-        assert not suspicion.shut().nodes
-        suspicion.use(P1, D1)
-        assert suspicion.shut().nodes == {P1}, "the others wait for the one that tries"
-        suspicion.node_failed(P1)
+        assert not breakers.shut().nodes
+        breakers.use(P1, D1)
+        assert breakers.shut().nodes == {P1}, "the others wait for the one that tries"
+        breakers.node_failed(P1)
         pause = min(2 * pause, LONGEST)
         clock.now += pause - 0.01
-        assert suspicion.shut().nodes == {P1}
+        assert breakers.shut().nodes == {P1}
         clock.now += 0.01
-        assert not suspicion.shut().nodes
+        assert not breakers.shut().nodes
 
 
 def test_attempts_that_were_under_way_as_it_failed_are_one_failure(clock: Clock) -> None:
-    suspicion = CircuitBreakers(clock)
+    breakers = CircuitBreakers(clock)
     for _ in range(10):
-        suspicion.node_failed(P1)
+        breakers.node_failed(P1)
         clock.now += 0.01
     clock.now += FIRST
-    assert not suspicion.shut().nodes
+    assert not breakers.shut().nodes
 
 
 def test_a_try_without_an_outcome_is_followed_by_another(clock: Clock) -> None:
-    suspicion = CircuitBreakers(clock)
-    suspicion.node_failed(P1)
+    breakers = CircuitBreakers(clock)
+    breakers.node_failed(P1)
     clock.now += FIRST
-    suspicion.use(P1, None)
+    breakers.use(P1, None)
     clock.now += 2 * FIRST
-    assert not suspicion.shut().nodes
+    assert not breakers.shut().nodes
 
 
 def test_what_may_be_chance_shuts_only_when_it_happens_again(clock: Clock) -> None:
-    suspicion = CircuitBreakers(clock)
-    suspicion.pair_failed(P1, D1, surely=False)
-    assert not suspicion.shut().pairs
-    suspicion.pair_failed(P1, D1, surely=False)
-    assert suspicion.shut().pairs == {(P1, D1)}
-    suspicion.pair_failed(P2, D2, surely=False)
+    breakers = CircuitBreakers(clock)
+    breakers.pair_failed(P1, D1, surely=False)
+    assert not breakers.shut().pairs
+    breakers.pair_failed(P1, D1, surely=False)
+    assert breakers.shut().pairs == {(P1, D1)}
+    breakers.pair_failed(P2, D2, surely=False)
     clock.now += MEMORY_S + 1
-    suspicion.pair_failed(P2, D2, surely=False)
-    assert not suspicion.shut().pairs
+    breakers.pair_failed(P2, D2, surely=False)
+    assert not breakers.shut().pairs
 
 
 def test_who_fails_with_two_is_at_fault_with_all(clock: Clock) -> None:
-    suspicion = CircuitBreakers(clock)
-    suspicion.pair_failed(P1, D1)
-    assert suspicion.shut() == (set(), {(P1, D1)})
-    suspicion.pair_failed(P2, D1)
-    assert (None, D1) in suspicion.shut().pairs
-    assert not any(pair[0] in (P1, P2) and pair[1] is None for pair in suspicion.shut().pairs)
-    suspicion.pair_works(P2, D1)
-    assert suspicion.shut().pairs == {(P1, D1)}
+    breakers = CircuitBreakers(clock)
+    breakers.pair_failed(P1, D1)
+    assert breakers.shut() == (set(), {(P1, D1)})
+    breakers.pair_failed(P2, D1)
+    assert (None, D1) in breakers.shut().pairs
+    assert not any(pair[0] in (P1, P2) and pair[1] is None for pair in breakers.shut().pairs)
+    breakers.pair_works(P2, D1)
+    assert breakers.shut().pairs == {(P1, D1)}
 
 
 def test_a_prefill_node_that_reaches_no_decode_node(clock: Clock) -> None:
-    suspicion = CircuitBreakers(clock)
-    suspicion.pair_failed(P1, D1)
-    suspicion.pair_failed(P1, D2)
-    assert (P1, None) in suspicion.shut().pairs
-    assert (None, D1) not in suspicion.shut().pairs
+    breakers = CircuitBreakers(clock)
+    breakers.pair_failed(P1, D1)
+    breakers.pair_failed(P1, D2)
+    assert (P1, None) in breakers.shut().pairs
+    assert (None, D1) not in breakers.shut().pairs
 
 
 def test_what_failed_long_ago_is_as_good_as_any(clock: Clock) -> None:
-    suspicion = CircuitBreakers(clock)
-    suspicion.node_failed(P1)
-    suspicion.pair_failed(P1, D1)
+    breakers = CircuitBreakers(clock)
+    breakers.node_failed(P1)
+    breakers.pair_failed(P1, D1)
     clock.now += MEMORY_S + 1
-    assert not any(suspicion.shut())
-    assert not suspicion.any
+    assert not any(breakers.shut())
+    assert not breakers.any

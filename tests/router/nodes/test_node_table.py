@@ -234,9 +234,9 @@ async def test_suspicion_passes() -> None:
     await table.poll()
     table[P1].opened()
     table.suspect(table[P1])
-    assert table.suspicion.shut().nodes == {("p1", 1)}
+    assert table.breakers.shut().nodes == {("p1", 1)}
     table.clock.now += 2.1
-    assert not table.suspicion.shut().nodes
+    assert not table.breakers.shut().nodes
 
 
 async def test_bookings_count_at_once_and_once() -> None:

@@ -52,13 +52,13 @@ def test_who_has_it_with_two_others_is_shut_for_all() -> None:
 
 
 def test_what_works_does_not_end_it() -> None:
-    suspicion = CircuitBreakers(Clock())
+    breakers = CircuitBreakers(Clock())
     for _ in range(MOST):
-        suspicion.pair_failed(P1, D1, surely=False)
-        suspicion.quarantine.corrupt(P1, D1)
-        suspicion.pair_works(P1, D1)
-    assert suspicion.any
-    assert suspicion.shut().pairs == {(P1, D1)}
+        breakers.pair_failed(P1, D1, surely=False)
+        breakers.quarantine.corrupt(P1, D1)
+        breakers.pair_works(P1, D1)
+    assert breakers.any
+    assert breakers.shut().pairs == {(P1, D1)}
 
 
 async def test_requests_over_a_corrupting_pair_are_right_and_then_go_elsewhere() -> None:
@@ -70,7 +70,7 @@ async def test_requests_over_a_corrupting_pair_are_right_and_then_go_elsewhere()
     async with Bench([prefill(prefill_script=corrupting), decode()]) as bench:
         for _ in range(MOST + 2):
             assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-            bench.nodes.suspicion._pairs.forget((P1, D1))
+            bench.nodes.breakers._pairs.forget((P1, D1))
         assert bench.metrics.quarantines._value.get() == 1
         tried = len(bench["p1"].prefills)
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
@@ -81,10 +81,10 @@ async def test_requests_leave_a_node_whose_ships_are_not_what_others_compute() -
     async with Bench([prefill(), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         for number in range(MOST):
-            assert not bench.nodes.suspicion.quarantine
+            assert not bench.nodes.breakers.quarantine
             bench["d1"]._queues["router-test"].put_nowait(StepFrame(deviations=(Deviation(f"r{number}", P1),)))
-            await until(lambda count=number + 1: len(bench.nodes.suspicion.quarantine._seen) == count)
-        assert bench.nodes.suspicion.shut().pairs == {(P1, D1)}
+            await until(lambda count=number + 1: len(bench.nodes.breakers.quarantine._seen) == count)
+        assert bench.nodes.breakers.shut().pairs == {(P1, D1)}
         tried = len(bench["p1"].prefills)
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert len(bench["p1"].prefills) == tried
