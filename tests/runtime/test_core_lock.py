@@ -22,8 +22,8 @@ LONG_S = 30.0
 
 OTHER = """
 import sys, time
-from kvferry.runtime.core_lock import Cores
-cores = Cores(int(sys.argv[1]))
+from kvferry.runtime.core_lock import CoreLock
+cores = CoreLock(int(sys.argv[1]))
 for line in sys.stdin:
     word, *seconds = line.split()
     if word == "take":

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Lin
 
 DIES = """
 import os, signal, sys
-from kvferry.runtime.shared_file import WrittenOnce
-memory = WrittenOnce(int(sys.argv[1]))
+from kvferry.runtime.shared_file import SharedFile
+memory = SharedFile(int(sys.argv[1]))
 assert memory.take_turn()
 os.write(memory.writing, b"half")
 os.kill(os.getpid(), signal.SIGKILL)

@@ -42,14 +42,14 @@ class Deeds:
             await node.drain()
             self.loop.call_soon(self._ended, node, at, fault.for_s, context=self.loop.bare)
 
-        if node.ready and not node.cancellations and node.process.state is not State.DEAD:
-            node.cancellations = True
+        if node.ready and not node.leaving and node.process.state is not State.DEAD:
+            node.leaving = True
             node.process.task(leave())
 
     def _role(self, fault: Fault) -> None:
         """The node is asked to take the other role."""
         node = self.nodes[fault.where % len(self.nodes)]
-        if node.ready and not node.cancellations and node.process.state is not State.DEAD:
+        if node.ready and not node.leaving and node.process.state is not State.DEAD:
             node.process.task(node.change_role())
 
     def _ended(self, node: Any, at: int, for_s: float) -> None:

@@ -87,7 +87,7 @@ class VirtualNode:
         self.world, self.process, self.role, self.port, self.shape = world, process, role, port, shape
         self.name = f"{role}-{port}"
         self.store = Reached(world.store, world.weather)
-        self.joined = self.ready = self.cancellations = self.draining = False
+        self.joined = self.ready = self.leaving = self.draining = False
 
     async def start(self) -> None:
         self.epoch = await new_epoch(self.store, self.name)

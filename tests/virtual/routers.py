@@ -74,7 +74,7 @@ class Client:
         try:
             dispatch = self.router.pool.start(RequestSpec(call, self.name, asked.prompt, work))
             if asked.leaves_s is not None:
-                cancellations = asyncio.get_running_loop().call_later(
+                leaving = asyncio.get_running_loop().call_later(
                     asked.leaves_s, lambda: self.router.process.task(self._leave(dispatch))
                 )
             finished = None
@@ -84,7 +84,7 @@ class Client:
                 finished = output.finish_reason
             self.outcome = "done" if finished else "unfinished"
             if asked.leaves_s is not None:
-                cancellations.cancel()
+                leaving.cancel()
         except KvferryError as error:
             self.outcome = error.code
         self.took_s = world.loop.time() - began

@@ -300,8 +300,8 @@ def test_a_rank_connects_once_all_have_loaded_their_parts(monkeypatch: pytest.Mo
 MOVING = """
 import os, sys, threading, time
 from kvferry.worker.rank import _move
-from kvferry.runtime.rank_channel import Line
-threading.Thread(target=_move, args=(Line(int(sys.argv[1])), None, None), daemon=True).start()
+from kvferry.runtime.rank_channel import RankChannel
+threading.Thread(target=_move, args=(RankChannel(int(sys.argv[1])), None, None), daemon=True).start()
 time.sleep(600)
 """
 

@@ -47,7 +47,7 @@ async def left(*waiting: asyncio.Task[None]) -> list[bool]:
     return [task.done() for task in waiting]
 
 
-def cancellations(node: Membership, may_wait: Callable[[], bool] = lambda: True) -> asyncio.Task[None]:
+def leaving(node: Membership, may_wait: Callable[[], bool] = lambda: True) -> asyncio.Task[None]:
     return asyncio.create_task(node.relief(may_wait))
 
 
@@ -55,13 +55,13 @@ async def test_the_last_one_stays_until_another_is_ready(caplog: pytest.LogCaptu
     store = MemoryStore()
     with caplog.at_level(logging.INFO, "kvferry.worker"):
         async with member(store) as node:
-            ends = cancellations(node)
+            ends = leaving(node)
             await store.announce(replace(LEASE, node_id="p1", role="prefill"))
             await store.announce(replace(LEASE, node_id="d2", model="other"))
             await store.announce(replace(LEASE, node_id="d3", state="draining"))
             assert await left(ends) == [False]
             (own,) = [lease for lease in await store.nodes() if lease.node_id == "d1"]
-            assert (own.state, own.cancellations) == ("ready", True), (
+            assert (own.state, own.leaving) == ("ready", True), (
                 "it works on, and says that nobody may count on it"
             )
             assert len(caplog.messages) == 1
@@ -73,7 +73,7 @@ async def test_two_that_leave_at_once_do_not_count_on_each_other() -> None:
     """As a rollout without surge, or a machine that is emptied, asks them to: one stays, whichever was later."""
     store = MemoryStore()
     async with member(store) as one, member(store, node_id="d2") as other:
-        ends = cancellations(one), cancellations(other)
+        ends = leaving(one), leaving(other)
         assert not all(await left(*ends))
         async with member(store, node_id="d3"):
             await until(lambda: all(each.done() for each in ends))
@@ -85,7 +85,7 @@ async def test_without_a_registry_nobody_can_tell_and_the_node_stays() -> None:
         node = await stack.enter_async_context(member(store))
         await stack.enter_async_context(member(store, node_id="d2"))
         store.available = False
-        ends = cancellations(node)
+        ends = leaving(node)
         assert await left(ends) == [False]
         store.available = True
         await until(ends.done)
@@ -94,7 +94,7 @@ async def test_without_a_registry_nobody_can_tell_and_the_node_stays() -> None:
 async def test_it_stays_no_longer_than_it_may() -> None:
     store, patient = MemoryStore(), [True]
     async with member(store) as node:
-        ends = cancellations(node, lambda: patient[0])
+        ends = leaving(node, lambda: patient[0])
         assert await left(ends) == [False]
         patient.clear()
         patient.append(False)
@@ -104,7 +104,7 @@ async def test_it_stays_no_longer_than_it_may() -> None:
 async def test_a_newer_process_of_its_name_is_relief() -> None:
     store = MemoryStore()
     async with member(store) as node:
-        ends = cancellations(node)
+        ends = leaving(node)
         assert await left(ends) == [False]
         await store.announce(replace(LEASE, epoch=2))
         await until(ends.done)
@@ -115,9 +115,9 @@ async def test_a_node_steps_back_only_while_another_does_its_work_and_nobody_els
     async with member(store) as node:
         assert "the last decode node" in await node.step_back(0.0)
         (own,) = await store.nodes()
-        assert not own.cancellations, "it works on, and all may count on it"
+        assert not own.leaving, "it works on, and all may count on it"
         async with member(store, node_id="d2"):
-            await store.announce(replace(LEASE, node_id="p1", role="prefill", cancellations=True))
+            await store.announce(replace(LEASE, node_id="p1", role="prefill", leaving=True))
             assert "another node changes its role" in await node.step_back(0.0)
             await store.announce(replace(LEASE, node_id="p1", role="prefill", state="draining"))
             assert "another node changes its role" in await node.step_back(0.0)
@@ -125,7 +125,7 @@ async def test_a_node_steps_back_only_while_another_does_its_work_and_nobody_els
             assert "less than 30 s ago" in await node.step_back(30.0)
             assert await node.step_back(3.0) == ""
             (own,) = [lease for lease in await store.nodes() if lease.node_id == "d1"]
-            assert own.cancellations
+            assert own.leaving
             assert await node.spared()
             assert "about to end" in await node.step_back(0.0)
             node.stay()

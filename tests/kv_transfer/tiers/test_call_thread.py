@@ -15,9 +15,9 @@ from kvferry.kv_transfer.tiers.call_thread import CallThread
 ROOT = Path(__file__).parents[3]
 HANGS = """
 import threading
-from kvferry.kv_transfer.tiers.call_thread import Lane
+from kvferry.kv_transfer.tiers.call_thread import CallThread
 begun = threading.Event()
-lane = Lane("lane", 1)
+lane = CallThread("lane", 1)
 lane.submit(lambda: (begun.set(), threading.Event().wait()))
 begun.wait()
 lane.close()
