@@ -30,6 +30,7 @@
 # make bench-embed  embeddings a second, against one batch of transformers
 # make bench-gpu  check and measure the GPU of this machine: make bench-gpu SECONDS=400 KEEP=folder ARGS="--only cases steps"; with its own Python, if that has torch
 # make wheelhouse  the wheels that a machine with torch but without a network lacks: make wheelhouse ARGS='--python 3.12 --slim house'
+# make wheel     build sdist and wheel into dist/, check both, install the wheel into an empty environment and chat with it
 # make images    both images for this machine; all platforms into a registry: make images PUSH=1 REGISTRY=ghcr.io/me/
 # make lock      renew what the images install; the newest that fits: make lock ARGS=--upgrade (also needs torch's CPU index)
 # make test-images  install what the images install, as they do, measure it, and serve from it; where a Docker engine answers, in it, too
@@ -79,7 +80,7 @@ CHAOS   := PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) $(if $(NETWORK
 .PHONY: help serve test test-clients test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs site bench bench-accuracy bench-grammars \
   bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
-  bench-gpu wheelhouse images lock test-deploy test-images clean FORCE
+  bench-gpu wheelhouse wheel images lock test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -223,6 +224,12 @@ bench-gpu:
 
 wheelhouse: $(VENV)/test.done
 	$(BIN)/python deploy/wheelhouse.py $(ARGS)
+
+wheel: $(VENV)/test.done
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist .
+	$(BIN)/uv tool run --quiet twine check --strict dist/*.tar.gz dist/*.whl
+	$(BIN)/python deploy/check_wheel.py --torch '$(TORCH)' --extra $(WORKER) dist
 
 # What a machine keeps for itself has no list of parts; what is pushed has one for each platform, and the times of the
 # commit. REGISTRY, TAG, BASE, DEBIAN_SNAPSHOT, DEMO_MODEL, TORCH_INDEX_URL and SOURCE go to deploy/docker/bake.json as

@@ -43,8 +43,8 @@ def test_the_build_copies_what_dockerignore_lets_through(dockerfile: Dockerfile)
 
 def test_every_package_of_the_project_reaches_the_build_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = project["tool"]["scikit-build"]["wheel"]["packages"]
-    assert set(packages) == {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    packages = set(project["tool"]["scikit-build"]["wheel"]["packages"].values())
+    assert packages == {path.parent.name for path in ROOT.glob("*/__init__.py")}
     files = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
     wanted = {path for path in tracked() if path in files or path.split("/")[0] in packages}
     reaching = {path for path in tracked() if reaches_build(path, ignore_rules())}

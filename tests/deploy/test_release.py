@@ -93,9 +93,18 @@ def test_a_job_may_do_what_it_needs_and_no_more(workflow: dict[Any, Any]) -> Non
     assert {name: job["permissions"] for name, job in workflow["jobs"].items()} == {
         "version": {"contents": "read"},
         "images": pushing,
+        "wheels": {"contents": "write"},
         "chart": pushing,
     }
     assert all(job["timeout-minutes"] <= 180 for job in workflow["jobs"].values())
+
+
+def test_wheels_of_both_processors_are_installed_and_asked_before_they_are_published(workflow: dict[Any, Any]) -> None:
+    job = workflow["jobs"]["wheels"]
+    assert [each["runner"] for each in job["strategy"]["matrix"]["include"]] == ["ubuntu-24.04", "ubuntu-24.04-arm"]
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands[0] == "make wheel"
+    assert "gh release upload" in commands[1]
 
 
 def test_actions_are_pinned_by_commit(workflow: dict[Any, Any]) -> None:

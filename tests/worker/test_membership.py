@@ -61,9 +61,7 @@ async def test_the_last_one_stays_until_another_is_ready(caplog: pytest.LogCaptu
             await store.announce(replace(LEASE, node_id="d3", state="draining"))
             assert await left(ends) == [False]
             (own,) = [lease for lease in await store.nodes() if lease.node_id == "d1"]
-            assert (own.state, own.leaving) == ("ready", True), (
-                "it works on, and says that nobody may count on it"
-            )
+            assert (own.state, own.leaving) == ("ready", True), "it works on, and says that nobody may count on it"
             assert len(caplog.messages) == 1
             async with member(store, node_id="d4"):
                 await until(ends.done)
