@@ -1,4 +1,4 @@
-"""What a process does at its door, before it imports anything large: threads, one line per mistake.
+"""Process start-up before any large import: sets thread counts and prints configuration mistakes on one line.
 
 Everything that comes from the environment or goes into it passes here or through `cli.options`.
 """

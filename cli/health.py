@@ -1,4 +1,4 @@
-"""What `kvferry health` asks: the process that a container runs, at the address of its own flags and variables."""
+"""`kvferry health`: probes the process of this container at the address that its flags and variables give."""
 
 from __future__ import annotations
 

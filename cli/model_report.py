@@ -1,4 +1,4 @@
-"""What `kvferry doctor` says of a model before anything of it is loaded: family, path, formats, memory at a length."""
+"""Model section of `kvferry doctor`: family, path, number formats and memory by context length, without loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What can be known before anything starts. `serve` stops at the first failure, `doctor` reports them all.
+"""Checks before anything starts.
+
+`serve` stops at the first failure, `doctor` reports them all.
 
 Each function raises ConfigError in one line that names the remedy.
 """

@@ -1,4 +1,4 @@
-"""What a person sees while a cluster starts: a bar per process on a terminal, lines elsewhere."""
+"""Start-up progress of a local cluster: one bar per process on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads once a local cluster serves: what runs where, how to talk to it, how to end it."""
+"""Message that `kvferry serve` prints when the cluster is ready: processes, example requests, how to stop."""
 
 from __future__ import annotations
 

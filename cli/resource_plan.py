@@ -1,5 +1,6 @@
-"""Where the workers of a local cluster compute, and how much memory each may take: settled before any of them starts,
-so that none has to guess what the others will do."""
+"""Assignment of devices, cores and memory to the workers of a local cluster.
+
+It is settled before any worker starts, so that none has to guess what the others will take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model would do on this machine, from the machine's limits, measured in a second or two: `kvferry doctor`."""
+"""Estimated tokens per second of a model on this machine, from a short measurement of its limits (`kvferry doctor`)."""
 
 from __future__ import annotations
 

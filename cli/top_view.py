@@ -1,5 +1,6 @@
-"""What `kvferry top` draws: the state of a cluster as text for a terminal of any size. Names that came from clients are
-shown as text, whatever they are made of."""
+"""Rendering of `kvferry top`: the state of a cluster as text for a terminal of any size.
+
+Names that came from clients are escaped."""
 
 from __future__ import annotations
 

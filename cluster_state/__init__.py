@@ -1,1 +1,3 @@
-"""What Redis holds: the node registry, the block index, and the stores behind them. Knows no models and no links."""
+"""State of the cluster in Redis: the node registry, the block index and the stores behind them.
+
+It imports neither models nor links."""

@@ -1,5 +1,6 @@
-"""The block index: which node holds which block, as rows {node id: epoch}; where a block's row stands is a function of
-its chain (`protocol.index_rows`).
+"""Block index interface: maps each block to the nodes that hold it, as rows {node id: epoch}.
+
+Where a block's row stands is a function of its chain (`protocol.index_rows`).
 
 A hint, never an authority: a row may be missing, and for a moment may outlive its block; the node itself checks. Rows
 of an epoch that is not the node's live one count as absent, so a crash or restart voids a node's rows at once.

@@ -1,4 +1,4 @@
-"""What a node knows of its rows in the block index: those that are there, are to be written, or taken out."""
+"""A node's own rows of the block index: those written, those to write and those to remove."""
 
 from __future__ import annotations
 

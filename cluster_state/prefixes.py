@@ -1,4 +1,4 @@
-"""How far a prefix is held, found with few questions."""
+"""Search for the longest cached prefix with few lookups."""
 
 from __future__ import annotations
 

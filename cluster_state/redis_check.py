@@ -1,5 +1,4 @@
-"""What can be known of a Redis or Valkey before it is relied on: that it is one server, that its ACL allows kvferry all
-that it does, and how it treats leases when its memory is full."""
+"""Checks of a Redis or Valkey server before use: a single server, sufficient ACL, and a safe eviction policy."""
 
 from __future__ import annotations
 

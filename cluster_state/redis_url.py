@@ -1,4 +1,6 @@
-"""Where Redis is, as one URL says it. Nothing here imports the redis package, and nothing tells a password.
+"""Parser of the Redis URL.
+
+It does not import the redis package and never prints a password.
 
 redis://[user:password@]host[:port][/db]                          one server; rediss:// the same over TLS
 unix://[user:password@]/path/of/socket[?db=0]                     one server

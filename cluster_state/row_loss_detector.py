@@ -1,4 +1,4 @@
-"""How a node notices that rows of its blocks are missing from the index."""
+"""Detection of a node's rows that are missing from the block index, for example after a Redis restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node tells the block index of the store that it shares with others."""
+"""Rows of the block index for blocks in the object store that nodes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the canary found, counted and logged."""
+"""Log lines and counters for canary checks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Copies of what streams have, made while they run: their full blocks go to their buddies, of a few streams at a time,
-and nothing waits for them. A copy that does not come about is no harm: it is tried again with what is new by then."""
+"""Replication of running streams: copies their full blocks to a buddy node in the background.
+
+A few streams replicate at a time, and no stream waits for it. A failed copy is retried with what is new by then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which jobs an engine takes: those that fit its context and vocabulary and were not cancelled before they came."""
+"""Admission check for jobs: context length, vocabulary, kind of work, and earlier cancellation."""
 
 from __future__ import annotations
 

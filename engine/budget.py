@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step may compute."""
+"""Token budget for prompts in one step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Attempts that are being cancelled, as the middle of a step may know them: the engine takes its commands between two
-steps, and a step may be long."""
+"""Pending cancellations, visible in the middle of a step.
+
+The engine takes commands between steps only, and a step may be long."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An engine's time on cores that others compute on, too: it computes while it has them, and hands them on between
-layers."""
+"""Cooperative sharing of CPU cores: the engine computes while it holds them and hands them over between layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a stream's drafts were right."""
+"""Verification of speculative tokens: accepts the longest correct prefix of each draft."""
 
 from __future__ import annotations
 

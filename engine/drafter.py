@@ -1,4 +1,4 @@
-"""When a draft model is asked: where its drafts bring more than they take, in measured seconds."""
+"""Decision whether to run the draft model: only where its drafts save more measured time than they cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the engine tells the worker after each step. Plain values: they cross from the engine thread."""
+"""Events from the engine to the worker after each step.
+
+They are plain values, because they cross from the engine thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows next, for every request that has one.
+"""Grammar bit masks of all requests in a step.
 
 A mask depends on the tokens so far alone. A request's first masks are made on threads of their own as soon as a token
 is drawn, while the next step computes, and looked at when that step draws. A mask that is not there by then is late:

@@ -1,4 +1,4 @@
-"""What the block index is to know of a pool: the rows of its findable blocks, and what changed of them."""
+"""Changes of the pool for the block index: rows of registered blocks added and removed since the last report."""
 
 from __future__ import annotations
 

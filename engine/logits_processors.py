@@ -1,5 +1,6 @@
-"""Edits of one request's logits before its next token is drawn: what may be drawn at all. What adds to logits and
-takes from them comes behind them (kernels/logit_adjustments.py).
+"""Logits processors that forbid tokens of one request: grammar masks, allowed tokens and bad words.
+
+Penalties and logit_bias apply afterwards (kernels/logit_adjustments.py).
 
 They are made once per request and depend on its tokens alone: made anew on another node they edit alike.
 """

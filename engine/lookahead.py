@@ -1,5 +1,6 @@
-"""The next step of streams, launched while one runs: a device that computes beside its host need not wait for the host
-between two steps.
+"""Asynchronous scheduling: launches the next decode step while one runs.
+
+A device that computes beside its host then never waits for the host between two steps.
 
 A step is launched ahead where it is sure what it computes: the streams of the one that runs, a token further each, all
 plain (what is drawn behind a token needs no look at it on the host), and nobody else to be scheduled. The tokens that

@@ -1,5 +1,7 @@
-"""Streams that another node takes over while this one drains: what is computed of them is lent to the link while they
-run on, then they stand still, and end here once that node has them; if it does not take them, they run on."""
+"""Outbound migration of streams while this node drains.
+
+A stream's blocks are held for the transfer while it runs on. It then pauses, and ends here once the other node has
+taken it over; otherwise it resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why blocks that a router counted on are not here, as far as this node has seen it happen."""
+"""Reasons why blocks that a router expected in the cache are missing, as far as this node recorded them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream may go on with: what followed where its last tokens stood before, in its prompt or its output.
+"""N-gram speculation: proposes the tokens that followed the last tokens earlier in the prompt or output.
 
 Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), with the longest match and of
 equally long ones the latest.

@@ -1,4 +1,4 @@
-"""What a drawn token means for its request: the news of it, and whether it was the last."""
+"""Processing of a sampled token: its output event, stop conditions and finish reason."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The last blocks of prompts, found by the tokens in them: a request that forks from another copies what both share of
-such a block, since it will write behind it, where full blocks are shared as they are."""
+"""Registry of partially filled last blocks, for copy-on-write when a request forks from another.
+
+Full blocks are shared as they are; a partial block is copied, since the fork writes behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine needs from outside, as Protocols: a worker joins them to their implementations."""
+"""Protocols that the engine needs from outside; the worker connects them to implementations."""
 
 from __future__ import annotations
 

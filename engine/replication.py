@@ -1,5 +1,4 @@
-"""Copies of blocks at another node: those of a stream at its buddy, so that little is computed again if its own node is
-lost, and those that a node asked for, to compute less of a prompt.
+"""Blocks that are copied to another node: replicas of a stream for its buddy, and prefixes that a node fetches.
 
 Where they come from, the blocks that are being sent are lent to the link. Where they go, a copy's blocks are held until
 they have landed; then they are cached like any others, found by their hashes, and evicted when the room is needed.

@@ -1,4 +1,4 @@
-"""What a request may be doing, and the moves that are allowed."""
+"""States of a request and the allowed transitions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Choosing the next token of every row of a step: edits of single rows' logits (engine/logits_processors.py),
-`Ops.adjust`, then `Ops.draw`. What a grammar forbids stays forbidden, whatever an edit does to it.
+"""Sampling of the next token for every row of a step.
+
+Logits processors come first, then `Ops.adjust` and `Ops.draw`. Tokens that a grammar forbids stay forbidden.
 
 Only what some row of the batch asks for is run; rows never affect each other. Names and ranges are those of
 protocol.sampling.

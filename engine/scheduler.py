@@ -1,4 +1,4 @@
-"""What runs in the next step: one token budget for decodes and prefill chunks, admission, preemption.
+"""Continuous-batching scheduler: one token budget for decodes and prefill chunks, admission and preemption.
 
 Decodes come first, one token each; prefill chunks share what is left, and little while any stream is running, so that a
 long prompt never stalls it (see Budget). A request that cannot grow preempts one of

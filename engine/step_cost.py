@@ -1,4 +1,4 @@
-"""What a step takes by its rows, learned from the steps so far."""
+"""Learned cost of a step by its number of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step computes of each request."""
+"""Slices of a step: which tokens of each request it computes."""
 
 from __future__ import annotations
 

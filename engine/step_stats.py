@@ -1,4 +1,4 @@
-"""What is told of each step."""
+"""Statistics of one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of one batch share in plain PyTorch: gather indices, masks, rows of the rotary tables."""
+"""Index tensors that all layers of a batch share in plain PyTorch: gather indices, masks and rotary rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Codes of fewer than eight bits in the bytes of a GPU's memory: a tile of inputs is some spans of neighbours, whose
-codes lie side by side in spans of bytes."""
+"""Packing of codes below eight bits for GPU memory.
+
+A tile of inputs consists of spans of neighbours whose codes lie side by side in spans of bytes."""
 
 from __future__ import annotations
 

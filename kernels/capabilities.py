@@ -1,4 +1,4 @@
-"""What a row of the operations table can do beside plain weights, and K and V, in the model's number format."""
+"""Capabilities of an operations backend: which weight and cache formats it supports."""
 
 from __future__ import annotations
 

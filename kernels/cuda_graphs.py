@@ -1,5 +1,6 @@
-"""A decoder's decode steps captured, one for each size of batch, and replayed: what the host does for a step is then to
-fill a few arrays. CUDA graphs, behind a seam."""
+"""CUDA graph capture and replay of decode steps, one graph for each batch size.
+
+The host then only fills a few arrays for a step."""
 
 from __future__ import annotations
 

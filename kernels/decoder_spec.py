@@ -1,4 +1,4 @@
-"""What a decoder is made of, told to a row of the operations table so that it may replay whole steps itself."""
+"""Description of a decoder for a backend that replays whole steps: layers, weights, attention and experts."""
 
 from __future__ import annotations
 

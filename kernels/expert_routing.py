@@ -1,4 +1,4 @@
-"""Which experts a router's logits give a token, and with what weights.
+"""Mixture-of-experts routing: chosen experts of each token and their weights.
 
 Groups of experts: DeepSeek-V2 (2024), section 2.2; the sigmoid and the correction of its scores: DeepSeek-V3 (2024),
 section 2.1.2.

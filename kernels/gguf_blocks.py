@@ -1,6 +1,7 @@
-"""GGUF's block formats taken apart (ggml's `ggml-common.h`): codes, and a scale and perhaps a minimum for each group of
-neighbouring inputs. A weight is its code times the scale, plus the minimum, in float32. Scales and minima of blocks of
-256 are integers of eight bits, times a float16 of the block."""
+"""Unpacking of GGUF block formats (ggml's `ggml-common.h`) into codes, scales and minima.
+
+A weight is its code times the scale, plus the minimum, in float32. Scales and minima of blocks of 256 are 8-bit
+integers times a float16 of the block."""
 
 from __future__ import annotations
 

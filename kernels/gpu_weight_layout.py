@@ -1,5 +1,6 @@
-"""Codes as they lie in a GPU's memory, without Triton: four bits where those of each group are neighbours enough or
-numbers of e2m1, six, or eight. Nothing is rounded."""
+"""Layout of quantised weights in GPU memory: codes of 4, 6 or 8 bits, or e2m1, without rounding.
+
+This module does not need Triton."""
 
 from __future__ import annotations
 

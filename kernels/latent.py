@@ -1,5 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values of all heads are made of one vector for
-each token, which alone is cached.
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): one cached vector per token yields all keys and values.
 
 With a head's query q = [q_R; q_P] of dims that rotate and plain ones, a position's shared rotated key k_R and its
 latent c, a score is q_R . k_R + q_P . (W_UK c), and what the head puts out is W_UV of the latents' weighted sum. Two

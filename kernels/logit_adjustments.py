@@ -1,4 +1,4 @@
-"""What a request's parameters add to its logits and take from them: min_tokens, logit_bias, penalties.
+"""Additions to and penalties on logits: min_tokens, logit_bias, repetition, presence and frequency penalties.
 
 Made once per request, adjustments follow its tokens as they come, so that a step costs what changed and one pass over
 the distinct tokens. They depend on the tokens alone: made anew on another node they come to the same. Order and meaning

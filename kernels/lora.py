@@ -1,5 +1,4 @@
-"""What adapters add to dense layers: products with two narrow matrices (LoRA, Hu et al. 2021), for those tokens of a
-batch that ask for them."""
+"""LoRA adapters (Hu et al. 2021): adds low-rank products to dense layers for the tokens that ask for them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""K, V and latents in 8 bits: each vector of a head and slot as `dim` numbers of int8 or of fp8 (e4m3) and one float32
-scale behind them, max |x| over the largest such number."""
+"""KV cache in 8 bits: int8 or fp8 (e4m3) numbers with one float32 scale per head and slot.
+
+The scale is max |x| over the largest such number and lies behind the `dim` numbers of its vector."""
 
 from __future__ import annotations
 

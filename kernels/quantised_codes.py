@@ -1,5 +1,6 @@
-"""A quantised weight as codes and scales: a code times its scale is a weight. Each row of the operations table that
-runs such weights as they are stored has a form of its own for them."""
+"""Quantised weights as codes and scales; a weight is its code times its scale.
+
+Each backend that computes on such weights lays them out in its own form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step drew, on its way from the device to the host."""
+"""Asynchronous copy of sampled tokens from the device to the host."""
 
 from __future__ import annotations
 

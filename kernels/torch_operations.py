@@ -1,4 +1,4 @@
-"""What rows of the operations table share that have nothing of their own: dense layers and drawing by PyTorch."""
+"""Shared PyTorch implementations of operations: dense layers, grouped experts and sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the blocks of all transfers of a node have in common."""
+"""Block handling that inbound and outbound transfers share: tags, checksums and memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Control messages as they come off the wire: unpacked, with every field of the declared type and within its bounds
-before anyone acts on it. The codec checks the number of fields only, and a peer may be of another make or broken.
-"""
+"""Validation of control messages from the wire: field types and bounds.
+
+The codec checks the number of fields only, and a peer may be of another version or broken."""
 
 from __future__ import annotations
 

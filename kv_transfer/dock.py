@@ -1,4 +1,4 @@
-"""Where a node's ships come and go: the one handler of its link, with everything that all traffic over it shares.
+"""Dock: the single handler of a node's link, which dispatches messages to senders and receivers.
 
 Endpoints are mounted on it (a sender, a receiver): messages go to them by class, their transfers are watched by one
 sweep, and a connection that is closed ends what all of them have on it. What a node is to others is which endpoints

@@ -1,5 +1,6 @@
-"""A link that breaks on demand: wraps any other and loses, delays or repeats control messages, corrupts blocks, severs
-connections, and writes into abandoned receives until the very moment of quiet, as UCX may."""
+"""Fault-injecting link for tests: wraps another link and loses, delays, repeats, corrupts and severs.
+
+It also writes into abandoned receives until the moment of quiet, as UCX may."""
 
 from __future__ import annotations
 

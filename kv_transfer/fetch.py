@@ -1,5 +1,6 @@
-"""Blocks that one node asks another for: the question, and its answer where there are none. How they come is a ship's
-way (sender, receiver): who holds them asks for a grant, on the connection on which it was asked.
+"""Fetch protocol between nodes: the request for blocks and the answer where the peer has none.
+
+The blocks themselves travel as a ship: the holder asks for a grant on the connection on which it was asked.
 
 A fetch has a deadline of its own and is asked once: whoever asks can do without.
 """

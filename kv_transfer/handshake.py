@@ -1,5 +1,6 @@
-"""How two ends of a connection come to trust each other: who dialled proves that it knows a secret of the cluster, then
-who accepted proves that it knows the same. No bytes are sent or read here.
+"""Mutual authentication of a connection: dialler, then acceptor, proves that it knows a secret of the cluster.
+
+This module sends and reads no bytes.
 
     accepting → CHALLENGE   mark, wire version, nonce
     dialling  → HELLO       mark, wire version, nonce, proof, Terms
@@ -7,7 +8,8 @@ who accepted proves that it knows the same. No bytes are sent or read here.
 
 A proof is an HMAC-SHA256 under the secret over its own name, both nonces and the Terms: one that was heard before is of
 no use, and neither side's proof can be given back to it as its own. Terms are read only once their proof holds. Without
-a secret everybody's proofs hold."""
+a secret everybody's proofs hold.
+"""
 
 from __future__ import annotations
 

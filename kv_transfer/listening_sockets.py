@@ -1,5 +1,6 @@
-"""Where a link is reached: its listening sockets, bound to the host's addresses and to no others, and what a name to be
-dialled stands for. Resolving may take many seconds, so it never runs on the link's thread."""
+"""Listening sockets of a link and name resolution.
+
+Sockets are bound to the host's addresses only. Resolving may take many seconds, so it never runs on the link thread."""
 
 from __future__ import annotations
 

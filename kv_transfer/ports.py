@@ -1,5 +1,7 @@
-"""What dock, sender and receiver need from the worker that joins them to an engine. All calls come on the link thread;
-a worker passes them on to the engine's inbox; the methods that answer may be called from any thread."""
+"""Protocols that dock, sender and receiver need from the worker.
+
+All calls come on the link thread, and a worker passes them to the engine's inbox. The methods that answer may be called
+from any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small transfer over the real link, between two ends in this process: does UCX work as configured, and how fast?"""
+"""Self-test of the link: a small transfer between two ends in this process shows whether UCX works and how fast."""
 
 from __future__ import annotations
 

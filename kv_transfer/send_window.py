@@ -1,5 +1,6 @@
-"""How much of a node's blocks may be on their way at once: what stands in UCX's queues is behind nothing and before
-everything, control messages included.
+"""Bound on blocks in flight per node.
+
+Operations in UCX's queues cannot be overtaken, by control messages either.
 
 The ships that have something to send share a window equally, so each that joins waits for one window at most, and one
 whose sends do not end holds its own share and nobody else's turn.

@@ -1,9 +1,9 @@
-"""Control messages over one TCP socket: frames, written and read without ever waiting, sealed once both ends share
-keys.
+"""Control messages over one TCP socket: non-blocking frames, sealed once both ends share keys.
 
 A frame: kind, length, payload and, once sealed, a MAC over its number in its direction, its header and its payload. So
 a frame that somebody else wrote, changed, repeated or left out ends the connection. Whatever comes from the wire is
-checked here before it is stored or believed; this module knows no UCX."""
+checked here before it is stored or believed; this module knows no UCX.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""How connections of a UCX link begin: sockets dialled or accepted, and greetings over them until both ends are open.
+"""Connection set-up of a UCX link: dials or accepts sockets and runs handshakes until both ends are open.
 
 Strangers may connect to the port. Until one has proved that it belongs here it costs a socket and a few bytes: no UCX
 worker, no memory of a size it chooses; there are at most MAX_GUESTS of them, the oldest of which makes room, and none
-stays longer than a try to connect may take."""
+stays longer than a try to connect may take.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""The thread that owns UCX's context, its workers and the sockets of a link: runs commands and timers, progresses the
-workers that are awake, hears of sockets, sleeps when nothing is due.
+"""Thread that owns UCX's context, workers and sockets of a link.
+
+It runs commands and timers, progresses active workers, polls sockets, and sleeps when nothing is due.
 
 A worker without work for a moment is armed and rests; once all rest, the thread waits for any of their descriptors, a
 socket, an eventfd or the next timer. Spinning that long keeps latency low in a burst; sleeping keeps an idle process
 below 1 % of a core, and what rests costs nothing. A fruitless round yields the core: two ends that spin on one core,
-each waiting for the other, would hand it over once a time slice (0.2 GB/s)."""
+each waiting for the other, would hand it over once a time slice (0.2 GB/s).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One connection of a UCX link: a socket for its control messages (stream), and a UCX worker of its own for the blocks
-in flight (ucx_worker, ucx_blocks)."""
+"""One peer connection of a UCX link: a control socket and its own UCX worker for blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves on the connections of a UCX link: blocks, and control messages."""
+"""Traffic of a UCX link: sending and receiving blocks and control messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A UCX worker of one connection. Shared memory's queue belongs to the worker that reads it, and a process that dies or
-freezes while it writes there stops the queue for all who write into it: so no two peers share one."""
+"""UCX worker of one connection.
+
+UCX's shared-memory queue belongs to the worker that reads it, and a peer that dies or freezes while it writes stops the
+queue for all writers. So no two peers share a worker."""
 
 from __future__ import annotations
 

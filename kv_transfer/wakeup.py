@@ -1,4 +1,4 @@
-"""What wakes a thread that sleeps in epoll."""
+"""Wake-up of a thread that sleeps in epoll."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where a model is and what its files say. Loads no torch."""
+"""Location of models and parsing of their files, without torch."""

@@ -1,4 +1,4 @@
-"""How long a sequence of a model may be, by its config.json."""
+"""Maximum context length of a model, from its config.json."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Models of the Hugging Face hub, brought into its cache. The library goes on where a connection broke, and keeps the
-files that are whole."""
+"""Download of models from the Hugging Face hub into its cache.
+
+The library resumes broken downloads and keeps complete files."""
 
 from __future__ import annotations
 

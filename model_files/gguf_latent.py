@@ -1,4 +1,4 @@
-"""What the header of a GGUF of DeepSeek V2 and V3 says (architecture deepseek2), under the names of a config.json."""
+"""GGUF header of DeepSeek V2 and V3 (architecture deepseek2), translated into fields of a config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model asks of a machine, from its config and the headers of its files: no weight is read or downloaded."""
+"""Memory needs of a model, from its config and file headers; no weight is read or downloaded."""
 
 from __future__ import annotations
 

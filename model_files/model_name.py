@@ -1,4 +1,4 @@
-"""What a model is called: after its files, and by those who serve it."""
+"""Name of a model: from its files, or as the operator serves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is for: to generate, to embed or to classify, and how its vectors are made, as its files tell it.
+"""Task of a model (generate, embed or classify) and its pooling, from its files.
 
 Encoders (BERT and its kin) see the whole text at once and generate nothing. Files beside a model say how its hidden
 states become one vector: `modules.json` and the folders it names, in the layout of sentence-transformers.

@@ -1,5 +1,6 @@
-"""How a checkpoint in Hugging Face's layout is quantised, by its config.json: GPTQ, AWQ, fp8, compressed-tensors. Which
-of its layers are, and how each is stored, its tensors tell themselves."""
+"""Quantisation method of a Hugging Face checkpoint: GPTQ, AWQ, fp8 or compressed-tensors, from config.json.
+
+The tensors themselves tell which layers are quantised and how each is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, by the headers of its safetensors, and what memory their weights take."""
+"""Tensor table of a safetensors checkpoint, and the memory that its weights take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model a process serves, found without torch: where its files are, its name, its revision, its light facts."""
+"""Resolution of the model that a process serves: files, name, revision and basic facts, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many weights a model has of each kind, and what they take as they are stored."""
+"""Number of weights of each kind in a model, and their size as stored."""
 
 from __future__ import annotations
 

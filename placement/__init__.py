@@ -1,1 +1,1 @@
-"""Where an attempt goes: pure functions of what the nodes report, in seconds. No I/O."""
+"""Placement: pure functions that choose nodes for an attempt by their reported state, in seconds, without I/O."""

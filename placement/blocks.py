@@ -1,4 +1,4 @@
-"""What a request finds on a node and takes of it, in tokens and blocks: figures of a view, and of the router's sums."""
+"""Token and block arithmetic of a request on one node: what is cached, shipped and computed."""
 
 from __future__ import annotations
 

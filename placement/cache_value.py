@@ -1,4 +1,4 @@
-"""What cached blocks are worth to requests that are still to come."""
+"""Value of cached blocks to future requests, in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes take at once, from what their leases say."""
+"""Capacity of nodes: how many requests they take at once, from their leases."""
 
 from __future__ import annotations
 

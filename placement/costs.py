@@ -1,4 +1,4 @@
-"""What a request costs on one node, in seconds: the terms of `place`'s sums, each of a node's view and the demand."""
+"""Cost terms of a request on one node, in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node may fetch of a prompt from another one that holds more of it, in seconds against those of computing."""
+"""Decision whether a node fetches a prefix from another node instead of computing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an attempt goes: the (prefill, decode) pair with the least cost, everything in seconds (DESIGN, Placement).
+"""Placement: chooses the (prefill, decode) pair with the least cost in seconds.
 
     remote(P, D) = wait(P) + uncached(P)/rate(P) + exposed_bytes/bandwidth(P→D) + wait(D)
     local(D)     = wait(D) + uncached(D)/rate(D) + harm to the running streams of D

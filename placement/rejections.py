@@ -1,4 +1,4 @@
-"""Why nothing can be placed, and when to come back."""
+"""Reasons why nothing can be placed, with the time to retry after."""
 
 from __future__ import annotations
 

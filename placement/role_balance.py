@@ -1,4 +1,4 @@
-"""Which role another node should have, by what the pools of one model's nodes are scaled by: a pure function.
+"""Choice of the role that an elastic node should have, from the load of a model's pools.
 
 Both pools are measured as autoscalers measure them: seconds of one node for the prompts that wait, and decode nodes
 that the streams would fill. A pool that is short of nodes is given one while the other would have enough without it.

@@ -1,4 +1,4 @@
-"""What a node has of a prompt, in its pool or where it must be read first, and the seconds until it has all of it."""
+"""Cached prefix of a prompt on a node, in its pool and slower tiers, and the seconds to read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a placement is told and what it answers."""
+"""Input and output types of a placement."""
 
 from __future__ import annotations
 

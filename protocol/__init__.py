@@ -1,1 +1,1 @@
-"""What all processes of a cluster agree on: messages, sampling, block hashes, layout, errors, settings, metrics."""
+"""Shared definitions of all processes: messages, sampling, block hashes, layout, errors, settings and metrics."""

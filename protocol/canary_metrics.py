@@ -1,4 +1,4 @@
-"""What a node counts of the ships whose prompt it computed itself, too."""
+"""Metrics of canary checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node counts of the blocks that it asked other nodes for, and that it was asked for."""
+"""Metrics of blocks fetched from and supplied to other nodes."""
 
 from __future__ import annotations
 

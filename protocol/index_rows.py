@@ -1,5 +1,4 @@
-"""Where blocks stand in the block index. Those of a chain that follow each other share a key there, in groups, for most
-of what writing takes, it takes for each key.
+"""Keys of the block index: consecutive blocks of a chain share one key, since most of a write's cost is per key.
 
 A row is ROW_BYTES: the block's place in its group, and 16 bytes by that. Place 0, of a chain's first block and of what
 stands for itself: its hash, which is the key. Places 1 to GROUP, of the blocks behind: 8 bytes of the hash of the

@@ -1,4 +1,4 @@
-"""What a node says of itself in the registry. Durations are seconds."""
+"""A node's lease in the registry: address, role, capacity, load and rates, with durations in seconds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Messages on the link between two processes: a prefill or, of a stream that moves or is copied, a decode
-node, and a decode node or, of a copy, any.
+"""Control messages of the link between two nodes: grants, commits, fetches, copies and aborts.
 
 `transfer` names one ship and is never reused by that prefill process.
 """

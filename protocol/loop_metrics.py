@@ -1,4 +1,4 @@
-"""How late an event loop is with what is due."""
+"""Metric of event-loop lag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router counts of caches: what was predicted, what came of it, and why it did not."""
+"""Router metrics of prefix reuse: predicted, found, and why they differ."""
 
 from __future__ import annotations
 

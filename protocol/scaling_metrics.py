@@ -1,4 +1,6 @@
-"""What pools of nodes are scaled by. Each process tells its own part; the sums over all are the pools'."""
+"""Metrics for autoscaling of node pools.
+
+Each process reports its own part; sums over all processes are the pools'."""
 
 from __future__ import annotations
 

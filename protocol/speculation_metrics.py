@@ -1,4 +1,4 @@
-"""What a node counts of tokens that it guesses."""
+"""Metrics of speculative decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node counts of the blocks that it keeps in slower memories."""
+"""Metrics of KV tiers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A histogram that is observed for every token. prometheus_client's own takes a lock twice and walks the bounds: 2.5 µs
-of the 20 that a token takes in a router, where this one takes 0.6."""
+"""Fast histogram that is observed for every token.
+
+prometheus_client's own takes a lock twice and walks the bounds: 2.5 µs of the 20 that a token takes in a router, where
+this one takes 0.6."""
 
 from __future__ import annotations
 

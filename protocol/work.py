@@ -1,4 +1,4 @@
-"""What a job asks of a model: to generate text, or to say something of its prompt."""
+"""Kinds of work in a job: generate, embed or classify, with sampling and grammar."""
 
 from __future__ import annotations
 

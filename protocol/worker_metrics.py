@@ -1,4 +1,4 @@
-"""What a node counts, by its role."""
+"""Worker metrics by role."""
 
 from __future__ import annotations
 

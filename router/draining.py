@@ -1,4 +1,4 @@
-"""What a router that drains answers on new connections: how it is, to those who watch it, and that it takes nothing."""
+"""Answers of a draining router on new connections: status for probes, rejections for requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client's request is called and when it came: made once at the door, carried to the journeys that serve it."""
+"""Context of a client's request: id, arrival time, tenant, trace and deadline."""
 
 from __future__ import annotations
 

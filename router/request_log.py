@@ -1,4 +1,4 @@
-"""What a router remembers of the latest requests, ships and events, for those who watch it.
+"""Bounded log of recent requests, transfers and events, shown on the dashboard.
 
 Bounded, and written to a few times for each request: never for a token.
 """

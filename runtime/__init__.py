@@ -1,1 +1,1 @@
-"""What any process of the cluster needs: an HTTP server, addresses, the status pipe, signals."""
+"""Runtime of every process: HTTP server, addresses, status pipe, signals, logs and limits."""

@@ -1,9 +1,11 @@
-"""The secrets that the processes of one cluster share, and by which their HTTP endpoints know them. Who reads the wire
-can read and repeat the header: where others can, the network must keep them out or encrypt.
+"""Shared secrets of a cluster, which authenticate calls between its processes.
+
+The header is sent in clear: where others can read the network, it must be closed to them or encrypted.
 
 One secret is enough. While it is exchanged for another there are several: all are accepted, the first is used towards
 others, and the file that holds them, one a line, is read again when it changes. So no process needs a restart:
-old → old and new → new and old → new, each step once all processes have seen the one before."""
+old → old and new → new and old → new, each step once all processes have seen the one before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is connected to a server, by address."""
+"""Open connections of a server by client address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a connection to a server may take of it: time, bytes, headers."""
+"""Limits of a client connection: times, bytes and headers."""
 
 from __future__ import annotations
 

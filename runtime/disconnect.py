@@ -1,4 +1,4 @@
-"""How a response learns that its reader went away, and what becomes of the work for it."""
+"""Detection of client disconnects, and cancellation of the work for them."""
 
 from __future__ import annotations
 

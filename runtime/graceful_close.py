@@ -1,5 +1,6 @@
-"""How a server that ends takes leave of its clients: a connection that waits for its next request may have it on the
-way already. Closed at once it would be lost, and nobody could tell its client whether it was worked on."""
+"""Graceful close of idle keep-alive connections at shutdown.
+
+A client may have sent its next request already; if the connection closed at once, nobody could tell whether it ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: its cores and its memory, as far as a container's cgroups allow.
+"""CPU and memory limits of this process, from its container's cgroups.
 
 Every cgroup from the process's own up to the root of what is mounted may set a limit, in version 2 (one tree with
 `cpu.max` and `memory.max`) or 1 (a tree per controller, with `cpu.cfs_quota_us` and `memory.limit_in_bytes`). The

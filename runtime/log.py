@@ -1,4 +1,4 @@
-"""How a process logs: a line of text or of JSON per record, on stderr. No record holds a prompt or an output."""
+"""Logging set-up: text or JSON lines on stderr, without prompts or outputs."""
 
 from __future__ import annotations
 

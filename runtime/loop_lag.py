@@ -1,4 +1,4 @@
-"""How late this process's event loop is, looked at all the time: what holds it is in every stream's way."""
+"""Continuous measurement of event-loop lag, which delays every stream."""
 
 from __future__ import annotations
 

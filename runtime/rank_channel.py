@@ -1,5 +1,6 @@
-"""Lines between a process and those that it starts to compute with it: messages from the first to all others, in order,
-and meetings of all. A line breaks at once when a process ends at either end, however it ends."""
+"""Channel between rank 0 and the other ranks: ordered broadcast messages and barriers.
+
+It breaks at once when a process ends at either end."""
 
 from __future__ import annotations
 

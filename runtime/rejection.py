@@ -1,4 +1,4 @@
-"""When a refused client may come back; and a refusal as bytes, where no application is there to give it."""
+"""Retry-After of rejected requests, and a rejection as raw bytes for servers without an application."""
 
 from __future__ import annotations
 

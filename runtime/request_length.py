@@ -1,4 +1,4 @@
-"""How long a request is on the wire, and what of it is too long."""
+"""Length of a request on the wire, and its bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a request goes, whatever way its client wrote it."""
+"""Normalised path of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process was asked to end."""
+"""Stop signal of a process: SIGTERM or SIGINT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process tells its supervisor that it loads or serves: JSON lines on an inherited pipe.
+"""Status reports to the supervisor as JSON lines on an inherited pipe.
 
     {"status": "loading", "progress": 0.4}
     {"status": "ready", "url": "http://127.0.0.1:40123", "facts": {"device": "cpu", "link": "127.0.0.1:41"}}

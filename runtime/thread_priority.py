@@ -1,4 +1,4 @@
-"""Which threads of a process give way where others want the same core."""
+"""Lower scheduling priority for a process's background threads."""
 
 from __future__ import annotations
 

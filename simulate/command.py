@@ -1,4 +1,4 @@
-"""What `kvferry simulate` does."""
+"""Implementation of `kvferry simulate`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Orders in which idle blocks leave a pool, to compare with the engine's own (`engine/eviction.py`). In the simulator
-only.
+"""Alternative eviction policies to compare with the engine's own, in the simulator only.
 
 Each stands in the place of a pool's `SegmentedLru`. A block with children in the pool is never given up: chains leave
 from their tails.

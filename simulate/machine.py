@@ -1,4 +1,4 @@
-"""What one node's hardware does, as a few rates."""
+"""Hardware model of one simulated node: compute, link and tier rates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Traces in the form that Mooncake published: JSON lines with `timestamp` (milliseconds), `input_length`,
-`output_length`, and `hash_ids`, one for each 512 tokens of the prompt, equal where everything up to there is."""
+"""Reader of traces in Mooncake's published format.
+
+Each JSON line has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`, one per 512 tokens of the
+prompt, equal where everything up to there is equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other routers do, each by its published rule and default weights, over the same nodes.
+"""Routing policies of other routers by their published rules and default weights.
 
 They know more than theirs do: each sees the queues of all nodes as they are, not as they were scraped.
 """

@@ -1,4 +1,4 @@
-"""How many nodes of each role a load needs: a first guess by arithmetic, then checked by simulation."""
+"""Capacity plan: number of nodes per role for a load, estimated and then checked by simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where requests go: the seam between a simulation and those that choose."""
+"""Interface of routing policies in a simulation."""
 
 from __future__ import annotations
 

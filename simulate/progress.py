@@ -1,4 +1,4 @@
-"""How far a simulation is, for those who wait for it."""
+"""Progress display of a simulation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a running cluster's leases do not tell: a few requests, asked while it has nothing else to do, tell what each of
-them costs beside computing, what streams add to each other's steps, and what prompts and streams leave each other."""
+"""Probe of a running cluster for rates that leases do not contain.
+
+A few requests on an idle cluster measure their fixed cost, what streams add to each other's steps, and how prompts and
+streams slow each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated node says of itself, as a worker does in its lease."""
+"""Lease-like report of a simulated node."""
 
 from __future__ import annotations
 

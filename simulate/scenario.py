@@ -1,4 +1,4 @@
-"""What is asked of a simulated cluster, and what became of it."""
+"""Scenario of a simulated cluster and its runs."""
 
 from __future__ import annotations
 

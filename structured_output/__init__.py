@@ -1,1 +1,1 @@
-"""What an output must match: grammars as text, and matchers that say which tokens may come next."""
+"""Structured output: grammars as text, and matchers that tell which tokens may come next."""

@@ -1,6 +1,6 @@
-"""Asks whether a grammar from a client can be used. It is tried in a process of its own
-(structured_output/checker_process.py), which can be ended: the caller's process compiles nothing, waits for no more
-than `CHECK_S`, and survives whatever a grammar does to the library.
+"""Validation of clients' grammars in a child process that can be killed.
+
+The caller's process compiles nothing, waits for at most `CHECK_S`, and survives whatever a grammar does to the library.
 """
 
 from __future__ import annotations

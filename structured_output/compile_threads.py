@@ -1,6 +1,7 @@
-"""Threads for jobs that are short as a rule. One that is not short goes on behind everything else that runs on the
-machine, and another thread takes the next jobs meanwhile: nobody waits behind a hostile grammar. Where short ones come
-without end, most of them give way, too."""
+"""Thread pool for grammar compilation.
+
+A slow job continues at low priority while another thread takes the next jobs, so that nobody waits behind a hostile
+grammar. Under a flood of short jobs most threads yield, too."""
 
 from __future__ import annotations
 

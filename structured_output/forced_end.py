@@ -1,4 +1,4 @@
-"""How an output that is about to be cut ends in time: a short way to where its grammar lets it end.
+"""Forced end of a structured output before max_tokens: steers along a short path to a valid end.
 
 Of JSON, that is: close what is open, and write what is still required as short as the schema allows; a call of a tool
 around it is ended, too. The way is a function of where the matcher stands. Free text may be cut anywhere, and is.

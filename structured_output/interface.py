@@ -1,5 +1,6 @@
-"""The seam to a grammar library: compile, mask, accept, rollback, and how to end in time.
-`structured_output/llguidance_backend.py` is the real one; tests have another (tests/listed_grammars.py)."""
+"""Interface to a grammar library: compile, mask, accept, rollback, and forced end.
+
+`structured_output/llguidance_backend.py` implements it; tests have another (tests/listed_grammars.py)."""
 
 from __future__ import annotations
 

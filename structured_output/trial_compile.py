@@ -1,4 +1,4 @@
-"""Whether a grammar is fit to be used: it is compiled, and some output is drawn by it, against the clock.
+"""Trial of a grammar against the clock: compiles it and draws some output by it.
 
 Seconds are of computation on the calling thread, so what else the machine does is not held against a grammar.
 """

@@ -1,4 +1,4 @@
-"""What a compiler must know of a model."""
+"""Vocabulary facts of a model that a grammar compiler needs."""
 
 from __future__ import annotations
 

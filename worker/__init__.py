@@ -1,1 +1,1 @@
-"""What prefill and decode processes share: engine, link, lease and HTTP joined into one running node."""
+"""Shared runtime of prefill and decode processes: engine, link, lease and HTTP as one node."""

@@ -1,5 +1,6 @@
-"""The pools of a node's ranks, each on its own device, as one to the link and to slower memories: whole blocks are in
-rows of the host's memory while they are on their way, and every rank brings or takes its own part of them."""
+"""Pools of a node's ranks, one per device, presented as one pool to the link and the tiers.
+
+Whole blocks pass through rows of host memory, and every rank reads or writes its own part of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes of either role mount on their dock: one sender and one receiver, and what both roles do with them."""
+"""Dock endpoints of both roles: one sender and one receiver."""
 
 from __future__ import annotations
 

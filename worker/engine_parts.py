@@ -1,4 +1,4 @@
-"""What assembly makes of settings: a ready engine, and what its node says of itself."""
+"""Result of building an engine: the engine and what its node announces of it."""
 
 from __future__ import annotations
 

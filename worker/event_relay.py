@@ -1,4 +1,4 @@
-"""What the engine tells, passed on to those who wait for it, and counted."""
+"""Relay of engine events to their consumers, with metrics."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Blocks of prompts that other nodes hold, fetched instead of computed: a request is AWAITING them, which is worse than
-computing by no more than a bounded time.
+"""Prefix fetch from other nodes instead of computing.
+
+A request is AWAITING meanwhile, which may cost no more than a bounded time over computing.
 
 A fetch goes piece by piece; what came is kept whatever becomes of the next. Requests that lack the same blocks await
 one fetch. Each piece has the time in which it could be computed, and somewhat more; a holder that does not keep to

@@ -1,4 +1,4 @@
-"""What comes to a node by grants: each kind of it goes to who takes it."""
+"""Dispatch of incoming grants to their handlers by kind."""
 
 from __future__ import annotations
 

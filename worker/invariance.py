@@ -1,4 +1,4 @@
-"""Which models keep what --batch-invariant promises."""
+"""Check that a model supports --batch-invariant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of its pool a node's own work would take: figures that pools of nodes are scaled by.
+"""Pool usage that a node's own work would need, for autoscaling.
 
 Both are in units that may be summed over nodes: seconds of a node's time, and nodes. They are zero when it is idle, and
 none of them jumps: autoscalers act on them.

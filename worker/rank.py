@@ -1,6 +1,7 @@
-"""A rank of a node but its first: a process that loads its part of the model and computes what the first one says,
-until that one is gone. Arguments: its number, and descriptors of its line, of the ranks' memory and of that of blocks;
-where each rank has its own pool, of a second line and of the file over which they meet."""
+"""Process of a rank other than 0: loads its shard and follows rank 0 until that one ends.
+
+Arguments: its number, and the descriptors of its channel, of the ranks' memory and of the blocks' memory; where each
+rank has its own pool, also of a second channel and of the rendezvous file."""
 
 from __future__ import annotations
 

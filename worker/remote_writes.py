@@ -1,6 +1,4 @@
-"""New blocks are written to the store that all nodes share, a group at a time, from where they lie; they are held until
-they were copied from there.
-"""
+"""Writes of new blocks to the shared object store, one group at a time; blocks are held until they are copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node keeps for streams that run elsewhere: blocks come by grants, as those of prompts do, and are cached."""
+"""Replicas that a node keeps for streams elsewhere: blocks arrive by grants and are cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which role a node has, and how it comes to have the other one.
+"""Role of a node, and its change on an elastic node.
 
 A change is a drain in place: nothing new is taken, what runs finishes or moves, as where a node ends; then the other
 role's half of the node is given the engine's news. Engine, link, pool, epoch and lease stay: so does what is cached,

@@ -1,6 +1,6 @@
-"""New blocks are written to a slower memory of the node as soon as they are computed, or have arrived, from where they
-lie; they are held meanwhile. So what the pool evicts, or a restart loses, is there already.
-"""
+"""Writes of new blocks to a slower tier as soon as they are computed or have arrived.
+
+Blocks are held meanwhile, so what the pool evicts or a restart loses is already there."""
 
 from __future__ import annotations
 

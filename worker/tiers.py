@@ -1,7 +1,7 @@
-"""Blocks of prompts that slower memories have: a request is AWAITING them where reading takes less time than computing,
-and computes what does not come in time. This node's own first, the host's memory before its disk, then what nodes left
-for all of them.
-"""
+"""Prefix reads from slower tiers.
+
+A request is AWAITING them where reading takes less time than computing, and computes what does not come in time. The
+node's own tiers come first, host memory before disk, then the shared store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node sent to others of late, beside ships: its lease tells it, for those who watch the cluster."""
+"""Statistics of recent transfers to other nodes, announced in the lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the threads of a node live and move, and the thread that watches them."""
+"""Watchdog of a node's threads: detects those that died or hang."""
 
 from __future__ import annotations
 

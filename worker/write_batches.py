@@ -1,4 +1,4 @@
-"""What is new in the pool, gathered for a slower memory that is to have it."""
+"""Batches of new blocks to write to a slower tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runner needs from a model, and the facts of a model that size the engine."""
+"""Model interface of the runner, and the model facts that size the engine."""
 
 from __future__ import annotations
 

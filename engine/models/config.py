@@ -1,4 +1,4 @@
-"""What a decoder of the Llama family is made of, parsed from a config.json, in old and new spellings."""
+"""Decoder configuration of the Llama family, parsed from a config.json in old and new spellings."""
 
 from __future__ import annotations
 

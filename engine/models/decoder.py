@@ -1,5 +1,6 @@
-"""The decoder of the Llama family and its kin, driven by its config: embedding, layers of attention and gated MLP, or
-experts in its place, with norms before and behind them, final norm."""
+"""Decoder of the Llama family and its relatives, driven by its config.
+
+It stacks embedding, layers of attention and gated MLP or experts with their norms, and a final norm."""
 
 from __future__ import annotations
 

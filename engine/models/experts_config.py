@@ -1,4 +1,4 @@
-"""Which layers of a config.json hold experts, how many, and how tokens find theirs."""
+"""Mixture-of-experts settings of a config.json: which layers have experts, how many, and the routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model_type fixes beyond its config.json, of the families with a decoder of our own."""
+"""Table of model families: what a model_type fixes beyond its config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GGUF header says of a decoder, under the names of a config.json."""
+"""Translation of a GGUF header into the fields of a config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers' attention modules call in place of their own attention: our paged cache, or a probe of the model.
+"""Attention function for transformers' modules: calls the paged cache, or probes the model's shapes.
 
 The seat of a model hangs on each of its attention modules, so nothing has to travel through the keyword arguments of
 forward, which not every model passes on. This module does not import transformers.

@@ -1,6 +1,6 @@
-"""MXFP4 (Open Compute Project, Microscaling Formats 1.0): 32 inputs share a power of two, and each has one of sixteen
-values of four bits (e2m1). Twice these values are integers.
-"""
+"""MXFP4 weights (Open Compute Project, Microscaling Formats 1.0): e2m1 codes with a shared power of two per 32 inputs.
+
+Twice an e2m1 value is an integer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoder is made of, as its config tells: embedding, layers, final norm and head."""
+"""Loading of a decoder's parameters: embedding, layers, final norm and head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How positions turn queries and keys, parsed from a config.json, in old and new spellings."""
+"""Rotary embedding settings, parsed from a config.json in old and new spellings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way a model would run here, by its config and headers: no weight is read."""
+"""Choice of implementation for a model: kvferry's own kernels or transformers, decided from config and headers."""
 
 from __future__ import annotations
 

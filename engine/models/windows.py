@@ -1,4 +1,4 @@
-"""Which layers of a config.json attend to a sliding window, and which rotate."""
+"""Sliding-window and rotary settings per layer, from a config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first rank has the others do: messages with tensors of the host in them, as bytes."""
+"""Messages from rank 0 to the other ranks, with host tensors, encoded as bytes."""
 
 from __future__ import annotations
 

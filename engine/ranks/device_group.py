@@ -1,5 +1,4 @@
-"""What ranks bring together that have a device each: sums and gathers of torch.distributed, by NCCL between GPUs and by
-gloo between CPUs.
+"""Collective operations of ranks with a device each, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
 They meet over a file that has no name: whoever has its descriptor is one of them. Each has its own group object, of no
 process-wide registry, so a process may be a rank of several nodes. torch knows the file by its descriptor's number and

@@ -1,4 +1,4 @@
-"""What ranks bring together: the seam between how a part of a model computes and how it reaches the others.
+"""Interface of collective operations between ranks: sum and gather.
 
 Implementations: `shared_group` (memory that all ranks share, as they do their pool), `device_group` (torch.distributed;
 each rank has a device, and a pool, of its own).

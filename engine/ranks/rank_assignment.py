@@ -1,4 +1,4 @@
-"""What a rank is to have of a model."""
+"""Assignment of a rank: its number and its share of the model."""
 
 from __future__ import annotations
 

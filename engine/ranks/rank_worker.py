@@ -1,4 +1,4 @@
-"""What a rank computes with: its part of the decoder, its part of the pool, and a step's inputs where they are read."""
+"""State of one rank: its shard of the decoder, its part of the pool and the inputs of a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which part of a decoder a rank has (Shoeybi et al. 2019): of attention its K/V heads and the query heads that read
-them, of an MLP and of each expert a part of its width, of the vocabulary a run of words; of norms and routers all. What
-heads share in latent attention is each rank's, too. With expert parallelism (Lepikhin et al. 2020) a rank has some of
-the experts whole."""
+"""Tensor-parallel shards of a decoder (Shoeybi et al. 2019).
+
+A rank has some K/V heads with the query heads that read them, a part of the width of each MLP and expert, and a run of
+the vocabulary. Norms, routers and what heads share in latent attention are on every rank. With expert parallelism
+(Lepikhin et al. 2020) a rank has some experts whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks bring together, through memory that all of them share.
+"""Collective operations of ranks through shared memory.
 
 A rank lays down what it brings, waits until all have done so, and reads what lies there. Places are used in turn: who
 lays something down in one of them was at the meeting behind its last use, to which nobody comes before it has read.

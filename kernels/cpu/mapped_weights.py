@@ -1,5 +1,6 @@
-"""What holds packed layers, laid into a file that other processes map: the panels as they are computed with, behind
-them everything else, pickled, then its form in words, and last the sizes of the three."""
+"""Packed weights in a file that processes map and share.
+
+The file holds the panels, then everything else pickled, then its form in words, and last the sizes of the three."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Dense layers over weights packed once. Measured ahead of or level with PyTorch (oneDNN) for any number of rows
-(benchmarks/cpu_kernels.py), so the plain weight is not kept."""
+"""Dense layers with weights packed once for the CPU kernels.
+
+They measured ahead of or level with PyTorch (oneDNN) for any number of rows (benchmarks/cpu_kernels.py), so the plain
+weight is not kept."""
 
 from __future__ import annotations
 

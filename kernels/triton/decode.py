@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Paged attention of one query token per sequence, in parts that several programs compute and that are merged
-afterwards."""
+"""Triton kernel for paged decode attention with split KV: several programs per sequence, merged afterwards."""
 
 import torch
 import triton

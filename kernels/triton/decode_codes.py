@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""What codes, and the scales and minima of their groups, become in registers."""
+"""Triton helpers that decode weight codes, scales and minima in registers."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Products of many rows with weights in codes: these become numbers in 16 bits once, in scratch memory, and PyTorch
-multiplies. Each weight is rounded to the format of the activations."""
+"""Products of many rows with quantised weights: dequantises into 16-bit scratch memory, then calls cuBLAS.
+
+Each weight is rounded to the format of the activations."""
 
 import torch
 import triton

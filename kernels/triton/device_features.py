@@ -1,4 +1,4 @@
-"""What the device that kernels are compiled for can do."""
+"""Hardware features of the target GPU: native e4m3 and bfloat16 arithmetic."""
 
 from __future__ import annotations
 

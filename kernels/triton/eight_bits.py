@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Numbers of 8 bits in kernels: what they stand for, and the nearest of them. PEAK: the largest number, 127 of int8 and
-448 of e4m3, whose bits are taken apart here, as not every GPU converts it; BY_HARDWARE: e4m3 where the GPU does."""
+"""Triton helpers for 8-bit numbers: conversion and rounding of int8 and e4m3.
+
+PEAK is the largest number, 127 of int8 and 448 of e4m3. e4m3 is taken apart by bits where BY_HARDWARE is false, since
+not every GPU converts it."""
 
 import torch
 import triton

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Attention to cached latents themselves, the absorbed form of `kernels.latent`: one vector of each position is the key
-of all heads and, behind what rotates, their value. In parts that are merged, as in decode."""
+"""Triton kernel for latent attention in absorbed form, with split KV.
+
+One vector per position is the key of all heads and, behind its rotated part, their value."""
 
 import torch
 import triton

@@ -1,5 +1,7 @@
-"""How a batch attends to cached latents: decodes, and chunks of few tokens, token by token in the latents' space; the
-other chunks over keys and values that are made of them, of as many heads at once as a limit has room for."""
+"""Latent attention of a mixed batch on Triton.
+
+Decodes and short chunks attend in latent space, token by token. Longer chunks attend to expanded keys and values, of as
+many heads at once as a limit allows."""
 
 from __future__ import annotations
 

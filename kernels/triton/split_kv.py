@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Sequences whose attention several programs compute, each a part of the positions: which parts there are, what they
-leave, and how that is merged.
+"""Split-KV division of sequences among programs: the parts, their partial results and the merge.
 
 A batch has a budget of parts, and the device divides it by the lengths that it reads (Flash-Decoding, Dao et al. 2023,
 with FlashInfer's division by work): a long sequence among short ones gets most of it, and a captured step divides anew

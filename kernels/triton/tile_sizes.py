@@ -1,4 +1,4 @@
-"""How large tiles are and how many programs share a sequence or a product: pure functions of shapes, without Triton."""
+"""Tile sizes and launch parameters as pure functions of shapes, without Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in front of KV blocks that are kept outside of a pool, and proves them.
+"""Header in front of KV blocks that are stored outside of a pool; it proves what they are.
 
 8 bytes     MAGIC
 4 bytes     length of the description, little endian

@@ -1,5 +1,6 @@
-"""Which blocks are in which groups of a tier, and which group leaves next: of a chain those behind before those in
-front, so that what is left of it begins at its beginning."""
+"""Catalog of the blocks and groups of a tier, with its eviction order.
+
+A chain loses its end first, so that what remains still begins at the beginning."""
 
 from __future__ import annotations
 

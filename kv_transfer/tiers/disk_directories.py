@@ -1,5 +1,6 @@
-"""Directories of disk tiers below one path: one for each process, by what its blocks are. It belongs to one process at
-a time, and to its owner alone."""
+"""Directories of disk tiers below one path, one per process and kind of blocks.
+
+A directory belongs to one process at a time and is private to its owner."""
 
 from __future__ import annotations
 

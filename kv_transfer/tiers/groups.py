@@ -1,4 +1,4 @@
-"""Which blocks of a chain share an object of a store, and what a node knows of the objects there."""
+"""Grouping of a chain's blocks into store objects, and the node's knowledge of existing objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an object of a store holds: the blocks of a group behind a header that proves them (`header.py`)."""
+"""Format of a store object: the blocks of a group behind a header that proves them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Objects in a store that several nodes share: S3, Google's, Azure's, or a directory of a shared file system. Through
-obstore, which finds credentials as the clouds' own tools do."""
+"""Object store that several nodes share: S3, Google, Azure or a directory, through obstore.
+
+obstore finds credentials as the clouds' own tools do."""
 
 from __future__ import annotations
 

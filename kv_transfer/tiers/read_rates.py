@@ -1,4 +1,4 @@
-"""How long a tier takes to read a block, learned from what it read, and how many it is to read."""
+"""Learned read time per block of a tier, and its backlog of reads."""
 
 from __future__ import annotations
 

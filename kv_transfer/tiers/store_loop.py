@@ -1,5 +1,4 @@
-"""A thread with an asyncio loop of its own, on which calls to a store are awaited; it does not hold up the end of the
-process where one hangs."""
+"""Thread with its own asyncio loop for calls to a store; a hanging call does not delay the end of the process."""
 
 from __future__ import annotations
 

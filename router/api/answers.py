@@ -1,4 +1,4 @@
-"""What the endpoints answer, for the documentation and for tests that hold the answers to it."""
+"""Response schemas of the OpenAI endpoints, for documentation and tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What FastAPI's description at /openapi.json is told beside the routes: errors, headers, and bodies that endpoints
-parse for themselves."""
+"""OpenAPI description of the API: errors, headers, and bodies that endpoints parse themselves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A request whose work the nodes do: admission, body, and a client that may leave. One Exchange stands behind each such
-route."""
+"""ASGI route of a request that runs on nodes: concurrency limit, body, and client disconnects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a request comes in: its key and its Call. The Door stands around the whole application."""
+"""Outermost ASGI layer: authenticates each request and creates its RequestContext."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router says of itself: the models that it serves, and its version."""
+"""GET /v1/models and /version: the served models and the router's version."""
 
 from __future__ import annotations
 

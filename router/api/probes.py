@@ -1,4 +1,4 @@
-"""What machines ask of a router: whether it lives, whether it takes requests, its metrics, and where its nodes are."""
+"""Operational endpoints: liveness, readiness, metrics and scrape targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is served: a pool for each model, found by name in one place."""
+"""Served models, found by name, each with its nodes, text side and queue."""
 
 from __future__ import annotations
 

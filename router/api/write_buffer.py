@@ -1,4 +1,4 @@
-"""What a stream's writer holds back for a moment: one write for all that came together, not one for each token.
+"""Write buffer of a stream: coalesces tokens that arrive together into one write.
 
 A write to a socket costs as much as the rest of what a token takes here. What is added in one turn of the loop is
 written in the next: a router that keeps up writes each token by itself; one that is behind finds several tokens of a

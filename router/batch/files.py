@@ -1,5 +1,6 @@
-"""Clients' files on disk: content and description side by side, each tenant's apart. Everything here blocks: call it
-outside the event loop."""
+"""Files of clients on disk: content and description side by side, separate for each tenant.
+
+Everything here blocks: call it outside the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page draws, as numbers: parts of bars, columns of charts. A template makes SVG of them."""
+"""Chart geometry of the dashboard: bar parts and columns as numbers, which templates draw as SVG."""
 
 from __future__ import annotations
 

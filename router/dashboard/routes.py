@@ -1,5 +1,7 @@
-"""The dashboard's routes. The page is open, as the chat page is; what it shows needs a key where there are keys, and a
-tenant's own key shows no names of others' requests."""
+"""Routes of the dashboard.
+
+The page is open, like the chat page. Its data needs a key where keys are set, and a tenant's key shows no names of
+other tenants' requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the state that the dashboard shows is put together, out of what the router knows anyway."""
+"""Assembly of the dashboard's state from the router's own data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dashboard shows and `GET /dashboard/state` answers: one picture of the cluster, as one router sees it.
+"""State of the cluster as the dashboard and `GET /dashboard/state` show it, seen from one router.
 
 Loads, pools and rates are what nodes last said of themselves, of all routers' work; requests, streams, ships and events
 are this router's own. Times are seconds, `ago_s` back from the picture.

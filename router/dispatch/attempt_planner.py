@@ -1,4 +1,4 @@
-"""Where the attempts of one request go, by what became of the earlier ones."""
+"""Placement of a request's attempts, given the outcome of earlier ones."""
 
 from __future__ import annotations
 

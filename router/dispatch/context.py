@@ -1,4 +1,4 @@
-"""What a journey acts on; `router.dispatch.model_cluster` has it."""
+"""Dependencies of a request's dispatch: nodes, clients, metrics and logs of one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attempt tells its journey."""
+"""Events from an attempt to its dispatch."""
 
 from __future__ import annotations
 

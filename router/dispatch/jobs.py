@@ -1,4 +1,4 @@
-"""What a request is to the nodes: its messages and hashes, and outputs out of deltas."""
+"""Translation of a request into node messages: jobs with block hashes, and outputs from token deltas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stream gets away from a node that drains: an heir is found for its attempt, and follows it."""
+"""Migration of a stream away from a draining node: places a successor attempt that takes over its blocks."""
 
 from __future__ import annotations
 

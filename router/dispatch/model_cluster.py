@@ -1,5 +1,6 @@
-"""The nodes of one model as the router sees them: implements `router.dispatch.interface.Cluster`, and
-`router.dispatch.context.DispatchContext`."""
+"""Nodes of one model as the router sees them: places and launches attempts.
+
+Implements `router.dispatch.interface.Cluster` and `router.dispatch.context.DispatchContext`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests were on a node when its process died: one of them may have killed it.
+"""Poison-request detection: requests that were on a node when its process died are suspects.
 
 A request that was there once is a suspect, until it gets on: until some tokens have come from behind the place where
 it was. Suspects are kept apart as far as that costs little. One that was there twice is kept from all others. Whoever

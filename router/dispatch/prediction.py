@@ -1,4 +1,4 @@
-"""What a request was predicted to find in caches, and why it did not."""
+"""Predicted prefix reuse of a request, and reasons for misses."""
 
 from __future__ import annotations
 

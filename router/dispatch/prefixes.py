@@ -1,4 +1,4 @@
-"""Who holds the prefix of a request: the block index, and what this router remembers where that does not answer."""
+"""Prefix lookup: nodes that hold a prompt's prefix, from the block index or from recent requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a router that starts knows enough to take the place of one before it."""
+"""Readiness of a starting router: it knows enough nodes to replace the one before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much may be tried again, of all that is asked for: retries must not become the load."""
+"""Retry budget: bounds retries and hedges to a share of all requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a failed attempt (DESIGN rule 8):
+"""Retry policy after a failed attempt (DESIGN rule 8):
 
 same prefill again (before any byte, once) → another prefill, or pair → local prefill on decode → another decode
 """

@@ -1,5 +1,4 @@
-"""Where a journey waits: its mail; and when it must look up all the same: its deadline, an attempt without progress,
-one that is late with its first token."""
+"""Event queue of a request's dispatch with its timers: deadline, missing progress, late first token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a model's nodes come to together, figured when somebody looks: a request changes its nodes' bookings six times,
-and looks once."""
+"""Total capacity of a model's nodes, computed on demand.
+
+A request changes its nodes' reservations six times and reads the summary once."""
 
 from __future__ import annotations
 

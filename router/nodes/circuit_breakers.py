@@ -1,4 +1,4 @@
-"""What all journeys of a router learned of nodes and pairs that failed: circuit breakers with probes.
+"""Circuit breakers of nodes and of node pairs, with half-open probes, shared by all requests of a router.
 
 A subject is a node, or a pair of a prefill and a decode node whose link failed. One that failed is shut for a moment;
 then one attempt at a time tries it, and each that fails shuts it for twice as long. The first success forgets all but

@@ -1,4 +1,4 @@
-"""Whether a lease can be reckoned with: it may be of another version of a node, or of one that has gone wrong."""
+"""Validation of leases from the registry, which may come from another version or a faulty node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes say, believed once it is looked at: their bytes may be anything, and must end no request but their own."""
+"""Validation of messages from nodes: malformed bytes must end no request but their own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Pairs of nodes between which blocks arrive with other bytes than were sent, or than the receiver computes itself:
-memory, a card or a wire is going bad, or one of them is set up wrongly.
+"""Quarantine of node pairs between which blocks arrive corrupted.
+
+Blocks arrive with other bytes than were sent, or than the receiver computes itself: memory, a card or a wire is
+failing, or a node is misconfigured.
 
 A checksum finds the one and another attempt computes the blocks anew, so no client notices; but not all blocks need
 have a checksum, and what goes bad gets worse. Of the other a canary finds some. One corrupt ship may be chance, and

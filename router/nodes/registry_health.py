@@ -1,4 +1,4 @@
-"""How a router stands with the registry."""
+"""Health of the router's connection to the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router booked on one node, told apart from what the node's lease already counts."""
+"""Reservations of one router on one node, beyond what the node's lease already counts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who asks: keys and limits of tenants, and the queue in which their requests wait for a turn."""
+"""Tenants: API keys, limits, and the fair queue in which their requests wait for a slot."""

@@ -1,4 +1,4 @@
-"""How the requests that come compare with those that nodes begin."""
+"""Request arrival rate compared with the rate at which nodes start requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits in this router for one model's nodes, in what pools of nodes are scaled by."""
+"""Backlog of one model's requests in this router, in the units that autoscaling uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose request goes next: start-time fair queuing over tenants, by tokens of work.
+"""Start-time fair queue over tenants, weighted by tokens of work.
 
 Every request has a start tag: what its tenant had used before it, or what tenants are at now if that is more, so that
 whoever comes after a pause has no credit and no debt. The least tag goes first. Between two tenants that both wait, the

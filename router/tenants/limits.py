@@ -1,4 +1,4 @@
-"""What a tenant may take in a minute and at once, and how its answers tell what is left of it."""
+"""Rate and concurrency limits of a tenant, and their x-ratelimit headers."""
 
 from __future__ import annotations
 

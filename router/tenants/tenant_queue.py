@@ -1,4 +1,4 @@
-"""What waits of one tenant, what it has of the nodes, and what they may take at once."""
+"""Queue of one tenant: its waiting requests, its running ones and its concurrency window."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A conversation as the chat template of gpt-oss reads it: thoughts under its name for them, a call a message with its
-result behind it, and one message of instructions. It refuses or leaves out what comes otherwise."""
+"""Translation of a conversation into the form that gpt-oss's chat template reads.
+
+Thoughts, each tool call with its result, and one message of instructions have their own places; anything else is
+rejected or dropped."""
 
 from __future__ import annotations
 

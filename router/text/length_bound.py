@@ -1,4 +1,4 @@
-"""How much text a token can stand for: what is longer than the context's tokens reach is refused without encoding it.
+"""Upper bound of characters per token: rejects text that exceeds the context without encoding it.
 
 A tokenizer is a pipeline, and every step of it may swallow text: a normalizer that composes characters, a pre-tokenizer
 that drops spaces, a byte without a token. Where a step is not known, there is no bound.

@@ -1,6 +1,6 @@
-"""Where chat templates run: they are programs out of a model's files. Jinja's own sandbox keeps them from the process's
-objects; this one also keeps them from loops without end and from texts that no memory holds.
-"""
+"""Sandbox for chat templates, which are programs from a model's files.
+
+Jinja's own sandbox protects the process's objects; this one also bounds loops and the size of texts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tools for models whose chat template shows none: described in the system message, as Hermes does, with calls and
-results spelled out in the messages that brought them."""
+"""Tool descriptions for models whose chat template has none: in the system message, in Hermes' form.
+
+Calls and results are spelled out in the messages that brought them."""
 
 from __future__ import annotations
 

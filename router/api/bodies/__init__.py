@@ -1,1 +1,1 @@
-"""What requests bring: how bodies are read, the groups of their fields, and what these ask of a model."""
+"""Request bodies: reading, field groups, and their translation into work for a model."""

@@ -1,5 +1,6 @@
-"""Fields that bound the output by a grammar: OpenAI's response_format, and vLLM's structured_outputs with its older
-names guided_*. A request has one of them, or none."""
+"""Structured-output fields: OpenAI's response_format, vLLM's structured_outputs and its older guided_* names.
+
+A request has one of them, or none."""
 
 from __future__ import annotations
 

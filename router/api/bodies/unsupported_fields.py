@@ -1,5 +1,4 @@
-"""Fields whose function is not built: declared, so that they are refused by name where ignoring them would change the
-answer."""
+"""Fields that are declared but unsupported: rejected by name where ignoring them would change the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How /v1/messages answers: a message of content blocks, or the events that build it up."""
+"""Answers of /v1/messages: a message of content blocks, or the events that build it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /v1/messages answers, for the documentation and for tests that hold the answers to it."""
+"""Response schemas of /v1/messages, for documentation and tests."""
 
 from __future__ import annotations
 

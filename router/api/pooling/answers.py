@@ -1,4 +1,4 @@
-"""What the endpoints that generate nothing answer, for the documentation and for tests that hold the answers to it."""
+"""Response schemas of the pooling endpoints, for documentation and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bodies of requests that generate nothing share."""
+"""Body fields that the pooling endpoints share."""
 
 from __future__ import annotations
 

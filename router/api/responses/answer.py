@@ -1,4 +1,4 @@
-"""How /v1/responses answers: a response object, or the sequence of events that builds one up."""
+"""Answers of /v1/responses: a response object, or the events that build it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /v1/responses answers, for the documentation and for tests that hold the answers to it."""
+"""Response schemas of /v1/responses, for documentation and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request of the Responses API asks for: the chat that it amounts to, and what its response repeats of it."""
+"""Translation of a Responses API request into a chat, and the fields that its response repeats."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What answers look like that come from a generation: what shapes share, chats and completions."""
+"""Answer formats of generations, shared by chat and completions."""

@@ -1,4 +1,6 @@
-"""How /v1/chat/completions looks: messages and deltas. A stream opens each choice with its role."""
+"""Answer format of /v1/chat/completions: messages and deltas.
+
+A stream opens each choice with its role."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Answers of chat and completions: chunks with `choices`, ended by [DONE], or a whole body. A Shape says how a choice
-looks in them."""
+"""Answers of chat and completions: SSE chunks that end with [DONE], or a whole body.
+
+A Shape formats the choices in them."""
 
 from __future__ import annotations
 

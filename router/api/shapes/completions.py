@@ -1,4 +1,6 @@
-"""How /v1/completions looks: texts, with legacy log-probabilities. With echo, each choice begins with its prompt's."""
+"""Answer format of /v1/completions: texts with legacy log-probabilities.
+
+With echo, each choice begins with its prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How a choice looks in chunks and whole answers. Chat and completions say what differs; `ChunkAnswer` shows them."""
+"""Interface of answer formats: a choice in chunks and in whole answers.
+
+Chat and completions implement it; `ChunkAnswer` uses it."""
 
 from __future__ import annotations
 

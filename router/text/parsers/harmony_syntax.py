@@ -1,4 +1,4 @@
-"""What an output on channels must match where tools or an answer's grammar are given: see `syntax` and `harmony`."""
+"""Grammar of harmony outputs where tools or a structured answer are requested."""
 
 from __future__ import annotations
 

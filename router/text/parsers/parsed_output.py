@@ -1,4 +1,4 @@
-"""What a parser makes of text, and what every parser of calls does alike."""
+"""Interface and shared code of output parsers: text, reasoning and tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes a whole output apart, piece of text by piece of text, into reasoning, text and calls."""
+"""Incremental reader that splits a whole output into reasoning, text and tool calls."""
 
 from __future__ import annotations
 

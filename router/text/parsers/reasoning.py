@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, taken out of the text in front of the parsers of calls."""
+"""Extraction of reasoning from an output, ahead of the tool-call parsers."""
 
 from __future__ import annotations
 

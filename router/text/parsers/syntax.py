@@ -1,4 +1,4 @@
-"""What the output must match where tools are offered, as Lark text: a begun call is always well formed.
+"""Lark grammar for outputs with tools: a call that begins is always well formed.
 
 Each family writes a call in its own way; what stands around calls is the same for all: reasoning, free text, one call
 or more. Markers that are tokens of the vocabulary are meant as those tokens.
