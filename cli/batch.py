@@ -1,4 +1,4 @@
-"""`kvferry batch`: the requests of a file through a running server, so many at a time."""
+"""`kvferry batch`: sends the requests of a file to a running server with bounded concurrency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process of a local cluster, as its supervisor holds it: started, listened to, ended."""
+"""Child process of a local cluster under its supervisor: start, status, logs and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines of kvferry's own processes, for those who start them."""
+"""Command lines that start kvferry's own child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: what a cluster needs of this machine, checked one by one, with what to do about each failure."""
+"""`kvferry doctor`: checks what a cluster needs of this machine and tells how to fix each failure."""
 
 from __future__ import annotations
 

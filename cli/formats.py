@@ -1,4 +1,4 @@
-"""In which number formats a worker has its weights, K and V, and what they take."""
+"""Number formats of a worker's weights and KV cache, and their size."""
 
 from __future__ import annotations
 

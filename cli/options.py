@@ -1,4 +1,4 @@
-"""The adapter between the settings dataclasses and the command line: one flag and one variable per field.
+"""Adapter between the settings dataclasses and the command line: one flag and one variable per field.
 
 Types come from the defaults, text, choices and bounds from the fields' metadata (`protocol.settings.setting`).
 """

@@ -1,4 +1,4 @@
-"""`kvferry router --workers N`: several router processes on one port, and who keeps them running.
+"""`kvferry router --workers N`: supervises several router processes on one port.
 
 Each listens for itself (SO_REUSEPORT): the kernel deals new connections out by a hash of their addresses, evenly, and
 to nobody who is gone. A listening socket that all inherit would give most of them to the process that was idle last.

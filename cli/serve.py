@@ -1,4 +1,4 @@
-"""`kvferry serve`: a whole cluster on this machine, from nothing to one ready line."""
+"""`kvferry serve`: starts a whole cluster on this machine and prints one line when it is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvferry simulate` and `kvferry plan`: clusters that are not there yet."""
+"""`kvferry simulate` and `kvferry plan`: command lines of the cluster simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the processes of a local cluster running: starts them, restarts what dies, ends them all."""
+"""Supervisor of a local cluster: starts processes, restarts those that die, ends them all."""
 
 from __future__ import annotations
 

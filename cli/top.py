@@ -1,4 +1,4 @@
-"""`kvferry top`: a cluster as one router sees it, live in a terminal, or as one picture for a pipe."""
+"""`kvferry top`: live view of a cluster in a terminal, or one snapshot for a pipe."""
 
 from __future__ import annotations
 

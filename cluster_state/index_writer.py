@@ -1,4 +1,4 @@
-"""Keeps one node's rows of the block index (`index.BlockIndex`) as its blocks are."""
+"""Writer that keeps one node's rows of the block index equal to its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Node registry and block index over dictionaries, for tests and simulations. Same contract as `redis_store`."""
+"""In-memory node registry and block index for tests and simulations.
+
+It has the same contract as `redis_store`."""
 
 from __future__ import annotations
 

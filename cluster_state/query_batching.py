@@ -1,4 +1,4 @@
-"""Questions that come together, asked in one call: the way there and back is most of what a short one takes."""
+"""Batching of concurrent index queries into one round trip."""
 
 from __future__ import annotations
 

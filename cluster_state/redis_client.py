@@ -1,4 +1,4 @@
-"""A client of Redis or Valkey with deadlines, whose errors are RegistryUnavailable and tell no password.
+"""Redis client with deadlines; its errors are RegistryUnavailable and contain no password.
 
 It reaches one server, or what Sentinels call the master. Whatever it has lost it asks for anew: where a connection
 failed, its fellows are made anew before their next use, so the name is resolved, the password read and the Sentinels

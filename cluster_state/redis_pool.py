@@ -1,4 +1,4 @@
-"""Connections to one Redis or Valkey, or to what Sentinels call the master."""
+"""Connection pool for one Redis or Valkey, or for the master that Sentinels name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept responses in Redis or Valkey.
+"""Stored responses in Redis or Valkey.
 
 kvferry:<cluster>:r:<tenant>:<id>    string, the record; expires with its life
 kvferry:<cluster>:r:<tenant>#ages    sorted set  id → microseconds of its writing: the tenant's records, by age

@@ -1,4 +1,6 @@
-"""The Lua that runs inside Redis or Valkey. A script is one round trip and atomic: it sees one state of the store.
+"""Lua scripts that run inside Redis or Valkey.
+
+A script is one round trip and atomic: it sees one state of the store.
 
 Epochs are compared as numbers, exact below 2**53. Keys are built from the prefixes in KEYS, so the store is one server
 (with replicas or Sentinels if wanted), not a Redis Cluster. Where memory is full, leases and epochs are written all the

@@ -1,4 +1,4 @@
-"""The node registry: which nodes live, each under a lease that its process renews.
+"""Node registry: live nodes, each under a lease that its process renews.
 
 Implementations: `redis_store.RedisStore` and `memory_store.MemoryStore`. Their calls raise RegistryUnavailable and
 nothing else; every call may be repeated.

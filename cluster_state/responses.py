@@ -1,4 +1,4 @@
-"""Responses that clients come back to, kept for a while: of each tenant by itself, so many bytes of each at most.
+"""Store of responses that clients fetch later: bounded in time, and in bytes per tenant.
 
 Implementations: `redis_responses.RedisResponses` and `MemoryResponses`. Their calls raise RegistryUnavailable and
 nothing else; every call may be repeated.

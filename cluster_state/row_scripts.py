@@ -1,4 +1,4 @@
-"""The Lua of the block index, as `redis_scripts` says.
+"""Lua scripts of the block index (see `redis_scripts`).
 
 Block hashes travel as one string of 16 bytes each, rows (`protocol.index_rows`) as one of 17 and a name each. Where
 memory is full, rows that are there live on; new ones are refused.

@@ -1,4 +1,4 @@
-"""The grants of a decode node: the receiver's questions to the engine, and the engine's answers to the receiver."""
+"""Grant handling of a decode node: passes receiver's requests to the engine and its answers back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that leave a decode node which drains: the engine's blocks to the sender, and the other node's answers back.
+"""Sending side of stream migration on a draining decode node.
 
 A move's way: offered to the other node while the stream runs on → granted → its full blocks sent → the stream stands
 still, and its last block and its last tokens go → acknowledged: the stream ends here. Whatever fails, it runs on here.

@@ -1,4 +1,4 @@
-"""The decode role: grants blocks to other nodes, takes over their requests, generates, streams tokens to routers.
+"""Decode role: grants blocks to other nodes, takes over their requests, generates, streams tokens to routers.
 
 It prefills locally what a router asks it to, with what other nodes hold of it; copies what streams have to their
 buddies, and hands them over while it drains. Engine, receiver and sender talk to each other directly (`grants`,

@@ -1,4 +1,4 @@
-"""The spans of a decode node: one for each attempt, from its arrival or its grant to its last token."""
+"""Trace spans of a decode node, one per attempt, from arrival or grant to last token."""
 
 from __future__ import annotations
 

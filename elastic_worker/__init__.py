@@ -1,1 +1,1 @@
-"""The process that is a prefill node or a decode node, and may become the other one."""
+"""Elastic worker: a process that is a prefill or a decode node and can switch roles."""

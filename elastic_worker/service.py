@@ -1,4 +1,4 @@
-"""Both roles over one engine, one link and one pool: each half hears only what was made while its role was the node's.
+"""Both roles over one engine, link and pool; each receives only events from the time in which it was active.
 
 A role changes only when nothing of it is under way (`worker.roles`), so the half that is out of work knows of nothing.
 What a node does in either role, to keep copies, fetch, read tiers, give others what they ask for, goes on all the time.

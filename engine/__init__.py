@@ -1,1 +1,3 @@
-"""One model on one device: block pool, scheduler, runner, sampler, models. Knows no sockets and no Redis."""
+"""Inference engine of one model on one device: block pool, scheduler, runner, sampler and models.
+
+It knows no sockets and no Redis."""

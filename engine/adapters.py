@@ -1,4 +1,4 @@
-"""The adapters that an engine computes with."""
+"""LoRA adapters that the engine has loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting anew what a book keeps count of, a little at a time, while the book is in use."""
+"""Incremental audit of counters: recounts them a little at a time while they are in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-check of the books: a pass over all of them in short turns, taken while the engine has nothing to do."""
+"""Schedule of the audit: runs all consistency checks in short turns while the engine is idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch plans on the host, kept from step to step: a batch that decodes again only moves on by one token."""
+"""Batch plans on the host, updated in place from step to step while the same requests decode."""
 
 from __future__ import annotations
 

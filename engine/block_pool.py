@@ -1,4 +1,4 @@
-"""The block pool: which KV blocks are free, which hold reusable content, and what may be evicted.
+"""Block pool: allocates KV blocks, finds cached prefixes, and evicts idle blocks.
 
 A block is free (no content), cached (content found by its hash, no hold), or held (by requests, grants, ships). The
 holds themselves live in the ledger. Chains are always held as a whole and released tail first, so in the eviction order

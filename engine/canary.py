@@ -1,4 +1,4 @@
-"""Now and then a decode node computes a prompt itself that came by a ship, and compares.
+"""Canary checks: a decode node recomputes a sample of the prompts that it received and compares the results.
 
 Checksums tell whether blocks arrived as they were sent. That they were right when they were sent nobody sees: a node
 that computes wrongly (other weights than its fingerprint says, another rope, memory that went bad) makes text that only

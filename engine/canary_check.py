@@ -1,4 +1,4 @@
-"""A look at one ship: its prompt, computed anew in blocks of its own, and compared with what the ship brought."""
+"""One canary check: recomputes a shipped prompt in blocks of its own and compares K and V."""
 
 from __future__ import annotations
 

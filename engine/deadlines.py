@@ -1,4 +1,4 @@
-"""Attempts past their deadline: whoever asked for them has given them up, or is in no state to."""
+"""Deadlines of attempts: ends those whose requester has given them up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model of the same vocabulary, which guesses what streams go on with.
+"""Draft model for speculative decoding: a small model with the same vocabulary.
 
 It has a request of its own for every stream that it follows, a shadow: the stream's tokens, then those that it drew
 behind them, in blocks of a pool of its own. They are drawn with the stream's parameters and with the noise of their

@@ -1,4 +1,4 @@
-"""Runs one step of an encoder: whole texts, batched by their lengths, and a vector of each."""
+"""Runner of encoder models: batches whole texts by length and returns one vector per text."""
 
 from __future__ import annotations
 

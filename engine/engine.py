@@ -1,4 +1,4 @@
-"""One model on one device: takes attempts, runs steps, says what happened. No threads, no network.
+"""Engine: accepts attempts, runs steps and emits events; it has no threads and no network.
 
 Everything here is called on the engine thread. Each call and each step leaves its news in `events` for the loop.
 """

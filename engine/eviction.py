@@ -1,4 +1,4 @@
-"""The order in which idle blocks leave a full pool: segmented LRU (Karedla et al., 1994)."""
+"""Eviction order of idle blocks: segmented LRU (Karedla et al., 1994)."""
 
 from __future__ import annotations
 

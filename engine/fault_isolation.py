@@ -1,4 +1,4 @@
-"""A step that raises is halved until the requests that make it raise are found: they alone fail."""
+"""Fault isolation: bisects a step that raises until only the offending requests fail."""
 
 from __future__ import annotations
 

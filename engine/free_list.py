@@ -1,4 +1,4 @@
-"""The blocks without content, of which each knows its place, so that any can be looked up."""
+"""Free list of empty blocks with lookup by id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mask of one request: which tokens its grammar allows next."""
+"""Grammar bit mask of one request: the tokens that its grammar allows next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that have a grammar: they await its compilation, and their masks follow their tokens."""
+"""Requests with a grammar: wait for compilation, then advance their matcher token by token."""
 
 from __future__ import annotations
 

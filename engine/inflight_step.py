@@ -1,4 +1,4 @@
-"""A step of streams that was launched, and is collected later."""
+"""Decode step that was launched and whose tokens are collected later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds that outlived what they were for: how a leak of blocks shows, or a link that never gets quiet."""
+"""Leak detector: holds on blocks that last longer than their cause, because of a leak or a link that stays busy."""
 
 from __future__ import annotations
 

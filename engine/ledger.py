@@ -1,4 +1,4 @@
-"""The ledger of holds: the only authority on whether a KV block may be reused.
+"""Ledger of block holds: the only authority on whether a KV block may be reused.
 
 A hold is (owner, reason, block). A block may carry many at once: requests share a prefix, and a ship still reads what
 its request no longer needs. A block whose last hold is gone may be reused; nothing else makes it reusable.

@@ -1,4 +1,4 @@
-"""Log-probabilities as clients see them: of the model's own distribution, before penalties and temperature."""
+"""Log-probabilities for clients: of the model's own distribution, before penalties and temperature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The engine thread: drains the inbox, runs steps, hands out events. The only crossing into and out of the engine."""
+"""Engine thread: drains the inbox, runs steps and hands out events.
+
+It is the only way into and out of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From hidden states to the vector of a prompt: what a pooling keeps of each chunk, and what the last one ends in."""
+"""Pooling of hidden states into the vector of a prompt, chunk by chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that became full, found by their hashes from then on."""
+"""Registration of full blocks in the prefix cache by their hashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request inside the engine."""
+"""State of one request inside the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every request that is here, by its state, and every way from one state to another.
+"""Table of all requests by state, with every transition between states.
 
                 admitted
     WAITING  ─────────────►  RUNNING      ended:  DONE, or MOVING while the link may touch its blocks (transfer_holds

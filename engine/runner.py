@@ -1,4 +1,4 @@
-"""Runs one step: slices of requests through the model, and what was drawn from its logits."""
+"""Model runner: executes one step and samples its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts that are computed beside the last tokens of streams, as many as make the step's tokens cheaper.
+"""Speculative decoding: chooses how many draft tokens a step verifies.
 
 A draft changes no text: the token at its place is drawn from logits and noise as it would be without it, and where it
 differs from the draft, nothing behind it is used.

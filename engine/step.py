@@ -1,4 +1,4 @@
-"""One step of an engine: schedule, run, and what that changes in requests, pool and news."""
+"""One engine step: schedules, runs, and updates requests, pool and events."""
 
 from __future__ import annotations
 

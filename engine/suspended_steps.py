@@ -1,4 +1,4 @@
-"""Steps that were suspended: given up between two layers for what comes before them, to be taken up there."""
+"""Steps suspended between two layers for more urgent work, and resumed there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that ended here while the link may still touch their blocks: these stay held until it is quiet."""
+"""Holds on the blocks of ended requests that the link may still touch."""
 
 from __future__ import annotations
 

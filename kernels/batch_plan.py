@@ -1,4 +1,4 @@
-"""The plan of one batch: built once per step by the runner, used by every layer."""
+"""Batch plan: positions, slots and block tables of one step, shared by all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts (Shazeer et al. 2017): gated MLPs of which each token passes through a few.
+"""Mixture-of-experts layers (Shazeer et al. 2017).
 
 Tokens are laid together by expert, so the dense layers of an expert run once a step: as grouped products where there
 are such, which a device divides among the experts by itself; else one expert after the other, and the host counts the

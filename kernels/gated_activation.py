@@ -1,4 +1,4 @@
-"""The gate of a gated MLP (Shazeer 2020), whichever of its kinds: one formula with four constants."""
+"""Gated activations of MLPs (Shazeer 2020): one formula with four constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise as a pure function of (seed, position, vocabulary index): the same token is drawn on every node and attempt.
+"""Gumbel noise as a pure function of (seed, position, vocabulary index), equal on every node and attempt.
 
 The 64-bit key of a row is splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014) over
 seed and position. A keyed permutation of the vocabulary index (xor, multiply, shift, with low-bias multipliers from

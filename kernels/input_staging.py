@@ -1,4 +1,4 @@
-"""The small arrays of a step, brought to the device by one copy."""
+"""Staging of a step's small input arrays, copied to the device at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer norms without a bias, of the families that have them: no row of the operations table has its own."""
+"""Layer norm without bias, in plain PyTorch for all backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of operations: one name per operation, one row per implementation.
+"""Operations interface that every backend implements.
 
 `reference` is plain PyTorch and defines the meaning; every other row is tested against it. A model receives an Ops and
 calls nothing else for arithmetic.

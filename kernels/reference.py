@@ -1,4 +1,4 @@
-"""The operations in plain PyTorch: the meaning that every other row of the table is tested against, and the CPU path.
+"""Reference backend in plain PyTorch, against which all others are tested.
 
 What depends on the batch alone (gather indices, masks, rows of the rotary tables) is built by `BatchIndex` at the first
 layer that needs it and used by all others.

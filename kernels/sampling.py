@@ -1,4 +1,4 @@
-"""Drawing a token from logits: a mask, min_p, top_k and top_p choose the candidates, Gumbel noise the winner.
+"""Token sampling: mask, min_p, top_k and top_p select candidates, and Gumbel noise picks one.
 
 What is kept depends on values alone, so ties at a boundary are kept together and no device's sort order matters.
 """

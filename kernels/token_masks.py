@@ -1,4 +1,4 @@
-"""Bit masks over a vocabulary, applied to logits."""
+"""Bit masks over the vocabulary, applied to logits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Moving and finding KV blocks: the UCX link, sender, receiver, ledger, block index and node registry."""
+"""Transfer of KV blocks between nodes: the UCX link, senders, receivers and storage tiers."""

@@ -1,4 +1,4 @@
-"""Checksums of blocks, and the choice of those that are verified."""
+"""Block checksums, and the sampling of blocks to verify."""
 
 from __future__ import annotations
 

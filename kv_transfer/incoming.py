@@ -1,4 +1,6 @@
-"""The blocks of one transfer on their way in. This module knows no job and no token."""
+"""Inbound blocks of one transfer.
+
+This module knows no job and no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam to the network: moving control messages and KV blocks between processes.
+"""Link interface: moves control messages and KV blocks between processes.
 
 Implementations: `ucx` (the real one), `loopback` (two ends in one process, deterministic), `faulty` (wraps a link and
 loses, delays or breaks on demand). One thread owns a link; everything except `submit`, `start` and `stop` is called on

@@ -1,4 +1,4 @@
-"""Links of one process over a network made of lists: deterministic, with time and order in the test's hands.
+"""In-process link for tests with deterministic time and order.
 
 Nothing happens until `step` runs one event. Events wait in lanes: a lane keeps its order (commands of one link; control
 messages one way on a connection; completions of one link), lanes may overtake each other, each block and each loss

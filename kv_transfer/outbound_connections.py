@@ -1,4 +1,4 @@
-"""The connections that a sender made: one per address, made again after a loss."""
+"""Outbound connections of a sender, one per address, re-established after a loss."""
 
 from __future__ import annotations
 

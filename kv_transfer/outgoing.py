@@ -1,4 +1,6 @@
-"""The blocks of one transfer on their way out. This module knows no job and no token."""
+"""Outbound blocks of one transfer.
+
+This module knows no job and no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode side of ships: asks the engine for blocks, posts receives into them, verifies, hands over.
+"""Receiving side of ships: asks the engine for blocks, posts receives, verifies, and hands over.
 
 States: see receiver_grant; the blocks' way: incoming. A grant that fails is quiet when all its receives completed:
 those that the sender will not fill it completes with a single byte each (see sender). Nothing is cancelled, because

@@ -1,4 +1,4 @@
-"""A ship as the sender knows it: its states, with the moves that are allowed, and what is remembered of it."""
+"""State machine of a ship on the sending side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transfers of one endpoint: by key and by peer, with their deadlines. The same for who sends and who receives."""
+"""Table of an endpoint's transfers by key and by peer, with their deadlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link over UCX: its thread (ucx_loop), its connections (ucx_connections) and what moves on them (ucx_traffic)."""
+"""UCX link: joins its thread (ucx_loop), connections (ucx_connections) and traffic (ucx_traffic)."""
 
 from __future__ import annotations
 

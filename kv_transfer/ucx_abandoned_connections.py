@@ -1,4 +1,4 @@
-"""Connections that were closed and that UCX did not let go of."""
+"""Closed connections whose memory UCX has not released yet."""
 
 from __future__ import annotations
 

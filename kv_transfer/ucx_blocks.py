@@ -1,4 +1,4 @@
-"""The blocks in flight on one endpoint of a UCX link."""
+"""Block operations in flight on one UCX endpoint."""
 
 from __future__ import annotations
 

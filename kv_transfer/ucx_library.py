@@ -1,4 +1,4 @@
-"""The door to UCX: the only module that imports ucxx, and the options each context is made with.
+"""UCX set-up: the only module that imports ucxx, and the options of each context.
 
 Options go into the context, not into the process environment, so an operator's own UCX_* variables stay visible to UCX
 for everything that is not set here. Only what UCX reads while it is loaded is set as variables, in `load`, unless the

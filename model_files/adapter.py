@@ -1,4 +1,4 @@
-"""Adapters on disk: a directory in PEFT's layout, checked and named by its content without torch."""
+"""LoRA adapter directories in PEFT's layout, checked and named by content, without torch."""
 
 from __future__ import annotations
 

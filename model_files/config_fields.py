@@ -1,4 +1,4 @@
-"""Fields of a config.json that are checked as they are read."""
+"""Validated fields of a config.json."""
 
 from __future__ import annotations
 

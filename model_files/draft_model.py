@@ -1,4 +1,4 @@
-"""The small model that drafts for another one."""
+"""Resolution of the draft model for speculative decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
 Pre-tokenizers follow llama.cpp's table of `tokenizer.ggml.pre` names (src/llama-vocab.cpp), which in turn states what
 each model's own tokenizer.json does.

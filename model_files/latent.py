@@ -1,4 +1,4 @@
-"""The sizes of multi-head latent attention (see `kernels.latent`), as a config.json of DeepSeek's tells them."""
+"""Sizes of multi-head latent attention from a DeepSeek config.json (see `kernels.latent`)."""
 
 from __future__ import annotations
 

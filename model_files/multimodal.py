@@ -1,4 +1,4 @@
-"""The text side of multimodal checkpoints: its part of a config.json, its tensors among the others."""
+"""Text part of multimodal checkpoints: its section of config.json and its tensors."""
 
 from __future__ import annotations
 

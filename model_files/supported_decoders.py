@@ -1,4 +1,4 @@
-"""Decoders that run on our own kernels, known by their config or GGUF header."""
+"""Decoder architectures that kvferry's own kernels support, by config or GGUF header."""
 
 from __future__ import annotations
 

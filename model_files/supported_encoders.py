@@ -1,4 +1,4 @@
-"""Encoders, known by their config: models that see their whole text at once and generate nothing."""
+"""Encoder architectures that kvferry supports, by config."""
 
 from __future__ import annotations
 

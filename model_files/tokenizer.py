@@ -1,4 +1,4 @@
-"""Text to token ids and back, on the `tokenizers` library; no transformers."""
+"""Tokenizer on the `tokenizers` library, without transformers."""
 
 from __future__ import annotations
 

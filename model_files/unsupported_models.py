@@ -1,4 +1,4 @@
-"""Models that no worker can run, known by their config alone: refused before a byte of their weights is read."""
+"""Models that no worker can run, rejected by config before any weight is read."""
 
 from __future__ import annotations
 

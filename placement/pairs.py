@@ -1,4 +1,4 @@
-"""The cheapest pair of a prefill and a decode node, found without trying each: it relies on how a pair's cost grows."""
+"""Search for the cheapest (prefill, decode) pair without trying each pair."""
 
 from __future__ import annotations
 

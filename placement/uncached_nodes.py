@@ -1,4 +1,4 @@
-"""Nodes that hold nothing of a prompt and of which nothing is said: nearly all of a large cluster.
+"""Fast placement costs for nodes that hold nothing of a prompt, which are most of a large cluster.
 
 They are figured by lists, since a call for each would take most of a placement's time. Every figure is that of the
 function for one node that its docstring names, to the last bit.

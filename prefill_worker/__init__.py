@@ -1,1 +1,1 @@
-"""The prefill process: computes prompts and ships their KV blocks."""
+"""Prefill worker: computes prompts and ships their KV blocks."""

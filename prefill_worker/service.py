@@ -1,4 +1,4 @@
-"""The prefill role: takes attempts over HTTP, asks decode for a grant, computes, ships, commits.
+"""Prefill role: takes attempts over HTTP, asks decode for a grant, computes, ships, commits.
 
 An attempt's life: offered to its decode node → granted → in the engine → first token to the router, commit to decode →
 acknowledged. Without a target it only passes through the engine. All state here belongs to the asyncio loop; what

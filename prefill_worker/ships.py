@@ -1,4 +1,4 @@
-"""The ships of a prefill node: the engine's blocks to the sender, and the sender's grants to the engine.
+"""Ships of a prefill node: passes computed blocks to the sender and grants to the engine.
 
 Nothing here passes the asyncio loop but what routers are told: a busy HTTP server delays no block. The engine thread
 brings news, the link thread answers, the loop offers and gives up; a lock keeps the table of offers.

@@ -1,4 +1,4 @@
-"""Adapters as nodes and routers speak of them."""
+"""Messages and names for LoRA adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that every process of a cluster has."""
+"""Settings that every process has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error tree. Every foreign error is translated into it once, at the edge of the library that raised it.
+"""Error hierarchy; every foreign error is translated into it once, where the library is called.
 
 KvferryError                 500 server_error
 ├─ ConfigError               the process cannot start as configured; the command exits with status 2

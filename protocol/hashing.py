@@ -1,4 +1,4 @@
-"""Chained block hashes. Router and engine compute them with the same function, so the index needs no translation."""
+"""Chained block hashes, equal in router and engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of metrics' labels that are known beforehand."""
+"""Known label values of metrics."""
 
 from __future__ import annotations
 

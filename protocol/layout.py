@@ -1,4 +1,4 @@
-"""The layout of the KV pool and the fingerprint that two nodes must share before blocks travel between them."""
+"""Layout of the KV pool, and the fingerprint that two nodes must share to exchange blocks."""
 
 from __future__ import annotations
 

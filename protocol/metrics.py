@@ -1,4 +1,4 @@
-"""Every metric of every process: names, help and labels in one place. Nodes' are in `worker_metrics`.
+"""Router metrics: names, help and labels (workers' are in `worker_metrics`).
 
 Each process builds its set on its own registry and serves it at `GET /metrics`. Names follow Prometheus'
 conventions: base units, `_total` on counters, `_seconds`, `_bytes`, `_tokens`. Label values that are known beforehand

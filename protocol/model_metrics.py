@@ -1,4 +1,4 @@
-"""The label `model_name`: of some of a router's metrics, which may serve several models, and of all of a node's."""
+"""Label `model_name` of router and worker metrics."""
 
 from __future__ import annotations
 

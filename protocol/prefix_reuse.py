@@ -1,4 +1,4 @@
-"""The account of a prompt: what of it was found in caches, and why the rest of what was predicted was not."""
+"""Reuse account of a prompt: cached tokens, computed tokens, and reasons for missed predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles as nodes and routers speak of changing them."""
+"""Message that changes the role of an elastic node."""
 
 from __future__ import annotations
 

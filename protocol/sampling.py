@@ -1,4 +1,4 @@
-"""Sampling parameters of one request, as they travel from the router to every node that works on it."""
+"""Sampling parameters of a request on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One field of a settings class: its metadata holds the flag's help text, choices and bounds."""
+"""Definition of one settings field: flag help, choices and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of each process: one frozen dataclass, parsed once at the door by the command line.
+"""Settings of each process as frozen dataclasses, parsed once by the command line.
 
 Every field is a flag (`--max-num-seqs`) and an environment variable (`KVFERRY_MAX_NUM_SEQS`). Nothing below the door
 reads the environment.

@@ -1,4 +1,4 @@
-"""The version of the installed package, as every process reports it."""
+"""Version of the installed package."""
 
 from __future__ import annotations
 

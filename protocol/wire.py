@@ -1,4 +1,4 @@
-"""msgpack codec for frozen dataclasses that are messages, and the framing of streams of them.
+"""msgpack codec of wire messages, and their framing in streams.
 
 A message is an ExtType whose code is the class's number and whose payload is the list of its fields; tuples arrive as
 lists and are turned back by the class. Unknown codes and wrong field counts raise WireError: peers of another wire

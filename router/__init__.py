@@ -1,1 +1,1 @@
-"""The router process: OpenAI API, text to tokens and back, placement, the journey of one request."""
+"""Router process: OpenAI API, tokenization, placement and dispatch of requests."""

@@ -1,4 +1,4 @@
-"""Addresses as text: host:port, with brackets around an IPv6 host."""
+"""Parsing and formatting of host:port addresses, with IPv6 brackets."""
 
 from __future__ import annotations
 

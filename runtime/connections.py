@@ -1,4 +1,4 @@
-"""Client connections that may not linger: uvicorn's protocol with deadlines, bounds, and a cap per address.
+"""uvicorn protocol with deadlines, size bounds and a connection cap per address.
 
 A server that waits for whoever connected can be stopped by a few hundred sockets that never finish a request. Here a
 header must be whole in time, a body must keep coming at a least pace, and an answer must be taken. Between two requests

@@ -1,4 +1,4 @@
-"""Cores that several processes of one machine compute on: one of them at a time.
+"""Lock on the CPU cores that several processes of one machine share.
 
 Threads of a computation wait for each other awake, so two computations on the same cores take far longer than one after
 the other. Who wants to compute takes the cores and leaves them again, in order of arrival. It is a courtesy, on which

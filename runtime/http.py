@@ -1,4 +1,4 @@
-"""The HTTP side of a node: the endpoints that both roles have, and a server on a port the kernel may choose."""
+"""HTTP server of a node, with the endpoints that both roles have."""
 
 from __future__ import annotations
 

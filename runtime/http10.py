@@ -1,4 +1,4 @@
-"""Answers to clients that speak HTTP/1.0, which knows no chunks: one without a length ends where its connection does.
+"""HTTP/1.0 compatibility: responses without chunked encoding.
 
 The server below would send them chunks all the same. `ab` and proxies ask in that version.
 """

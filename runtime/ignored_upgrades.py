@@ -1,4 +1,4 @@
-"""The body behind a request that asks for another protocol and does not get it.
+"""Bodies of requests whose protocol upgrade is ignored.
 
 The parser takes whatever follows the header of such a request for the other protocol. HTTP has it otherwise (RFC 9110,
 7.8): a server that ignores the wish reads the request as any other. Java's HttpClient asks for h2c with its first POST.

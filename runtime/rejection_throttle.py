@@ -1,4 +1,4 @@
-"""Requests that come to nothing are paid for with time.
+"""Throttle for clients whose requests keep being rejected.
 
 A refusal is cheap, but thousands a second are not: first tokens of others wait behind them. So what refused requests of
 one source take of the loop may be SHARE of it; for more, the refusals wait. Nothing else of the source does, for others

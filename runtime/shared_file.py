@@ -1,4 +1,4 @@
-"""Memory that the processes of a machine share: one of them writes it, once, and all read it.
+"""Shared memory that one process writes once and all processes of a machine read.
 
 It is a file without a name, so it needs no place on any file system, is open to those alone who were given it, and is
 gone with the last of them. Whoever writes it seals it when it is whole: from then on the kernel lets nobody write it,

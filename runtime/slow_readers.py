@@ -1,4 +1,4 @@
-"""Answers that nobody takes: bounded in bytes by the kernel and the transport, in time by a least pace."""
+"""Bounds on unread output: bytes in kernel and transport, and a minimum read rate."""
 
 from __future__ import annotations
 

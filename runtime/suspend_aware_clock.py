@@ -1,4 +1,6 @@
-"""A clock that stands still while its reader does: whoever could not look must not call others silent."""
+"""Monotonic clock that excludes time in which this process was suspended.
+
+A process that was frozen must not declare its peers dead."""
 
 from __future__ import annotations
 

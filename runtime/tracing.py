@@ -1,4 +1,4 @@
-"""Traces of requests over all processes, by OpenTelemetry: W3C trace context in, spans out over OTLP.
+"""OpenTelemetry traces across processes: W3C trace context in, OTLP spans out.
 
 The SDK is an optional extra. Where no trace is wanted, or it is not installed, a span is one object that does nothing,
 and the trace context that came in is passed on as it came. Spans tell of tokens, nodes and seconds, never of prompts.

@@ -1,4 +1,4 @@
-"""A file of the settings that is read again when it changes, while the process runs: of a Secret, say."""
+"""Settings file that is reloaded when it changes, such as a mounted Secret."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Thousands of nodes on a virtual clock, over the real placement, registry and index. No sockets, no torch."""
+"""Cluster simulator on a virtual clock, with the real placement, registry and index.
+
+It uses no sockets and no torch."""

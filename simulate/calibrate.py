@@ -1,4 +1,4 @@
-"""A machine's rates from a cluster that runs."""
+"""Calibration of a hardware model from a running cluster."""
 
 from __future__ import annotations
 

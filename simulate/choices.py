@@ -1,4 +1,4 @@
-"""Names that are chosen from those that there are: of policies, workloads, models."""
+"""Named choices of policies, workloads and models."""
 
 from __future__ import annotations
 

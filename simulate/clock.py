@@ -1,4 +1,4 @@
-"""Virtual time: what happens when, in order. Nothing waits."""
+"""Virtual clock and event queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies side by side on the same traces."""
+"""Comparison of routing policies on the same traces."""
 
 from __future__ import annotations
 

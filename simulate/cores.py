@@ -1,4 +1,4 @@
-"""Cores on which several simulated nodes compute, as those of `kvferry serve` do."""
+"""CPU cores that several simulated nodes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of a simulated cluster, and what Redis would hold of them."""
+"""All nodes of a simulated cluster and their registry state."""
 
 from __future__ import annotations
 

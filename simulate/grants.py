@@ -1,4 +1,4 @@
-"""Room at a simulated node for streams that are to come: who has it, and who waits for it in turn."""
+"""Grants at a simulated decode node and their queue."""
 
 from __future__ import annotations
 

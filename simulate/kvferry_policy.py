@@ -1,4 +1,4 @@
-"""kvferry's own choice: the router's node table, index and placement as they are, on the virtual clock."""
+"""kvferry's own routing policy: the real node table, index and placement on the virtual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated node's block pool: the engine's own, with its ledger, in whole chains."""
+"""Block pool of a simulated node: the engine's own pool and ledger."""
 
 from __future__ import annotations
 

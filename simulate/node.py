@@ -1,4 +1,4 @@
-"""A simulated node: prompts in a queue, streams as one batch, a block pool, a link."""
+"""Simulated node: a prompt queue, a decode batch, a block pool and a link."""
 
 from __future__ import annotations
 

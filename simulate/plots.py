@@ -1,4 +1,4 @@
-"""Figures as tables and as a plot: of several seeds the medians."""
+"""Tables and plots of simulation results, as medians over seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompts of a node, in the order in which it computes them (engine/request_table.py)."""
+"""Prompt queue of a simulated node, in the engine's order."""
 
 from __future__ import annotations
 

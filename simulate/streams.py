@@ -1,4 +1,4 @@
-"""The streams of a node, as one batch that goes on by steps of equal length until it changes."""
+"""Decode batch of a simulated node, advanced in equal steps until it changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated node's slower memories: the tiers' own catalog, and the seconds of reading what it lists."""
+"""KV tiers of a simulated node: the real catalog with modelled read times."""
 
 from __future__ import annotations
 

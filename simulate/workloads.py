@@ -1,4 +1,4 @@
-"""Seeded traces of what clusters are asked for."""
+"""Seeded synthetic workloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trace through one cluster under one policy."""
+"""Simulation of one trace on one cluster under one policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process in which grammars from clients are tried, before any other process compiles them.
+"""Child process that compiles clients' grammars on trial.
 
 Its parent (structured_output/checker.py) writes lines of JSON: the vocabulary first, then [number, grammar] each; it
 answers [number, null or what is wrong] in any order. It ends with its input.

@@ -1,4 +1,4 @@
-"""Pieces of Lark text, for who composes a grammar: literal text, special tokens, JSON schemas.
+"""Builders of Lark grammar text: literals, special tokens, JSON schemas.
 
 A grammar of kind `lark` for a tool call in a model's own syntax, say:
 

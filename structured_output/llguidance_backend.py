@@ -1,4 +1,4 @@
-"""The seam on llguidance: the Rust library that reads grammars and walks them, token by token.
+"""llguidance backend: compiles grammars and advances matchers token by token.
 
 Chosen over xgrammar, which needs torch and transformers (routers check grammars too), takes up to 20 s to compile a
 schema of a hundred lines, and ignores keywords that it cannot enforce.

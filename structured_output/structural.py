@@ -1,4 +1,4 @@
-"""Structural tags: parts of the output with grammars of their own, in two notations that clients send.
+"""Structural tags: constrained regions of an output, in two client notations.
 
     {"type": "structural_tag", "triggers": [text], "structures": [{"begin": text, "schema": ..., "end": text}]}
 

@@ -1,4 +1,4 @@
-"""Every kind of grammar as Lark text, which is what compilers read. Pure functions of the grammar."""
+"""Translation of every grammar kind into Lark text."""
 
 from __future__ import annotations
 

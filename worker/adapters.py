@@ -1,4 +1,4 @@
-"""The adapters of a node: some from its start, others as routers ask; all of them told in its lease."""
+"""LoRA adapters of a node: loaded at start or on request, and announced in its lease."""
 
 from __future__ import annotations
 

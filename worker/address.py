@@ -1,4 +1,4 @@
-"""A node as others see it on the network: its name, its URL, and the server behind it."""
+"""Public address of a node: name, URL and HTTP server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between a KV pool on a GPU and the memory of the host, beside what the GPU computes."""
+"""Asynchronous copies between a GPU's KV pool and host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a node whose GPUs compute its model together: each has one, and on it a pool of its own of its heads."""
+"""Ranks of a node with a GPU each, whose pools hold their own heads."""
 
 from __future__ import annotations
 

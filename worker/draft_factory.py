@@ -1,4 +1,4 @@
-"""From settings to the draft model of an engine."""
+"""Construction of an engine's draft model from settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From settings to an engine around an encoder, which needs no KV pool.
+"""Construction of an encoder engine from settings; it needs no KV pool.
 
 Each text in a step holds one block of a pool that takes next to no memory: a block has more slots than the longest text
 has tokens, so none is ever full, found or shipped, and all else that an engine does stays as it is.

@@ -1,4 +1,4 @@
-"""From settings to an engine: device, model, KV pool, limits. Runs once at start, before any request."""
+"""Construction of an engine from settings: device, model, KV pool and limits, once at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that other nodes ask this one for: they are held while they are sent, as those of any ship."""
+"""Supply of blocks to nodes that fetch a prefix; blocks are held while they are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar side of a node: its model's tokenizer, read by the grammar library, and the threads that make masks."""
+"""Grammar support of a node: the tokenizer's vocabulary and the threads that compute masks."""
 
 from __future__ import annotations
 

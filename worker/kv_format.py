@@ -1,4 +1,4 @@
-"""In which number format a node keeps K and V."""
+"""Number format of a node's KV cache."""
 
 from __future__ import annotations
 

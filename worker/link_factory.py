@@ -1,4 +1,4 @@
-"""A node's link and the dock on it, from its settings."""
+"""Construction of a node's link and dock from settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's place in the cluster, as Redis holds it: its lease, and its rows of the block index."""
+"""Membership of a node in the cluster: its lease and its rows of the block index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An HTTP response that streams messages and notices at once when its reader goes away."""
+"""Streaming HTTP response of wire messages that detects a disconnect at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's model, or a rank's part of it, as its settings say."""
+"""Loading of a node's model, or of a rank's shard."""
 
 from __future__ import annotations
 

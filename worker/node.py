@@ -1,4 +1,4 @@
-"""One node, from its settings to its end: loading, joining, ready, draining.
+"""Lifecycle of a node: loading, joining, ready, draining.
 
 Ready means that routers can find it: a node whose lease has lapsed, since Redis was away for longer, is joining again.
 It is alive then, and goes on serving those who know it.

@@ -1,4 +1,4 @@
-"""The memory of the KV pool, how much of it there is, and its blocks as the link sees them."""
+"""Memory of the KV pool: its size, and its blocks as the link addresses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the other ranks of a node, of the kind that its device needs."""
+"""Launcher of a node's other ranks."""
 
 from __future__ import annotations
 

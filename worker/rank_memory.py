@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share: signs of life, what they bring together, and the pool of KV blocks."""
+"""Memory that a node's ranks share: heartbeats, collective buffers and the KV pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a node: this process is the first one, and starts the others.
+"""Ranks of a node: this process is rank 0 and supervises the others.
 
 On a CPU they share the pool of KV blocks. Each writes its heads' bytes of a block, so this process, which has the link,
 finds blocks that are whole and lie as those of any other node do. On GPUs each has its own: see `apart_ranks`.

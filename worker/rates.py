@@ -1,4 +1,4 @@
-"""Learned rates of a node: moving averages over its own steps and ships, seeded by a warm-up at start."""
+"""Learned rates of a node: moving averages over its own steps and ships, seeded by a warm-up."""
 
 from __future__ import annotations
 

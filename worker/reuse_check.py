@@ -1,4 +1,4 @@
-"""Accounts of prompts are checked where they leave the node: one that is wrong is never sent unnoticed."""
+"""Consistency check of reuse accounts before they leave the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node whose model is loaded: engine, link, role and place in the cluster, joined.
+"""Running node with a loaded model: joins engine, link, role and membership.
 
 Threads: the engine thread, the link thread (started by the service) and the asyncio loop, on which everything here runs
 but what says otherwise.

@@ -1,4 +1,4 @@
-"""One rank's part of blocks: how it gets from a pool of its own into whole blocks in the host's memory, and back."""
+"""One rank's part of whole blocks, copied between its pool and host memory."""
 
 from __future__ import annotations
 

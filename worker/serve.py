@@ -1,4 +1,4 @@
-"""A node as a process: runs until a signal asks it to drain, or until it breaks."""
+"""Node process: runs until a signal drains it or until it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between a node and its role."""
+"""Interface between a node and its role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the host that all ranks of a node share: rows of a block each, in one file that only grows."""
+"""Host memory with one row per block that all ranks share, in a file that only grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The standing streams of a node: one per router, one frame per engine step for all requests of that router.
+"""Token streams of a node: one per router, with one frame per engine step.
 
 Frames are numbered and kept until the router says that it has seen them, so that a stream which broke goes on where it
 broke off. Given up, with all that runs for it, is a router that opens its stream anew, stays away for ABSENT_S, is

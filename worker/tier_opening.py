@@ -1,4 +1,4 @@
-"""The slower memories of a node, as its settings want them."""
+"""Construction of a node's KV tiers from settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that have every kernel of a GPU compiled and every size of batch captured before a request waits for it."""
+"""Warm-up: compiles every GPU kernel and captures every batch size before requests arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models: our own decoder of the Llama family, and transformers' models behind the same seam."""
+"""Models: kvferry's own decoders, and transformers' models behind the same interface."""
 
 from kvferry.engine.models.loader import load_model
 

@@ -1,4 +1,4 @@
-"""Adapters of a decoder: read from PEFT's safetensors, checked against the model, placed on its device."""
+"""LoRA adapters of a decoder: read from PEFT's safetensors, checked against the model, placed on its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which form a dense layer runs: as it is stored, quantised as it is loaded, or in the model's number format."""
+"""Choice of the form in which a dense layer runs: as stored, quantised at load, or in the model's number format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense layers that a model's files put behind its pooling, in the layout of sentence-transformers."""
+"""Dense layers behind the pooling of sentence-transformers models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are made instead of read, to measure a model of which only the config is there."""
+"""Random weights, to measure a model from its config alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C heap after a load: what was freed between blocks that live on still belongs to the process."""
+"""Return of free heap memory to the system after a model is loaded."""
 
 from __future__ import annotations
 

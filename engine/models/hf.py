@@ -1,4 +1,4 @@
-"""The only door to transformers: any causal LM of its library behind our `Model` seam, over our paged cache.
+"""Adapter to transformers: runs its causal LMs over the paged cache; the only module that imports transformers.
 
 transformers probes for a distribution named `kernels` and, where one is installed, imports names from the package of
 that name. In a process that starts at the repository's root, that is our folder. So the probe answers false before any

@@ -1,4 +1,4 @@
-"""Dense layers of transformers' modules in forms of our own: packed as the operations have them, or as they are stored.
+"""Dense layers of transformers' modules, replaced by packed or stored forms.
 
 Who looks at the weight of such a layer, as some modules do, finds its shape and number format, and no values. This
 module does not import transformers.

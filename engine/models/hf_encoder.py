@@ -1,4 +1,4 @@
-"""Encoders of transformers: whole texts in, hidden states or a head's logits out. No cache, no causal order."""
+"""Encoders of transformers: whole texts in, hidden states or logits out, without a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model source to a model of transformers over our paged cache, proven to be what it is taken for."""
+"""Loader of transformers models over the paged cache, with a check that each behaves as a causal decoder."""
 
 from __future__ import annotations
 

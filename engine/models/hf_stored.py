@@ -1,4 +1,4 @@
-"""Stored forms of weights for transformers' modules: which of a file's tensors are which layers'."""
+"""Mapping of a file's stored tensors to the layers of transformers' modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of projections in the order that our rotation wants: it turns the first dims of a head, pairing halves."""
+"""Reordering of projection rows for rotary embeddings that pair halves of a head."""
 
 from __future__ import annotations
 

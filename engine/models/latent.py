@@ -1,4 +1,4 @@
-"""Multi-head latent attention of a checkpoint of DeepSeek's."""
+"""Loader of multi-head latent attention from DeepSeek checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model source to a model on a device."""
+"""Model loader: from a model source to a model on a device."""
 
 from __future__ import annotations
 

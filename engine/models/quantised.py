@@ -1,4 +1,4 @@
-"""Weights of checkpoints that GPTQ, AWQ, fp8 or compressed-tensors quantised, each layer as its own tensors tell."""
+"""Weights of checkpoints quantised by GPTQ, AWQ, fp8 or compressed-tensors."""
 
 from __future__ import annotations
 

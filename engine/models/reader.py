@@ -1,4 +1,4 @@
-"""The tensors of a decoder's layers: read, checked, laid together and placed on its device."""
+"""Tensor reader for a decoder's layers: reads, checks, concatenates and places them on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of the rotary embedding (Su et al. 2021) and its stretchings to longer contexts.
+"""Rotary embedding tables (Su et al. 2021) with their context extensions.
 
 linear: Chen et al. 2023. llama3: the frequency-wise scaling of Llama 3.1. yarn: Peng et al. 2023. longrope: Ding et al.
 2024, with the factors of long contexts for all sequences where some may be longer than the original length: keys that

@@ -1,4 +1,4 @@
-"""One copy of packed weights for all processes of a machine that load them alike."""
+"""Packed weights that all processes of a machine share in one copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts of checkpoints that hold all of a layer in one tensor: gpt-oss's, in plain numbers or in MXFP4."""
+"""Expert weights that a checkpoint stacks in one tensor per layer: gpt-oss, plain or in MXFP4."""
 
 from __future__ import annotations
 

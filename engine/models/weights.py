@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by their Hugging Face names, whatever file holds them."""
+"""Tensors of a checkpoint by their Hugging Face names, for every file format."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One model computed by several processes of a machine: each rank has a part of every layer, and of each block."""
+"""Tensor parallelism: several processes of a machine compute one model, each with a shard of every layer and block."""

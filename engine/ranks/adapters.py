@@ -1,4 +1,4 @@
-"""Adapters of which each rank has a part: of a layer's outputs, or of its inputs where the rank has some of these."""
+"""LoRA adapters in shards: each rank has its part of a layer's outputs or inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense layers of which each rank has a part, whole again to whoever calls them."""
+"""Sharded dense layers that return whole results to their caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder whose parts the ranks have, to the engine of the first one: a model like any other."""
+"""Sharded model as rank 0's engine sees it: a model like any other."""
 
 from __future__ import annotations
 

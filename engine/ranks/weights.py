@@ -1,4 +1,4 @@
-"""A rank's part of a decoder's tensors, cut out of the whole ones as they are read."""
+"""Shards of a decoder's tensors, cut out while they are read."""
 
 from __future__ import annotations
 

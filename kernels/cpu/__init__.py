@@ -1,4 +1,4 @@
-"""The operations as C++ kernels, for CPUs: one build holds several instruction sets, the best that runs is chosen.
+"""CPU backend: C++ kernels for several instruction sets; the best one that runs is chosen.
 
 Where the package was installed without a C++ compiler the extension is absent, `instruction_set()` is None and the
 reference serves.

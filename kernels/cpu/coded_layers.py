@@ -1,4 +1,4 @@
-"""Codes in the rows of a form that products take.
+"""Quantised dense layers in the layout of the CPU kernels.
 
 Integers of up to eight bits with a scale for each 32 inputs or more have a form of the same values: Q4_0, Q5_0 or Q8_0
 of GGUF, whichever holds them, or one scale an output. All others (fp8, groups in an order of their own or of fewer

@@ -1,4 +1,4 @@
-"""The door to the compiled extension, which may be absent."""
+"""Access to the compiled extension, which may be absent."""
 
 from __future__ import annotations
 

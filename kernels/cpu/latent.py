@@ -1,4 +1,4 @@
-"""Latent attention of prompts on the compiled kernels, in both forms (`kernels.latent`)."""
+"""Latent attention of prompts with the compiled CPU kernels, in both forms (`kernels.latent`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row `cpu` of the operations table."""
+"""Operations of the CPU backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder's step recorded once and replayed by the extension: see native/step.h."""
+"""Recorded decoder step that the extension replays (native/step.h)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations as Triton kernels, for CUDA devices (and CPU tensors under Triton's interpreter, for tests).
+"""Triton backend for CUDA devices, and for CPU tensors under Triton's interpreter in tests.
 
 Importing this package imports Triton; nothing else in the project does. Kernels run on the current CUDA device.
 """

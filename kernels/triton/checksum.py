@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""XXH3 of many blocks of a device's memory at once, at the speed of that memory.
+"""Triton kernel for XXH3 checksums of many blocks at memory speed.
 
 64 bits without a seed, the same number that the xxhash library takes of the same bytes on a CPU (algorithm for inputs
 over 240 bytes: Collet, "xxHash fast digest algorithm", version 0.8). Its accumulators are scrambled once a KiB, but

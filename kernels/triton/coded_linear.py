@@ -1,4 +1,4 @@
-"""Dense layers whose weights stay in codes."""
+"""Dense layers with quantised weights on Triton."""
 
 from __future__ import annotations
 

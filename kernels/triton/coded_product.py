@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Products of few rows with weights in codes, which become numbers in registers alone.
+"""Triton kernel for products of few rows with quantised weights, dequantised in registers.
 
 Codes are multiplied as they are, for all of them are exact in 16 bits, and a group's sums by its scale: what comes out
 is the product with the weights in float32, but for the order of its sums. That order is one of tiles along the inputs,

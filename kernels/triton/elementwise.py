@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""RMSNorm, with and without the residual before it, and gates times up."""
+"""Triton kernels for RMSNorm, with or without residual, and gated activations."""
 
 from math import inf
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Additions and penalties of all rows of a step as two launches: see `Ops.adjust`. Nothing waits for the device.
+"""Triton kernels for logit adjustments of a whole batch in two launches (`Ops.adjust`), without a device sync.
 
 How often tokens occur is counted on the device: a table has a row of the vocabulary for each request with penalties,
 and a step brings what tokens are new, or tells where on the device the one lies that the host does not know yet.

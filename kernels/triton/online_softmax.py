@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""The inner loop that prefill and decode share: attention with a running softmax over pages of K/V.
+"""Inner loop of prefill and decode attention: online softmax over pages of K and V.
 
 The running softmax is that of Milakov and Gimelshein (2018) as used by FlashAttention (Dao et al. 2022), in base two.
 """

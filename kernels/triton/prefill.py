@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Paged attention of prompt chunks: causal from the chunk's first position, over all that is cached before it."""
+"""Triton kernel for paged causal attention of prompt chunks."""
 
 import torch
 import triton

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Rotary embedding of queries and keys together with the write of K and V into the pool."""
+"""Triton kernel that applies rotary embedding and writes K and V into the pool."""
 
 import torch
 import triton

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Drawing tokens as one launch for all rows, each by a program: see `Ops.draw`. Nothing waits for the device.
+"""Triton kernel that samples a whole batch in one launch (`Ops.draw`), without a device sync.
 
 Thresholds of top_k and top_p are found by bisection over the bits of the values, so nothing is sorted: a value survives
 top_k where fewer than k are larger, and top_p where the larger ones together have less than p of the mass. Most values

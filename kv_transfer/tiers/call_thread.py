@@ -1,4 +1,4 @@
-"""A thread that makes one call after another, and does not hold up the end of the process where one hangs."""
+"""Thread that runs blocking calls in order; a hanging call does not delay the end of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV blocks on disk: what was computed here stays findable after it left the pool, and after a restart."""
+"""Disk tier: KV blocks stay available after eviction from the pool and after a restart."""
 
 from __future__ import annotations
 

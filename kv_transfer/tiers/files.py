@@ -1,4 +1,4 @@
-"""One file of a disk tier: KV blocks that follow each other in a chain, behind a header that proves them (`header.py`).
+"""File format of the disk tier: consecutive blocks of a chain behind a header that proves them.
 
 A file has its name only once it is whole. It is not flushed to the device: what a crash of the machine tears shows in
 its length or its checksums, and is computed again.

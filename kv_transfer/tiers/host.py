@@ -1,4 +1,4 @@
-"""KV blocks of a pool on a device in the memory of the host: what left the pool is a copy away."""
+"""Host memory tier for a pool on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slower memory of one node: what was computed here stays findable after it left the pool."""
+"""Local tier of one node, common to host memory and disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV blocks in a store that all nodes share: what one of them computed, any of them reads, also those that start later.
+"""Remote tier: an object store that all nodes share, also those that start later.
 
 An object has GROUP blocks of a chain, the first of which has a multiple of GROUP before it, behind a header that proves
 them (`header.py`), and the name of the last one's hash. So who has a prompt knows the names of all that may be there,

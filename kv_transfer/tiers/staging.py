@@ -1,4 +1,4 @@
-"""Blocks of a pool on a device, on their way to a slower memory and back: through the host's, so many at once."""
+"""Staging buffers in host memory for blocks on their way between a device and a tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The groups of a tier within their bound. What was used longest ago leaves first.
+"""Bounded store of a tier's groups with LRU eviction.
 
 No lock is held while what they lie in is asked for anything: a file system may hang, and others ask what is here.
 """

@@ -1,4 +1,4 @@
-"""The bound of a store that many nodes write to: now and then one of them deletes what was written longest ago."""
+"""Eviction from the shared object store: one node at a time deletes the oldest objects."""
 
 from __future__ import annotations
 

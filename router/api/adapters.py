@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shapes: the nodes of a model are told."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's way past its tenant's limits and through the queue, and what it leaves in the accounts."""
+"""Admission of one request: tenant limits, queueing, and usage accounting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's HTTP application: routes, what they are documented as, and nothing else."""
+"""HTTP application of the router: routes and their documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generation by beam search: all beams of all prompts, a step at a time.
+"""Beam-search generation for all prompts of a request.
 
 A step is a request of one token for each live beam, which forks from the beam it extends: it shares that one's blocks,
 copies what both have of the last, and computes one token. So a search of w beams and t tokens costs one prompt and some

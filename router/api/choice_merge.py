@@ -1,4 +1,4 @@
-"""The pieces of several choices in one row, in the order in which they come."""
+"""Merge of several choices' streams into one, in arrival order."""
 
 from __future__ import annotations
 

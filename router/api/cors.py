@@ -1,4 +1,4 @@
-"""Pages of other origins: what a browser lets them do with this server (CORS)."""
+"""CORS policy of the server."""
 
 from __future__ import annotations
 

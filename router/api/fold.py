@@ -1,4 +1,4 @@
-"""The fold over the pieces of a generation, the same for every shape of the API, and what an endpoint is."""
+"""Interface of an endpoint, and the accumulation of a generation's pieces into its answer."""
 
 from __future__ import annotations
 

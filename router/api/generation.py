@@ -1,4 +1,4 @@
-"""All sequences of one HTTP request: starts their journeys, counts what they produce, cancels the rest.
+"""Generation of one HTTP request: starts the dispatch of all its sequences, counts usage, cancels the rest.
 
 What a journey yields becomes a Piece in `SequenceStream`: the transcript makes text of it. Where calls of tools or
 reasoning may be in the text, a stage of parsers stands behind the transcript, before the shape that shows the piece.

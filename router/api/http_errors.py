@@ -1,4 +1,4 @@
-"""Every error of the HTTP side as an OpenAI error object, those of the framework included."""
+"""Translation of every HTTP error into an OpenAI error object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generating request's response on the wire: its head, its body or its events, its error."""
+"""Response of a generation on the wire: headers, body or SSE events, and errors."""
 
 from __future__ import annotations
 

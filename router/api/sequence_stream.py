@@ -1,4 +1,4 @@
-"""One sequence under way: what its journey yields, made text piece by piece."""
+"""Text stream of one sequence, from its token stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events of the streaming API."""
+"""Server-sent events."""
 
 from __future__ import annotations
 

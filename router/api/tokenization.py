@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes: load tools count tokens with them."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files that clients keep here, and batches: many requests in a file, answered when there is room."""
+"""Batches and files of clients on disk, and their execution."""

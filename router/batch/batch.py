@@ -1,4 +1,4 @@
-"""A batch as it is kept on disk: what the API tells of it, the answers so far, and who runs it."""
+"""Persistent state of one batch: its description, answers and owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All batches of this router: begun, followed, resumed after a restart."""
+"""All batches of this router: created, tracked, and resumed after a restart."""
 
 from __future__ import annotations
 

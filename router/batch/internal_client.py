@@ -1,4 +1,4 @@
-"""A request to the application from within this process: no socket, no client that could leave."""
+"""In-process requests to the application, without a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a batch's input, and those of its outputs."""
+"""Input and output rows of a batch."""
 
 from __future__ import annotations
 

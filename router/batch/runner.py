@@ -1,4 +1,4 @@
-"""Runs batches: a few rows at a time, through the same application that clients talk to, behind everyone who waits."""
+"""Batch runner: executes a few rows at a time with the lowest priority."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The page at `/dashboard`, and the state of the cluster as one router sees it, which `kvferry top` shows too."""
+"""Dashboard and the cluster state behind it, which `kvferry top` shows, too."""

@@ -1,4 +1,4 @@
-"""The picture of what goes from node to node: prefill left, decode right, an arrow for each kind between two."""
+"""Transfer diagram between prefill and decode nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's counters as they were: read now and then, so that nothing is done when they count."""
+"""Sampled history of the router's counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of several router processes behind one port as one, as if they were one router."""
+"""Merge of the dashboard states of several router processes on one port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard as HTML: a page, and the view in it that is made anew for each look. All text is escaped."""
+"""HTML rendering of the dashboard, with all text escaped."""
 
 from __future__ import annotations
 

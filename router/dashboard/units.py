@@ -1,4 +1,4 @@
-"""Numbers as people read them, on the page and in a terminal."""
+"""Human-readable numbers and units."""
 
 from __future__ import annotations
 

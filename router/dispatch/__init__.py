@@ -1,1 +1,1 @@
-"""A request from its placement to its last token, whatever fails on the way."""
+"""Dispatch of a request from placement to its last token, with retries, hedging and migration."""

@@ -1,4 +1,4 @@
-"""One try at a request on a chosen placement: its bookings, its place on the token stream, its call to a node."""
+"""One attempt at a request on chosen nodes: reservations, node call and token subscription."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to nodes that nobody waits for."""
+"""Fire-and-forget calls to nodes, such as cancellations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search over the log-probabilities of next tokens: a pure search, which knows no node and no text.
+"""Beam search algorithm over next-token log-probabilities, without nodes and text.
 
 Each step extends every live beam by its `2 * width` likeliest tokens; beams that end are set aside, the `width` best of
 the others live on. A beam's score is its cumulative log-probability over its length to the power of the length penalty;

@@ -1,4 +1,4 @@
-"""All nodes as the router sees them, of all models."""
+"""All models' nodes as the router sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journey of one request: placed, tried, and tried elsewhere until its last token is out.
+"""Dispatch of one request: places it, starts attempts, and retries elsewhere until its last token.
 
 Whatever fails on the way, the outputs are one sequence: a new attempt gets the prompt plus the tokens already handed
 out and goes on from there, and tokens of older attempts are ignored.

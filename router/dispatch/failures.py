@@ -1,4 +1,4 @@
-"""Failed attempts, and who is to blame."""
+"""Failures of attempts and the nodes at fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attempts of one request that are under way: one as a rule, two while the first is late."""
+"""Hedged attempts of a request: a second one starts while the first is late."""
 
 from __future__ import annotations
 

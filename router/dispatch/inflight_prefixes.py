@@ -1,4 +1,4 @@
-"""Prefixes that nodes will hold: of prompts that were sent there and are not computed yet.
+"""Prefixes in flight: prompts sent to nodes that have not computed them yet.
 
 The index tells only what is computed. Of requests that share a prefix and come faster than that, each would look for
 the shortest queue and compute it anew; an engine looks into its cache when a prompt's turn comes, and whoever follows

@@ -1,4 +1,4 @@
-"""The seam inside the router: the API above it speaks text, the cluster below it speaks tokens."""
+"""Interface between the API, which handles text, and the cluster, which handles tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attempt that takes over from one whose node drains: nothing is computed again, the blocks come from that node."""
+"""Attempt on the node that takes over a stream with its blocks from a draining node."""
 
 from __future__ import annotations
 

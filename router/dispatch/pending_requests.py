@@ -1,4 +1,4 @@
-"""Requests that no node can take, while the router holds them."""
+"""Requests that wait because no node can take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output tokens of one request in order, each once, out of deltas that come from several nodes in any order."""
+"""Ordering of output tokens: each once and in order, from deltas of several nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that pass by a journey's mail: to wake a task for each would cost more than all else that is done for it."""
+"""Direct path of tokens to the client's stream, without waking a task for each token."""
 
 from __future__ import annotations
 

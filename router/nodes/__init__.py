@@ -1,1 +1,1 @@
-"""The router's view of the nodes, and its connections to them."""
+"""The router's view of nodes, and its connections to them."""

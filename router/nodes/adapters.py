@@ -1,4 +1,4 @@
-"""The adapters that a model's nodes hold, and how they come to hold others."""
+"""LoRA adapters on a model's nodes, and loading of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP to the nodes: the one place of the router that opens connections to them, and where their errors become ours.
+"""HTTP client for node calls: opens all connections and translates errors.
 
 Every token of every request passes here, so there is no task, no queue and no timeout per chunk between the socket and
 who is told. A call that is cancelled closes its connection, whatever point it had reached.

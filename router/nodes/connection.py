@@ -1,4 +1,4 @@
-"""A connection to a node, and the reading of what it answers."""
+"""HTTP connection to a node and the parsing of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that speak another wire version than this router: the log names each once, and nothing is placed on them."""
+"""Nodes with another wire version: logged once and never used."""
 
 from __future__ import annotations
 

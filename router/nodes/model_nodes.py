@@ -1,4 +1,4 @@
-"""The nodes of one model, as the node table knows them."""
+"""Nodes of one model in the node table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One live node as this router knows it: its lease, what the router booked there, who listens to its token stream."""
+"""One live node: its lease, this router's reservations, and the listeners to its token stream."""
 
 from __future__ import annotations
 

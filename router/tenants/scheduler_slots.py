@@ -1,4 +1,4 @@
-"""Turns: a request waits here, where order can be chosen, until the nodes have room for it.
+"""Scheduler slots: requests wait here, in fair order, until nodes have capacity.
 
 What nodes take at once is a window: sequences as many as decode nodes run, prompt tokens as many as those that prefill
 compute in a moment. While there is room and nobody waits, a turn is there at once and nothing is scheduled.

@@ -1,4 +1,4 @@
-"""A tenant: a name for whoever presents one of its keys, and what it may take of a router."""
+"""Tenant: a name with its API keys and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All tenants of a router: whose a request is, what its limits say, and whose cache it may use."""
+"""All tenants: identifies a request's tenant, its limits and its cache namespace."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, chat templates, stop strings."""
+"""Text processing: tokenizers, chat templates, stop strings and output parsers."""

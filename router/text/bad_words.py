@@ -1,4 +1,4 @@
-"""Words that must not appear in the output, as the token sequences that spell them."""
+"""bad_words as token sequences."""
 
 from __future__ import annotations
 

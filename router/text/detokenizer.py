@@ -1,4 +1,4 @@
-"""Output tokens to text, one at a time, never emitting half a character."""
+"""Incremental detokenizer that never emits half a character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to token ids beside an event loop that has streams to feed.
+"""Tokenization that does not block the event loop.
 
 The library's `encode` keeps the interpreter to itself for as long as it takes, its batch calls do not. A text that
 cannot fit is refused by its length, or, where its tokens may be long, as soon as its first slices exceed the context.

@@ -1,4 +1,4 @@
-"""A model's vocabulary as the grammar library wants it."""
+"""Vocabulary of a model for the grammar library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's text side out of its files: tokenizer, chat templates, special tokens, facts."""
+"""Loader of a model's text side: tokenizer, chat templates, special tokens and facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings, found across any cutting of the text, and never shown in part."""
+"""Stop-string matcher across token boundaries; a match is never partly emitted."""
 
 from __future__ import annotations
 

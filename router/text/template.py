@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja dialect that models ship their prompts in, sandboxed, as transformers defines it."""
+"""Chat templates: transformers' Jinja dialect in a sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as text: messages to a prompt, texts to token ids, and what its configuration says. Made once, by `load`."""
+"""Text side of a model: renders prompts, tokenizes texts, and knows its configuration."""
 
 from __future__ import annotations
 

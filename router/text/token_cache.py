@@ -1,4 +1,4 @@
-"""Token ids of texts that begin as earlier ones did: only what is new is encoded.
+"""Cache of token ids by text prefix: only new text is encoded.
 
 A long text is cut where its tokens cannot depend on the other side, its parts are remembered. Cuts are found from the
 text's beginning on, so texts that begin alike have parts in common. A part may be cut from the next one between a

@@ -1,4 +1,4 @@
-"""Threads for what would hold the event loop. Short pieces have their own; the smallest that waits goes first."""
+"""Thread pool for tokenization; short texts go first."""
 
 from __future__ import annotations
 

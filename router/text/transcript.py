@@ -1,4 +1,4 @@
-"""One sequence's output tokens turned into text: detokenised, cut at stop strings, with its log-probabilities."""
+"""Text of one sequence from its tokens: detokenised, cut at stop strings, with log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Router processes behind one port (`--workers`): what one of them asks of the others, and answers them."""
+"""Communication between router processes behind one port (`--workers`)."""

@@ -1,4 +1,4 @@
-"""The metrics of several processes as one text in Prometheus' format: each sample labelled by its process.
+"""Merged Prometheus exposition of several processes, with a label for each.
 
 They are labelled and not summed, as those of several routers are: a sum would fall when a process is replaced or does
 not answer in time, and Prometheus would take that for a counter that began again.

@@ -1,4 +1,4 @@
-"""The router processes behind one port, as one of them sees the others: each answers on a unix socket of its own.
+"""Peers of a router process, each on a Unix socket of its own.
 
 A question is a line of JSON, its name and its words; the answer is what follows until the end of the connection.
 """

@@ -1,1 +1,1 @@
-"""Clients' files and the batches over them, as routes."""
+"""Routes of the Files and Batch APIs."""

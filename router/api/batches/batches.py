@@ -1,4 +1,4 @@
-"""/v1/batches: many requests in a file, answered within a day when there is room."""
+"""/v1/batches: asynchronous batches of requests in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and write."""
+"""/v1/files: input and output files of batches."""
 
 from __future__ import annotations
 

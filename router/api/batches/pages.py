@@ -1,4 +1,4 @@
-"""Lists of what is kept, in OpenAI's pages."""
+"""Pagination of lists in OpenAI's format."""
 
 from __future__ import annotations
 

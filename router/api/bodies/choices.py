@@ -1,4 +1,4 @@
-"""The fields that say how many sequences are made of a prompt, how they are found, and which of them are shown."""
+"""Body fields for the number and search of output sequences: n, best_of, beam search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of the fields of request bodies, and groups of fields that bodies share."""
+"""Shared field types and field groups of request bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bodies of generating requests: the fields of the OpenAI API and vLLM's extensions. Unknown fields are ignored.
+"""Bodies of completion and chat requests: OpenAI's fields and vLLM's extensions.
+
+Unknown fields are ignored.
 
 What differs between the shapes of the API is asked of the body: its prompts, its bounds, its defaults.
 """

@@ -1,4 +1,4 @@
-"""Long bodies share a part of the event loop's time: reading one holds the loop, and others' requests wait for it."""
+"""Pacing of large-body parsing, so that it does not block the event loop for other requests."""
 
 from __future__ import annotations
 

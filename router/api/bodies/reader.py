@@ -1,4 +1,4 @@
-"""Bodies of requests, read within the memory that a router has for them, and parsed."""
+"""Reading and parsing of request bodies within a memory bound."""
 
 from __future__ import annotations
 

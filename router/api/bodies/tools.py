@@ -1,4 +1,4 @@
-"""Tools in a chat's body: what may be called, what must be, and what that asks of output and prompt."""
+"""Body fields for tools and tool_choice, and their effect on prompt and output."""
 
 from __future__ import annotations
 

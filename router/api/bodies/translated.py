@@ -1,4 +1,4 @@
-"""Requests of other APIs as the chat that they ask for, with errors in those APIs' words."""
+"""Base for requests of other APIs that are translated into a chat, with errors in those APIs' terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat that a request of the Messages API amounts to."""
+"""Translation of a Messages API request into a chat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as the Messages API tells them."""
+"""Errors in the Messages API's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of the Messages API beside its endpoint: POST /v1/messages/count_tokens."""
+"""POST /v1/messages/count_tokens."""
 
 from __future__ import annotations
 

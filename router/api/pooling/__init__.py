@@ -1,1 +1,1 @@
-"""Endpoints that read prompts and generate nothing: embeddings, scores, ranks, labels."""
+"""Pooling endpoints: embeddings, scores, reranking and classification."""

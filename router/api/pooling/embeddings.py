@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: a vector for each input, each by a job of its own."""
+"""POST /v1/embeddings."""
 
 from __future__ import annotations
 

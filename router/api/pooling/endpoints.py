@@ -1,4 +1,4 @@
-"""The endpoints that read prompts and generate nothing, and how their requests come in."""
+"""Routes of the pooling endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that reads prompts and generates nothing: what each prompt's journey brings, in order."""
+"""Pooling results of several prompts, collected in order."""
 
 from __future__ import annotations
 

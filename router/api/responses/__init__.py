@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: what it takes, how it answers, and the responses that are kept."""
+"""OpenAI's Responses API with stored responses."""

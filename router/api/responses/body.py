@@ -1,4 +1,4 @@
-"""POST /v1/responses: what it takes. Fields unknown here are ignored."""
+"""Body of POST /v1/responses; unknown fields are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input and output items of the Responses API: in one form each, and as the messages of a chat."""
+"""Input and output items of the Responses API, normalised and as chat messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of kept responses. Generating has its own endpoint: POST /v1/responses."""
+"""Routes that fetch, cancel and delete stored responses."""
 
 from __future__ import annotations
 

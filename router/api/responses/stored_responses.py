@@ -1,4 +1,4 @@
-"""The responses that clients come back to: continued, fetched, deleted. What is kept is a tenant's own."""
+"""Stored responses: continued, fetched and deleted by their tenant."""
 
 from __future__ import annotations
 

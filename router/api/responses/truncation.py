@@ -1,4 +1,4 @@
-"""`truncation: auto`: a conversation that is too long for the model loses its oldest turns."""
+"""`truncation: auto`: drops the oldest turns of a conversation that exceeds the context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in the three shapes of the API: chat, legacy completions, and vLLM's prompt_logprobs."""
+"""Log-probabilities in the formats of chat, legacy completions and vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 

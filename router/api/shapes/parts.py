@@ -1,4 +1,4 @@
-"""An answer as a row of parts: reasoning, text and calls of tools, each a run of pieces of its kind.
+"""Parts of an answer in order: reasoning, text and tool calls.
 
 Shapes whose events name the part that they belong to (responses, messages) are written in steps: a part opens, grows,
 ends, and only then the next one opens.

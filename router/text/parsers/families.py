@@ -1,4 +1,4 @@
-"""The families by name, and which of them a chat template writes."""
+"""Registry of tool-call formats, and detection of a model's format from its chat template."""
 
 from __future__ import annotations
 

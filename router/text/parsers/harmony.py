@@ -1,4 +1,4 @@
-"""gpt-oss: an output is a row of messages on channels, OpenAI's harmony format.
+"""Parser for gpt-oss outputs in OpenAI's harmony format.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
     <|constrain|>json<|message|>{...}<|call|>

@@ -1,4 +1,4 @@
-"""Calls written as JSON, read as they come: the end of a value, and an object with a name and arguments."""
+"""Incremental parser of JSON calls: an object with a name and arguments."""
 
 from __future__ import annotations
 

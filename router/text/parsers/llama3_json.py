@@ -1,4 +1,4 @@
-"""Llama 3: `{"name": ..., "parameters": {...}}` as the whole answer, or behind `<|python_tag|>`; more behind `;`."""
+"""Parser for Llama 3 calls: `{"name": ..., "parameters": {...}}`, plain or behind `<|python_tag|>`; several by `;`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, and newer `[TOOL_CALLS]name[ARGS]{...}`."""
+"""Parser for Mistral calls: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, `[TOOL_CALLS]name[ARGS]{...}`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pythonic calls: `[get(a=1), put(b='x')]` as the whole answer, or between `<|python_start|>` and `<|python_end|>`.
+"""Parser for pythonic calls: `[get(a=1), put(b='x')]`, plain or in `<|python_start|>` and `<|python_end|>`.
 
 A call is shown once its closing bracket is there: only then are its arguments known as JSON.
 """

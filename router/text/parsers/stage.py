@@ -1,4 +1,4 @@
-"""The stage behind the transcript: pieces of text become text, reasoning and calls."""
+"""Parsing stage behind the transcript: text pieces become text, reasoning and tool calls."""
 
 from __future__ import annotations
 
