@@ -27,12 +27,13 @@ from kvferry.cli.progress import Progress, log_through, progress_on
 from kvferry.cli.ready_message import overview, ready_line, stop_line
 from kvferry.cli.resource_plan import WorkerPlan, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
 from kvferry.cli.supervisor import Supervisor
+from kvferry.engine.shared_cores import core_lock
 from kvferry.model_files.model_name import ModelName, require_distinct, split_names
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import cache_format
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
-from kvferry.runtime import core_lock, shared_file
+from kvferry.runtime import shared_file
 from kvferry.runtime.address import dialable, host_port
 from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.limits import available_cores

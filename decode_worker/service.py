@@ -2,7 +2,7 @@
 
 It prefills locally what a router asks it to, with what other nodes hold of it; copies what streams have to their
 buddies, and hands them over while it drains. Engine, receiver and sender talk to each other directly (`grants`,
-`buddies`, `departures`, `worker.fetch_client`); everything here belongs to the asyncio loop.
+`replication`, `migration_sender`, `worker.fetch_client`); everything here belongs to the asyncio loop.
 """
 
 from __future__ import annotations

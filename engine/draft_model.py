@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.prefix_registration import make_findable
 from kvferry.engine.request import Key, Request
 from kvferry.engine.request_table import RequestTable
 from kvferry.engine.runner import Found, Runner
 from kvferry.engine.sampler import Sampled
+from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.step_cost import StepCost
 from kvferry.engine.step_slices import Slice, chunks_of
 from kvferry.kernels.decoder_spec import always

@@ -22,13 +22,13 @@ from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.events import Event, Failed, ReservationFailed
 from kvferry.engine.grammars import Grammars
 from kvferry.engine.migration import OutboundMigrations, widen
-from kvferry.engine.newcomer_priority import NewcomerPriority
 from kvferry.engine.replication import Replicas
 from kvferry.engine.request import Key, Request, key_of
 from kvferry.engine.request_states import Awaits
 from kvferry.engine.request_table import RequestTable
 from kvferry.engine.runner import StepRunner
 from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.shared_cores.newcomer_priority import NewcomerPriority
 from kvferry.engine.speculation import Speculation
 from kvferry.engine.step import Stepper
 from kvferry.engine.transfer_holds import TransferHolds

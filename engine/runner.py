@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 
 from kvferry.engine.batch_planner import BatchPlanner, Part, lay_out
-from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.draft_acceptance import Accepted, accept
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.inflight_step import InflightStep, Launch
 from kvferry.engine.models.base import Computing, ForwardAbandoned, Model, SuspendedPass, Wanted
 from kvferry.engine.pooling import Pooler, Read, take
 from kvferry.engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
+from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import always

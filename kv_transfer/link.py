@@ -1,8 +1,8 @@
 """Link interface: moves control messages and KV blocks between processes.
 
-Implementations: `ucx` (the real one), `loopback` (two ends in one process, deterministic), `faulty` (wraps a link and
-loses, delays or breaks on demand). One thread owns a link; everything except `submit`, `start` and `stop` is called on
-that thread, and so is every callback.
+Implementations: `ucx` (the real one), `loopback` (two ends in one process, deterministic), `fault_injection` (wraps a
+link and loses, delays or breaks on demand). One thread owns a link; everything except `submit`, `start` and `stop` is
+called on that thread, and so is every callback.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The kernel tells at once when a peer's process ends, but nobody tells of a frozen one or a cut cable, so both ends send
 ALIVE frames; silence beyond `silence_limit` loses the peer. After a loss some requests of UCX never complete by
 themselves, so the link fails the operations; only `disconnect` makes memory quiet, by forcing the endpoint closed.
-Closing keeps memory safe because on tcp and shared memory the receiving process does the writing itself (ucx_left).
+Closing keeps memory safe because on tcp and shared memory the receiving process does the writing itself
+(ucx_abandoned_connections).
 """
 
 from __future__ import annotations

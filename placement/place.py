@@ -44,7 +44,7 @@ Half = TypeVar("Half", bound=tuple[Any, ...])
 def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
     """The cheapest placement; of equal nodes (see NOISE) the one that was not chosen for longest.
 
-    O(n) for n nodes, where few decode nodes hold any of the prompt; see `pairs` and `plain`. Raises NoNodes
+    O(n) for n nodes, where few decode nodes hold any of the prompt; see `pairs` and `uncached_nodes`. Raises NoNodes
     without a node that may be used, ContextLengthExceeded when the request fits into no pool, Overloaded when every
     decode node that could hold it is beyond its capacity; the first and the last with retry_after.
     """

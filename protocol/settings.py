@@ -217,7 +217,7 @@ class WorkerSettings(CommonSettings):
     respawned: bool = setting(False, "whether another process follows when this one has ended", hidden=True)
     pools_apart: bool = setting(False, "have ranks on a CPU keep pools of their own, as on GPUs", hidden=True)
     cores_fd: int = setting(
-        -1, "descriptor of what processes on the same cores share (runtime/core_lock.py)", hidden=True
+        -1, "descriptor of what processes on the same cores share (engine/shared_cores)", hidden=True
     )
     weights_fd: int = setting(-1, "descriptor of the weights' one copy (runtime/shared_file.py)", hidden=True)
     verify_checksums: float = setting(

@@ -7,11 +7,11 @@ import logging
 import torch
 
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.models.base import Model
 from kvferry.engine.runner import Runner
+from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.protocol.layout import KVLayout
 from kvferry.worker.pool_memory import make_pool
 

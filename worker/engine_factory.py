@@ -12,7 +12,6 @@ import torch
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.canary import Canary
-from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.models.base import ModelInfo
@@ -20,6 +19,8 @@ from kvferry.engine.models.dense_modules import load_dense
 from kvferry.engine.output_tolerance import tolerance
 from kvferry.engine.pooling import Pooler
 from kvferry.engine.runner import Runner
+from kvferry.engine.shared_cores.core_lock import CoreLock
+from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.kernels.cpu import CpuOps
 from kvferry.kernels.ops import select
 from kvferry.model_files.draft_model import resolve_draft
@@ -27,7 +28,6 @@ from kvferry.model_files.pooling_config import read_task
 from kvferry.model_files.unsupported_models import resolve_runnable
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.runtime.core_lock import CoreLock
 from kvferry.worker.adapters import read_first
 from kvferry.worker.draft_factory import draft_layout, make_draft
 from kvferry.worker.encoder_factory import assemble_encoder

@@ -1,7 +1,7 @@
 """Ranks of a node: this process is rank 0 and supervises the others.
 
 On a CPU they share the pool of KV blocks. Each writes its heads' bytes of a block, so this process, which has the link,
-finds blocks that are whole and lie as those of any other node do. On GPUs each has its own: see `apart_ranks`.
+finds blocks that are whole and lie as those of any other node do. On GPUs each has its own: see `device_ranks`.
 """
 
 from __future__ import annotations

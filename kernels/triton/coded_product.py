@@ -4,7 +4,7 @@
 Codes are multiplied as they are, for all of them are exact in 16 bits, and a group's sums by its scale: what comes out
 is the product with the weights in float32, but for the order of its sums. That order is one of tiles along the inputs,
 and the same for every batch of up to `ORDERED` rows, so that a row has the same bits in each of them. Products of more
-rows are those of `unpacking`.
+rows are those of `dequantised_product`.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Remote tier: an object store that all nodes share, also those that start later.
 
 An object has GROUP blocks of a chain, the first of which has a multiple of GROUP before it, behind a header that proves
-them (`header.py`), and the name of the last one's hash. So who has a prompt knows the names of all that may be there,
-and no index is asked. What is there was written whole.
+them (`block_header.py`), and the name of the last one's hash. So who has a prompt knows the names of all that may be
+there, and no index is asked. What is there was written whole.
 """
 
 from __future__ import annotations

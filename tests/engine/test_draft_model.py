@@ -17,7 +17,6 @@ from kvferry.engine import draft_model, drafter
 from kvferry.engine.batch_planner import BatchPlanner, build_plan
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
-from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated
@@ -26,6 +25,7 @@ from kvferry.engine.ledger import Ledger
 from kvferry.engine.models.base import ModelInfo, SuspendedPass, Wanted
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.runner import Runner
+from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import always

@@ -12,7 +12,6 @@ from tiny_models import BLOCK, OURS, VOCAB, save_tiny, tokens_for
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
-from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated, Stepped
@@ -21,6 +20,7 @@ from kvferry.engine.models.base import Model
 from kvferry.engine.models.loader import load_model
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.runner import Runner
+from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps

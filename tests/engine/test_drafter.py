@@ -13,11 +13,11 @@ from test_speculation import figures, prompt
 from toy import VOCAB, ToyModel, make_job
 
 from kvferry.engine import draft_model, drafter, step
-from kvferry.engine.core_sharing import CoreTurns
 from kvferry.engine.drafter import worth
 from kvferry.engine.engine import Engine
 from kvferry.engine.models.base import SuspendedPass, Wanted
 from kvferry.engine.ngram_drafts import NgramDrafts
+from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import always
 

@@ -13,7 +13,7 @@ from toy import expected, make_engine, make_job, tokens_of
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Event, Generated, Reserved
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.newcomer_priority import BRIEF_S, EARNED, LONGEST_S, NewcomerPriority
+from kvferry.engine.shared_cores.newcomer_priority import BRIEF_S, EARNED, LONGEST_S, NewcomerPriority
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
 

@@ -25,7 +25,7 @@ _DEFAULTS = MappingProxyType({
 
 
 class ResponsesChat(TranslatedChat):
-    """The chat that a request of the Responses API amounts to; `asked` is an Asked."""
+    """The chat that a request of the Responses API amounts to; `asked` is a ResponsesRequest."""
 
     prompt_field, bound_field = "input", "max_output_tokens"
     names: ClassVar[Mapping[str, str]] = MappingProxyType({

@@ -16,7 +16,7 @@ LEAST_S = 0.005
 
 
 class SharedCores(Protocol):
-    """What is asked of the cores: see `runtime.core_lock`."""
+    """What is asked of the cores: see `engine.shared_cores.core_lock`."""
 
     def take(self, within_s: float) -> bool: ...
     def leave(self) -> None: ...

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from toy import expected, make_engine, make_job, tokens_of
 
-from kvferry.engine.core_sharing import LEAST_S, PATIENCE_S, CoreTurns
 from kvferry.engine.models.base import Wanted
 from kvferry.engine.runner import SHORT
+from kvferry.engine.shared_cores.core_turns import LEAST_S, PATIENCE_S, CoreTurns
 from kvferry.kernels.decoder_spec import always
 
 TURN_S = 0.05

@@ -15,14 +15,14 @@ from typing import IO
 import pytest
 from waiting import wait_for
 
-from kvferry.runtime import core_lock
-from kvferry.runtime.core_lock import CoreLock
+from kvferry.engine.shared_cores import core_lock
+from kvferry.engine.shared_cores.core_lock import CoreLock
 
 LONG_S = 30.0
 
 OTHER = """
 import sys, time
-from kvferry.runtime.core_lock import CoreLock
+from kvferry.engine.shared_cores.core_lock import CoreLock
 cores = CoreLock(int(sys.argv[1]))
 for line in sys.stdin:
     word, *seconds = line.split()
