@@ -171,7 +171,7 @@ class Child:
 
 
 async def _end_of(process: Popen[bytes]) -> int:
-    """The exit status, as soon as the process itself ended: whoever inherited its pipes may still hold them."""
+    """The exit status, as soon as the process itself ended: anyone who inherited its pipes may still hold them."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     descriptor = os.pidfd_open(process.pid)
     loop.add_reader(descriptor, ended.set)

@@ -5,8 +5,8 @@ Where a block's row stands is a function of its chain (`protocol.index_rows`).
 A hint, never an authority: a row may be missing, and for a moment may outlive its block; the node itself checks. Rows
 of an epoch that is not the node's live one count as absent, so a crash or restart voids a node's rows at once.
 A node has rows under its id, for blocks of its pool, and under `on_tier` of it, for those that it must read first. They
-live by the same lease, and none tells of the others. What a store has that nodes share stands under ON_STORE, whoever
-wrote the row: one of the last block of each group. It lives for its time, and nobody's lease ends it.
+live by the same lease, and none tells of the others. What a store has that nodes share stands under ON_STORE, anyone
+who wrote the row: one of the last block of each group. It lives for its time, and nobody's lease ends it.
 Implementations: `redis_store.RedisStore` and `memory_store.MemoryStore`. Their calls raise RegistryUnavailable and
 nothing else; every call may be repeated.
 """

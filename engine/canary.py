@@ -3,7 +3,7 @@
 Checksums tell whether blocks arrived as they were sent. That they were right when they were sent nobody sees: a node
 that computes wrongly (other weights than its fingerprint says, another rope, memory that went bad) makes text that only
 reads oddly. So of some ships the node computes the whole prompt anew, in blocks of its own, and compares: block by
-block; then the next token's logits, behind its own blocks and behind the same with the ship's among them. Whoever
+block; then the next token's logits, behind its own blocks and behind the same with the ship's among them. Anyone who
 computed what stands before these, only they make a difference. Of a greedy request the first token is looked at, too.
 
 A ship is looked at until one of its sender agrees, and after one that does not: who is set up wrongly is found by the

@@ -78,8 +78,8 @@ class EngineLoop:
             self._wake.notify()
 
     def leaked_s(self) -> float:
-        """Seconds for which the oldest hold has outlived what it was for, as of the last time that this was asked. From
-        any thread."""
+        """Seconds for which the oldest hold has lasted longer than what it was for, as of the last time that this was
+        asked. From any thread."""
         self.submit(lambda engine: self._leaked.look())
         return self._leaked.seconds
 

@@ -34,8 +34,8 @@ class PartialBlock(NamedTuple):
 
 
 class PartialBlocks:
-    """A block is known from when the K/V of its tokens is in it until it is taken for another chain: whoever holds it
-    writes only behind them, and freed it stays as it is and is taken after all blocks that are no tails. At most one
+    """A block is known from when the K/V of its tokens is in it until it is taken for another chain: anyone who holds
+    it writes only behind them, and freed it stays as it is and is taken after all blocks that are no tails. At most one
     entry a block. enabled: prefixes are reused at all. Owned by the engine thread."""
 
     def __init__(self, *, enabled: bool = True) -> None:

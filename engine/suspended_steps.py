@@ -61,7 +61,7 @@ class Batch:
 
 
 def _waits(part: Slice, blocks: list[int]) -> bool:
-    """Whoever lost its blocks has another list of them, or none."""
+    """Anyone who lost its blocks has another list of them, or none."""
     request = part.request
     return request.state is State.RUNNING and request.computed_len == part.start and request.block_ids is blocks
 

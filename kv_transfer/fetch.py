@@ -2,7 +2,7 @@
 
 The blocks themselves travel as a ship: the holder asks for a grant on the connection on which it was asked.
 
-A fetch has a deadline of its own and is asked once: whoever asks can do without.
+A fetch has a deadline of its own and is asked once: anyone who asks can do without.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.protocol.messages import DecodeTarget
 
 
 class FetchEvents(Protocol):
-    """Whoever asks. On the link thread."""
+    """Anyone who asks. On the link thread."""
 
     def unsupplied(self, fetch: int, error: KvferryError) -> None:
         """Nothing comes, or nothing more: not told of one that was given up, or whose grant ended."""

@@ -7,7 +7,8 @@ import logging
 log = logging.getLogger(__name__)
 MOST_LEFT = 32
 WRITTEN_HERE = frozenset({"tcp", "posix", "sysv", "self"})
-"""Transports over which whoever receives writes into its memory itself, and only while it calls UCX for the worker."""
+"""Transports over which anyone who receives writes into its memory itself, and only while it calls UCX for the
+worker."""
 
 
 class MemoryNotQuiet(Exception):

@@ -40,12 +40,12 @@ def pair_s(demand: Demand, first: First, ready: Ready) -> float:
 def cheapest_pair(demand: Demand, firsts: Sequence[First], readies: Sequence[Ready]) -> tuple[float, First, Ready]:
     """Its cost (inf: all are broken) and halves, as if every pair had been tried in turn order.
 
-    A decode node matters by its wait and the blocks it lacks. Whoever is beaten or equalled in both is left out: more
-    blocks never cost less. Without any of the prompt's blocks on decode one node is left, otherwise no more than there
-    are different lengths held. Each of these f is paired with prefill nodes from the soonest first token on, until the
-    two halves alone cost more than the best pair. Prefill nodes that are alike count once, as do those that lose by
-    their first token alone. O(p + d + f * q) for p prefill and d decode nodes, q of the former near the soonest. A
-    node that is part of a broken pair beats nobody: f or q grow by as many.
+    A decode node matters by its wait and the blocks it lacks. Anyone who is beaten or equalled in both is left out:
+    more blocks never cost less. Without any of the prompt's blocks on decode one node is left, otherwise no more than
+    there are different lengths held. Each of these f is paired with prefill nodes from the soonest first token on,
+    until the two halves alone cost more than the best pair. Prefill nodes that are alike count once, as do those that
+    lose by their first token alone. O(p + d + f * q) for p prefill and d decode nodes, q of the former near the
+    soonest. A node that is part of a broken pair beats nobody: f or q grow by as many.
     """
     named = {key for pair in demand.broken for key in pair}
     readies = _front(readies, named)

@@ -26,9 +26,9 @@ LONGEST_TOLD = 200
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Of one journey. Times are of the chronicle's clock. prefill, decode: node ids, as far as it is placed; cached: of
-    the prompt; rungs: attempts after the first; outcome: empty while it is under way, then done, cancelled (its
-    client left) or an error's code."""
+    """Of one dispatch. Times are of the request log's clock. prefill, decode: node ids, as far as it is placed;
+    cached: of the prompt; rungs: attempts after the first; outcome: empty while it is under way, then done, cancelled
+    (its client left) or an error's code."""
 
     request_id: str
     tenant: str
@@ -65,8 +65,8 @@ class RequestRecord:
 
 
 class LoggedEvent(NamedTuple):
-    """Something that happened: a rung of the ladder, under a request and with the nodes that are to blame, or a node
-    that came, drained or went."""
+    """Something that happened: a step of the retry policy, under a request and with the nodes that are to blame, or a
+    node that came, drained or went."""
 
     at: float
     kind: str
@@ -88,7 +88,7 @@ class Shipped(NamedTuple):
 
 
 class RequestLog:
-    """`running` are the journeys under way, the oldest first; `recent`, `notes` and `ships` end with the latest."""
+    """`running` are the dispatches under way, the oldest first; `recent`, `notes` and `ships` end with the latest."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -99,7 +99,7 @@ class RequestLog:
         self.ships: deque[Shipped] = deque(maxlen=SHIPS)
 
     def begin(self, spec: RequestSpec, model: str, tokens: Sequence[int]) -> RequestRecord:
-        """A journey begins; `end` must follow. tokens: those that it has put out, which grow."""
+        """A dispatch begins; `end` must follow. tokens: those that it has put out, which grow."""
         call, work = spec.call, type(spec.work).__name__.lower()
         record = RequestRecord(
             spec.request_id, call.tenant, model, work, len(spec.token_ids), call.arrival, self.clock(), _tokens=tokens

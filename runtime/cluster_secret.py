@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 HEADER = "x-kvferry-cluster"
 LEAST_CHARACTERS, MOST_SECRETS = 16, 16
 OPEN = frozenset(("/health", "/ready", "/metrics", "/version"))
-"""Paths that tell how a node does, for whoever watches it, and change nothing."""
+"""Paths that tell how a node does, for anyone who watches it, and change nothing."""
 
 
 @dataclass(frozen=True, slots=True)

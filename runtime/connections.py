@@ -1,6 +1,6 @@
 """uvicorn protocol with deadlines, size bounds and a connection cap per address.
 
-A server that waits for whoever connected can be stopped by a few hundred sockets that never finish a request. Here a
+A server that waits for anyone who connected can be stopped by a few hundred sockets that never finish a request. Here a
 header must be whole in time, a body must keep coming at a least pace, and an answer must be taken. Between two requests
 of a connection uvicorn's own keep-alive timeout holds; an answer under way is never cut while its reader reads.
 """
@@ -234,7 +234,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return not self._answering
 
     def _disconnect(self) -> None:
-        """Tell whoever answers that the client is gone. uvicorn tells the newest request of a connection only."""
+        """Tell anyone who answers that the client is gone. uvicorn tells the newest request of a connection only."""
         if self._active is not None and self._answering:
             self._active.disconnected = True
             self._active.message_event.set()

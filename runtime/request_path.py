@@ -13,9 +13,9 @@ class Root:
         self._root = f"/{inner}" if inner else ""
 
     def local(self, scope: Scope) -> tuple[str, Scope]:
-        """The path below the root, and the request's scope for whoever answers: its path has the root in front, whether
-        or not the proxy took it away, and no slash behind it, which is not worth a redirect that proxies may lead
-        astray. HEAD is GET there: the server leaves out the body."""
+        """The path below the root, and the request's scope for anyone who answers: its path has the root in front,
+        whether or not the proxy took it away, and no slash behind it, which is not worth a redirect that proxies may
+        lead astray. HEAD is GET there: the server leaves out the body."""
         path: str = scope["path"]
         local = path.removeprefix(self._root) if self._root and path.startswith(f"{self._root}/") else path
         if local.endswith("/"):

@@ -1,8 +1,8 @@
 """Shared memory that one process writes once and all processes of a machine read.
 
 It is a file without a name, so it needs no place on any file system, is open to those alone who were given it, and is
-gone with the last of them. Whoever writes it seals it when it is whole: from then on the kernel lets nobody write it,
-and what is not sealed is nothing. A writer that dies has left its turn, and the next one begins anew.
+gone with the last of them. Anyone who writes it seals it when it is whole: from then on the kernel lets nobody write
+it, and what is not sealed is nothing. A writer that dies has left its turn, and the next one begins anew.
 """
 
 from __future__ import annotations

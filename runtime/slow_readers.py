@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 KERNEL_BYTES = 128 * 1024
-"""Of one connection, that the kernel keeps without having sent them; without a bound it takes megabytes, and whoever
+"""Of one connection, that the kernel keeps without having sent them; without a bound it takes megabytes, and anyone who
 answers never hears that nobody reads. The transport adds 64 KiB, and one event."""
 
 

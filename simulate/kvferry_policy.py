@@ -27,7 +27,7 @@ LOOKUP_S = 60.0
 
 
 class KvferryPolicy:
-    """What a journey does for a request's bookings (router/dispatch/attempt.py) is done here at the same moments.
+    """What a dispatch does for a request's bookings (router/dispatch/attempt.py) is done here at the same moments.
     local_tokens: see RouterSettings.local_prefill_tokens."""
 
     def __init__(self, local_tokens: int = 0) -> None:

@@ -19,7 +19,8 @@ from kvferry.structured_output.vocabulary import Vocabulary
 
 THREADS, SLOW = 1, 6
 SHARE = 0.1
-"""Of a core, for trials that give way to nobody: whoever sends grammars without end pays for the rest with patience."""
+"""Of a core, for trials that give way to nobody: anyone who sends grammars without end pays for the rest with
+patience."""
 LONGEST_SAID = 1000
 """Characters of what is wrong with a grammar: it may quote the grammar, and the other side reads lines."""
 MEMORY = 6 * 2**30

@@ -102,7 +102,7 @@ class FakeAdapters:
 
 
 class FakeCluster:
-    """Answers every spec with what `script` says; remembers the journeys."""
+    """Answers every spec with what `script` says; remembers the dispatches."""
 
     def __init__(self, script: Script, *, gap_s: float = 0.0, max_model_len: int = 4096, cached: int = 0) -> None:
         self.script, self.gap_s, self.cached = script, gap_s, cached

@@ -86,8 +86,8 @@ class _Server(uvicorn.Server):
 class FakeWorker:
     """`prefill_script(worker, request)` yields the answer's messages, or CRASH (the process dies), or SILENCE (it
     hangs). A decode node crashes after `crash_after` deltas, and answers attempts with `refusal` if there is one. A
-    prompt that begins with the token DEADLY crashes whoever runs it, a decode node after a moment. Streams are handed
-    over after `move_wait_s`, which is told `move_lag_s` later, unless `move_refusals` has an answer."""
+    prompt that begins with the token DEADLY crashes anyone who runs it, a decode node after a moment. Streams are
+    handed over after `move_wait_s`, which is told `move_lag_s` later, unless `move_refusals` has an answer."""
 
     node_id: str
     role: str

@@ -14,7 +14,7 @@ from kvferry.protocol.link_messages import Fetch, Supply
 from kvferry.worker.service import Base
 
 AT_ONCE = 16
-"""Supplies under way: whoever asks beyond them computes."""
+"""Supplies under way: anyone who asks beyond them computes."""
 
 
 class PrefixSupplier:
@@ -72,7 +72,7 @@ class PrefixSupplier:
         self._base.call_soon(lambda: self._base.rates.shipped(stats.bytes, stats.sending_s))
 
     def failed(self, transfer: int, error: KvferryError) -> None:
-        """Whoever asked counts it."""
+        """Anyone who asked counts it."""
 
     def quiet(self, transfer: int) -> None:
         self._base.engine.submit(lambda engine: self._quiet(engine, transfer))

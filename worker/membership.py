@@ -132,7 +132,7 @@ class Membership:
         return why
 
     def stay(self) -> None:
-        """It does not leave, whoever asked it to change its role; `announce` tells."""
+        """It does not leave, anyone who asked it to change its role; `announce` tells."""
         self._leaving = False
 
     async def spared(self) -> bool:

@@ -1,9 +1,9 @@
 """Collective operations of ranks with a device each, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
-They meet over a file that has no name: whoever has its descriptor is one of them. Each has its own group object, of no
-process-wide registry, so a process may be a rank of several nodes. torch knows the file by its descriptor's number and
-writes to it again when a group ends, so a group has a descriptor of its own, which is open for longer than that: what
-else got its number would be written to, or end the process where it is no file.
+They meet over a file that has no name: anyone who has its descriptor is one of them. Each has its own group object, of
+no process-wide registry, so a process may be a rank of several nodes. torch knows the file by its descriptor's number
+and writes to it again when a group ends, so a group has a descriptor of its own, which is open for longer than that:
+what else got its number would be written to, or end the process where it is no file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.protocol.errors import ConfigError, reason
 
 _dist: Any = dist  # its backends have no types
 PATIENCE = timedelta(seconds=120)
-"""Ranks are there within it, and none is behind another by more in a step: whoever waits for longer gives up."""
+"""Ranks are there within it, and none is behind another by more in a step: anyone who waits for longer gives up."""
 LOOPBACK = "127.0.0.1"
 
 

@@ -1,8 +1,8 @@
 """Lock on the CPU cores that several processes of one machine share.
 
 Threads of a computation wait for each other awake, so two computations on the same cores take far longer than one after
-the other. Who wants to compute takes the cores and leaves them again, in order of arrival. It is a courtesy, on which
-nothing but speed depends: who waited for too long computes all the same. Two robust mutexes in memory that the
+the other. Who wants to compute takes the cores and leaves them again, in order of arrival. Only speed depends on
+it: who waited for too long computes all the same. Two robust mutexes in memory that the
 processes share, `next` for who is the next and `held` for who computes; those of a process that dies are free again.
 Beside them is the time until which somebody who waits has something urgent to do.
 """
@@ -72,7 +72,7 @@ class CoreLock:
         return False
 
     def hurry(self) -> None:
-        """Whoever has them should not keep them for the whole of a turn while others wait. Soon forgotten. From any
+        """Anyone who has them should not keep them for the whole of a turn while others wait. Soon forgotten. From any
         thread."""
         self._urgent_ns.value = time.monotonic_ns() + _URGENT_NS
 

@@ -35,7 +35,7 @@ G = TypeVar("G", bound=Group)
 
 
 class Catalog(Generic[G]):
-    """Not locked: whoever changes it is alone with it. `in` may be asked from any thread.
+    """Not locked: anyone who changes it is alone with it. `in` may be asked from any thread.
 
     used   bytes of all groups
     """

@@ -11,15 +11,15 @@ from kvferry.router.dispatch.timers import EventQueue
 from kvferry.router.text.transcript import Piece
 
 AT_ONCE = 16
-"""Journeys that begin before other requests get a turn of the event loop."""
+"""Dispatches that begin before other requests get a turn of the event loop."""
 
 
 class ChoiceMerge:
-    """Of all choices of a request. Raises the KvferryError of the first journey that fails; `aclose` must follow.
+    """Of all choices of a request. Raises the KvferryError of the first dispatch that fails; `aclose` must follow.
 
     groups   a prompt's choices each: the first starts first, the others when its first token is there, as its forks
     follow   starts a choice
-    at_once  journeys that may be under way at a time
+    at_once  dispatches that may be under way at a time
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ChoiceMerge:
         self._listener = listener
 
     async def aclose(self) -> None:
-        """End the journeys that have not ended. No tasks and errors are kept: they keep what they ran in."""
+        """End the dispatches that have not ended. No tasks and errors are kept: they keep what they ran in."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
 """Generation of one HTTP request: starts the dispatch of all its sequences, counts usage, cancels the rest.
 
-What a journey yields becomes a Piece in `SequenceStream`: the transcript makes text of it. Where calls of tools or
+What a dispatch yields becomes a Piece in `SequenceStream`: the transcript makes text of it. Where calls of tools or
 reasoning may be in the text, a stage of parsers stands behind the transcript, before the shape that shows the piece.
 """
 
@@ -66,7 +66,7 @@ class Generation:
         self._groups = [self.choices[at : at + n] for at in range(0, len(self.choices), n)]
 
     def pieces(self) -> Pieces:
-        """What the choices produce, as it comes. Raises the KvferryError of the first journey that fails."""
+        """What the choices produce, as it comes. Raises the KvferryError of the first dispatch that fails."""
         if self.turn is not None and self.turn.newcomer:
             for leader, *_ in self._groups:
                 leader.spec = replace(leader.spec, newcomer=True)
@@ -85,7 +85,7 @@ class Generation:
             self._pieces.listen(listener)
 
     async def close(self) -> None:
-        """Cancel every journey that has not ended."""
+        """Cancel every dispatch that has not ended."""
         self._pieces = None
         if left := [choice for choice in self.choices if not choice.ended]:
             await asyncio.gather(*map(self.cancel, left), return_exceptions=True)

@@ -67,7 +67,7 @@ Described = TypeVar("Described", bound=Placed)
 
 class GenerationRoute(Generic[Described]):
     """ASGI application of an endpoint whose work the nodes do. It sees the client leave at any point, and cancels all
-    journeys then. Headers wait for the first output: errors before it have a status."""
+    dispatches then. Headers wait for the first output: errors before it have a status."""
 
     def __init__(
         self,

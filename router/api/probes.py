@@ -24,7 +24,7 @@ NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "
 
 
 def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> APIRouter:
-    """Open to whoever asks: see OPEN_PATHS. Whichever process of several answers, it answers for all of them."""
+    """Open to anyone who asks: see OPEN_PATHS. Whichever process of several answers, it answers for all of them."""
     router = APIRouter()
 
     async def own_metrics() -> bytes:

@@ -82,8 +82,8 @@ class SequenceStream:
         raise KvferryError("the request ended without a finish reason")
 
     def listen(self, listener: Listener | None) -> None:
-        """Pieces that come while the next one is waited for go there instead (see Journey.listen), but for the last
-        one: a text that ends before its journey ends that at once. Behind it nothing comes, and nothing is held."""
+        """Pieces that come while the next one is waited for go there instead (see Dispatch.listen), but for the last
+        one: a text that ends before its dispatch ends that at once. Behind it nothing comes, and nothing is held."""
         assert self._choice.dispatch
         if self._finished:
             return
@@ -116,5 +116,5 @@ class SequenceStream:
         return piece
 
     async def aclose(self) -> None:
-        """Left to the collector, the journey would be ended by a task of its own."""
+        """Left to the collector, the dispatch would be ended by a task of its own."""
         await self._outputs.aclose()

@@ -79,7 +79,7 @@ class WriteBuffer:
             self._waiting.add_done_callback(self._written)
 
     def _written(self, waiting: asyncio.Future[None]) -> None:
-        """Go on with what came meanwhile, unless the write failed, which whoever flushes is told."""
+        """Go on with what came meanwhile, unless the write failed, which anyone who flushes is told."""
         if waiting is self._waiting and not waiting.cancelled() and waiting.exception() is None:
             self._waiting = None
             self._write()

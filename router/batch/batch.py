@@ -110,7 +110,7 @@ class BatchFolder:
         shutil.rmtree(self.folder(batch_id), ignore_errors=True)
 
     def cancel(self, batch_id: str) -> None:
-        """Ask whoever runs it, in whatever process, to cancel it."""
+        """Ask anyone who runs it, in whatever process, to cancel it."""
         (self.folder(batch_id) / "cancel").touch()
 
     def cancelling(self, batch_id: str) -> bool:

@@ -24,7 +24,7 @@ from kvferry.router.request_context import RequestContext
 LATER = (429, 503)
 """Statuses of a request that may be tried again: there is no room, or no node, now."""
 PRIORITY = 1_000_000
-"""Of a batch's calls: whoever says nothing is served before them."""
+"""Of a batch's calls: anyone who says nothing is served before them."""
 SAVE_S = 0.5
 LONGEST_WAIT_S = 30.0
 
@@ -198,7 +198,7 @@ class Runner:
         await asyncio.shield(writing)
 
     async def _finish(self, ended: str) -> None:
-        """Make files of the outputs. Each is known by its id on disk before it counts as made: whoever goes on after
+        """Make files of the outputs. Each is known by its id on disk before it counts as made: anyone who goes on after
         this process makes none twice."""
         batch = self._batch
         if ended == "completed":

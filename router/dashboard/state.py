@@ -47,7 +47,8 @@ class Counts(BaseModel):
     """What was counted in `seconds`. prompt: tokens of prompts by where they came from; predicted: those of them that
     were expected to be reused; missed: those of these that were not, by reason; first_token_s: the mean time to them,
     where there were `first_tokens`; failed: requests answered by a status of 500 or more; refused: requests answered by
-    429 or such a status, by it and the error's code; rungs: attempts after the first ones of requests, by rung."""
+    429 or such a status, by it and the error's code; rungs: attempts after the first ones of requests, by step of the
+    retry policy."""
 
     ago_s: float
     seconds: float
@@ -132,7 +133,7 @@ class Asked(BaseModel):
 
 
 class Event(BaseModel):
-    """A rung of the ladder, with the nodes that are to blame, or what a node did: joined, ready, draining,
+    """A step of the retry policy, with the nodes that are to blame, or what a node did: joined, ready, draining,
     incompatible, role (it has another one), lost."""
 
     ago_s: float

@@ -33,7 +33,7 @@ BACKGROUND_CALLS_S = 1.0
 
 class RouterCluster:
     """Joins node table, token streams, index and client. Name what is served with `pool`, then `await open()` in the
-    loop that will serve, `await close()` when every journey has ended (or `async with`). Source and index stay the
+    loop that will serve, `await close()` when every dispatch has ended (or `async with`). Source and index stay the
     caller's to close.
 
     local_tokens   see RouterSettings.local_prefill_tokens
@@ -43,7 +43,7 @@ class RouterCluster:
     token          shows the nodes that this router is of their cluster
     patience_s     how long a request waits for a node when none can take it
 
-    nodes, chronicle   what is known of the nodes, and remembered of what went to them
+    nodes, request_log what is known of the nodes, and remembered of what went to them
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Prefixes in flight: prompts sent to nodes that have not computed them yet.
 
 The index tells only what is computed. Of requests that share a prefix and come faster than that, each would look for
-the shortest queue and compute it anew; an engine looks into its cache when a prompt's turn comes, and whoever follows
-one with the same prefix finds it there.
+the shortest queue and compute it anew; an engine looks into its cache when a prompt's turn comes, and anyone who
+follows one with the same prefix finds it there.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Route:
 
 
 class Enough(Exception):
-    """Raised by who listens to a journey: its client has all that it asked for, as at a stop string."""
+    """Raised by who listens to a dispatch: its client has all that it asked for, as at a stop string."""
 
 
 class Dispatch(Protocol):

@@ -22,7 +22,8 @@ PAUSE_S = 0.5
 
 
 class Migration:
-    """Of one journey. The heir is none of the race's runners until the one before it has told all that it made."""
+    """Of one dispatch. The successor is none of the race's runners until the one before it has told all that it
+    made."""
 
     def __init__(
         self, hedged: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext, post: Callable[[Event], None]
@@ -32,16 +33,16 @@ class Migration:
         self._unfit: set[NodeKey] = set()
 
     def concerns(self, number: int) -> bool:
-        """Whether that is the heir's number."""
+        """Whether that is the successor's number."""
         return self._successor is not None and self._successor.job.attempt == number
 
     @property
     def goes_to(self) -> NodeLease | None:
-        """Where the heir is to go on with it, if there is one."""
+        """Where the successor is to go on with it, if there is one."""
         return self._successor.placement.decode if self._successor else None
 
     async def begin(self, number: int, make_job: Callable[[str], Job]) -> bool:
-        """The node of attempt `number` drains: have it hand its stream over. Whether an heir was made; if not, and
+        """The node of attempt `number` drains: have it hand its stream over. Whether a successor was made; if not, and
         whenever one fails, it is tried again for as long as the attempt runs there."""
         reuse = await self._planner.reuse()
         if self.concerns(number):  # it is asked again once the stream is there
@@ -66,7 +67,7 @@ class Migration:
 
     def settles(self, failure: Failure) -> bool:
         """Whether what ended an attempt is a move, which came about or not, and nothing else is to be done for it. One
-        to an earlier heir, which was given up, is a failure like any other."""
+        to an earlier successor, which was given up, is a failure like any other."""
         successor = self._successor
         if successor is None:
             return False
@@ -85,7 +86,7 @@ class Migration:
         return True
 
     def end(self) -> None:
-        """Of the journey, or of the attempt: it has no heir."""
+        """Of the dispatch, or of the attempt: it has no successor."""
         if self._successor:
             self._successor.close(cancel=True)
         self._successor = None

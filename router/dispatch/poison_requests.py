@@ -1,9 +1,9 @@
 """Poison-request detection: requests that were on a node when its process died are suspects.
 
 A request that was there once is a suspect, until it gets on: until some tokens have come from behind the place where
-it was. Suspects are kept apart as far as that costs little. One that was there twice is kept from all others. Whoever
-is alone with its second death at the same work, or its third at any, is to blame; the others are innocent and go on:
-what breaks a node breaks the next at the same work, and who lost one to its prompt and another while it decoded was
+it was. Suspects are kept apart as far as that costs little. One that was there twice is kept from all others. Anyone
+who is alone with its second death at the same work, or its third at any, is to blame; the others are innocent and go
+on: what breaks a node breaks the next at the same work, and who lost one to its prompt and another while it decoded was
 more likely there by chance, twice.
 """
 
@@ -51,7 +51,7 @@ class Suspect:
 
 
 class PoisonRequests:
-    """Shared by all journeys. `any`: whether there are suspects anywhere."""
+    """Shared by all dispatches. `any`: whether there are suspects anywhere."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.any = False

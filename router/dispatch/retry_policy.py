@@ -43,7 +43,7 @@ class RetryPolicy:
     _delivered: int = 0
 
     def climb(self, failure: Failure, delivered: int, prefills: Collection[NodeKey]) -> str:
-        """Decide the next attempt and name its rung. `delivered`: output tokens the client has; `prefills`: live nodes
+        """Decide the next attempt and name its step. `delivered`: output tokens the client has; `prefills`: live nodes
         that could prefill. Raises the failure's error if no other attempt can help."""
         error, *keys = failure.error, *map(node_key, failure.culprits)
         if not error.retryable:

@@ -55,7 +55,7 @@ class Timer(Enum):
 
 
 class Timers:
-    """Of one journey, from its making to `stop`. `ring` is called with DEADLINE once and then no more; with STALL when
+    """Of one dispatch, from its making to `stop`. `ring` is called with DEADLINE once and then no more; with STALL when
     a SHARE of the time that was left has passed without progress; with LATE when an attempt has made none since it was
     launched: `late` holds until it does. Progress costs no timer. deadline: of the loop's clock."""
 

@@ -14,7 +14,7 @@ from kvferry.router.dispatch.token_order import OrderedTokens
 
 
 class TokenSink:
-    """Hears the attempts of one journey. What its reader waits for, and what does nothing but go on with the sequence,
+    """Hears the attempts of one dispatch. What its reader waits for, and what does nothing but go on with the sequence,
     is told to who listens, as `output` makes it of the delta; all else goes to the mail, and so does what a listener
     raises: it must end no request but its own."""
 
@@ -29,11 +29,11 @@ class TokenSink:
         self._inbox, self._sequence, self._hedged, self._output = mail, sequence, hedged, output
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
-        """See Journey.listen."""
+        """See Dispatch.listen."""
         self._listener = listener
 
     def end(self) -> None:
-        """The journey is over: nothing is heard any more."""
+        """The dispatch is over: nothing is heard any more."""
         self._listener, self._output = None, jobs.output
 
     def hear(self, event: Event) -> None:

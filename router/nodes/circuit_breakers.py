@@ -98,7 +98,7 @@ class BreakerTable(Generic[S]):
 
 
 class CircuitBreakers:
-    """Shared by all journeys. `clock`: seconds, monotonic. `any`: whether there is anything to ask or to tell.
+    """Shared by all dispatches. `clock`: seconds, monotonic. `any`: whether there is anything to ask or to tell.
     `on_quarantine` hears of every quarantine that begins."""
 
     def __init__(

@@ -1,10 +1,10 @@
 """Start-time fair queue over tenants, weighted by tokens of work.
 
 Every request has a start tag: what its tenant had used before it, or what tenants are at now if that is more, so that
-whoever comes after a pause has no credit and no debt. The least tag goes first. Between two tenants that both wait, the
-work they were given differs by no more than their largest requests, whatever they ask for (Goyal, Vin and Cheng, 1996).
-Work is guessed when a request begins, by what the tenant's last ones took, and put right when it ends. Pure: no clock,
-no I/O.
+anyone who comes after a pause has no credit and no debt. The least tag goes first. Between two tenants that both wait,
+the work they were given differs by no more than their largest requests, whatever they ask for (Goyal, Vin and Cheng,
+1996). Work is guessed when a request begins, by what the tenant's last ones took, and put right when it ends. Pure: no
+clock, no I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEMORY = 8
 """What a tenant was given is forgotten over so many times the work that is under way."""
 LENIENT = 2
 """A tenant is a newcomer until it was given so many times what another was: how much work a token is differs between
-machines and loads, and whoever keeps to half of the nodes should never lose its place to an error of the count."""
+machines and loads, and anyone who keeps to half of the nodes should never lose its place to an error of the count."""
 CROWD = 2
 """Tenants with nothing under way may begin until this multiple of the window is full."""
 

@@ -25,7 +25,7 @@ from kvferry.router.tenants.tenant import Tenant
 from kvferry.router.tenants.tenant_queue import OUTPUT_WEIGHT, Slot, Window
 
 HORIZON_S = 0.1
-"""Where tenants share the nodes: seconds of prompts that are queued there, ahead of whoever comes next."""
+"""Where tenants share the nodes: seconds of prompts that are queued there, ahead of anyone who comes next."""
 AHEAD = 2
 """Where there is one tenant: sequences under way, as a multiple of those that run, so that no node waits for one."""
 LOOK_S = 0.5
@@ -77,7 +77,7 @@ class ThroughputEstimate:
 
 
 class Waiter(NamedTuple):
-    """Whoever waits for a turn: told when it comes, or that it will not before the deadline."""
+    """Anyone who waits for a turn: told when it comes, or that it will not before the deadline."""
 
     coming: asyncio.Future[None]
     deadline: float
@@ -179,7 +179,7 @@ class SchedulerSlots:
         )
 
     def _deal(self) -> None:
-        """Let begin whoever may."""
+        """Let begin anyone who may."""
         window, some_waited = self._window(), bool(self._waiters)
         while (turn := self._queue.next(window)) is not None:
             self._flow.began(turn.sequences, self._clock())

@@ -23,7 +23,7 @@ MOST_WAITING = 2**24
 
 
 class TokenizerThreads:
-    """Of one model. Whoever is cancelled while it waits is not called."""
+    """Of one model. Anyone who is cancelled while it waits is not called."""
 
     def __init__(self) -> None:
         cores = os.cpu_count() or 1

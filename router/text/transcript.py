@@ -81,7 +81,7 @@ class Piece:
 
 
 class Transcript:
-    """Feed it a journey's Outputs in order. `completion_tokens` counts what was taken; after a Piece with a
+    """Feed it a dispatch's Outputs in order. `completion_tokens` counts what was taken; after a Piece with a
     finish_reason nothing more may be fed. `reasoning_tokens`: None where nothing looks for them."""
 
     reasoning_tokens: int | None = None

@@ -2,7 +2,7 @@
 
 Texts are cut as `token_cache` cuts long ones, at every place where that is allowed, and for the same tokenizers: no
 token reaches across. What has no such places is encoded as it stands. That a word is known tells a client next to
-nothing of others' texts: it saves microseconds, and once, for whoever asks makes it known.
+nothing of others' texts: it saves microseconds, and once, for anyone who asks makes it known.
 """
 
 from __future__ import annotations

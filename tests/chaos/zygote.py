@@ -102,7 +102,7 @@ class Forked:
 
 
 def serve(descriptor: int) -> None:
-    """In the zygote: import, then fork for whoever asks. Ends with the other side."""
+    """In the zygote: import, then fork for anyone who asks. Ends with the other side."""
     from kvferry.cli.bootstrap import set_threads
 
     set_threads(1)

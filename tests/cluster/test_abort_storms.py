@@ -1,5 +1,5 @@
-"""Clients that leave by the hundred in one phase of their requests: a moment later every process is idle, and whoever
-comes next waits no longer than before. `KVFERRY_TEST_LEAVERS=1000` is the long form."""
+"""Clients that leave by the hundred in one phase of their requests: a moment later every process is idle, and anyone
+who comes next waits no longer than before. `KVFERRY_TEST_LEAVERS=1000` is the long form."""
 
 from __future__ import annotations
 

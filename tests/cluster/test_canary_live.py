@@ -63,7 +63,7 @@ def looks(cluster: LocalCluster, outcome: str) -> float:
 
 
 def damage(path: Path) -> None:
-    """As a disk that lost a few numbers: whoever has read the file keeps what it has."""
+    """As a disk that lost a few numbers: anyone who has read the file keeps what it has."""
     (weights,) = path.glob("*.safetensors")
     before, data = resolve(str(path)).revision, bytearray(weights.read_bytes())
     numbers = np.frombuffer(data[DAMAGED], dtype=np.float32)

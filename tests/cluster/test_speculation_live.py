@@ -1,4 +1,4 @@
-"""A cluster whose streams compute drafts gives the text of an engine that computes none, whoever drafts."""
+"""A cluster whose streams compute drafts gives the text of an engine that computes none, anyone who drafts."""
 
 from __future__ import annotations
 

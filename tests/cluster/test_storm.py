@@ -1,7 +1,7 @@
 """Mixed requests while processes are killed, frozen and drained and Valkey dies.
 
-Whoever gets an answer gets the undisturbed one, whoever does not gets a proper error, and nothing stays behind. In
-float32, so that recomputing cannot change a token. Seeded, but for what the scheduler of the machine adds.
+Anyone who gets an answer gets the undisturbed one, anyone who does not gets a proper error, and nothing stays behind.
+In float32, so that recomputing cannot change a token. Seeded, but for what the scheduler of the machine adds.
 """
 
 from __future__ import annotations

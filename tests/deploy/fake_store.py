@@ -16,7 +16,7 @@ BUCKET = "models"
 class FakeStore:
     """Serves `files` as the bucket `models`. The first `cuts` answers for the largest file end after half of it. `tags`
     are the versions that it tells, by name, where they are not the MD5. `sent` are the bytes of contents that went out.
-    Whoever has no key is refused."""
+    Anyone who has no key is refused."""
 
     def __init__(self, files: dict[str, bytes], cuts: int = 0) -> None:
         self.files, self.cuts = files, cuts

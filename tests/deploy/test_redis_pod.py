@@ -98,7 +98,7 @@ def test_the_processes_are_let_in_by_the_password_and_nobody_else_is(
 
 
 async def test_a_plan_reads_the_rates_of_nodes_there(server: redis.Redis, port: int) -> None:
-    """With what a pod has at hand; what it says to whoever typed it has no password."""
+    """With what a pod has at hand; what it says to anyone who typed it has no password."""
     url = of_config("KVFERRY_REDIS_URL").replace("kvferry-redis:6379", f"{LOOPBACK}:{port}")
     with pytest.raises(ConfigError, match="no node of cluster default is ready") as told:
         await leases_of(url.replace("kvferry@", f"kvferry:{quote(PASSWORD)}@"))

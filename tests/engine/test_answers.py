@@ -1,4 +1,4 @@
-"""Whoever asked the engine gets an answer, also where a command or a step breaks."""
+"""Anyone who asked the engine gets an answer, also where a command or a step breaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.protocol.messages import Job, TokenDelta
 
 
 def broken(name: str = "a") -> Job:
-    """A job that no message could carry: it breaks whoever looks at it."""
+    """A job that no message could carry: it breaks anyone who looks at it."""
     return replace(make_job(name, [1, 2, 3]), token_ids=(1, None, 3))  # type: ignore[arg-type]
 
 

@@ -116,7 +116,7 @@ def test_who_waits_is_seen_and_comes_before_who_just_had_them(own: CoreLock, oth
 
 
 def test_three_take_turns(own: CoreLock, descriptor: int) -> None:
-    """Whoever has just had them is the last in the queue."""
+    """Anyone who has just had them is the last in the queue."""
     with ExitStack() as stack:
         first, second = (stack.enter_context(started(descriptor)) for _ in range(2))
         assert own.take(LONG_S)

@@ -1,4 +1,4 @@
-"""Real decoders with a real draft model: the same tokens as without, whoever runs the layers."""
+"""Real decoders with a real draft model: the same tokens as without, anyone who runs the layers."""
 
 from __future__ import annotations
 

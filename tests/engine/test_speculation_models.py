@@ -1,4 +1,4 @@
-"""Real decoders with drafts and without: the same tokens, whoever runs the layers."""
+"""Real decoders with drafts and without: the same tokens, anyone who runs the layers."""
 
 from __future__ import annotations
 

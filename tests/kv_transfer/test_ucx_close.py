@@ -24,7 +24,7 @@ PAUSES_S = (0.0, 0.0, 1e-4, 3e-4, 1e-3, 2e-3)
 
 
 class Dropping(Recorder):
-    """Drops whoever says something, a little later."""
+    """Drops anyone who says something, a little later."""
 
     link: UcxLink
 
@@ -79,7 +79,7 @@ def test_a_connection_dropped_with_blocks_on_the_way_hangs_no_thread_and_leaves_
 
 
 def receiving(pipe) -> None:
-    """Child: receive blocks of this size from whoever says a word, as fast as they come."""
+    """Child: receive blocks of this size from anyone who says a word, as fast as they come."""
     link = UcxLink("127.0.0.1")
     buffer = np.zeros(368_640, dtype=np.uint8)
 

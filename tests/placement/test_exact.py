@@ -160,7 +160,7 @@ def test_figures_made_by_lists_are_those_of_each_node(demand: Demand, nodes: lis
 
 @given(st.integers(2, 12), st.integers(0, 3), st.data())
 def test_idle_equal_nodes_take_turns(count: int, holding: int, data: st.DataObject) -> None:
-    """Each is chosen once before any is chosen again, whoever went first, also of those that hold the same."""
+    """Each is chosen once before any is chosen again, anyone who went first, also of those that hold the same."""
     held = data.draw(st.sampled_from([0, 512]))
     turns = data.draw(st.permutations(range(count)))
     views = [node(f"p{i}", cached=held if i < holding else 0, placed=turn) for i, turn in enumerate(turns)]

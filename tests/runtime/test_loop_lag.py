@@ -1,4 +1,4 @@
-"""A loop that is held is late, and whoever had no core is not blamed."""
+"""A loop that is held is late, and anyone who had no core is not blamed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def moved_but_never_let_go() -> Mutant:
 
 @mutant("booked")
 def heir_left_open() -> Mutant:
-    """A move that failed leaves its heir where it was to go."""
+    """A move that failed leaves its successor where it was to go."""
 
     def end(migration: Migration) -> None:
         migration._successor = None

@@ -166,13 +166,13 @@ def first_token_of_another_attempt() -> Mutant:
 
 @mutant("booked")
 def booking_kept() -> Mutant:
-    """A journey's bookings outlive it."""
+    """A dispatch's bookings outlive it."""
     return patch.object(Reservation, "release", lambda booking: None)
 
 
 @mutant("not idle .* requests")
 def nobody_is_cancelled() -> Mutant:
-    """Journeys that end early tell no node."""
+    """Dispatches that end early tell no node."""
 
     async def cancel(client: NodeClient, node: Any, request: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""A router's nodes and journeys in one process on the virtual clock, and its clients, who know every right token."""
+"""A router's nodes and dispatches in one process on the virtual clock, and its clients, who know every right token."""
 
 from __future__ import annotations
 

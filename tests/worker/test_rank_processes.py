@@ -1,7 +1,7 @@
 """Nodes whose model several processes compute: what they ship to nodes of another degree, how they end, what they
 refuse.
 
-The models are random and in float32, so whoever mixes up heads or blocks makes other tokens."""
+The models are random and in float32, so anyone who mixes up heads or blocks makes other tokens."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class EmbeddingBody(InputBody):
 
 
 async def embeddings(pool: ServedModel, admitted: AdmittedRequest, body: EmbeddingBody) -> WholeAnswer:
-    """Raises InvalidRequest, and what a journey raises."""
+    """Raises InvalidRequest, and what a dispatch raises."""
     work = embedding_work(pool, body.dimensions, body.normalize)
     prompts = await encoded(pool, body.input, "input", body.truncate_prompt_tokens)
     readings = PoolingOutputs(pool, admitted, prompts, [work] * len(prompts), body.cache_salt)

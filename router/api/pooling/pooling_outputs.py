@@ -37,8 +37,9 @@ class WholeAnswer:
 
 
 class PoolingOutputs:
-    """Of one HTTP request, a prompt and its work each: `vectors` waits for its turn and starts their journeys, AT_ONCE
-    at a time. When one fails, or the client leaves, all end. route: of the first prompt, once its vector is there."""
+    """Of one HTTP request, a prompt and its work each: `vectors` waits for its turn and starts their dispatches,
+    AT_ONCE at a time. When one fails, or the client leaves, all end. route: of the first prompt, once its vector is
+    there."""
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ class ClassifyBody(InputBody):
 
 
 async def score(pool: ServedModel, admitted: AdmittedRequest, body: ScoreBody) -> WholeAnswer:
-    """Raises InvalidRequest, and what a journey raises."""
+    """Raises InvalidRequest, and what a dispatch raises."""
     firsts, seconds = body.sides()
     pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
     readings, scores = await _scores(pool, admitted, pairs, body, body.fields)
@@ -99,7 +99,7 @@ async def score(pool: ServedModel, admitted: AdmittedRequest, body: ScoreBody) -
 
 
 async def rerank(pool: ServedModel, admitted: AdmittedRequest, body: RerankBody) -> WholeAnswer:
-    """Raises InvalidRequest, and what a journey raises."""
+    """Raises InvalidRequest, and what a dispatch raises."""
     pairs = [(body.query, document) for document in body.documents]
     readings, scores = await _scores(pool, admitted, pairs, body, ("query", "documents"))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -113,7 +113,7 @@ async def rerank(pool: ServedModel, admitted: AdmittedRequest, body: RerankBody)
 
 
 async def classify(pool: ServedModel, admitted: AdmittedRequest, body: ClassifyBody) -> WholeAnswer:
-    """Raises InvalidRequest, and what a journey raises."""
+    """Raises InvalidRequest, and what a dispatch raises."""
     task = pool.text.task
     if task.kind != "classify":
         raise InvalidRequest(f"the model {pool.name!r} does not classify: {task.told}", param="model")

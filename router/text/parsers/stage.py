@@ -101,7 +101,7 @@ class Stage:
             found = [replace(each, reasoning="") for each in found]
         _tell(piece, found)
         self._called = self._called or bool(piece.calls)
-        if piece.closed and self._called:  # whoever acts on it must know that the model wanted to say more
+        if piece.closed and self._called:  # anyone who acts on it must know that the model wanted to say more
             piece.finish_reason, piece.stop_reason = "length", None
         elif piece.finish_reason == "stop" and self._called and not self._named:
             piece.finish_reason = "tool_calls"

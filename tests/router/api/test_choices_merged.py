@@ -19,7 +19,7 @@ from kvferry.router.text.transcript import Piece
 
 
 class Journey:
-    """Puts out what it is told to; `woken`: how often that woke who follows it. A text ends with token 0, its journey
+    """Puts out what it is told to; `woken`: how often that woke who follows it. A text ends with token 0, its dispatch
     with an output of none."""
 
     route, fork = None, "a fork of it"

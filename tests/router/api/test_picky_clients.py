@@ -136,7 +136,7 @@ async def test_names_and_paths_of_adapters_are_bounded(api: Api, field: str, val
 
 
 async def test_the_description_is_made_beside_the_event_loop(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asked for it first had stopped all streams for a second."""
+    """Anyone who asked for it first had stopped all streams for a second."""
     made, build = [], documentation.models_json_schema
 
     def recorded(*args: Any, **named: Any) -> Any:

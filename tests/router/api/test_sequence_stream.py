@@ -1,4 +1,4 @@
-"""A choice's journey ends with its pieces: at once, and by no task of its own."""
+"""A choice's dispatch ends with its pieces: at once, and by no task of its own."""
 
 from __future__ import annotations
 

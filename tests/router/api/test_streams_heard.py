@@ -1,4 +1,4 @@
-"""Streams whose tokens pass by the journey's mail are, byte for byte, those whose tokens are iterated."""
+"""Streams whose tokens pass by the dispatch's mail are, byte for byte, those whose tokens are iterated."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Attempt:
 
 
 class Nodes(FakeCluster):
-    """Real journeys over such attempts. heard: somebody may listen to them."""
+    """Real dispatches over such attempts. heard: somebody may listen to them."""
 
     def __init__(self, seed: int, heard: bool) -> None:
         super().__init__(lambda spec: ())

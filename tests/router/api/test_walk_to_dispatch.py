@@ -1,4 +1,4 @@
-"""How many files one must read to follow a request from its arrival to its journey."""
+"""How many files one must read to follow a request from its arrival to its dispatch."""
 
 from __future__ import annotations
 

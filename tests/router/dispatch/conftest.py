@@ -1,4 +1,4 @@
-"""What tests of journeys share."""
+"""What tests of dispatches share."""
 
 from __future__ import annotations
 

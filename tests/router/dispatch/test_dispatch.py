@@ -1,4 +1,4 @@
-"""The journey of a request over real HTTP: every path, without failures."""
+"""The dispatch of a request over real HTTP: every path, without failures."""
 
 from __future__ import annotations
 

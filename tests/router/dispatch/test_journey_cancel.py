@@ -1,4 +1,4 @@
-"""Cancelled in every phase and every way, a journey leaves nothing behind, here and on the nodes."""
+"""Cancelled in every phase and every way, a dispatch leaves nothing behind, here and on the nodes."""
 
 from __future__ import annotations
 

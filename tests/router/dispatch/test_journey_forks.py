@@ -1,4 +1,4 @@
-"""Journeys that fork from another one: beside it while it is there, and like any other where it is not."""
+"""Dispatches that fork from another one: beside it while it is there, and like any other where it is not."""
 
 from __future__ import annotations
 

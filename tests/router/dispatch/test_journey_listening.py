@@ -1,4 +1,4 @@
-"""Tokens pass by a journey's mail where its reader waits for just them; everything else goes through it."""
+"""Tokens pass by a dispatch's mail where its reader waits for just them; everything else goes through it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST, NEXT = TokenDelta("r", 0, 0, (7,)), TokenDelta("r", 0, 1, (8, 9))
 
 
 class Heard:
-    """A journey's ears, once its first token is out, and what came to whom."""
+    """A dispatch's ears, once its first token is out, and what came to whom."""
 
     def __init__(self) -> None:
         self.mail, self.hedged, self.sequence = EventQueue[Any](), HedgedAttempts(), OrderedTokens()

@@ -121,7 +121,7 @@ async def test_a_node_dies_in_the_middle_of_a_move(who: str) -> None:
 
 
 async def test_a_move_that_was_given_up_comes_about_after_all() -> None:
-    """The router had lost the first heir's node; what the second one waits for never comes."""
+    """The router had lost the first successor's node; what the second one waits for never comes."""
     async with Bench(workers(move_wait_s=0.1)) as bench:
         at, _, tokens = await begun(bench)
         await bench.add(decode("d3"))
@@ -136,7 +136,8 @@ async def test_a_move_that_was_given_up_comes_about_after_all() -> None:
 
 
 async def test_a_move_that_was_given_up_comes_about_and_the_call_for_the_next_one_breaks() -> None:
-    """The stream went where nobody listens: who waits for the second heir is told at once that it is not its own."""
+    """The stream went where nobody listens: who waits for the second successor is told at once that it is not its
+    own."""
     async with Bench(workers(move_wait_s=0.3)) as bench:
         at, _, tokens = await begun(bench)
         await bench.add(decode("d3"))

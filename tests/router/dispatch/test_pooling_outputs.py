@@ -1,4 +1,4 @@
-"""Work that generates nothing takes the same journey: placed on prefill, retried on the ladder, cancelled, timed."""
+"""Work that generates nothing takes the same dispatch: placed on prefill, retried on the ladder, cancelled, timed."""
 
 from __future__ import annotations
 
