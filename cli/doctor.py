@@ -42,6 +42,7 @@ def redis(settings: ServeSettings) -> Result:
 
 
 def packages(settings: ServeSettings) -> Result:
+    """Check that a worker's Python packages are installed."""
     preflight.worker_packages()
     return Result("ok", "packages", "torch, transformers, safetensors and ucxx are installed")
 
@@ -54,6 +55,7 @@ def transfer(settings: ServeSettings) -> Result:
 
 
 def instructions(settings: ServeSettings) -> Result:
+    """Report the CPU instruction set that the kernels will use."""
     try:
         return instruction_set(Path("/proc/cpuinfo").read_text(), _kernels())
     except OSError:
@@ -147,6 +149,7 @@ def port(settings: ServeSettings) -> Result:
 
 
 def gpu(settings: ServeSettings) -> Result:
+    """Report the GPU, if any, and its memory."""
     import torch
 
     if torch.cuda.is_available():

@@ -19,6 +19,8 @@ _CHILDS = re.compile(r"\[([\w-]+)\] (.*)")
 
 
 class Progress(Protocol):
+    """Display of a cluster's start-up progress."""
+
     def update(self, name: str, share: float, ready: bool) -> None:
         """The process `name` has loaded this share, 0 to 1, or serves."""
 

@@ -70,6 +70,7 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of latency goals to a command."""
     for name, default, text in (
         ("itl", 0.05, "seconds between tokens that a request may take on average"),
         ("ttft-ktoken", 0.25, "seconds more for each thousand tokens of its prompt"),

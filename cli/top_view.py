@@ -47,7 +47,7 @@ def picture(state: State, width: int = WIDE, height: int = TALL, trouble: str = 
         Rule(f"transfers of the last {seconds(state.transfers_s)}", align="left", style="dim"),
         _transfers(state, LEAST_ROWS if height < TALL else len(state.transfers)),
         *map(_suspect, state.suspects),
-        Rule(f"under way: {state.running_total}", align="left", style="dim"),
+        Rule(f"in flight: {state.running_total}", align="left", style="dim"),
         _requests(state.running[:running], narrow=narrow),
         Rule("recent requests", align="left", style="dim"),
         _requests(state.recent[: room - running - events], narrow=narrow),
@@ -89,7 +89,7 @@ def _numbers(state: State) -> Table:
     outer = Table.grid()
     outer.add_row(table)
     outer.add_row(line)
-    outer.add_row(Text.assemble("turned away: ", _reasons(window.refused), "   recoveries: ", _reasons(window.rungs)))
+    outer.add_row(Text.assemble("rejected: ", _reasons(window.refused), "   recoveries: ", _reasons(window.rungs)))
     return outer
 
 
@@ -166,7 +166,7 @@ def _suspect(each: Suspect) -> Text:
 def _requests(rows: Sequence[Asked], *, narrow: bool) -> RenderableType:
     if not rows:
         return Text("none", "dim")
-    made = Rows("request", "?tenant", "route", ">prompt", ">reused", ">output", "?>first", ">in all", "?>rungs",
+    made = Rows("request", "?tenant", "route", ">prompt", ">reused", ">output", "?>first", ">total", "?>retries",
                 "outcome", narrow=narrow)  # fmt: skip
     for row in rows:
         route = " → ".join(filter(None, (row.prefill, row.decode))) or "–"
@@ -191,7 +191,7 @@ def _events(state: State, most: int) -> RenderableType:
 
 
 class Rows:
-    """A table with one line for each row. A head that begins with > stands above numbers; with ?, it is left out where
+    """A table with one line for each row. A head that begins with > stands above numbers; with ?, it is omitted where
     there is little room; with -, always."""
 
     def __init__(self, *heads: str, narrow: bool = False) -> None:

@@ -40,6 +40,8 @@ def store_hashes(hashes: Sequence[bytes]) -> Sequence[bytes]:
 
 
 class BlockIndex(Protocol):
+    """Interface of the block index."""
+
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Take the rows `removed` out, then put `stored` in. Unless this epoch is registered, rows of another one are
         not taken out, and those of a newer one not overwritten; where it is, all others are void, newer ones too: the

@@ -11,6 +11,8 @@ log = logging.getLogger("kvferry.worker")
 
 
 class CanaryLog:
+    """Logs and counts the results of canary checks."""
+
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._largest = 0.0

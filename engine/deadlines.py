@@ -12,6 +12,8 @@ LATE_S = 1.0
 
 
 class Deadlines:
+    """Ends requests whose deadline has passed."""
+
     def __init__(self) -> None:
         self._look_at = 0.0
 

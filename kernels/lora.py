@@ -35,6 +35,7 @@ Layers = tuple[Mapping[str, tuple[LowRank, ...]], ...]
 
 
 def on_device(layers: Layers, device: torch.device) -> Layers:
+    """Copy an adapter's matrices to the device."""
     return tuple({name: tuple(part.to(device) for part in parts) for name, parts in each.items()} for each in layers)
 
 

@@ -26,6 +26,8 @@ from kvferry.protocol.errors import NodeLost
 
 @dataclass(slots=True)
 class Posted:
+    """One posted send or receive."""
+
     link: LoopbackLink
     peer: Peer
     buffer: Any

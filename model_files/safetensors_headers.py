@@ -25,6 +25,8 @@ Entry = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
+    """One tensor of a checkpoint: name, shape and stored size in bytes."""
+
     name: str
     shape: tuple[int, ...]
     stored_bytes: float | None = None

@@ -26,6 +26,7 @@ def whole_len(node: NodeView, demand: Demand) -> int:
 
 
 def uncached_len(node: NodeView, demand: Demand) -> int:
+    """Return how many of the request's tokens the node must compute."""
     return demand.total_len - cached_len(node, demand)
 
 
@@ -56,6 +57,7 @@ def crowded(node: NodeView) -> bool:
 
 
 def fits(node: NodeView, demand: Demand) -> bool:
+    """Return whether the request fits into the node's whole pool."""
     return demand.total_len < node.pool_tokens
 
 

@@ -18,6 +18,7 @@ def queue_s(node: NodeView, demand: Demand) -> float:
 
 
 def doubt_s(node: NodeView, demand: Demand) -> float:
+    """Return the penalty of a suspected node, in seconds."""
     return demand.doubts.get(node.key, 0.0) if demand.doubts else 0.0
 
 
@@ -52,4 +53,5 @@ def risk_s(node: NodeView, demand: Demand) -> float:
 
 
 def first_s(node: NodeView, demand: Demand) -> float:
+    """Return the seconds until the node has computed the prompt."""
     return queue_s(node, demand) + compute_s(node, demand)

@@ -11,6 +11,7 @@ RETRY_S = (1.0, 30.0)
 
 
 def no_nodes(model: str) -> NoNodes:
+    """Return the error for a model without a usable decode node."""
     return NoNodes(f"the model {model!r} has no decode node now that can take the request", retry_after=NODES_S)
 
 

@@ -73,7 +73,7 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "kvferry_ladder_rungs",
-            "Attempts started after a failure, beside a late one (hedge), or to leave a draining node (move), by rung.",
+            "Attempts after the first: retries by step of the retry policy, hedges, and migrations (move).",
             ["rung"],
             registry=r,
         )

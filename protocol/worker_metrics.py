@@ -66,7 +66,7 @@ class WorkerMetrics:
         )
         self.kv_blocks_total = gauge("kvferry_kv_pool_blocks", "Size of the KV pool in blocks.")
         self.leaked = gauge(
-            "kvferry_kv_outlived_hold_seconds", "Seconds for which the oldest hold on blocks has outlived its cause."
+            "kvferry_kv_outlived_hold_seconds", "Seconds that the oldest hold on blocks has lasted beyond its cause."
         )
         self.prefix_queries = counter("kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the cache.")
         self.prefix_hits = counter("kvferry_prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.")

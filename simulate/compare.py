@@ -85,6 +85,7 @@ def _quiet_routers() -> Iterator[None]:
 
 
 def check_fits(trace: Sequence[Scenario], shape: Shape) -> None:
+    """Raise ConfigError where a request of the trace fits no node."""
     for ask in trace:
         needed = blocks_for(ask.prompt_len + ask.output_len, shape.machine.block_size)
         if needed > shape.machine.blocks:

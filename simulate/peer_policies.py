@@ -61,6 +61,8 @@ class Counting:
 
 
 class RoundRobin(Counting):
+    """Sends requests to nodes in turn."""
+
     def enter(self, fleet: Fleet) -> None:
         super().enter(fleet)
         self._turns: Counter[tuple[str, str]] = Counter()
@@ -83,6 +85,8 @@ class LeastLoad(Counting):
 
 
 class PowerOfTwo(LeastLoad):
+    """Sends each request to the less loaded of two random nodes."""
+
     async def pick(self, run: Run, nodes: Sequence[Node]) -> Node:
         return self.least(self.rng.sample(nodes, min(2, len(nodes))))
 

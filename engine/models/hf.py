@@ -88,6 +88,7 @@ class HFModel(Model):
 
 
 def hidden_states(module: Any, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states [T, hidden] of a flat batch."""
     out = module.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
     hidden: torch.Tensor = out.last_hidden_state[0]
     return hidden

@@ -58,6 +58,7 @@ def rope_kind(rope: dict[str, Any]) -> str:
 
 
 def parse_rope(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> RopeConfig:
+    """Parse the rotary settings of a config. Raises ConfigError."""
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or family.partial
     longest = config["max_position_embeddings"]
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest

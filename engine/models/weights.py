@@ -201,9 +201,11 @@ def _part(tensor: GGUFTensor, index: int) -> GGUFTensor:
 
 
 def missing(name: str) -> ConfigError:
+    """Return the error for a tensor that the model's files lack."""
     return ConfigError(f"the model's files lack the tensor {name}", param="model")
 
 
 def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Raise ConfigError where a tensor's shape differs from the config's."""
     if found != wanted:
         raise ConfigError(f"tensor {name} has shape {found}, the config says {wanted}", param="model")

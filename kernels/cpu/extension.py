@@ -6,6 +6,7 @@ from types import ModuleType
 
 
 def extension() -> ModuleType | None:
+    """Return the compiled extension, or None where it is absent."""
     try:
         from kvferry.kernels.cpu import _native
     except ImportError:

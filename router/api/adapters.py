@@ -21,10 +21,14 @@ CHANGING: Responses = errors(400, 403, 404, 413, 415, 429, 500, 503)
 
 
 class Forbidden(InvalidRequest):
+    """Adapter loading is disabled on this router."""
+
     status, code = 403, "forbidden"
 
 
 class Changed(BaseModel):
+    """Answer after an adapter was loaded or unloaded."""
+
     message: str
 
 

@@ -17,6 +17,8 @@ class Error(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
+    """Error response."""
+
     error: Error
 
 
@@ -40,6 +42,8 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
+    """Call of a tool."""
+
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -60,6 +64,8 @@ class AnswerMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
+    """One choice of a chat completion."""
+
     index: int
     message: AnswerMessage
     logprobs: dict[str, Any] | None
@@ -69,6 +75,8 @@ class ChatChoice(BaseModel):
 
 
 class CompletionChoice(BaseModel):
+    """One choice of a completion."""
+
     index: int
     text: str
     logprobs: dict[str, Any] | None
@@ -80,6 +88,8 @@ class CompletionChoice(BaseModel):
 
 
 class ChatAnswer(BaseModel):
+    """Chat completion."""
+
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -91,6 +101,8 @@ class ChatAnswer(BaseModel):
 
 
 class CompletionAnswer(BaseModel):
+    """Text completion."""
+
     id: str
     object: Literal["text_completion"]
     created: int
@@ -100,6 +112,8 @@ class CompletionAnswer(BaseModel):
 
 
 class Model(BaseModel):
+    """Served model."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -110,11 +124,15 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
+    """List of served models."""
+
     object: Literal["list"]
     data: list[Model]
 
 
 class Tokens(BaseModel):
+    """Token ids of a text."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -122,6 +140,8 @@ class Tokens(BaseModel):
 
 
 class Text(BaseModel):
+    """Text of token ids."""
+
     prompt: str
 
 
@@ -139,6 +159,8 @@ class TokenizerInfo(BaseModel):
 
 
 class Health(BaseModel):
+    """Liveness of the router process."""
+
     status: str
 
 
@@ -158,4 +180,6 @@ class Targets(BaseModel):
 
 
 class Version(BaseModel):
+    """Version of the router."""
+
     version: str

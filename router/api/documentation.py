@@ -95,4 +95,5 @@ def answers(model: type[BaseModel], *statuses: int) -> Responses:
 
 
 def errors(*statuses: int, model: type[BaseModel] = ErrorAnswer) -> Responses:
+    """Describe the error responses with these statuses."""
     return answers(model, *statuses)

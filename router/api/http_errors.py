@@ -33,6 +33,7 @@ def shown(error: KvferryError, path: str) -> dict[str, Any]:
 
 
 def error_response(error: KvferryError, path: str) -> Response:
+    """Return the HTTP response for an error, in the format of the path's API."""
     headers = retry_headers(error.status, error.retry_after)
     return Response(dump(shown(error, path)), error.status, headers, "application/json")
 

@@ -13,6 +13,7 @@ from kvferry.router.api.served_models import ServedModel, ServedModels
 
 
 def about(pools: ServedModels) -> APIRouter:
+    """Return the routes of /v1/models and /version."""
     router, created = APIRouter(), int(time.time())
 
     def model(pool: ServedModel, name: str) -> Model:

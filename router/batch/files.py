@@ -177,6 +177,7 @@ def tenant_folder(tenant: str) -> str:
 
 
 def tenant_folders(root: Path) -> Iterator[Path]:
+    """Iterate over the folders of all tenants, sorted by name."""
     return (path for path in sorted(root.glob("*")) if path.is_dir())
 
 

@@ -91,6 +91,7 @@ def answer_row(custom_id: str, status: int, request_id: str, body: Any) -> dict[
 
 
 def unanswered_row(custom_id: str, code: str, message: str) -> dict[str, Any]:
+    """Return the output row of a request that was not answered."""
     error = {"code": code, "message": message}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": None, "error": error}
 

@@ -27,6 +27,7 @@ def count(value: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
+    """Format a rate in bytes per second."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.3g} {unit}"

@@ -53,6 +53,7 @@ def failure(
 
 
 def error_of(failure: AttemptFailed) -> KvferryError:
+    """Return the error that a node reported."""
     error = from_body({"error": {"code": failure.code, "message": failure.message}})
     if isinstance(error, Moved):
         error.later = failure.later

@@ -40,6 +40,7 @@ def hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> l
 
 
 def output(delta: TokenDelta) -> Output:
+    """Translate a token delta into an output."""
     return Output(
         delta.token_ids,
         delta.logprobs,

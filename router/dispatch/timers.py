@@ -51,6 +51,8 @@ class EventQueue(Generic[T]):
 
 
 class Timer(Enum):
+    """Timers of a dispatch: its deadline, missing progress, late first token."""
+
     DEADLINE, STALL, LATE = range(3)
 
 

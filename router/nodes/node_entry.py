@@ -23,6 +23,7 @@ STALL_S, STALL = 2.0, 10.0
 
 
 def node_key(lease: NodeLease) -> NodeKey:
+    """Return the key of a node's process: its id and epoch."""
     return (lease.node_id, lease.epoch)
 
 

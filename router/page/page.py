@@ -18,4 +18,5 @@ def _page() -> str:
 
 
 def chat_page() -> Response:
+    """Return the chat page."""
     return HTMLResponse(_page(), headers=headers(_page()))

@@ -30,10 +30,12 @@ Keys = Mapping[bytes, Tenant]
 
 
 def new_key() -> str:
+    """Return a new random API key."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def key_hash(key: bytes) -> bytes:
+    """Return the SHA-256 digest of an API key."""
     return hashlib.sha256(key).digest()
 
 

@@ -157,7 +157,7 @@ def test_nodes_did_what_the_client_was_told(watched: Watched) -> None:
     remote, local = len(watched.served(remote=True)), len(watched.served(remote=False))
     shown = {("local",): local, ("remote",): remote}
     assert watched.shown("router", "Placements") == {kind: count for kind, count in shown.items() if count}
-    assert watched.shown("router", "Ladder rungs") == {}
+    assert watched.shown("router", "Retries, by step") == {}
     assert watched.shown("transfers", "Ships") == {("done",): remote}
     assert watched.shown("transfers", "Grants") == {("granted",): remote}
     computed = watched.total("prompt", remote=True) - watched.total("cached", remote=True)

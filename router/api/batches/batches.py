@@ -40,12 +40,16 @@ class BatchErrors(BaseModel):
 
 
 class Counts(BaseModel):
+    """Request counts of a batch."""
+
     total: int
     completed: int
     failed: int
 
 
 class BatchAnswer(BaseModel):
+    """Batch object."""
+
     id: str
     object: Literal["batch"]
     endpoint: str
@@ -69,6 +73,8 @@ class BatchAnswer(BaseModel):
 
 
 class BatchList(BaseModel):
+    """Page of batches."""
+
     object: Literal["list"]
     data: list[BatchAnswer]
     first_id: str | None
@@ -77,6 +83,7 @@ class BatchList(BaseModel):
 
 
 def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
+    """Return the routes of /v1/batches."""
     router = APIRouter()
     one: dict[str, Any] = {"openapi_extra": path_parameter("batch_id"), "response_model": BatchAnswer}
 

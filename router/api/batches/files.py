@@ -34,6 +34,8 @@ _TAKES = {"requestBody": {"required": True, "content": {"multipart/form-data": {
 
 
 class FileAnswer(BaseModel):
+    """File object."""
+
     id: str
     object: Literal["file"]
     bytes: int
@@ -46,6 +48,8 @@ class FileAnswer(BaseModel):
 
 
 class FileList(BaseModel):
+    """Page of files."""
+
     object: Literal["list"]
     data: list[FileAnswer]
     first_id: str | None
@@ -54,6 +58,8 @@ class FileList(BaseModel):
 
 
 class FileDeleted(BaseModel):
+    """Confirmation that a file was deleted."""
+
     id: str
     object: Literal["file"]
     deleted: Literal[True]
@@ -124,6 +130,7 @@ class Uploads:
 
 
 def files_router(batches: Batches, longest: int) -> APIRouter:
+    """Return the routes of /v1/files."""
     router, uploads = APIRouter(), Uploads(longest)
 
     def files_of(request: Request) -> FileStore:

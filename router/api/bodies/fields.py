@@ -149,6 +149,8 @@ class SamplingFields(BaseModel):
 
 
 class StreamOptions(BaseModel):
+    """Options of a stream: usage in its last chunk, or in each."""
+
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 

@@ -44,6 +44,8 @@ MAX_SEQUENCES = 1024
 
 
 class RequestBody(BaseModel):
+    """Fields that all request bodies share."""
+
     model_config = ConfigDict(extra="ignore")
 
     model: Name | None = None

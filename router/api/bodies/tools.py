@@ -38,6 +38,8 @@ class Function(TypedDict):
 
 @with_config(ConfigDict(extra="allow"))
 class FunctionTool(TypedDict):
+    """Tool of type function."""
+
     type: NotRequired[Literal["function"]]
     function: Function
 

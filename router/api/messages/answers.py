@@ -30,10 +30,14 @@ class MessageObject(BaseModel):
 
 
 class MessageTokens(BaseModel):
+    """Token count of a Messages API request."""
+
     input_tokens: int
 
 
 class MessageFailure(BaseModel):
+    """Error detail in the Messages API's format."""
+
     type: str
     message: str
 

@@ -40,6 +40,8 @@ class ToolChoice(BaseModel):
 
 
 class Thinking(BaseModel):
+    """Extended-thinking settings."""
+
     type: str
 
 

@@ -16,12 +16,16 @@ class ReadUsage(BaseModel):
 
 
 class Embedding(BaseModel):
+    """Embedding of one input."""
+
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str = Field(description="numbers, or with encoding_format base64 their float32 bytes")
 
 
 class EmbeddingAnswer(BaseModel):
+    """Embeddings of all inputs."""
+
     object: Literal["list"]
     data: list[Embedding]
     model: str
@@ -29,12 +33,16 @@ class EmbeddingAnswer(BaseModel):
 
 
 class Score(BaseModel):
+    """Similarity score of one pair."""
+
     index: int
     object: Literal["score"]
     score: float
 
 
 class ScoreAnswer(BaseModel):
+    """Scores of all pairs."""
+
     id: str
     object: Literal["list"]
     created: int
@@ -44,16 +52,22 @@ class ScoreAnswer(BaseModel):
 
 
 class Document(BaseModel):
+    """Reranked document."""
+
     text: str
 
 
 class Ranked(BaseModel):
+    """One document's rank and relevance score."""
+
     index: int
     relevance_score: float
     document: Document | None = Field(default=None, description="absent with return_documents false")
 
 
 class RerankAnswer(BaseModel):
+    """Documents in order of relevance."""
+
     id: str
     model: str
     results: list[Ranked]
@@ -61,6 +75,8 @@ class RerankAnswer(BaseModel):
 
 
 class Classified(BaseModel):
+    """Label and probabilities of one input."""
+
     index: int
     label: str
     probs: list[float]
@@ -68,6 +84,8 @@ class Classified(BaseModel):
 
 
 class ClassifyAnswer(BaseModel):
+    """Classification of all inputs."""
+
     id: str
     object: Literal["list"]
     created: int

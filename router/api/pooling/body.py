@@ -15,6 +15,8 @@ MAX_INPUTS = 2048
 
 
 class PoolingBody(RequestBody):
+    """Fields that pooling requests share."""
+
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     user: str | None = None
     cache_salt: CacheSalt | None = None

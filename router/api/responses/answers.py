@@ -8,6 +8,8 @@ from pydantic import BaseModel, Field
 
 
 class ResponseUsage(BaseModel):
+    """Token usage of a response."""
+
     input_tokens: int
     input_tokens_details: dict[str, int]
     output_tokens: int
@@ -16,6 +18,8 @@ class ResponseUsage(BaseModel):
 
 
 class ResponseFailure(BaseModel):
+    """Error of a failed response."""
+
     code: str
     message: str
 
@@ -53,12 +57,16 @@ class ResponseObject(BaseModel):
 
 
 class DeletedResponse(BaseModel):
+    """Confirmation that a response was deleted."""
+
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
 class InputItems(BaseModel):
+    """Page of a response's input items."""
+
     object: Literal["list"]
     data: list[dict[str, Any]]
     first_id: str

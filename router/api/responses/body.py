@@ -37,6 +37,8 @@ class TextField(BaseModel):
 
 
 class ReasoningField(BaseModel):
+    """Reasoning settings."""
+
     effort: str | None = None
     summary: str | None = None
 

@@ -18,6 +18,7 @@ _MOST_ITEMS = 100
 
 
 def kept_responses(responses: StoredResponses, background: Background) -> APIRouter:
+    """Return the routes of stored responses."""
     router = APIRouter(responses=errors(404, 503))
 
     @router.get(_PLACE, summary="A response that is kept", response_model=ResponseObject, openapi_extra=_id())

@@ -13,6 +13,8 @@ from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
 
 class ChatShape(Shape[ChatBody]):
+    """Formats choices of chat completions."""
+
     id_prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def text_choice(self, index: int, text: str) -> dict[str, Any]:

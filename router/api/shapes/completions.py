@@ -16,6 +16,8 @@ from kvferry.router.text.transcript import Entry, Piece
 
 
 class CompletionShape(Shape[CompletionBody]):
+    """Formats choices of text completions."""
+
     id_prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, pool: ServedModel, body: CompletionBody, generation: Generation) -> None:

@@ -49,6 +49,8 @@ class ObjectParser(CallParser):
 
 
 class HermesParser(ObjectParser):
+    """Parses Hermes and Qwen tool calls."""
+
     opens: ClassVar[tuple[str, ...]] = (BEGIN,)
 
     def _read_call(self) -> bool:

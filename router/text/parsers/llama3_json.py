@@ -9,6 +9,8 @@ _BETWEEN = ";,"
 
 
 class Llama3JsonParser(ObjectParser):
+    """Parses Llama 3 tool calls in JSON."""
+
     opens = (TAG,)
     opens_first = ("{",)
 

@@ -22,6 +22,8 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser(CallParser):
+    """Parses pythonic tool calls."""
+
     opens = (BEGIN,)
     opens_first = ("[",)
 

@@ -226,8 +226,10 @@ def _closed_in(key: str, value: Any) -> Any:
 
 
 def either(options: Sequence[str]) -> str:
+    """Return a Lark alternative of the options."""
     return f"({' | '.join(options)})"
 
 
 def is_token(spelled: str) -> bool:
+    """Return whether the spelling names a special token."""
     return spelled.startswith("<")

@@ -77,7 +77,7 @@ def test_what_is_shown_follows_the_router(tab: Page, tmp_path: Path) -> None:
             assert shown in first, shown
         board.shows = busy(router="router-restarted", running=[], running_total=0)
         tab.wait("document.getElementById('view').innerText.includes('router-restarted')")
-        assert "No request is under way." in text(tab)
+        assert "No request is in flight." in text(tab)
         assert tab.evaluate("document.querySelectorAll('svg.pool rect').length") == 5 * 4
         for scheme in ("light", "dark"):
             tab.screenshot(tmp_path / f"{scheme}.png", 1300, 900, scheme)
