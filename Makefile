@@ -12,7 +12,7 @@
 # make chaos     real processes under load and a seeded plan of faults: make chaos MINUTES=20 SEED=1 NETWORK=1 (cuts; root)
 # make soak      hours of load with few faults, watching memory, descriptors, threads and books: make soak HOURS=8
 # make redis-faults  what befalls Redis, and how soon requests go to the nodes that hold their prefixes again
-# make lint      format, style, types and the documents' links
+# make lint      format, style, types, the documents' links, and the language of code and documents
 # make docs      renew what is generated: the reference's tables from the code, the dashboards, the chart's copies
 # make site      build the documentation into site/, with MkDocs from PyPI in an environment of its own
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
@@ -165,6 +165,7 @@ lint: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m docs.links
+	$(BIN)/python -m docs.language
 
 docs: $(VENV)/test.done
 	$(BIN)/python -m docs.tables

@@ -29,6 +29,7 @@ GIB = 1024**3
 GPU_SHARE = 0.8
 """Of what a worker's weights leave of its share of a GPU: the pool. The rest is for activations and workspaces."""
 MARGIN = 0.95
+"""Share of the available memory that the plan may use."""
 UNKNOWN = ModelNeeds(
     WeightCount(), WeightCount(), WeightCount(), layers=0, kv_heads=0, head_dim=0, query_size=0, max_model_len=0
 )

@@ -22,6 +22,7 @@ LINES = {"ship": ("═", "cyan"), "copy": ("┄", "yellow"), "move": ("━", "ma
 """Of transfers, by what they bring."""
 LATELY_S = 60.0
 SPARK = 40
+"""Columns of a sparkline."""
 WIDE, TALL = 118, 10_000
 """From so many columns on all is shown; and a height that leaves nothing out."""
 LEAST_ROWS = 3

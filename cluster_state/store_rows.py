@@ -17,6 +17,7 @@ log = logging.getLogger("kvferry.index")
 FLUSH_S = 0.5
 """Between two batches."""
 BATCH = 512
+"""Rows of one write."""
 MOST = 8192
 """Rows that wait at most, while the index does not answer: the oldest are forgotten, for they are hints."""
 

@@ -16,6 +16,7 @@ TRIALS = 4
 """So many masks of a request are made on grammar threads at first, and so many behind one that was slow: a step waits
 for a slow one, of some milliseconds at most, once in so many."""
 TRIALS_IF_SLOW = 256
+"""Masks of a request that grammar threads make after a slow one."""
 NEVER = -100.0
 """A logit_bias that bans its token."""
 

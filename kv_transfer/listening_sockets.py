@@ -16,6 +16,7 @@ from kvferry.protocol.errors import NodeLost, Retryable, reason
 from kvferry.runtime.address import knows_ipv6, parse_host_port
 
 BACKLOG = 256
+"""Connections that wait to be accepted."""
 MAX_LOOKUPS = 8
 """Names that are looked up at once. A lookup cannot be cancelled, so its thread is held for as long as it takes."""
 Address = tuple[Any, ...]

@@ -18,6 +18,7 @@ from kvferry.protocol.link_messages import Grant
 
 FILLER = b"\0"
 FILLERS_AT_ONCE = 64
+"""Fillers that are posted at a time."""
 
 
 class Outgoing:

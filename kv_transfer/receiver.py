@@ -25,6 +25,7 @@ from kvferry.protocol.link_messages import Abort, Commit, CommitAck, Grant, Gran
 from kvferry.protocol.messages import Job
 
 POSTED_AT_ONCE = 128
+"""Receives that are posted at a time."""
 
 
 class Receiver:

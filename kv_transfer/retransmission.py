@@ -15,6 +15,7 @@ from kvferry.protocol.link_messages import CommitAck, Grant, Refusal
 REPEAT_S = 2.0
 """After which a question is repeated; then after twice as long each time."""
 REMEMBERED = 4096
+"""Answers that are kept for repeated questions."""
 Answer = Grant | Refusal | CommitAck
 
 

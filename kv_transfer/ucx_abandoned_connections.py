@@ -6,6 +6,7 @@ import logging
 
 log = logging.getLogger(__name__)
 MOST_LEFT = 32
+"""Abandoned connections that are kept at most."""
 WRITTEN_HERE = frozenset({"tcp", "posix", "sysv", "self"})
 """Transports over which anyone who receives writes into its memory itself, and only while it calls UCX for the
 worker."""

@@ -17,6 +17,7 @@ from kvferry.protocol.errors import TransferFailed
 log = logging.getLogger(__name__)
 SPIN_S = 60e-6
 PROGRESS_BURST = 32
+"""Calls of progress in a row."""
 LETTING_GO_S, LETTING_GO_ROUNDS = 0.05, 1000
 """What UCX has at least to end the operations of an endpoint that was closed; it needs a millisecond, unless the other
 side is frozen and its queue full. Rounds count, too, for this thread may be the one that stands still."""

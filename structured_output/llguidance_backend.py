@@ -29,6 +29,7 @@ MAX_LEXER_WORK = 1_000_000
 KEPT = 128
 """Compiled grammars that are kept, each 0.1 to 2 MB."""
 MAX_STEP_LEXER_WORK = 100_000
+"""Regular-expression steps of one mask."""
 MAX_STEP_ITEMS = 20_000
 """Regular-expression steps and parser items of one mask (about 7 and 10 ms)."""
 

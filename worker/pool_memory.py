@@ -20,6 +20,7 @@ from kvferry.worker.device_copies import DeviceCopies
 
 GIB = 1024**3
 GPU_POOL_SHARE = 0.8
+"""Share of a GPU's free memory that the pool takes."""
 MEMORY_MARGIN = 0.95
 """Share of the available memory that the pool may take."""
 

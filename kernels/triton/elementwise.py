@@ -11,6 +11,7 @@ from kvferry.kernels.gated_activation import Gate
 from kvferry.kernels.triton.tile_sizes import power_of_two
 
 TILE = 2048
+"""Elements that a program handles at once."""
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 MAX_SPLITS = 64
 MIN_TILES_PER_SPLIT = 2
+"""Least tiles of keys that a split handles."""
 PROGRAMS_PER_PROCESSOR = 2
 """Programs of a product's split that each multiprocessor is given."""
 MIN_TILES_PER_PART = 2

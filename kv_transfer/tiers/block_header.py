@@ -19,6 +19,7 @@ import msgpack
 
 MAGIC = b"kvferry1"
 PAGE = 4096
+"""Bytes to a multiple of which a header is padded."""
 LONGEST = 1 << 20
 """Bytes of a description."""
 _LENGTH = struct.Struct("<I")

@@ -16,6 +16,7 @@ from kvferry.router.api.documentation import Responses, errors, takes
 from kvferry.router.api.served_models import ServedModels
 
 MAX_PATH = 4096
+"""Characters of an adapter's path."""
 
 CHANGING: Responses = errors(400, 403, 404, 413, 415, 429, 500, 503)
 

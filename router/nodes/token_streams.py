@@ -22,6 +22,7 @@ from kvferry.router.nodes.node_entry import NodeEntry
 log = logging.getLogger(__name__)
 
 LOST = 2.0
+"""Multiple of the silence limit after which a stream counts as lost."""
 ACKNOWLEDGE_S = 1.0
 """Between two words to a node about the frames that came."""
 

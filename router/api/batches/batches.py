@@ -16,6 +16,7 @@ from kvferry.router.batch.batches import Batches
 from kvferry.router.request_context import CALL
 
 MOST_LISTED = 100
+"""Batches of one page."""
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]  # fmt: skip

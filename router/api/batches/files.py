@@ -25,6 +25,7 @@ from kvferry.router.request_context import CALL, RequestContext
 UPLOADS = 8
 """As many files may be arriving at the same time."""
 MOST_LISTED = 10_000
+"""Files of one page."""
 _UPLOAD = {
     "type": "object",
     "required": ["file", "purpose"],

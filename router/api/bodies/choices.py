@@ -13,6 +13,7 @@ MAX_CHOICES = 128
 MAX_BEAMS = MAX_LOGPROBS // 2
 """A beam's extensions are found among its twice as many likeliest tokens."""
 MAX_LENGTH_PENALTY = 10.0
+"""Largest absolute exponent of the length penalty."""
 UNMOVED_BY: dict[str, Any] = {
     "logit_bias": {}, "allowed_token_ids": None, "bad_words": [], "min_tokens": 0, "repetition_penalty": 1.0,
     "frequency_penalty": 0.0, "presence_penalty": 0.0,

@@ -23,6 +23,7 @@ from kvferry.router.api.bodies.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_INCLUDED = 64
+"""Entries of `include`."""
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 """Of metadata: entries, and characters of each one's key and value. It is repeated, and kept."""
 Key = Annotated[str, Field(max_length=MAX_KEY)]
