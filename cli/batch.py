@@ -25,7 +25,9 @@ _READ = ("custom_id", "method", "url", "body")
 
 @dataclass(frozen=True, slots=True)
 class BatchClient:
-    """Where and how rows are asked; seconds. See the command's help."""
+    """Client that sends a batch's rows to a running server.
+
+    Times are seconds; see the command's help. See the command's help."""
 
     url: str
     api_key: str

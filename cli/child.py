@@ -25,8 +25,10 @@ _LAST_WORDS_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run. `env` is added to the supervisor's environment without its KVFERRY_* variables: the command line
-    alone configures a child.
+    """Command line and environment of a child process.
+
+    `env` is added to the supervisor's environment without its KVFERRY_* variables: the command line alone configures a
+    child.
 
     reports       the command writes its status as runtime/supervisor_status.py does
     ends_last     the others need it until they have ended; it gets no SIGINT, which a terminal sends to all at once

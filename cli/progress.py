@@ -32,7 +32,7 @@ class Progress(Protocol):
 
 
 class Bars:
-    """For a terminal: bars at the bottom, output scrolls above them."""
+    """Progress bars at the bottom of a terminal; output scrolls above them."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -70,7 +70,7 @@ class Bars:
 
 
 class Lines:
-    """For a log: a line when a process serves, and meanwhile how far it is, every LINE_S seconds at most."""
+    """Progress as log lines: one when a process serves, and at most one every LINE_S seconds before."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ class Lines:
 
 
 class Objects(Lines):
-    """As Lines, each an object of JSON; what a child printed as one is passed on with the child's name."""
+    """Progress as JSON lines; JSON that a child printed is passed on with the child's name."""
 
     def echo(self, line: str) -> None:
         found = _CHILDS.fullmatch(line)

@@ -29,7 +29,7 @@ PIPE_WIDTH = 160
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """What is watched: a running router, without /v1, with its key if it asks for one; and how often."""
+    """Target of `kvferry top`: a router's URL without /v1, its API key and the refresh interval."""
 
     url: str
     api_key: str

@@ -27,8 +27,10 @@ RENEWAL_S = 1.0
 
 
 class Announced(StrEnum):
-    """What an announcement met: its own lease, none (first, expired, or the registry lost its data), or the live lease
-    of a newer epoch, which stays."""
+    """Result of announcing a lease.
+
+    The registry held this node's own lease, none (first, expired, or lost), or a live lease of a newer epoch, which
+    stays."""
 
     RENEWED = "renewed"
     CREATED = "created"

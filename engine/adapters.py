@@ -10,8 +10,11 @@ from kvferry.protocol.errors import AdapterNotLoaded
 
 
 class Adapters:
-    """By id. One that is dropped is refused to new attempts at once; those that are here keep it until they end, and
-    with the last of them its memory is free. Owned by the engine thread."""
+    """Loaded adapters by id.
+
+    Owned by the engine thread. New attempts cannot use an adapter that is being dropped; running ones keep it until
+    they end, and then its memory is freed. One that is dropped is refused to new attempts at once; those that are here
+    keep it until they end, and with the last of them its memory is free. Owned by the engine thread."""
 
     def __init__(self) -> None:
         self._held: dict[str, Adapter] = {}

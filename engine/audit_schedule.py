@@ -58,7 +58,7 @@ class AuditSchedule:
 
 
 class AuditedState(Protocol):
-    """What an engine keeps books of."""
+    """Engine state that the audit checks."""
 
     pool: BlockPool
     draft_model: DraftModel | None

@@ -29,10 +29,12 @@ class Limits:
 
 
 class Budget:
-    """Of one engine. Beside streams it is as many tokens as keep a step within its time, as far as the steps so far
-    tell, and no more than the limit. Where more requests wait for their first tokens than streams run, a step may take
-    so many times longer: streams lose no more by it than the others win. Newcomers' prompts may take all that streams
-    leave, for the streams' tenants had more than their own."""
+    """Prompt token budget of one engine's steps.
+
+    Beside streams it is as many tokens as keep a step within its time, as far as the steps so far tell, and no more
+    than the limit. Where more requests wait for their first tokens than streams run, a step may take so many times
+    longer: streams lose no more by it than the others win. Newcomers' prompts may take all that streams leave, for the
+    streams' tenants had more than their own."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

@@ -18,7 +18,7 @@ from kvferry.protocol.process_names import NodeName
 
 
 class Computes(Protocol):
-    """What it needs of a runner: see engine.runner.Runner."""
+    """Runner interface of a canary check: see engine.runner.Runner."""
 
     kv: torch.Tensor
 

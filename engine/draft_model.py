@@ -33,8 +33,10 @@ LEARN = 0.3
 
 @dataclass(slots=True, eq=False)
 class DraftState:
-    """Of one stream. known: how many of its request's tokens are the stream's; the rest was drawn here. fits: the draft
-    model knows all of them."""
+    """Draft model's state of one stream.
+
+    known: how many of its request's tokens are the stream's; the rest was drawn here. fits: the draft model knows all
+    of them."""
 
     request: Request
     known: int = 0
@@ -55,9 +57,11 @@ class DraftState:
 
 
 class DraftModel:
-    """Of one engine, on its thread. chunk: tokens that it catches up in a step at most; vocab_size: ids of tokens that
-    streams can have; shift: when it may compute (its runner asks nobody). cost: seconds of its decode steps; token_s:
-    of each token of a chunk; waited_s: for the cores, in the last `draft`."""
+    """Draft model of one engine, on the engine's thread.
+
+    chunk: tokens that it catches up in a step at most; vocab_size: ids of tokens that streams can have; shift: when it
+    may compute (its runner asks nobody). cost: seconds of its decode steps; token_s: of each token of a chunk;
+    waited_s: for the cores, in the last `draft`."""
 
     def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, shift: CoreTurns) -> None:
         self.cost = StepCost()

@@ -30,7 +30,9 @@ EXPECTED = 128
 
 
 class Drafter:
-    """Of one engine. share: how often the model's drafts were right, over all streams."""
+    """Drafting decision of one engine.
+
+    share: how often the model's drafts were right, over all streams."""
 
     def __init__(self, model: DraftModel) -> None:
         self.model: DraftModel | None = model

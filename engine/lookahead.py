@@ -30,7 +30,9 @@ log = logging.getLogger("kvferry.engine")
 
 
 class Lookahead:
-    """Of one engine: one step at most is in flight between two others. longest: tokens at which a sequence ends."""
+    """Asynchronous steps of one engine; at most one step is in flight between two others.
+
+    longest: tokens at which a sequence ends. longest: tokens at which a sequence ends."""
 
     def __init__(
         self, scheduler: Scheduler, runner: StepRunner, suspended: SuspendedStep, speculation: Speculation, longest: int

@@ -37,9 +37,10 @@ class OutboundMigration:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Where a stream stands still. first: the output tokens that the move's job lacks, one at least; covered: how many
-    leading tokens have their K/V in blocks that the other node was asked for; rest: (index, block id) of those behind
-    the full ones."""
+    """Point at which a migrating stream is paused.
+
+    first: the output tokens that the move's job lacks, one at least; covered: how many leading tokens have their K/V in
+    blocks that the other node was asked for; rest: (index, block id) of those behind the full ones."""
 
     first: TokenDelta
     covered: int

@@ -26,9 +26,11 @@ SURE = 0.98
 
 
 class NgramDrafts:
-    """Of one request, whose token_ids only ever grow. `found`: what is drafted behind its last token; `share`: how
-    often a token of such a draft was right, where those before it were. of_model: that share, as it is taken to be of a
-    draft model before any was seen; most: drafts that are of use now."""
+    """N-gram drafts of one request, whose token_ids only ever grow.
+
+    `found`: what is drafted behind its last token; `share`: how often a token of such a draft was right, where those
+    before it were. of_model: that share, as it is taken to be of a draft model before any was seen; most: drafts that
+    are of use now."""
 
     def __init__(self, token_ids: Sequence[int], of_model: float = 0.0) -> None:
         self._token_ids = token_ids

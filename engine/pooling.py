@@ -31,7 +31,7 @@ class Dense:
 
 
 class Pooler:
-    """Of one model; `dense` are the layers that its files put behind the pooling."""
+    """Pooling of one model; `dense` are the layers behind it."""
 
     def __init__(self, dense: Sequence[Dense] = ()) -> None:
         self._dense = tuple(dense)

@@ -26,7 +26,9 @@ KEPT = 4
 
 
 class Replicas:
-    """Those under way, sent by transfer and received by grant. Owned by the engine thread."""
+    """Replicas in transfer: sent by transfer id, received by grant.
+
+    Owned by the engine thread."""
 
     def __init__(self, pool: BlockPool, request_table: RequestTable) -> None:
         self._pool, self._request_table = pool, request_table

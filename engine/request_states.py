@@ -18,9 +18,10 @@ class State(StrEnum):
 
 
 class Awaits(StrEnum):
-    """What a request cannot run without. KV: blocks that a ship brings, or that another request here will have;
-    GRAMMAR: its compiled grammar; FETCH: blocks from a peer; TIER: blocks from a slower memory of this node; HANDOVER:
-    another node's word that it goes on there."""
+    """Conditions that a request waits for.
+
+    KV: blocks that a ship brings, or that another request here will have; GRAMMAR: its compiled grammar; FETCH: blocks
+    from a peer; TIER: blocks from a slower memory of this node; HANDOVER: another node's word that it goes on there."""
 
     KV = "kv"
     GRAMMAR = "grammar"

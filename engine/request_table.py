@@ -24,7 +24,9 @@ PLACE = attrgetter("place")
 
 
 class RequestTable:
-    """Who waits, awaits and runs. Blocks are the scheduler's. Owned by the engine thread.
+    """All requests of an engine: waiting, awaiting and running.
+
+    Blocks are the scheduler's. Owned by the engine thread.
 
     waiting   in the order of admission, by `Request.place`: first streams that began, here or on a node that was lost,
               for their clients feel each moment; then attempts of which others failed or were refused before, so that

@@ -33,7 +33,7 @@ SHORT = 64
 
 
 class StepRunner(Protocol):
-    """What an engine needs of a runner."""
+    """Runner interface of the engine."""
 
     masks: GrammarMasks
 

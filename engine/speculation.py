@@ -26,8 +26,10 @@ KEPT = 8
 
 
 class Speculation:
-    """Of one engine. most: drafts of a stream in a step; 0: there are none. rows: tokens of a step; model: what drafts
-    where nothing is found."""
+    """Speculative decoding of one engine.
+
+    most: drafts of a stream in a step; 0: there are none. rows: tokens of a step; model: what drafts where nothing is
+    found."""
 
     def __init__(self, pool: BlockPool, most: int, rows: int, model: DraftModel | None = None) -> None:
         self._pool, self._most, self._rows = pool, most, rows

@@ -11,7 +11,7 @@ from kvferry.engine.step_slices import Slice
 
 
 class StepStats:
-    """Of one engine's steps."""
+    """Statistics of one engine's steps."""
 
     def __init__(self, scheduler: Scheduler, speculation: Speculation) -> None:
         self._scheduler, self._speculation = scheduler, speculation

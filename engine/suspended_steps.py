@@ -27,8 +27,11 @@ LEAST_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """What one step computes: slices, decodes first. halfway: where it goes on if it was suspended; flight: if it was
-    launched; chains: the blocks that it writes to, by slice; seconds: that it took so far."""
+    """Work of one step: slices, decodes first.
+
+    halfway: where a suspended step resumes; flight: the launched step; chains: the blocks that it writes to, by slice;
+    seconds: its duration until now. halfway: where it goes on if it was suspended; flight: if it was launched; chains:
+    the blocks that it writes to, by slice; seconds: that it took so far."""
 
     slices: Sequence[Slice]
     halfway: SuspendedPass | None = None
@@ -67,8 +70,10 @@ def _waits(part: Slice, blocks: list[int]) -> bool:
 
 
 class SuspendedStep:
-    """Of one engine: the last one goes on first. called: whether there are commands for the engine, which may bring
-    what comes before; leaving: who is dropped by them."""
+    """Suspended steps of one engine; the last one resumes first.
+
+    called: whether there are commands for the engine, which may bring what comes before; leaving: who is dropped by
+    them."""
 
     def __init__(self, scheduler: Scheduler, cancellations: Cancellations) -> None:
         self.called: Callable[[], bool] = lambda: False

@@ -45,8 +45,9 @@ def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
 
 
 class BatchIndex:
-    """What the layers of one batch share, for pools of one geometry (the strides of `kv_layer`). written: the tokens
-    whose K/V is written, None: of all; write_rows: where to."""
+    """Index tensors of one batch for pools of one geometry (the strides of `kv_layer`).
+
+    written: the tokens whose K/V is written, None: of all; write_rows: where to."""
 
     def __init__(self, plan: BatchPlan, kv_layer: torch.Tensor):
         self.plan = plan

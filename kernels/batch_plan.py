@@ -11,11 +11,11 @@ from kvferry.kernels.lora import Adapted
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Where each token of a batch lives and what it attends to.
+    """Positions, cache slots and attention ranges of a batch's tokens.
 
     A batch holds `num_seqs` sequences, decodes (one query token) first, then prefill chunks; their query tokens are
-    laid end to end, T in all. Query token j of sequence s has position computed_len[s] + j and attends to all
-    positions up to its own (the last `window` of them under a sliding window).
+    laid end to end, T in all. Query token j of sequence s has position computed_len[s] + j and attends to all positions
+    up to its own (the last `window` of them under a sliding window).
 
     positions     int64 [T]              position of each token
     slots         int64 [T]              where its K/V goes: block id * block_size + slot; below 0: nowhere, as of

@@ -34,7 +34,9 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """By CUDA graphs, which share one pool of memory: they never run at once. Raises RuntimeError."""
+    """Capture by CUDA graphs that share one memory pool, since they never run at once.
+
+    Raises RuntimeError. Raises RuntimeError."""
 
     def __init__(self) -> None:
         self._pool: Any = None

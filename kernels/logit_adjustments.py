@@ -21,8 +21,10 @@ _FEW = 8
 
 
 class Adjustments:
-    """Of one request. token_ids: prompt and output so far, which only ever grows; `counting`: they depend on which
-    tokens these are, not on their number alone. `apply` is `Ops.adjust` of one row in PyTorch."""
+    """Logit adjustments of one request.
+
+    token_ids: prompt and output so far, which only ever grows; `counting`: they depend on which tokens these are, not
+    on their number alone. `apply` is `Ops.adjust` of one row in PyTorch."""
 
     def __init__(self, params: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> None:
         self.params, self.token_ids, self.prompt_len = params, token_ids, prompt_len

@@ -6,8 +6,10 @@ import torch
 
 
 class Readback:
-    """Of an int64 array [n] on the device. Its copy is given to the stream now, so that what is given to it later need
-    not be waited for. `values`: the array, good on the device at once."""
+    """Copy of an int64 array [n] from the device, queued on the stream at once.
+
+    Its copy is given to the stream now, so that what is given to it later need not be waited for. `values`: the array,
+    good on the device at once."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values

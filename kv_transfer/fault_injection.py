@@ -22,8 +22,10 @@ def _never(_: Any) -> bool:
 
 @dataclass(slots=True)
 class Faults:
-    """What goes wrong on the sending side of control messages and the receiving side of blocks. drop and duplicate
-    choose by message, corrupt by tag; delay_s gives seconds by which a message is late (later ones may overtake it)."""
+    """Faults to inject, on the sending side of control messages and the receiving side of blocks.
+
+    drop and duplicate choose by message, corrupt by tag; delay_s gives seconds by which a message is late (later ones
+    may overtake it)."""
 
     drop: Callable[[bytes], bool] = _never
     duplicate: Callable[[bytes], bool] = _never

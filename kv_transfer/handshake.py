@@ -33,8 +33,10 @@ OTHER_SECRET = "the two nodes do not share a cluster secret"
 
 @dataclass(frozen=True, slots=True)
 class HandshakeTerms:
-    """What this node brings: its cluster's secrets, asked for at each greeting, of which it uses the first and accepts
-    all (one is empty where there is none), and settings that both ends of a connection must share."""
+    """Secrets and shared settings that this node brings to a handshake.
+
+    Of the secrets, read anew at each handshake, the first is used and all are accepted; one is empty where the cluster
+    has none."""
 
     secrets: Callable[[], Sequence[bytes]] = field(default=lambda: (b"",), repr=False)
     settings: Mapping[str, str] = field(default_factory=dict)

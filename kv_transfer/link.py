@@ -16,7 +16,7 @@ Done = Callable[[Exception | None], None]
 
 
 class LinkHandler(Protocol):
-    """Who listens to a link: the dock of a node."""
+    """Handler of a link's events: the dock of a node."""
 
     def message(self, peer: Peer, data: bytes) -> None:
         """A control message arrived whole, in the order in which the peer sent it."""

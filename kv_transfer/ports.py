@@ -43,8 +43,10 @@ class BlockMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShipStats:
-    """Of a finished ship: blocks and bytes sent, seconds with sends in flight, seconds on the link (with sends in
-    flight, or between `commit` and its acknowledgement), and the part of these after `commit` was called."""
+    """Statistics of a finished ship.
+
+    Blocks and bytes sent, seconds with sends in flight, seconds on the link (with sends in flight, or between `commit`
+    and its acknowledgement), and the part of these after `commit` was called."""
 
     blocks: int
     bytes: int
@@ -77,8 +79,10 @@ TransferKey = tuple[Any, int]
 
 
 class GrantEvents(Protocol):
-    """What a receiver asks of the decode engine. After `reserve` was answered with blocks, exactly one of `ready` and
-    `failed` comes; after `failed`, `quiet` comes once."""
+    """Receiver's calls to the decode engine.
+
+    After `reserve` was answered with blocks, exactly one of `ready` and `failed` comes; after `failed`, `quiet` comes
+    once."""
 
     def reserve(self, key: TransferKey, asked: Asked) -> None:
         """Reserve blocks for it; answer with Receiver.granted or Receiver.refused."""

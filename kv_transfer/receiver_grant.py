@@ -44,8 +44,9 @@ GRANT_LIVE = frozenset({GrantState.NEW, GrantState.GRANTED, GrantState.RECEIVING
 
 @dataclass(slots=True, eq=False)
 class OpenGrant:
-    """What one GrantRequest led to. unanswered: the engine has not answered `reserve` yet; message, blocks: once it
-    granted."""
+    """State of one GrantRequest.
+
+    unanswered: the engine has not answered `reserve` yet; message, blocks: once it granted."""
 
     key: TransferKey
     asked: Asked

@@ -43,8 +43,10 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a router must know of a model. max_model_len is in tokens, prompt and output together. `sampling`: its
-    authors' defaults by name of the sampling parameter."""
+    """Model facts that a router needs.
+
+    max_model_len is in tokens, prompt and output together. `sampling`: its authors' defaults by name of the sampling
+    parameter."""
 
     vocab_size: int
     max_model_len: int

@@ -15,8 +15,9 @@ than the average."""
 
 
 class CacheValue:
-    """How often a token that a cache keeps is reused, learned from prompts as they come: in the long run, those reused
-    over those computed. Nothing is known at first."""
+    """Learned reuse of cached tokens: reused over computed tokens in the long run.
+
+    Nothing is known at first."""
 
     def __init__(self) -> None:
         self._reused = self._computed = 0.0

@@ -10,8 +10,11 @@ from kvferry.protocol.lease import NodeLease
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of nodes together: sequences that decode at once, prompt tokens computed in a second; 0: not known. Decode nodes,
-    nodes that compute prompts, and seats of sequences that are taken."""
+    """Total capacity of nodes.
+
+    Sequences that decode at once, prompt tokens computed in a second (0: not known), decode nodes, nodes that compute
+    prompts, and seats of sequences that are taken. Decode nodes, nodes that compute prompts, and seats of sequences
+    that are taken."""
 
     sequences: int = 0
     prompt_per_s: float = 0.0

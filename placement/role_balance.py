@@ -20,8 +20,10 @@ BEHIND_S, CAUGHT_UP_S = 2.0, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What is asked of all nodes of a model together. backlog_s: seconds of one node for the prompts that wait, at
-    nodes and in the router; pressure: decode nodes for its streams and what waits for a seat."""
+    """Total demand on a model's nodes.
+
+    backlog_s: seconds of one node for the prompts that wait, at nodes and in the router; pressure: decode nodes for its
+    streams and what waits for a seat."""
 
     backlog_s: float
     pressure: float

@@ -118,7 +118,7 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is to be placed, and where it may not go.
+    """Demand of one placement, with its exclusions.
 
     total_len     tokens whose KV must exist before the next token can be drawn, at least 1
     prompt_only   the request ends with its next token: no decode node is needed

@@ -33,7 +33,9 @@ from kvferry.worker.service import Base
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """To one `POST /attempts/prefill`, as long as its attempt goes on. `outbox` feeds the response; None ends it."""
+    """Answer to one `POST /attempts/prefill`, while its attempt runs.
+
+    `outbox` feeds the response; None ends it."""
 
     job: Job
     span: Span

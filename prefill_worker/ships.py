@@ -20,7 +20,9 @@ from kvferry.worker.service import Base, ship_outcome
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """Of one job to its decode node, until its ship is quiet. Given up: whatever comes is no news any more."""
+    """Offer of one job to its decode node, until its ship is quiet.
+
+    Events of an offer that was given up are ignored. Given up: whatever comes is no news any more."""
 
     job: Job
     given_up: bool = False

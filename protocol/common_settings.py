@@ -9,7 +9,7 @@ from kvferry.protocol.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
-    """What every process of a cluster needs to know."""
+    """Settings of every process."""
 
     served_model_name: tuple[str, ...] = setting(
         (), "names clients use for the model, repeated or with commas; default: derived from --model"

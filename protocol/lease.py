@@ -14,8 +14,10 @@ from kvferry.protocol.wire import WireError, message, pack, unpack
 @message(40)
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a node is doing now. Tokens of waiting requests are those still to be computed. Blocks: free + active +
-    cached + granted = total; each is counted, so that one that nobody knows of is missed."""
+    """Current load of a node.
+
+    Tokens of waiting requests are those still to be computed. Blocks: free + active + cached + granted = total; each is
+    counted, so that one that nobody knows of is missed."""
 
     waiting_requests: int = 0
     waiting_tokens: int = 0
@@ -46,8 +48,9 @@ class Rates:
 @message(50)
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a node sent to another one of late, beside ships: copies of running streams, or streams that move there.
-    bytes_per_s: over that time."""
+    """Recent transfers from a node to another one, beside ships: copies of running streams, or migrations.
+
+    bytes_per_s: over that time. bytes_per_s: over that time."""
 
     kind: str
     node_id: str

@@ -15,8 +15,10 @@ from kvferry.protocol.wire import message
 @message(48, checked=True)
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What is asked of a stream's buddy: to keep the K/V of these tokens in full blocks, namely the first `most` of
-    those that it lacks. namespace, adapter: parts of the root of their hashes, as in a Job."""
+    """Request to a stream's buddy: keep the K/V of these tokens in full blocks.
+
+    It takes the first `most` of the blocks that it lacks. namespace, adapter: parts of the root of their hashes, as in
+    a Job. namespace, adapter: parts of the root of their hashes, as in a Job."""
 
     token_ids: tuple[int, ...]
     most: int
@@ -43,7 +45,7 @@ class Fetch:
 @message(57, checked=True)
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What a fetch led to: of its blocks the first `count` are held, and sent if they are granted."""
+    """Answer to a fetch: the first `count` of its blocks are held, and sent if they are granted."""
 
     fetch: int
     count: int
@@ -136,8 +138,10 @@ class Abort:
 @message(47, checked=True)
 @dataclass(frozen=True, slots=True)
 class LinkTerms:
-    """What each end of a link tells the other as they greet: the address of the UCX worker that it keeps for this
-    connection, and (name, value) of the settings that both must share."""
+    """Terms that each end of a link sends in the handshake.
+
+    The address of the UCX worker that it keeps for this connection, and (name, value) of the settings that both must
+    share."""
 
     address: bytes
     settings: tuple[tuple[str, str], ...]

@@ -8,7 +8,7 @@ LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
 class LoopMetrics:
-    """Of one loop; see `runtime.loop_lag`."""
+    """Metrics of one event loop; see `runtime.loop_lag`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.lag = Histogram(

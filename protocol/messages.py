@@ -28,7 +28,7 @@ class TokenLogprobs:
 @message(10, checked=True)
 @dataclass(frozen=True, slots=True)
 class DecodeTarget:
-    """Where blocks are shipped to: `epoch` fences a restarted process, `link_address` is host:port."""
+    """Destination of a ship: `epoch` fences a restarted process, `link_address` is host:port."""
 
     node_id: str
     epoch: int

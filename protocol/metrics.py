@@ -23,7 +23,9 @@ STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class RouterMetrics:
-    """What the router counts. One instance per process."""
+    """Metrics of the router, one instance per process.
+
+    One instance per process."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = registry or CollectorRegistry()

@@ -16,7 +16,9 @@ Family = TypeVar("Family", Counter, Gauge, Histogram)
 
 @dataclass(frozen=True, slots=True)
 class ModelMetrics:
-    """Those metrics of a router that carry the label `model_name`, bound to one model. prompt_tokens: by source."""
+    """Router metrics with the label `model_name`, bound to one model.
+
+    prompt_tokens: by source."""
 
     ttft: Histogram
     itl: TokenHistogram
@@ -32,8 +34,9 @@ def live_nodes(registry: CollectorRegistry) -> Gauge:
 
 
 class ModelRegistry(CollectorRegistry):
-    """Of a process that serves one model: each sample names it, once `model_name` is known. As routers call it, its
-    first name."""
+    """Metric registry of a process that serves one model; each sample names it once `model_name` is known.
+
+    The label is the first name by which routers call it. As routers call it, its first name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,9 +14,10 @@ Missed = tuple[tuple[str, int], ...]
 @message(3)
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Where the prompt's tokens came from: prompt_len = reused_prefill + reused_decode + fetched + computed. `missed`
-    are those of the computed ones that follow the reused ones and were predicted (Job.predicted), by what the node that
-    looked for them knows of them."""
+    """Origin of a prompt's tokens: prompt_len = reused_prefill + reused_decode + fetched + computed.
+
+    `missed` are those of the computed ones that follow the reused ones and were predicted (Job.predicted), by what the
+    node that looked for them knows of them."""
 
     prompt_len: int
     reused_prefill: int = 0

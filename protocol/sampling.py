@@ -22,7 +22,9 @@ REPETITION = (0.01, 100.0)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How output tokens are chosen. Names and ranges are those of the OpenAI API and of vLLM's extensions to it.
+    """Sampling parameters.
+
+    Names and ranges are those of the OpenAI API and of vLLM's extensions to it.
 
     max_tokens / min_tokens  bounds on the number of output tokens; end-of-sequence and stop tokens cannot be drawn
                              before min_tokens

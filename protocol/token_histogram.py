@@ -15,8 +15,9 @@ from prometheus_client.registry import Collector
 
 
 class TokenHistogram:
-    """Of one combination of labels. bounds: upper ones, which belong to their buckets, ascending. Observed and told on
-    one thread."""
+    """Histogram for one combination of labels.
+
+    bounds: upper ones, which belong to their buckets, ascending. Observed and told on one thread."""
 
     __slots__ = ("_bounds", "counts", "sum")
 

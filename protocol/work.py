@@ -14,7 +14,7 @@ message(1, checked=True)(SamplingParams)
 @message(4, checked=True)
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the output must match, as data: `kind` says how `source` is read.
+    """Constraint on the output as data: `kind` says how to read `source`.
 
     json_schema     source is a JSON schema, as JSON text ("{}" is any JSON value)
     json_object     any JSON object; source is empty
@@ -94,8 +94,9 @@ class Embed:
 @message(7, checked=True)
 @dataclass(frozen=True, slots=True)
 class Classify:
-    """What a sequence classification model's head says of the prompt: one logit for each of its labels. second_from:
-    where the second text of a pair begins, for families that mark it; 0: no pair, or no mark."""
+    """Logits of a sequence classification head for the prompt, one per label.
+
+    second_from: where the second text of a pair begins, for families that mark it; 0: no pair, or no mark."""
 
     second_from: int = 0
 

@@ -15,9 +15,11 @@ from kvferry.protocol.tier_metrics import TierMetrics
 
 
 class WorkerMetrics:
-    """What a prefill or decode process counts. Every metric carries the label `role`, bound here, for looking it up at
-    every step costs more than counting. Those with one more label are dicts by its values, which are all known. All are
-    served with `registry.model_name`, which is the caller's to set."""
+    """Metrics of a prefill or decode process.
+
+    Every metric carries the label `role`, bound here, for looking it up at every step costs more than counting. Those
+    with one more label are dicts by its values, which are all known. All are served with `registry.model_name`, which
+    is the caller's to set."""
 
     def __init__(self, role: str, registry: ModelRegistry | None = None) -> None:
         self.registry = registry or ModelRegistry()

@@ -58,7 +58,7 @@ IDLE_S = 30.0
 
 
 class Store(NodeSource, BlockLookup, Protocol):
-    """What the router needs of Redis."""
+    """Registry, index and response store that the router needs."""
 
 
 async def serve_router(settings: RouterSettings) -> None:

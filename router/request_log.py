@@ -26,9 +26,11 @@ LONGEST_TOLD = 200
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Of one dispatch. Times are of the request log's clock. prefill, decode: node ids, as far as it is placed;
-    cached: of the prompt; rungs: attempts after the first; outcome: empty while it is under way, then done, cancelled
-    (its client left) or an error's code."""
+    """Record of one dispatch.
+
+    Times are of the request log's clock. prefill, decode: node ids, as far as it is placed; cached: of the prompt;
+    rungs: attempts after the first; outcome: empty while it is under way, then done, cancelled (its client left) or an
+    error's code."""
 
     request_id: str
     tenant: str

@@ -27,7 +27,9 @@ Ask = Callable[[NodeLease, str, float], Awaitable[None]]
 
 
 class RoleRebalancer:
-    """Of one router, over all its models. rest_s: how long roles stay as they are after a change."""
+    """Role rebalancing of one router, over all its models.
+
+    rest_s: how long roles stay as they are after a change."""
 
     def __init__(
         self, pools: Iterable[ServedModel], ask: Ask, rest_s: float, clock: Callable[[], float] = time.monotonic

@@ -33,8 +33,9 @@ OPEN = frozenset(("/health", "/ready", "/metrics", "/version"))
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecret:
-    """What each use gets in place of the secret itself: `link` for greetings of the link, `token` for the header of
-    HTTP requests to nodes. Both are empty where there is no secret."""
+    """Keys derived from a cluster secret: `link` for handshakes, `token` for the header of HTTP requests to nodes.
+
+    Both are empty where there is no secret. Both are empty where there is no secret."""
 
     link: bytes = field(default=b"", repr=False)
     token: str = field(default="", repr=False)
@@ -44,7 +45,9 @@ NONE: tuple[ClusterSecret, ...] = (ClusterSecret(),)
 
 
 class ClusterSecrets:
-    """Those that hold now, in the settings' order; from any thread. True where there are any. Raises ConfigError."""
+    """Secrets that are valid now, in the settings' order; callable from any thread.
+
+    True where there are any. Raises ConfigError."""
 
     def __init__(self, settings: CommonSettings) -> None:
         self._file: WatchedFile[tuple[ClusterSecret, ...]] | None = None

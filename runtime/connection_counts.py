@@ -9,8 +9,10 @@ from kvferry.runtime.rejection_throttle import RejectionThrottle
 
 
 class ConnectionCounts:
-    """Of one server. per_address: open connections that one address may have; 0: any number. throttle: what those pay
-    whose requests come to nothing; None: nothing."""
+    """Connection counts of one server.
+
+    per_address: open connections that one address may have; 0: any number. throttle: what those pay whose requests come
+    to nothing; None: nothing."""
 
     def __init__(self, per_address: int = 0, throttle: RejectionThrottle | None = None) -> None:
         self._per_address, self._throttle = per_address, throttle

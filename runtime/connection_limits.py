@@ -16,7 +16,7 @@ FRAMING = 2
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one server, in seconds and bytes; 0 turns a bound off.
+    """Connection limits of one server, in seconds and bytes; 0 turns a bound off.
 
     header_s      from the connection, or the first byte of a later request, to the end of the request's header
     body_s        between two pieces of a body

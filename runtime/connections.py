@@ -28,8 +28,9 @@ from kvferry.runtime.slow_readers import UnreadOutput
 
 
 class Phase(Enum):
-    """What the next byte of a connection belongs to. The answer to an earlier request may be under way in any of
-    them."""
+    """Part of a request to which a connection's next byte belongs.
+
+    The answer to an earlier request may be under way in any of them."""
 
     BETWEEN = auto()
     HEADER = auto()

@@ -16,7 +16,7 @@ FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class BodyReader(Protocol):
-    """Who is told of the body, as by httptools' parser."""
+    """Receiver of body events, as from httptools' parser."""
 
     def on_body(self, body: bytes) -> None: ...
 

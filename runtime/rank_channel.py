@@ -10,7 +10,9 @@ from multiprocessing.connection import Connection, Pipe
 
 
 class RankChannels:
-    """Of the first process. Not thread-safe. What it calls raises OSError or EOFError where another one is gone."""
+    """Channels of rank 0 to all other ranks.
+
+    Not thread-safe. What it calls raises OSError or EOFError where another one is gone."""
 
     def __init__(self, others: int) -> None:
         pairs = [Pipe() for _ in range(others)]
@@ -49,7 +51,9 @@ class RankChannels:
 
 
 class RankChannel:
-    """Of another one, over the descriptor that it inherited. Raises OSError or EOFError where the first one is gone."""
+    """Channel of another rank to rank 0, over an inherited descriptor.
+
+    Raises OSError or EOFError where the first one is gone."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)

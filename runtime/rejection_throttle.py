@@ -25,7 +25,7 @@ SOURCES = 4096
 
 
 class RejectionThrottle:
-    """Of one event loop."""
+    """Rejection throttle of one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

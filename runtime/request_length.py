@@ -13,7 +13,9 @@ _AROUND = len(b": \r\n")
 
 @dataclass(slots=True)
 class RequestLength:
-    """Of the request that a connection is reading. longest: bytes that a body may have; 0: any number.
+    """Length of the request that a connection is reading.
+
+    longest: bytes that a body may have; 0: any number.
 
     received  bytes so far, all together
     body      those of the body, without what frames it

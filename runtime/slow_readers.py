@@ -13,9 +13,10 @@ answers never hears that nobody reads. The transport adds 64 KiB, and one event.
 
 
 class UnreadOutput:
-    """Of one connection: `stalled` when the transport has more than it should, `flows` when it has not any more. A peer
-    that takes less than `least` bytes a second for `wait_s` is cut off, as it is by the kernel when it takes nothing
-    for so long, be the answer complete. wait_s 0: any pace will do."""
+    """Unread output of one connection: `stalled` when the transport holds too much, `flows` when it no longer does.
+
+    A peer that takes less than `least` bytes a second for `wait_s` is cut off, as it is by the kernel when it takes
+    nothing for so long, be the answer complete. wait_s 0: any pace will do."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, wait_s: float, least: float):
         self._transport, self._loop = transport, loop

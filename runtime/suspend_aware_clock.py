@@ -67,7 +67,9 @@ class SuspendAwareClock:
 
 
 class LoopClock(SuspendAwareClock):
-    """Of an asyncio loop, between `start` and `stop`. `ticks` counts: while it does not grow, the loop stands still."""
+    """Tick counter of an asyncio loop, between `start` and `stop`.
+
+    `ticks` counts: while it does not grow, the loop stands still."""
 
     def __init__(self, tick_s: float = TICK_S) -> None:
         super().__init__(tick_s)

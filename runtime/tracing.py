@@ -54,7 +54,7 @@ class _Recorded(Span):
 
 
 class Tracer:
-    """Of this process; `TRACER` is the one that is used."""
+    """Tracer of this process; use the instance `TRACER`."""
 
     def __init__(self) -> None:
         self._otel: Any = None

@@ -24,7 +24,7 @@ FLUSH_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many nodes of each role serve each model, and on what; prefill 0: decode nodes compute prompts, too."""
+    """Shape of a cluster: nodes of each role per model, and their machine; prefill 0: decode nodes compute prompts."""
 
     prefill: int
     decode: int

@@ -27,7 +27,8 @@ LOOKUP_S = 60.0
 
 
 class KvferryPolicy:
-    """What a dispatch does for a request's bookings (router/dispatch/attempt.py) is done here at the same moments.
+    """kvferry's policy; it makes a dispatch's reservations (router/dispatch/attempt.py) at the same moments.
+
     local_tokens: see RouterSettings.local_prefill_tokens."""
 
     def __init__(self, local_tokens: int = 0) -> None:

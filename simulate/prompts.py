@@ -29,8 +29,9 @@ class Prompt:
 
 
 class Prompts:
-    """Those that wait, by place, and those that have begun. A shorter one passes a longer one until as many tokens were
-    computed as that one has."""
+    """Waiting and begun prompts of a node.
+
+    A shorter one passes a longer one until as many tokens were computed as that one has."""
 
     def __init__(self) -> None:
         self.waiting: list[Prompt] = []

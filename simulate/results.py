@@ -33,7 +33,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one policy on one trace.
+    """Results of one policy on one trace.
 
     ttft_s, itl_s   percentiles (50, 90, 99); of each request the mean time between its tokens counts
     goodput         requests that met the goal, per second of arrivals; share: of all

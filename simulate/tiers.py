@@ -86,8 +86,9 @@ class Tier:
 
 
 class Tiers:
-    """What a node does with them (worker/tiers.py): what is new is written to all; a prompt is read from the quickest
-    that has its next block, where that takes less time than computing. `reading`: whose prompts are."""
+    """Tiers of one simulated node (worker/tiers.py).
+
+    `reading`: whose prompts are."""
 
     def __init__(self, machine: Machine, clock: Clock) -> None:
         self.machine, self.clock = machine, clock

@@ -35,7 +35,7 @@ def hashes_of(pieces: Sequence[Piece], block_size: int) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a generator is to make: requests, how many arrive in a second, and how blocks are cut."""
+    """Parameters of a workload: requests, arrivals per second, and block size."""
 
     count: int
     rate: float

@@ -60,7 +60,9 @@ class _Child:
 
 
 class Checker:
-    """For one vocabulary. The process is started with the first grammar, and ends with this one. On the event loop."""
+    """Grammar checker for one vocabulary.
+
+    The process is started with the first grammar, and ends with this one. On the event loop."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], command: tuple[str, ...] = ()) -> None:
         self._vocabulary = vocabulary

@@ -56,8 +56,10 @@ def marks_of(
 
 
 class ForcedEnd:
-    """Of one output, as a matcher goes through it. It looks for a way out a few times only, with `look` tokens left or
-    fewer: a look costs as many masks as the way has tokens."""
+    """Forced end of one output, alongside its matcher.
+
+    It looks for a way out a few times only, with `look` tokens left or fewer: a look costs as many masks as the way has
+    tokens."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks, self.look = marks, LAST

@@ -26,10 +26,11 @@ GROWTH, MOST = 64 << 20, 256
 
 
 class DeviceRankPool(BlockMemory):
-    """Of the first rank; `follow` is the others'. It implements kv_transfer.tiers.staging.Copies, too, from any thread:
-    to tiers a block is its id. Raises DeviceLost once a rank did not do as it was told, or there is no memory for what
-    the link moves, and ever after: what has moved is not known. lost: why, from then on; the node must end then, though
-    link and tiers go on where a call raises."""
+    """Pool of all ranks, on rank 0; `follow` runs on the others.
+
+    It implements kv_transfer.tiers.staging.Copies, too, from any thread: to tiers a block is its id. Raises DeviceLost
+    once a rank did not do as it was told, or there is no memory for what the link moves, and ever after: what has moved
+    is not known. lost: why, from then on; the node must end then, though link and tiers go on where a call raises."""
 
     def __init__(self, own: Segments, rows: SharedRows, lines: RankChannels, others: int, block_bytes: int) -> None:
         self._own, self._rows, self._lines, self._others = own, rows, lines, others

@@ -38,7 +38,7 @@ class Kept(Protocol):
 
 
 class Own(Kept, Protocol):
-    """By its name."""
+    """A tier with a name of its own in the index."""
 
     @property
     def name(self) -> str: ...

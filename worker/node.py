@@ -35,8 +35,10 @@ log = logging.getLogger("kvferry.worker")
 
 
 class Ending(Enum):
-    """How a node's life ended: drained as asked; asked before its model was loaded, with the thread that loads left
-    behind; or broken, with threads, connections and requests left as they were."""
+    """End of a node: drained, stopped before its model was loaded, or failed.
+
+    In the second case the thread that loads is left behind; in the third, threads, connections and requests are left as
+    they were."""
 
     DRAINED = auto()
     UNLOADED = auto()

@@ -51,7 +51,9 @@ class Roles:
 
 
 class RoleChange:
-    """Of one node, one at a time. On the asyncio loop but for what says otherwise.
+    """Role changes of one node, one at a time.
+
+    On the asyncio loop but for what says otherwise.
 
     elastic   whether the node may change its role at all
     call_soon as Base has it: what it is given comes behind the engine's news

@@ -25,7 +25,9 @@ class Move:
 
 
 class Segments:
-    """Of the pool `kv` of `rank`, one of so many that have the blocks of `layout` together. Of one thread at a time.
+    """Segments of the pool `kv` of `rank` among the ranks that hold the blocks of `layout`.
+
+    Of one thread at a time.
 
     A part lies in stretches within a row, so the parts of several blocks are laid together on both sides, and cross by
     one copy: from and to memory that is pinned where the device is a GPU. What is taken out of a block was computed by

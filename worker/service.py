@@ -49,8 +49,9 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a role is built on: a loaded node whose threads have not started. The service mounts its endpoints on the
-    dock, which is started next.
+    """Foundation of a role: a node whose model is loaded and whose threads have not started.
+
+    The service mounts its endpoints on the dock, which is started next.
 
     require_ready   raises Draining unless new work may begin; from any thread
     roles           which of them the node has

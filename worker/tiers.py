@@ -63,7 +63,7 @@ def _source(tier: LocalTier[Any]) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """For which blocks of the pool are reserved that a source is to fill."""
+    """Reservation of pool blocks that a source is to fill."""
 
     source: Source
     number: int

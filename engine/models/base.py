@@ -18,7 +18,7 @@ Wanted = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class SuspendedPass:
-    """Where a forward pass was given up, before `layer`: x and residual [T, hidden], as that layer takes them."""
+    """Forward pass that stopped before `layer`, with its x and residual [T, hidden]."""
 
     layer: int
     x: torch.Tensor

@@ -20,8 +20,9 @@ SILU, GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What a family multiplies with constants: embeddings, what a layer's attention and MLP add to the residual, and
-    logits. attention: in place of 1 / sqrt(head_dim); 0: as ever."""
+    """Constant factors of a family: of embeddings, residual additions and logits.
+
+    attention: in place of 1 / sqrt(head_dim); 0: as ever."""
 
     embedding: float = 1.0
     attention: float = 0.0

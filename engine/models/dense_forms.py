@@ -11,7 +11,9 @@ from kvferry.kernels.ops import Ops
 
 
 class DenseForms:
-    """Of one model. quantization: see `load_model`; `kept`: the kinds of stored rows that run packed."""
+    """Forms of one model's dense layers.
+
+    quantization: see `load_model`; `kept`: the kinds of stored rows that run packed."""
 
     def __init__(self, ops: Ops, quantization: str) -> None:
         self.as_stored = quantization == "auto"

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What the tensors of a layer's experts are called behind the layer's name; renormalised: see `Routing`, unless the
-    config tells; sigmoid: so are scores, with a correction, and a group is judged by its two best; precise: the router
-    computes in float32; biased: router and experts have biases; clamped: their gate and up have a limit; stacked: see
-    `Family.stacked`."""
+    """Tensor names of a layer's experts, and a family's routing rules.
+
+    renormalised: see `Routing`, unless the config tells; sigmoid: so are scores, with a correction, and a group is
+    judged by its two best; precise: the router computes in float32; biased: router and experts have biases; clamped:
+    their gate and up have a limit; stacked: see `Family.stacked`. The rest are names behind the layer's."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"

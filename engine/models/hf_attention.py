@@ -94,7 +94,7 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer asks of the KV pool."""
+    """KV cache shape of one layer."""
 
     heads: int
     kv_heads: int

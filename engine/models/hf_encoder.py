@@ -21,7 +21,10 @@ _UNUSED = ("pooler.",)
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What is read at once. second_from: where the second text of a pair begins; 0: there is none."""
+    """One text for an encoder, or a pair.
+
+    second_from: first token of a pair's second text; 0: no pair. second_from: where the second text of a pair begins;
+    0: there is none."""
 
     token_ids: Sequence[int]
     second_from: int = 0

@@ -18,7 +18,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a decoder reads on its device; head is the embedding where they are tied."""
+    """A decoder's parameters on its device; head is the embedding where they are tied."""
 
     embedding: Linear
     layers: tuple[LayerForm, ...]

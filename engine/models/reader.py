@@ -25,8 +25,10 @@ def whole_rows(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 class TensorReader:
-    """Of one decoder. quantization, kept: see `DenseForms`. Raises ConfigError: a tensor is missing or has another
-    shape than the config says."""
+    """Tensor reader of one decoder.
+
+    quantization, kept: see `DenseForms`. Raises ConfigError: a tensor is missing or has another shape than the config
+    says."""
 
     def __init__(
         self,

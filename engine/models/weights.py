@@ -63,7 +63,7 @@ _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 class Weights(Protocol):
-    """Where a decoder's tensors come from."""
+    """Source of a decoder's tensors."""
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Write the tensor into `out` (contiguous, any dtype and device). Raises ConfigError: missing, of another

@@ -38,8 +38,10 @@ def joined_layers(layers: Layers, group: Group, device: torch.device) -> Layers:
 
 
 class Numbers:
-    """Of the adapters that other ranks have; of the engine thread. take: tells them of one, by its number; drop: that
-    nobody computes with it any more."""
+    """Numbering of the adapters on other ranks; owned by the engine thread.
+
+    take: sends an adapter to the ranks under its number; drop: tells them to free it. take: tells them of one, by its
+    number; drop: that nobody computes with it any more."""
 
     def __init__(self, take: Callable[[int, ShardedAdapter], None], drop: Callable[[int], None]) -> None:
         self._take, self._drop = take, drop

@@ -77,7 +77,7 @@ class TakeAdapter:
 
 @dataclass(frozen=True, slots=True)
 class DropAdapter:
-    """Nobody computes with it any more."""
+    """Message: free this adapter."""
 
     number: int
 

@@ -16,7 +16,7 @@ LEAST_S = 0.005
 
 
 class SharedCores(Protocol):
-    """What is asked of the cores: see `engine.shared_cores.core_lock`."""
+    """Lock on shared cores: see `engine.shared_cores.core_lock`."""
 
     def take(self, within_s: float) -> bool: ...
     def leave(self) -> None: ...
@@ -27,10 +27,11 @@ class SharedCores(Protocol):
 
 
 class CoreTurns:
-    """Of one engine; without cores that it shares, they are always its own. A step with streams is one piece, and so is
-    one of a short prompt: it takes milliseconds. A longer one keeps the cores for `turn_s`, seconds, less what others
-    kept them before: streams elsewhere have a token in every `turn_s`. What is urgent elsewhere has them sooner.
-    waited_s: seconds of the last step in which it did not have them."""
+    """Turns of one engine on shared cores; without a lock the cores are always its own.
+
+    A step with streams is one piece, and so is one of a short prompt: it takes milliseconds. A longer one keeps the
+    cores for `turn_s`, seconds, less what others kept them before: streams elsewhere have a token in every `turn_s`.
+    What is urgent elsewhere has them sooner. waited_s: seconds of the last step in which it did not have them."""
 
     def __init__(
         self, cores: SharedCores | None = None, turn_s: float = 0.0, clock: Callable[[], float] = time.monotonic

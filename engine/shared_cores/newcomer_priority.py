@@ -22,8 +22,9 @@ EARNED = 7.0
 
 
 class NewcomerPriority:
-    """Of one engine. shares: whether prompts that come by grants are computed on its cores. Owned by the engine
-    thread."""
+    """Pauses of one engine's streams for new prompts.
+
+    shares: whether prompts that come by grants are computed on its cores. Owned by the engine thread."""
 
     def __init__(
         self, request_table: RequestTable, *, shares: bool, clock: Callable[[], float] = time.monotonic

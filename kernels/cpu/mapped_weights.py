@@ -21,7 +21,7 @@ _SIZES = struct.Struct("<QQQ")
 
 
 class OtherForm(Exception):
-    """What lies in a file is not what was asked for."""
+    """A weight file has another form than requested."""
 
 
 def write(descriptor: int, kernels: Kernels, form: str, make: Callable[[], object]) -> None:

@@ -36,7 +36,9 @@ from kvferry.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a layer decides its launches. coded: K/V is in 8 bits."""
+    """Layer facts that decide its launches.
+
+    coded: K/V is in 8 bits."""
 
     heads: int
     kv_heads: int

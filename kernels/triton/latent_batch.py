@@ -27,8 +27,9 @@ MOST_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Those that attend in the latents' space, a row each. tokens: of the batch; table: int32 [rows, blocks];
-    division: of the positions that the rows see."""
+    """Tokens that attend in latent space, one row each.
+
+    tokens: of the batch; table: int32 [rows, blocks]; division: of the positions that the rows see."""
 
     tokens: slice | torch.Tensor
     table: torch.Tensor
@@ -38,8 +39,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Those whose keys and values are made. tokens: int64, of the batch; blocks: int64, of the pool, in order; plan: of
-    these tokens over what is made of those blocks."""
+    """Chunks that attend over expanded keys and values.
+
+    tokens: int64, of the batch; blocks: int64, of the pool, in order; plan: of these tokens over what is made of those
+    blocks."""
 
     tokens: torch.Tensor
     blocks: torch.Tensor
@@ -48,7 +51,9 @@ class Chunks:
 
 
 class LatentBatch:
-    """Of one plan, for layers of one form. element_bytes: of queries; processors: multiprocessors to fill."""
+    """Latent attention of one plan, for layers of one form.
+
+    element_bytes: of queries; processors: multiprocessors to fill."""
 
     def __init__(self, plan: BatchPlan, own: Latent, heads: int, element_bytes: int, processors: int) -> None:
         self.plan = plan

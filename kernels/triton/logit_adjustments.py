@@ -86,8 +86,10 @@ class _Place:
 
 
 class Adjuster:
-    """Of one device and one size of vocabulary. A request's counts are given up once nobody knows its adjustments any
-    more. Not thread-safe, but that may be on any thread."""
+    """Logit adjustments on one device for one vocabulary size.
+
+    A request's counts are given up once nobody knows its adjustments any more. Not thread-safe, but that may be on any
+    thread."""
 
     def __init__(self, device: torch.device, vocab: int) -> None:
         self._vocab, self._staging = vocab, Staging(device)

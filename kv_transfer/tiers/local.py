@@ -20,7 +20,9 @@ WRITES, READS = 16, 16
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """That waits or is under way. wrong: its blocks are not to be found any more."""
+    """Queued or running write.
+
+    wrong: its blocks must no longer be found. wrong: its blocks are not to be found any more."""
 
     hashes: list[bytes]
     parent: bytes

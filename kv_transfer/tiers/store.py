@@ -31,8 +31,10 @@ Changed = Callable[[Sequence[bytes], Sequence[bytes]], None]
 
 
 class Backing(Protocol[G]):
-    """What the groups of a tier lie in. One thread writes and removes, another one reads. blocks: of the pool, as the
-    backing reaches them. All but `size_of` raise OSError.
+    """Storage behind a tier's groups.
+
+    One thread writes and removes, another one reads. blocks: of the pool, as the backing reaches them. All but
+    `size_of` raise OSError.
 
     most   blocks of a group
     """

@@ -25,9 +25,10 @@ class TokenUsage:
 
 
 class AdmittedRequest:
-    """Of one request that takes the nodes' time. It lasts as long as the block that it is the context of, or, told to
-    `go_on`, until its `end`. The block raises RateLimited at its beginning. In there `turn` waits for the nodes, and
-    `began` tells that the first token is out."""
+    """Admission of one request that uses nodes.
+
+    It lasts as long as the block that it is the context of, or, told to `go_on`, until its `end`. The block raises
+    RateLimited at its beginning. In there `turn` waits for the nodes, and `began` tells that the first token is out."""
 
     def __init__(
         self, call: RequestContext, tenant_registry: TenantRegistry, metrics: RouterMetrics, span: Span

@@ -146,7 +146,7 @@ class Text(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """As in a tokenizer_config.json, with further special tokens by their names."""
+    """Tokenizer facts as in a tokenizer_config.json, with further special tokens by their names."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -173,7 +173,7 @@ class Ready(BaseModel):
 
 
 class Targets(BaseModel):
-    """As Prometheus reads them."""
+    """Scrape targets in Prometheus' HTTP discovery format."""
 
     targets: list[str]
     labels: dict[str, str]

@@ -15,7 +15,9 @@ AT_ONCE = 16
 
 
 class ChoiceMerge:
-    """Of all choices of a request. Raises the KvferryError of the first dispatch that fails; `aclose` must follow.
+    """Merged stream of all choices of a request.
+
+    Raises the KvferryError of the first dispatch that fails; `aclose` must follow.
 
     groups   a prompt's choices each: the first starts first, the others when its first token is there, as its forks
     follow   starts a choice

@@ -24,8 +24,10 @@ from kvferry.router.text.transcript import Piece
 
 
 class Answer:
-    """What a client gets for a generation: events as the pieces come, or one body after the last. Kinds of answers say
-    how either looks; `fold` takes all pieces, in the order in which they come, and `finish` sends what then remains."""
+    """Answer of a generation: events as the pieces arrive, or one body after the last.
+
+    Kinds of answers say how either looks; `fold` takes all pieces, in the order in which they come, and `finish` sends
+    what then remains."""
 
     def __init__(self, generation: Generation, *, streams: bool) -> None:
         self.generation = generation

@@ -56,7 +56,7 @@ class InflightLimit:
 
 
 class Placed(Protocol):
-    """What an endpoint of any kind tells an exchange."""
+    """Interface of an endpoint for its route."""
 
     @property
     def path(self) -> str: ...
@@ -124,7 +124,7 @@ class GenerationRoute(Generic[Described]):
 
 
 class GeneratingRoute(GenerationRoute[Endpoint]):
-    """Of an endpoint that generates."""
+    """Route of a generating endpoint."""
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Answer:
         body, size = await self._asked(admitted.call, data)

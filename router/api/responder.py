@@ -20,8 +20,10 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 @dataclass(slots=True)
 class Responder:
-    """Of a request to `path`. After `begin_stream` errors can only be told in the stream. `more` are headers of every
-    answer, asked for as it begins."""
+    """Response to one request to `path`.
+
+    After `begin_stream` errors can only be told in the stream. `more` are headers of every answer, asked for as it
+    begins."""
 
     send: Send
     path: str

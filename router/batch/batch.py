@@ -23,8 +23,9 @@ _ID = re.compile(r"batch_[0-9a-f]{32}")
 
 @dataclass(slots=True)
 class Batch:
-    """As the API tells of it, with `tenant` beside. Times are seconds since 1970. Only who holds its lock changes it
-    once it is made."""
+    """Batch as the API shows it, with its `tenant`.
+
+    Times are seconds since 1970. Only who holds its lock changes it once it is made."""
 
     id: str
     endpoint: str
@@ -70,7 +71,9 @@ class Batch:
 
 
 class BatchFolder:
-    """Where one tenant's batches are, below `root`. Blocks, as disks do."""
+    """Folder of one tenant's batches below `root`.
+
+    Its methods block on disk I/O. Blocks, as disks do."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "batches"

@@ -50,7 +50,9 @@ def disk_failed(what: str, error: OSError) -> DiskFailed:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """As the API tells of a file. created_at: seconds since 1970."""
+    """File as the API shows it.
+
+    created_at: seconds since 1970. created_at: seconds since 1970."""
 
     id: str
     bytes: int

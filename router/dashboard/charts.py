@@ -14,7 +14,7 @@ CHART, COLUMNS = (600.0, 120.0), 120
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of a bar of a hundred."""
+    """Part of a bar, in percent."""
 
     kind: str
     count: int

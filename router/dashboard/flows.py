@@ -45,7 +45,7 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Of the transfers; `left_out`: nodes for which there is no room."""
+    """Diagram of transfers; `left_out`: number of nodes that do not fit."""
 
     width: float
     height: float

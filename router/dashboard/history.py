@@ -22,7 +22,7 @@ EVERY_S, KEPT = 5.0, 121
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Of all that is shown over time, since the router started."""
+    """One reading of all counters that are shown over time, since the router's start."""
 
     at: float
     statuses: Sums[str]
@@ -57,7 +57,7 @@ class Reading:
 
 
 class History:
-    """Of one router's metrics."""
+    """History of one router's metrics."""
 
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics, self._clock = metrics, clock

@@ -22,7 +22,7 @@ FRESH = {"cache-control": "no-store"}
 
 
 class DashboardRoutes:
-    """Those of all processes that share the port, as one."""
+    """Dashboard of all processes that share the port, shown as one."""
 
     def __init__(self, board: SnapshotBuilder, peers: WorkerPeers) -> None:
         self._board, self._peers = board, peers

@@ -26,8 +26,10 @@ TRANSFERS_S = 20.0
 
 
 class SnapshotBuilder:
-    """Of one router. `state` costs time by what is shown, when it is asked for; beside that the board costs a look at
-    the counters every few seconds, while `followed`."""
+    """Snapshots of one router.
+
+    `state` costs time by what is shown, when it is asked for; beside that the board costs a look at the counters every
+    few seconds, while `followed`."""
 
     def __init__(self, cluster: RouterCluster, metrics: RouterMetrics) -> None:
         self._cluster, self._metrics = cluster, metrics

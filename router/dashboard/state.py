@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 
 class Blocks(BaseModel):
-    """Of a node's block pool, by what they are in use for; with `free` they make `total`."""
+    """Block counts of a node's pool by use; with `free` they make `total`."""
 
     active: int
     cached: int
@@ -44,11 +44,12 @@ class Node(BaseModel):
 
 
 class Counts(BaseModel):
-    """What was counted in `seconds`. prompt: tokens of prompts by where they came from; predicted: those of them that
-    were expected to be reused; missed: those of these that were not, by reason; first_token_s: the mean time to them,
-    where there were `first_tokens`; failed: requests answered by a status of 500 or more; refused: requests answered by
-    429 or such a status, by it and the error's code; rungs: attempts after the first ones of requests, by step of the
-    retry policy."""
+    """Counters over the last `seconds`.
+
+    prompt: tokens of prompts by where they came from; predicted: those of them that were expected to be reused; missed:
+    those of these that were not, by reason; first_token_s: the mean time to them, where there were `first_tokens`;
+    failed: requests answered by a status of 500 or more; refused: requests answered by 429 or such a status, by it and
+    the error's code; rungs: attempts after the first ones of requests, by step of the retry policy."""
 
     ago_s: float
     seconds: float
@@ -96,9 +97,10 @@ class Counts(BaseModel):
 
 
 class Transfer(BaseModel):
-    """What went from one node to another in the last seconds: see State.transfers_s. kind: ship (a prompt of this
-    router's requests), copy (of running streams, to who would go on with them) or move (of streams whose node drains);
-    both of these are of all routers. seconds: a ship's, on average."""
+    """Transfers from one node to another in the last seconds: see State.transfers_s.
+
+    kind: ship (a prompt of this router's requests), copy (of running streams, to who would go on with them) or move (of
+    streams whose node drains); both of these are of all routers. seconds: a ship's, on average."""
 
     kind: str = "ship"
     source: str
@@ -145,8 +147,10 @@ class Event(BaseModel):
 
 
 class Suspect(BaseModel):
-    """What nothing new goes to: a node (kind `node`), or ships between nodes (`ships`; `quarantine` where too many were
-    wrong), of which an empty name stands for all. For how many seconds still."""
+    """Node or pair that receives nothing new.
+
+    kind: `node`, `ships` between nodes, or `quarantine` after too many corrupt ships; an empty name stands for all
+    nodes. seconds: time left. For how many seconds still."""
 
     kind: str
     prefill: str

@@ -8,7 +8,9 @@ from kvferry.router.nodes.node_entry import node_key
 
 
 class HedgedAttempts:
-    """Of the first token that an attempt makes. `runners`: by their numbers, looked at for every token."""
+    """Running attempts of a request; the first token decides between them.
+
+    `runners`: by their numbers, looked up for every token. `runners`: by their numbers, looked at for every token."""
 
     def __init__(self) -> None:
         self.runners: dict[int, Attempt] = {}

@@ -20,7 +20,7 @@ from kvferry.router.request_context import RequestContext
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """What another request may fork from: its name on the wire, and the node that has its blocks, as far as known."""
+    """Request that others may fork from: its name on the wire, and the node that has its blocks, as far as known."""
 
     request_id: str
     node: NodeKey | None
@@ -67,8 +67,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request went, for the header `x-kvferry-route`: node ids (prefill None: prefilled on decode; decode None:
-    finished on prefill), tokens that were reused and computed, and how many of the reused came from a third node."""
+    """Route of a request for the header `x-kvferry-route`.
+
+    Node ids (prefill None: prefilled on decode; decode None: finished on prefill), tokens that were reused and
+    computed, and how many of the reused came from a third node."""
 
     prefill: str | None
     decode: str | None
@@ -110,7 +112,9 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterInfo:
-    """What the live nodes agree on. `fingerprint` roots the block hashes."""
+    """Facts on which all live nodes of a model agree.
+
+    `fingerprint` roots the block hashes."""
 
     model: str
     max_model_len: int
@@ -119,7 +123,7 @@ class ClusterInfo:
 
 
 class Adapters(Protocol):
-    """Those that a model's nodes hold."""
+    """Adapters that a model's nodes hold."""
 
     @property
     def ids(self) -> Mapping[str, str]:

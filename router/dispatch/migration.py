@@ -22,8 +22,10 @@ PAUSE_S = 0.5
 
 
 class Migration:
-    """Of one dispatch. The successor is none of the race's runners until the one before it has told all that it
-    made."""
+    """Migration of one dispatch's stream.
+
+    The successor is no runner until the attempt before it has delivered all its tokens. The successor is none of the
+    race's runners until the one before it has told all that it made."""
 
     def __init__(
         self, hedged: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext, post: Callable[[Event], None]

@@ -20,8 +20,9 @@ UNTOLD_S = 5.0
 
 
 class MigrationAttempt(Attempt):
-    """What it makes is kept back until `inherit`, when all that its forerunner made is out. It fails where it does not
-    come to that."""
+    """Successor attempt whose tokens are held back until `inherit`, when all tokens of its predecessor are out.
+
+    It fails where it does not come to that. It fails where it does not come to that."""
 
     def __init__(
         self, forerunner: Attempt, job: Job, placement: Placement, post: Callable[[Event], None], **parts: Any

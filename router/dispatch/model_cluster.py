@@ -50,8 +50,7 @@ CAPACITY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the clusters of all models have in common; `RouterCluster` owns it. local_tokens, buddies, fetch and
-    patience_s as there."""
+    """State that all models' clusters share; `RouterCluster` owns it and tells its fields."""
 
     nodes: NodeTable
     client: NodeClient

@@ -7,7 +7,9 @@ MOST_FULL = 64
 
 
 class PendingRequests:
-    """Of one model's nodes. Who waits is counted from `enter` to `leave`, each of which may come again."""
+    """Pending requests of one model's nodes.
+
+    Who waits is counted from `enter` to `leave`, each of which may come again."""
 
     def __init__(self) -> None:
         self._tokens: dict[object, int] = {}

@@ -20,8 +20,9 @@ REASONS: tuple[tuple[type[KvferryError], str], ...] = (
 
 
 class Prediction:
-    """Of the attempts before the first token, by their numbers. tokens: what the first of them was predicted to find,
-    which is what the request was predicted to."""
+    """Predicted reuse of the attempts before the first token, by their numbers.
+
+    tokens: what the first of them was predicted to find, which is what the request was predicted to."""
 
     def __init__(self) -> None:
         self.tokens = 0

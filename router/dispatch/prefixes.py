@@ -30,8 +30,10 @@ class BlockLookup(Protocol):
 
 
 class Remembered:
-    """Which nodes had a block computed for this router, the last ones first: `most` blocks at most, the older half
-    leaves at once. What a node dropped since is not known here; it computes it again."""
+    """Nodes that recently computed a block for this router, the last ones first.
+
+    At most `most` blocks; the older half leaves at once. What a node dropped since is not known here; it computes it
+    again."""
 
     def __init__(self, most: int = MOST_REMEMBERED) -> None:
         self._half = most // 2

@@ -18,8 +18,9 @@ LEAST_STALL_S = 0.25
 
 
 class EventQueue(Generic[T]):
-    """What is told to one reader, in order; empty, it is false. An asyncio.Queue costs four times as much, and every
-    token passes here."""
+    """Event queue with one reader; it is false while it is empty.
+
+    An asyncio.Queue costs four times as much, and every token passes here."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -57,9 +58,11 @@ class Timer(Enum):
 
 
 class Timers:
-    """Of one dispatch, from its making to `stop`. `ring` is called with DEADLINE once and then no more; with STALL when
-    a SHARE of the time that was left has passed without progress; with LATE when an attempt has made none since it was
-    launched: `late` holds until it does. Progress costs no timer. deadline: of the loop's clock."""
+    """Timers of one dispatch, from its creation to `stop`.
+
+    `ring` is called with DEADLINE once and then no more; with STALL when a SHARE of the time that was left has passed
+    without progress; with LATE when an attempt has made none since it was launched: `late` holds until it does.
+    Progress costs no timer. deadline: of the loop's clock."""
 
     def __init__(self, deadline: float, ring: Callable[[Timer], None]) -> None:
         self.deadline = deadline
@@ -105,8 +108,10 @@ class Timers:
 
 
 class Backoff:
-    """How long a request waits while nothing can take it: no longer than `most_s`, nor than half of the time that was
-    left as it began to wait. `waiting`: whether it does."""
+    """Waiting time of a request while nothing can take it.
+
+    It is at most `most_s`, and at most half of the time that was left when it began to wait. `waiting`: whether it
+    does."""
 
     PAUSE_S = (0.05, 0.25)
     """Shortest and longest pause between two looks for a node."""

@@ -22,8 +22,9 @@ READING_S = 120.0
 
 
 class GroupAdapters:
-    """Of one group of the table. `ids`: by name the id of the adapter that most members hold by it; without members,
-    what was so last."""
+    """Adapters of one model's nodes.
+
+    `ids`: by name the id of the adapter that most members hold by it; without members, what was so last."""
 
     def __init__(self, group: ModelNodes, nodes: NodeTable, client: NodeClient) -> None:
         self.ids: Mapping[str, str] = {}

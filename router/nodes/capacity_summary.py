@@ -13,8 +13,10 @@ from kvferry.protocol.errors import KvferryError
 
 
 class Part(NamedTuple):
-    """What one node adds to the Room: nodes of each role that are ready, blocks that may still be asked of it, blocks
-    asked of it beyond what it takes, and blocks it gives back in a second."""
+    """Contribution of one node to the CapacitySummary.
+
+    Nodes of each role that are ready, blocks that may still be asked of it, blocks asked of it beyond what it takes,
+    and blocks it gives back in a second."""
 
     prefills: int = 0
     decodes: int = 0

@@ -27,7 +27,9 @@ S = TypeVar("S", NodeKey, Pair)
 
 
 class OpenBreakers(NamedTuple):
-    """What nothing new may go to now. Pairs as in `placement.types.Demand`."""
+    """Nodes and pairs with an open breaker.
+
+    Pairs as in `placement.types.Demand`. Pairs as in `placement.types.Demand`."""
 
     nodes: frozenset[NodeKey] = frozenset()
     pairs: frozenset[Pair] = frozenset()
@@ -43,8 +45,10 @@ class RemainingPauses(NamedTuple):
 
 @dataclass(slots=True)
 class Breaker:
-    """Of one subject that failed. until: shut before; 0: never was. pause_s: for how long the next failure shuts it.
-    doubted: whether it failed in a way that may have been chance. tried: whether an attempt goes there to see."""
+    """Circuit breaker of one subject that failed.
+
+    until: shut before; 0: never was. pause_s: for how long the next failure shuts it. doubted: whether it failed in a
+    way that may have been chance. tried: whether an attempt goes there to see."""
 
     failed_at: float
     until: float = 0.0
@@ -54,7 +58,7 @@ class Breaker:
 
 
 class BreakerTable(Generic[S]):
-    """Of all subjects of one kind that failed lately."""
+    """Circuit breakers of one kind of subject."""
 
     def __init__(self) -> None:
         self._known: dict[S, Breaker] = {}

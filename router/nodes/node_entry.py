@@ -28,7 +28,9 @@ def node_key(lease: NodeLease) -> NodeKey:
 
 
 class Listener(Protocol):
-    """Who listens to one request on a node's token stream. No call may block."""
+    """Listener to one request on a node's token stream.
+
+    No call may block."""
 
     def delta(self, delta: TokenDelta) -> None:
         """New tokens, of any attempt of the request."""
@@ -45,7 +47,9 @@ class Listener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """What one attempt was promised on one node, until `release`. `lost` is called once if the node is lost."""
+    """Reservation of one attempt on one node, until `release`.
+
+    `lost` is called once if the node is lost."""
 
     tokens: int
     blocks: int

@@ -55,7 +55,9 @@ class TokenStreams:
 
 
 class TokenStream:
-    """Of one node. `_seen` is the number of the last frame, None while there is nothing to go on from."""
+    """Token stream of one node.
+
+    `_seen` is the number of the last frame, None while there is nothing to go on from."""
 
     def __init__(self, client: NodeClient, entry: NodeEntry) -> None:
         self._client, self._entry = client, entry

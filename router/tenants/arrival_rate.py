@@ -9,7 +9,7 @@ MEMORY_S = 15.0
 
 
 class ArrivalRate:
-    """Of sequences, of late."""
+    """Recent arrival rate of sequences."""
 
     def __init__(self) -> None:
         self._came = self._begun = self._at = 0.0

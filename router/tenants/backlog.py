@@ -16,8 +16,10 @@ SEATS = 64
 
 
 class Waiting(NamedTuple):
-    """For a turn: sequences, and prompt tokens that will have to be computed. seconds: until the last one's turn comes,
-    as far as that can be said; ratio: of sequences that come to those that begin."""
+    """Requests that wait for a slot: sequences, and prompt tokens to compute.
+
+    seconds: until the last one's turn comes, as far as that can be said; ratio: of sequences that come to those that
+    begin."""
 
     sequences: int = 0
     prompt: int = 0
@@ -36,9 +38,11 @@ class Holds(Protocol):
 
 
 class Backlog:
-    """What waits for a turn waits for seats as far as these are taken, and for prompts to be computed as far as they
-    are not: only the pool that is short of something should grow for it. Where there is no node at all, both should.
-    What a node is, its rate and its seats, is remembered from the last ones that were seen."""
+    """Backlog of one model's nodes for autoscaling.
+
+    Requests that wait for a slot count for seats as far as these are taken, and for prompts as far as they are not:
+    only the pool that is short should grow. Where there is no node at all, both should. What a node is, its rate and
+    its seats, is remembered from the last ones that were seen."""
 
     def __init__(self, waiting: Callable[[], Waiting], held: Holds, capacity: Callable[[], Capacity]) -> None:
         self._waiting, self._held, self._capacity = waiting, held, capacity

@@ -40,7 +40,7 @@ WORTH_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of one request: sequences, tokens of its prompts, and the most output tokens of a sequence."""
+    """Size of one request: sequences, tokens of its prompts, and the most output tokens of a sequence."""
 
     sequences: int
     prompt: int

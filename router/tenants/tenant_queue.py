@@ -16,8 +16,9 @@ FIRST_OUTPUT = 128.0
 
 
 class Window(NamedTuple):
-    """What may be under way at the nodes: sequences, and prompt tokens whose first output token is not out. `shared`:
-    leave some of it to tenants that have nothing under way."""
+    """Bound on work in flight at the nodes: sequences, and prompt tokens whose first output token is not out.
+
+    `shared`: leave some of it to tenants that have nothing under way."""
 
     sequences: float = inf
     prompt: float = inf
@@ -26,9 +27,11 @@ class Window(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TenantQueue:
-    """Of one tenant: what waits, by priority and arrival, as turns and as work; what of the window it has, and what is
-    under way, as work; the tag at which its next request starts; the work it was given lately, by its share; and
-    what to expect of it: the share of a prompt that is not cached, output tokens of a sequence."""
+    """Queue of one tenant.
+
+    It holds what waits, by priority and arrival, as slots and as work; what of the window it has, and what is in
+    flight, as work; the tag at which its next request starts; the work it was given lately, by its share; and what to
+    expect of it: the share of a prompt that is not cached, and the output tokens of a sequence."""
 
     tenant: Tenant
     finish: float = 0.0

@@ -41,8 +41,9 @@ def detokenizer(
 
 
 class ByteDetokenizer:
-    """For vocabularies whose tokens are bytes: an incremental UTF-8 decoder is exact. Of hidden tokens what is `shown`
-    for them is seen, if anything."""
+    """Detokenizer for vocabularies whose tokens are bytes: an incremental UTF-8 decoder is exact.
+
+    Of hidden tokens what is `shown` for them is seen, if anything."""
 
     def __init__(self, tokenizer: TextTokenizer, hidden: frozenset[int], shown: Mapping[int, str] = _NOTHING) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -67,12 +68,11 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder (SentencePiece, WordPiece, ...): decodes a window of recent tokens twice, without and with
-    the new ones, and emits the difference.
+    """Detokenizer for any other decoder (SentencePiece, WordPiece, ...).
 
-    window[:read] are tokens whose text was emitted; window[read:] are those that wait for the rest of a character, at
-    most _PATIENCE of them: after that many, the bytes are no character.
-    """
+    It decodes a window of recent tokens twice, without and with the new ones, and emits the difference. window[:read]
+    are tokens whose text was emitted; window[read:] are those that wait for the rest of a character, at most _PATIENCE
+    of them: after that many, the bytes are no character."""
 
     def __init__(
         self,

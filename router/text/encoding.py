@@ -35,7 +35,7 @@ TRUNCATED_CHARS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What the texts of a request may amount to, each by itself.
+    """Bound on the texts of a request, each by itself.
 
     tokens     of the context
     field      where the texts are, for errors
@@ -48,8 +48,10 @@ class Bound:
 
 
 class Encoder:
-    """Of one model. Long texts share a few threads; who waits for one may be cancelled. most: tokens
-    of all texts of one request, which a single text of the context's length may exceed."""
+    """Encoder of one model.
+
+    Long texts share a few threads; who waits for one may be cancelled. most: tokens of all texts of one request, which
+    a single text of the context's length may exceed."""
 
     def __init__(self, text: TextModel, most: int = MOST_TOKENS) -> None:
         self._text, self._most = text, most

@@ -28,8 +28,10 @@ State = Mapping[str, Any]
 
 
 class LengthBound:
-    """Of one tokenizer. Counts characters: a token is spelt with as many as it covers at least, or with its bytes, and
-    a character is a byte at least."""
+    """Length bound of one tokenizer.
+
+    Counts characters: a token is spelt with as many as it covers at least, or with its bytes, and a character is a byte
+    at least."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)

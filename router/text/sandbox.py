@@ -34,7 +34,7 @@ class _BoundedTemplate(Template):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """What goes beyond the bounds raises TemplateError."""
+    """Sandboxed Jinja environment that raises TemplateError beyond its bounds."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     template_class = _BoundedTemplate

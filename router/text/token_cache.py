@@ -43,8 +43,10 @@ Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
 class TokenCache:
-    """Of one tokenizer. `encode` gives the ids of texts, each by itself, without what a model puts around them. May be
-    used from several threads."""
+    """Token cache of one tokenizer.
+
+    `encode` gives the ids of texts, each by itself, without what a model puts around them. May be used from several
+    threads."""
 
     def __init__(self, tokenizer: Tokenizer, encode: Encode, most: int = MOST_BYTES) -> None:
         self._encode, self._most = encode, most

@@ -23,7 +23,9 @@ MOST_WAITING = 2**24
 
 
 class TokenizerThreads:
-    """Of one model. Anyone who is cancelled while it waits is not called."""
+    """Tokenizer threads of one model.
+
+    A call that is cancelled while it waits does not run. Anyone who is cancelled while it waits is not called."""
 
     def __init__(self) -> None:
         cores = os.cpu_count() or 1

@@ -18,8 +18,10 @@ LIMIT = "max_tokens"
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How output tokens are shown. `echo_only`: max_tokens was 0, the one token drawn is dropped. `shown`: what
-    stands for special tokens that a parser behind the transcript reads."""
+    """Display options of output text.
+
+    `echo_only`: max_tokens was 0, the one token drawn is dropped. `shown`: what stands for special tokens that a parser
+    behind the transcript reads."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -53,8 +55,9 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a text turned out to be: reasoning, then text, then calls; what is empty says nothing. A call has one delta
-    at most."""
+    """Parsed part of a text: reasoning, then text, then calls; empty parts say nothing.
+
+    A call has one delta at most."""
 
     text: str = ""
     reasoning: str = ""
@@ -63,10 +66,12 @@ class Found:
 
 @dataclass(slots=True)
 class Piece:
-    """What one Output adds. `token_ids` count as completion tokens, the ending token included. stop_reason: the stop
-    string or stop token id that ended the text, or LIMIT; None for end-of-sequence and length. closed: the grammar
-    ended the text before max_tokens would have cut it. `reasoning` and `calls` are what the parsers behind the
-    transcript took out of the text; `row` tells the same in its order, where it is not that of Found."""
+    """Text that one Output adds.
+
+    `token_ids` count as completion tokens, the ending token included. stop_reason: the stop string or stop token id
+    that ended the text, or LIMIT; None for end-of-sequence and length. closed: the grammar ended the text before
+    max_tokens would have cut it. `reasoning` and `calls` are what the parsers behind the transcript took out of the
+    text; `row` tells the same in its order, where it is not that of Found."""
 
     text: str = ""
     token_ids: Sequence[int] = ()

@@ -22,8 +22,9 @@ LEARNED = 32
 
 
 class WordCache:
-    """Of one tokenizer. `encode` gives the ids of texts, each by itself, without what a model puts around them. Belongs
-    to one thread."""
+    """Word cache of one tokenizer.
+
+    `encode` gives the ids of texts, each by itself, without what a model puts around them. Belongs to one thread."""
 
     def __init__(self, tokenizer: Tokenizer, encode: Encode, most: int = MOST_WORDS) -> None:
         self._encode, self._most = encode, most

@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerPeers:
-    """Of router process `own` among `count`, whose sockets are in `folder`; on its own where there is no other. Who
-    has something to tell puts it into `answers`, by the name under which others `ask` for it."""
+    """Peers of router process `own` among `count`, with sockets in `folder`; alone where there is no other.
+
+    A process registers a handler in `answers` under the name by which others `ask` for it. Who has something to tell
+    puts it into `answers`, by the name under which others `ask` for it."""
 
     def __init__(self, own: int = 0, count: int = 1, folder: str = "") -> None:
         self.own, self.count = own, count

@@ -129,7 +129,7 @@ Top = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class SamplingFields(BaseModel):
-    """What `SamplingParams` takes over by the same name; it knows the bounds."""
+    """Body fields that `SamplingParams` takes over by the same name; it knows the bounds."""
 
     min_tokens: Count | None = None
     temperature: float | None = None

@@ -55,7 +55,9 @@ class RequestBody(BaseModel):
 
 
 class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnsupportedFields, RequestBody):
-    """What chat and completions share. None means the default everywhere.
+    """Body fields that chat and completions share.
+
+    None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
     output_default  output tokens of a request that does not bound them; None: the rest of the context

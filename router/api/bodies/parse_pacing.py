@@ -23,7 +23,9 @@ def cost_s(data: bytes) -> float:
 
 
 class ParsePacing:
-    """Of one event loop. Bodies go in order of arrival."""
+    """Pacing on one event loop.
+
+    Bodies go in order of arrival."""
 
     def __init__(self) -> None:
         self._free_at = 0.0

@@ -38,7 +38,7 @@ def check_encoding(request: Request) -> None:
 
 
 class BodyReader:
-    """Of one router; `longest` is in bytes."""
+    """Body reader of one router; `longest` is in bytes."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest

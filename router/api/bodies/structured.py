@@ -26,7 +26,7 @@ JsonText = Annotated[dict[str, Any] | str | bool | None, Field(description="A JS
 
 
 class StructuredFields(BaseModel):
-    """What of a body asks for a grammar."""
+    """Body fields that ask for a grammar."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

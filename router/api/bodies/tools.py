@@ -52,8 +52,9 @@ Choice = Annotated[str | dict[str, Any] | None, told("must be a string or an obj
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request makes of its tools. named: the client named the one to call. For errors: field, where it
-    chose, and place, where the tools are."""
+    """A request's use of its tools.
+
+    named: the client named the one to call. For errors: field, where it chose, and place, where the tools are."""
 
     tools: tuple[Tool, ...]
     forced: bool

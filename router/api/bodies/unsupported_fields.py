@@ -37,7 +37,7 @@ TextOnly = Annotated[list[str], AfterValidator(_only_text)]
 
 
 class UnsupportedFields(BaseModel):
-    """What this server cannot do yet, and refuses where it is asked for."""
+    """Fields that the server cannot honour and therefore rejects."""
 
     logits_processors: Annotated[Any, Unsupported("custom logits processors are")] = None
 

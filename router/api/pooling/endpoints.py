@@ -23,7 +23,7 @@ from kvferry.router.api.served_models import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class PoolingEndpoint:
-    """Where it is, what it takes, what it does; `summary`, `answer` and `error` are for its description."""
+    """Description of a pooling endpoint: path, body type, operation; `summary`, `answer` and `error` for the docs."""
 
     path: str
     summary: str
@@ -54,7 +54,7 @@ READINGS = (
 
 
 class PoolingRoute(GenerationRoute[PoolingEndpoint]):
-    """Of an endpoint that generates nothing."""
+    """Route of a pooling endpoint."""
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> WholeAnswer:
         body = parse(self.endpoint.body, data)

@@ -37,9 +37,10 @@ class WholeAnswer:
 
 
 class PoolingOutputs:
-    """Of one HTTP request, a prompt and its work each: `vectors` waits for its turn and starts their dispatches,
-    AT_ONCE at a time. When one fails, or the client leaves, all end. route: of the first prompt, once its vector is
-    there."""
+    """Pooling of one HTTP request's prompts.
+
+    `vectors` waits for a slot and starts their dispatches, AT_ONCE at a time. When one fails, or the client leaves, all
+    end. route: of the first prompt, once its vector is there."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 
 
 class ResponseAnswer(Answer):
-    """What the request said is repeated in the response."""
+    """Response object of one request; it repeats the request's settings."""
 
     def __init__(self, call: RequestContext, pool: ServedModel, chat: ResponsesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))

@@ -36,8 +36,9 @@ class BackgroundResponse(Answer):
 
 
 class Background:
-    """Of one router, and they end with it. The records say in_progress until they are completed, incomplete, failed or
-    cancelled."""
+    """Background responses of one router, which end with it.
+
+    The records say in_progress until they are completed, incomplete, failed or cancelled."""
 
     def __init__(self, responses: StoredResponses, admission: InflightLimit, peers: WorkerPeers) -> None:
         self._responses = responses

@@ -65,7 +65,9 @@ def shown(tokenizer: TextTokenizer, options: TextOptions, *, channels: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a model calls tools. own: its template shows tools, calls and results; otherwise `tool_prompt` does."""
+    """Tool-call dialect of a model.
+
+    own: its template shows tools, calls and results; otherwise `tool_prompt` does."""
 
     family: str
     own: bool

@@ -66,8 +66,9 @@ class HermesParser(ObjectParser):
 
 
 class LedHermesParser(HermesParser):
-    """For models that know no tools, as `tool_prompt` asks them: an answer in text begins with REPLY, which is not
-    shown, nor is the REPLIED that may follow it."""
+    """Parser for models without tool support, prompted by `tool_prompt`.
+
+    An answer in text begins with REPLY, which is not shown, nor is the REPLIED that may follow it."""
 
     opens = (BEGIN, REPLIED)
     opens_first = (REPLY,)

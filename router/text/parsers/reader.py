@@ -11,7 +11,7 @@ from kvferry.router.text.transcript import Found
 
 
 class Reader(Protocol):
-    """As a Parser; what one text turns out to be is a row of Found."""
+    """Incremental reader with a Parser's interface; one text becomes a row of Found."""
 
     @property
     def thinks(self) -> bool:

@@ -10,7 +10,7 @@ from kvferry.router.text.transcript import Found
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How a family of models marks its reasoning, at the output's beginning.
+    """Reasoning marks of a model family, at the beginning of the output.
 
     begins, ends  the marks; of several the model writes any
     always        it begins without a mark, too

@@ -19,8 +19,10 @@ TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class CallParsing:
-    """How calls are read: by a new parser for each sequence; None: by what reads the channels. named: the
-    client named the tool, for which the answer ends with `stop`; any other that calls ends with `tool_calls`."""
+    """Parsing of tool calls: makes a new parser for each sequence; None: harmony channels are read instead.
+
+    named: the client named the tool, for which the answer ends with `stop`; any other that calls ends with
+    `tool_calls`."""
 
     parser: type | None
     names: tuple[str, ...]
@@ -30,8 +32,9 @@ class CallParsing:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """What is to be taken out of the text. shown: the reasoning is told; otherwise it is counted and dropped.
-    channels: the output is messages on channels."""
+    """Parsing options of an output.
+
+    shown: the reasoning is told; otherwise it is counted and dropped. channels: the output is messages on channels."""
 
     thinking: Thinking | None = None
     calls: CallParsing | None = None

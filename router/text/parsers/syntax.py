@@ -75,7 +75,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How a family writes its calls: the marker, `opening`, then one call or more with `between` them, then `closing`.
+    """Call syntax of a family: the marker, `opening`, one call or more with `between` them, then `closing`.
 
     marker   opens calls within free text; empty: calls are the whole answer, which then begins as no text does
     opening  text behind the marker
