@@ -51,7 +51,7 @@ def set_encoding() -> None:
 
 
 def set_up_traces(process: str) -> None:
-    """Where OpenTelemetry's variables ask for traces, send this process's, as those of kvferry-`process`."""
+    """Send this process's traces, named kvferry-`process`, where OpenTelemetry's variables ask for them."""
     if wanted(os.environ):
         TRACER.set_up(f"kvferry-{process}")
 

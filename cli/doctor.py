@@ -117,7 +117,7 @@ def memory(settings: ServeSettings) -> Result:
 
 
 def speed(settings: ServeSettings) -> Result:
-    """What the models would do here at most, each by itself, by limits that are measured now."""
+    """Estimate the speed of each model on this machine from limits measured now."""
     from kvferry.cli.speed_estimate import expected, measure
 
     needs, found = _needs(settings), gpus()

@@ -47,7 +47,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def url_of(group: click.Group, argv: Sequence[str]) -> str:
-    """Where this command line listens, by the same parser that it uses itself; variables count as they do there."""
+    """Return the URL at which this command line listens, parsed as the command itself does."""
     command = group.commands[argv[0]]
     settings = command.make_context(argv[0], list(argv[1:])).params
     if not settings["port"]:

@@ -66,7 +66,7 @@ def gpus() -> list[int]:
 
 
 def needs_of(source: ModelSource) -> ModelNeeds:
-    """What the model asks of a machine; UNKNOWN where its files do not tell."""
+    """Return the model's memory needs; UNKNOWN where its files do not tell."""
     try:
         return model_needs(source)
     except ConfigError as error:
@@ -124,7 +124,7 @@ def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: 
 
 
 def on_cpu_by_model(seats: Sequence[WorkerPlan], models: int) -> list[int]:
-    """How many workers of each model compute on the CPU."""
+    """Return how many workers of each model compute on the CPU."""
     each = len(seats) // models
     return [sum(seat.device == "cpu" for seat in seats[each * i : each * (i + 1)]) for i in range(models)]
 

@@ -61,7 +61,7 @@ class Expected:
 
 
 def expected(settings: ServeSettings, needs: ModelNeeds, seat: WorkerPlan, gpu_bytes: int, limits: Limits) -> Expected:
-    """Of one worker in this seat; gpu_bytes: of its GPU."""
+    """Estimate the speed of one worker with this plan; gpu_bytes: of its GPU."""
     weights, kv = weight_bytes(settings, needs, seat.device), needs.kv_bytes(kv_dtype(settings))
     own = GPU_SHARE * (gpu_bytes - weights) if seat.device.startswith("cuda") else CPU_POOL_GIB * GIB
     pool = seat.kv_cache_gib * GIB or own

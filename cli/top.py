@@ -91,8 +91,10 @@ def _show(
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], bytes]]:
-    """What waits for so many seconds and returns the keys that were pressed: each at once, and without an echo. Where
-    the standard input is no terminal there are none."""
+    """Return a function that waits for so many seconds and returns the keys pressed.
+
+    Each key arrives at once and without an echo. Where the standard input is no terminal there are none. Where the
+    standard input is no terminal there are none."""
     if not sys.stdin.isatty():
         yield _no_keys
         return

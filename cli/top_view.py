@@ -32,8 +32,10 @@ QUARANTINED = {"node": "suspected", "ships": "ships suspected", "quarantine": "q
 
 
 def picture(state: State, width: int = WIDE, height: int = TALL, trouble: str = "") -> RenderableType:
-    """For a screen of so many columns and lines: no more rows than it takes, but some of each kind; where it is
-    not wide, without the columns that are wanted least. trouble: why this is old."""
+    """Draw the state for a terminal of so many columns and lines.
+
+    It has no more rows than fit, but some of each kind; a narrow terminal lacks the least wanted columns. trouble: why
+    this is old."""
     narrow = width < WIDE
     fixed = HEADS + len(state.nodes) + min(len(state.transfers), LEAST_ROWS) + len(state.suspects)
     room = max(3 * LEAST_ROWS, height - fixed)

@@ -35,7 +35,7 @@ def owner(name: str) -> str:
 
 
 def store_hashes(hashes: Sequence[bytes]) -> Sequence[bytes]:
-    """Of a chain, those that stand for the groups of a store."""
+    """Return the hashes of a chain that stand for groups of a store."""
     return hashes[STORE_GROUP - 1 :: STORE_GROUP]
 
 
@@ -53,11 +53,12 @@ class BlockIndex(Protocol):
         to an older epoch than that of the lease: all of it where it is little, else some, at random."""
 
     async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:
-        """How many of these rows of the node's are there."""
+        """Return how many of these rows of the node are present."""
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
-        """How many leading blocks of a sequence each of `nodes` (name → live epoch) holds. Nodes with none are left
-        out. ON_STORE among them: in whole groups, by the rows of their last blocks.
+        """Return how many leading blocks of a sequence each of `nodes` (name → live epoch) holds.
+
+        Nodes with none are left out. ON_STORE among them: in whole groups, by the rows of their last blocks.
 
         Relies on "a node never drops a block before its descendants", so most rows need not be read. A length is only
         reported if, in one state of the index, its last block was read as held and the next one, if any, as not."""

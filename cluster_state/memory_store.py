@@ -44,7 +44,7 @@ class MemoryStore:
         self._ends.clear()
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     async def check(self) -> str:
         self._reach()

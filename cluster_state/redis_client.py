@@ -170,7 +170,7 @@ def sensible() -> Iterator[None]:
 
 
 def told(error: Exception) -> str:
-    """What went wrong, in a line."""
+    """Return the error as one line."""
     if is_cluster(error):
         return CLUSTER_MODE
     code = getattr(error, "status_code", None)

@@ -31,7 +31,9 @@ class Pool(redis.BlockingConnectionPool):
         self._fresh: WeakSet[Any] = WeakSet()
 
     def renew(self) -> None:
-        """What one connection met, the others would meet, each in its own time: they are made anew when next used."""
+        """Reconnect all connections when they are next used.
+
+        An error that one connection met would meet the others, each in its own time."""
         self._fresh = WeakSet()
 
     async def ensure_connection(self, connection: Any) -> None:

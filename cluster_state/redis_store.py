@@ -78,8 +78,10 @@ class RedisStore:
         await redis_client.close(self._client)
 
     async def check(self) -> str:
-        """What server it is. Raises ConfigError for one that would never do, RegistryRefuses for one that refuses us as
-        yet, RegistryUnavailable where none answers."""
+        """Check the server and describe it.
+
+        Raises ConfigError for one that would never do, RegistryRefuses for one that refuses us as yet,
+        RegistryUnavailable where none answers."""
         return await checked(self._client, self._prefix, self._shown, CHECK_S)
 
     async def ping(self) -> None:

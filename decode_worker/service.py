@@ -79,7 +79,7 @@ class DecodeService:
         self.endpoints.take(events)
 
     def to_routers(self, events: Sequence[Event]) -> None:
-        """What the engine made for one router goes out as one frame."""
+        """Send the engine's output for one router as one frame."""
         outputs: defaultdict[str, _Output] = defaultdict(_Output)
         for event in events:
             if isinstance(event, Generated | Failed):

@@ -193,7 +193,7 @@ def lay_out(
 
 
 def adapted_tokens(slices: Sequence[Slice]) -> Mapping[Adapter, np.ndarray]:
-    """Which tokens of the batch are computed with which adapter."""
+    """Return which tokens of the batch use which adapter."""
     adapted = any(s.request.adapter is not None for s in slices)
     return by_adapter([s.request for s in slices for _ in range(s.count)]) if adapted else {}
 

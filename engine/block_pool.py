@@ -119,8 +119,9 @@ class BlockPool:
         return block_id
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """What these blocks hold is wrong: neither they nor those behind them are found any more. Looks at all
-        blocks."""
+        """Unregister these blocks and those behind them, since their content is wrong.
+
+        Looks at all blocks. Looks at all blocks."""
         behind: dict[int, list[int]] = {}
         for block_id, block in enumerate(self._blocks):
             if block.parent is not None:

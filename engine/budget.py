@@ -41,7 +41,9 @@ class Budget:
         self._cost = StepCost()
 
     def tokens(self, decodes: int, here: Iterable[Request]) -> int:
-        """For prompts, beside so many streams. here: who runs or waits."""
+        """Return the prompt tokens that a step may compute beside so many streams.
+
+        here: who runs or waits. here: who runs or waits."""
         left = self._limits.max_num_batched_tokens - decodes
         if not decodes:
             return left

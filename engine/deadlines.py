@@ -18,7 +18,9 @@ class Deadlines:
         self._look_at = 0.0
 
     def late(self, requests: Iterable[Request]) -> list[Request]:
-        """Those to drop. Empty where the last look was a moment ago."""
+        """Return the requests to drop; empty where the last check was a moment ago.
+
+        Empty where the last look was a moment ago."""
         now = time.monotonic()
         if now < self._look_at:
             return []

@@ -17,7 +17,7 @@ class Accepted:
 
 
 def accept(drafts: Sequence[int], drawn: Sequence[Sampled | None]) -> Accepted:
-    """Of what was drawn behind the last token and behind each draft, what follows right drafts alone."""
+    """Return the drawn tokens that follow correct drafts alone."""
     right = 0
     while right < len(drafts) and _is(drawn[right], drafts[right]):
         right += 1

@@ -83,8 +83,9 @@ class DraftModel:
         return len(stream.token_ids) - (min(shadow.request.computed_len, shadow.known) if shadow else 0)
 
     def draft(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[int, ...]]:
-        """What may follow each of the streams, so many tokens at most: none where there is no room for them, or where
-        more of the stream is to be computed than a step may take. One pass for each place, of all streams."""
+        """Draft at most so many tokens for each of the streams.
+
+        One pass for each place, of all streams."""
         shadows = [self._shadow(stream, count) for stream, count in wanted]
         counts = [(shadow, count) for shadow, (_, count) in zip(shadows, wanted, strict=True) if shadow is not None]
         self.waited_s = 0.0

@@ -66,8 +66,9 @@ class Drafter:
         self._spent_s, self._waited_s = time.monotonic() - began, model.waited_s
 
     def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float, step: Line) -> float:
-        """What became of the drafts, before they are forgotten: what the tokens that were right would have taken, less
-        what all of them took. Returns how many of the step's seconds the model took."""
+        """Account the outcome of the drafts: the time that correct tokens saved, less the time of all drafts.
+
+        Returns how many of the step's seconds the model took."""
         rows = right = 0
         for part, found in zip(slices, drawn, strict=True):
             own = part.request.drafts

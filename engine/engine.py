@@ -142,7 +142,7 @@ class Engine:
         self.stepper.report_blocks()
 
     def resume(self, key: Key, awaited: Awaits) -> None:
-        """What an attempt awaited has come; nothing if it has gone."""
+        """Resume an attempt whose awaited condition is met; ignored if it has gone."""
         request = self.request_table.find(key)
         if request is not None:
             self.request_table.resume(request, awaited)
@@ -188,7 +188,7 @@ class Engine:
         return ran
 
     def load(self) -> Load:
-        """What the node is doing now."""
+        """Return the node's current load."""
         here, seated = self.request_table, self.request_table.seated
         granted = [len(r.block_ids) - r.first_block for r in seated if r.grant is not None]
         free, cached = self.pool.free_blocks, self.pool.cached_blocks

@@ -28,11 +28,11 @@ class SegmentedLru:
         return block_id in self._once or block_id in self._again
 
     def found(self, block_ids: Iterable[int]) -> None:
-        """What these hold was found again, and is about to be used."""
+        """Promote blocks that were found again and are about to be used."""
         self._found.update(block_ids)
 
     def put(self, block_id: int) -> None:
-        """Nobody uses it any more."""
+        """Add a block that has no user left."""
         if block_id not in self._found:
             self._once[block_id] = None
             return

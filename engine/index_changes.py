@@ -32,5 +32,7 @@ class IndexChanges:
         return changes
 
     def rows(self) -> list[bytes]:
-        """Of all blocks that are findable, parents before children. From any thread: the copy is one bytecode."""
+        """Return the rows of all registered blocks, parents before children.
+
+        From any thread: the copy is one bytecode."""
         return list(self._rows.values())

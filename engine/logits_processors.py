@@ -24,7 +24,9 @@ class LogitsProcessor(Protocol):
 def edits_for(
     params: SamplingParams, token_ids: Sequence[int], prompt_len: int, device: torch.device
 ) -> tuple[LogitsProcessor, ...]:
-    """What the parameters ask for. token_ids: prompt and output so far, which only ever grows."""
+    """Return the logits processors that the parameters ask for.
+
+    token_ids: prompt and output so far, which only ever grows."""
     edits: list[LogitsProcessor] = []
     if params.allowed_token_ids is not None:
         edits.append(_Allowed(params.allowed_token_ids, device))

@@ -92,7 +92,9 @@ class EngineLoop:
 
     @property
     def waits_s(self) -> float:
-        """How long the request that is next has lacked a seat or blocks; 0 if none does. From any thread."""
+        """Return how long the next request has lacked a seat or blocks, in seconds; 0 if none does.
+
+        From any thread."""
         refused = self._engine.scheduler.refused
         if refused is None or refused.state is not State.WAITING:
             return 0.0
@@ -100,7 +102,9 @@ class EngineLoop:
 
     @property
     def mark(self) -> int | None:
-        """Which turn is under way or awaited; None while nothing is to be done. From any thread, without a lock."""
+        """Return the current turn; None while the engine is idle.
+
+        From any thread, without a lock."""
         return self._turns if self._turning or self._inbox else None
 
     def _run(self) -> None:

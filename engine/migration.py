@@ -94,7 +94,9 @@ class OutboundMigrations:
         return move
 
     def stand(self, transfer: int) -> Stand | None:
-        """Nothing more is computed of the stream. None: the move failed, or the stream ended or lost its blocks."""
+        """Pause the stream; return where it stands, or None if the migration failed or the stream ended. ++
+
+        None: the move failed, or the stream ended or lost its blocks."""
         move = self._open.get(transfer)
         if move is None:
             return None

@@ -41,7 +41,7 @@ class MissReasons:
         self._old.pop(block_hash, None)
 
     def missed(self, request: Request) -> Missed:
-        """Why tokens behind those that the request has found are not here that were predicted to be (Job.predicted)."""
+        """Return why predicted tokens (Job.predicted) behind the request's cached ones are missing."""
         start, block_size, hashes = request.computed_len, request.block_size, request.hashes
         until, epoch = request.job.predicted
         if start >= until:
@@ -58,5 +58,5 @@ class MissReasons:
         return tuple(runs)
 
     def reason(self, block_hash: bytes) -> str:
-        """As `note` has them, or unknown."""
+        """Return the noted reason, or unknown."""
         return self._young.get(block_hash) or self._old.get(block_hash) or "unknown"

@@ -61,7 +61,7 @@ def _fetched_len(request: Request) -> int:
 
 
 def nothing_drawn(request: Request) -> KvferryError:
-    """Why no token could be drawn for it."""
+    """Return the error of a request for which no token could be drawn."""
     if request.job.grammar is not None:
         return GrammarFailed("of what the grammar allows next, nothing may be drawn, or its logits are not numbers")
     return ModelFailed("the model's logits for the next token are not numbers")

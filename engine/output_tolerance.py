@@ -24,14 +24,16 @@ K_V, FIRST = 2.0, 0.25
 
 
 def tolerance(dtype: torch.dtype, cache: torch.dtype, *, exact: bool) -> float:
-    """For a model that computes in `dtype` and keeps K and V in `cache`. exact: equal nodes make equal bits."""
+    """Return the tolerance of a model that computes in `dtype` with K and V in `cache`.
+
+    exact: equal nodes make equal bits."""
     if exact:
         return 0.0
     return max(TOLERATED[str(each).removeprefix("torch.")] for each in (dtype, cache))
 
 
 def of_logits(own: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of float32 [vocab], as the distributions that they stand for."""
+    """Return the distance of two float32 logits [vocab], as distributions."""
     return _apart(own - own.mean(), theirs - theirs.mean())
 
 
@@ -43,8 +45,7 @@ def of_blocks(kv: torch.Tensor, own: Sequence[int], theirs: Sequence[int], slots
 
 
 def of_token(own: torch.Tensor, token_id: int) -> float:
-    """How much likelier than this token, which was the likeliest elsewhere, another one is by the own logits, float32
-    [vocab]."""
+    """Return how much likelier another token is than the likeliest one elsewhere, by own float32 logits [vocab]."""
     spread = (own - own.mean()).norm() / math.sqrt(len(own))
     return FIRST * float((own.max() - own[token_id]) / spread.clamp(min=_LEAST))
 

@@ -62,7 +62,7 @@ def take(part: Slice, hidden: torch.Tensor) -> None:
 
 
 def read(logits: torch.Tensor) -> Read:
-    """Of float32 numbers on the CPU."""
+    """Return float32 numbers on the CPU."""
     found: bool = torch.isfinite(logits).all().item()  # type: ignore[assignment]
     return Read(logits.numpy().astype("<f4").tobytes() if found else b"")
 

@@ -80,8 +80,9 @@ class Replicas:
     # Where they go.
 
     def reserve(self, grant: Hashable, hashes: Sequence[bytes], most: int) -> tuple[int, list[int]]:
-        """How many leading blocks of the chain are here already, and blocks for the next `most` of it. All stay held
-        until `quiet`. Raises GrantRefused where streams and prompts might need the room."""
+        """Reserve blocks for a replica; return how many leading blocks are here, and blocks for the next `most`.
+
+        All stay held until `quiet`. Raises GrantRefused where streams and prompts might need the room."""
         if not self._pool.prefix_caching:
             raise GrantRefused("nothing is cached here")
         here = self._pool.match(hashes)

@@ -166,7 +166,7 @@ class Request:
 
     @property
     def last_start(self) -> int:
-        """Where the block of the last token begins."""
+        """Return where the block of the last token begins."""
         return (len(self.token_ids) - 1) // self.block_size * self.block_size
 
     def parent_of(self, start: int) -> bytes:
@@ -179,7 +179,7 @@ class Request:
             self.hashes = chain(self.root, self.token_ids, self.block_size, self.hashes)
 
     def move(self, new: State) -> None:
-        """To a state that the table allows."""
+        """Change to a state that the table allows."""
         assert new in MOVES[self.state], f"{self.key}: {self.state} → {new} is not allowed"
         self.state = new
 

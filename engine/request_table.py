@@ -67,7 +67,7 @@ class RequestTable:
 
     @property
     def seated(self) -> list[Request]:
-        """Those that have their blocks and cannot run yet."""
+        """Return requests that have their blocks and cannot run yet."""
         return [request for request in self.awaiting.values() if request.block_ids]
 
     def attempts(self, request_id: str, upto: int) -> list[Request]:
@@ -78,7 +78,7 @@ class RequestTable:
         return self._attempts.get(key[0], {}).get(key[1])
 
     def by_grant(self, grant: Hashable) -> Request | None:
-        """Whose prompt is to come by that grant."""
+        """Return the request whose prompt arrives by that grant."""
         return self._grants.get(grant)
 
     def enter(self, request: Request) -> None:
@@ -112,15 +112,16 @@ class RequestTable:
             self._run(request)
 
     def landed(self, request: Request) -> None:
-        """What its grant brings is here."""
+        """Record that the grant's blocks have arrived."""
         del self._grants[request.grant]
         request.grant, request.held_for_transfer = None, False
         self.resume(request, Awaits.KV)
         self._wake(request)
 
     def resume(self, request: Request, awaited: Awaits) -> None:
-        """That has come: it goes on, unless it awaits something else. Without blocks it is queued at the place that it
-        had all the time."""
+        """Record that a condition is met; the request continues unless it awaits another one.
+
+        Without blocks it is queued at the place that it had all the time."""
         request.awaits.discard(awaited)
         if request.awaits or request.state is not State.AWAITING:
             return

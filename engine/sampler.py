@@ -52,20 +52,21 @@ class SampleRow:
         return self.mask is None or (self.mask.ready and self.mask.error is None)
 
     def ahead(self, count: int, behind: int = -1) -> SampleRow:
-        """Of the token `count` places behind the next one, whatever those before it are: for a row without a mask, and
-        with no edit that looks back. behind: where among drawn tokens the next one is, for a row with penalties."""
+        """Return the row of the token `count` places behind the next one, whatever those before it are.
+
+        behind: where among drawn tokens the next one is, for a row with penalties."""
         row = SampleRow(self.params, range(len(self.token_ids) + count), self.prompt_len)
         row._edits, row._adjustments, row._behind = self._edits, self._adjustments, behind
         return row
 
     def edits(self, device: torch.device) -> tuple[LogitsProcessor, ...]:
-        """What changes the row's logits before its adjustments."""
+        """Return the logits processors that run before the row's adjustments."""
         if self._edits is None:
             self._edits = edits_for(self.params, self.token_ids, self.prompt_len, device)
         return self._edits
 
     def adjusted(self, row: int) -> Adjusted | None:
-        """What is added to its logits, that row of them, and taken from them in this step."""
+        """Return the row's additions and penalties in this step."""
         output_len = len(self.token_ids) - self.prompt_len
         active = self._adjustments.active(output_len)
         return Adjusted(row, self._adjustments, output_len, self._behind) if active else None

@@ -79,7 +79,7 @@ class Scheduler:
         self._admit(0, [])
 
     def land(self, request: Request) -> None:
-        """What the request's grant brings is in its blocks: it holds them for itself and goes on."""
+        """Give the request the blocks that its grant filled, and let it continue."""
         self.pool.holds.hold(request.key, REQUEST, request.block_ids)
         self.pool.release(*request.holder, request.block_ids)
         self.request_table.landed(request)

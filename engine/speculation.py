@@ -58,7 +58,9 @@ class Speculation:
         ]
 
     def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float) -> float:
-        """What became of them in a step that took so long. Returns how much of that a draft model took."""
+        """Account the outcome of the drafts in a step that took so long.
+
+        Returns how much of that a draft model took."""
         if not self._most or not all(part.streams for part in slices):
             return 0.0
         drafting_s = self._drafter.settle(slices, drawn, seconds, self._cost.line()) if self._drafter else 0.0

@@ -45,7 +45,7 @@ class StepCost:
 
     @property
     def spread(self) -> float:
-        """Of the rows of the steps that count: with little of it, what a row costs is not known from them."""
+        """Return the spread of rows over the counted steps; with little of it a row's cost is unknown."""
         return max(0.0, self._squares - self._rows**2 / self._count) if self._count else 0.0
 
     @property

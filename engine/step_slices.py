@@ -40,8 +40,9 @@ class Slice:
 
 
 def chunks_of(requests: Iterable[Request], budget: int, *, whole: bool = False) -> list[Slice]:
-    """As much of each request, in order, as the budget allows. whole: all of a request or nothing, and the last one may
-    exceed the budget."""
+    """Return as much of each request, in order, as the budget allows.
+
+    whole: all of a request or nothing, and the last one may exceed the budget."""
     chunks: list[Slice] = []
     for request in requests:
         if budget <= 0:

@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def place(self) -> Place:
-        """Of the first of its requests."""
+        """Return the queue place of its first request."""
         return min(part.request.place for part in self.slices)
 
     def left(self) -> bool:
@@ -84,8 +84,10 @@ class SuspendedStep:
         return bool(self._batches)
 
     def run(self, runner: StepRunner, batch: Batch) -> Sequence[Drawn] | None:
-        """What was drawn for each slice. None: it ended early and is not committed, for all whom it was for are
-        leaving, or is suspended; what it wrote lies behind the computed tokens. Raises DeviceLost."""
+        """Run and return what was drawn for each slice.
+
+        None: it ended early and is not committed, for all whom it was for are leaving, or is suspended; what it wrote
+        lies behind the computed tokens. Raises DeviceLost."""
         keys = [part.request.key for part in batch.slices]
         rests_at = time.monotonic() + LEAST_S if self._may_put(runner, batch) else inf
 
@@ -102,7 +104,9 @@ class SuspendedStep:
             return None
 
     def next(self, extend: Callable[[Sequence[Slice]], Sequence[Slice]]) -> Batch:
-        """What to compute now: what comes before all that is suspended, or the last of it. extend: by drafts."""
+        """Return the batch to compute now: one that comes first, or the last suspended one.
+
+        extend: by drafts."""
         while self._batches:
             last = self._batches[-1]
             if last.left() and (slices := self._scheduler.schedule(last.place)):

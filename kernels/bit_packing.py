@@ -32,7 +32,7 @@ def packed(kind: str, codes: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def unpacked(kind: str, stored: torch.Tensor, tile: int) -> torch.Tensor:
-    """What `packed` was given."""
+    """Invert `packed`."""
     count = SPANS[kind]
     if count == 1:
         return stored

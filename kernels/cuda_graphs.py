@@ -36,7 +36,7 @@ class Capture(Protocol):
 class CudaCapture:
     """Capture by CUDA graphs that share one memory pool, since they never run at once.
 
-    Raises RuntimeError. Raises RuntimeError."""
+    Raises RuntimeError."""
 
     def __init__(self) -> None:
         self._pool: Any = None

@@ -20,7 +20,7 @@ Activated = Callable[[torch.Tensor], torch.Tensor]
 
 
 def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Tensor:
-    """What the experts of each token of x [T, hidden] put out, weighted and added, in x's dtype."""
+    """Return the weighted sum of each token's experts for x [T, hidden], in x's dtype."""
     weights, chosen = route(experts.router(x, torch.float32), experts.routing, experts.correction)
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)

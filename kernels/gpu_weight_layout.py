@@ -117,7 +117,7 @@ def form_of(codes: Codes) -> CodedForm | None:
 
 
 def form_of_stored(part: Stored) -> CodedForm | None:
-    """As `form_of`; rows of a GGUF's blocks are taken apart, those for INT8 are quantised."""
+    """Return the form of stored rows as `form_of` does; INT8 rows are quantised."""
     if isinstance(part, Codes):
         return form_of(part)
     if part.kind in FORMATS:

@@ -46,7 +46,10 @@ class Adjustments:
         return [*((token, -float("inf")) for token in ends if 0 <= token < vocab_size), *self.params.logit_bias]
 
     def apply(self, logits: torch.Tensor, output_len: int, last: torch.Tensor | None = None) -> None:
-        """To float32 logits [vocab], in place. last: int64 [1], an output token behind those that the host knows."""
+        """Adjust float32 logits [vocab] in place.
+
+        last: int64 [1], an output token behind those that the host knows. last: int64 [1], an output token behind those
+        that the host knows."""
         if self._on_device is None:
             self._on_device = _OnDevice(self, logits.device, len(logits))
         self._on_device.apply(logits, output_len, None if last is None else last.clamp(min=0))

@@ -52,7 +52,7 @@ class Adapter:
         return sum(matrix.numel() * matrix.element_size() for part in parts for matrix in (part.down, part.up))
 
     def release(self) -> None:
-        """Nobody computes with it any more: let go of its matrices, anyone who may still know of it."""
+        """Free the matrices of an adapter that nothing uses any more."""
         self.layers = ()
 
 

@@ -74,7 +74,7 @@ class Codes:
     def offset(
         cls, codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, order: torch.Tensor | None
     ) -> Codes:
-        """Of codes [out, in] and their zero points [1 or out, 1 or groups], which are taken off."""
+        """Build codes [out, in] with zero points [1 or out, 1 or groups], which are subtracted."""
         if zeros.shape[1] == 1:
             return cls(_narrow(codes.to(torch.int16) - zeros), scales, order=order)
         if order is not None:

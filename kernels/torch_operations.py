@@ -52,7 +52,7 @@ class TorchLinear:
         return F.embedding(ids, self.weight)
 
     def part(self, first: int, end: int) -> TorchLinear:
-        """Of outputs [first, end) alone, over the same memory."""
+        """Return the layer of outputs [first, end), over the same memory."""
         return TorchLinear(self.weight[first:end], None if self.bias is None else self.bias[first:end])
 
 

@@ -39,7 +39,7 @@ class Endpoint(Protocol):
 
     @property
     def transfers(self) -> Transfers[Any]:
-        """Those under way."""
+        """Return the transfers in flight."""
 
     def take(self, peer: Peer, message: Any) -> None:
         """A message of its classes came; its fields are checked."""
@@ -146,7 +146,7 @@ class Dock:
     # What the link calls.
 
     def message(self, peer: Peer, data: bytes) -> None:
-        """What is no message for this node, or now is for what its peer sent, costs the peer its connection."""
+        """Handle a control message; an unexpected one costs the peer its connection."""
         if peer in self._closing:
             return
         try:

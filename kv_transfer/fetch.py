@@ -27,7 +27,7 @@ class FetchEvents(Protocol):
     """Anyone who asks. On the link thread."""
 
     def unsupplied(self, fetch: int, error: KvferryError) -> None:
-        """Nothing comes, or nothing more: not told of one that was given up, or whose grant ended."""
+        """Report that no more blocks come; not called for a fetch that was given up, or whose grant ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class FetchClient:
         return number
 
     def give_up(self, number: int) -> None:
-        """Nobody waits for it any more."""
+        """Abandon a fetch that nothing waits for any more."""
         self._dock.submit(lambda: self._give_up(number))
 
     def supplied(self, key: TransferKey, supply: Supply) -> bool:
@@ -97,7 +97,7 @@ class FetchClient:
             self.fail(fetch, errors.from_body({"error": {"code": message.code, "message": message.message}}))
 
     def forget(self, peer: Peer) -> None:
-        """Nothing is kept of a connection but its fetches."""
+        """Drop a connection's fetches."""
 
     def fail(self, fetch: OpenFetch, error: KvferryError) -> None:
         self._forget(fetch)
@@ -143,7 +143,9 @@ class FetchServer:
         dock.mount(self)
 
     def deny(self, peer: Peer, fetch: Fetch, error: KvferryError) -> None:
-        """Nothing comes. From any thread."""
+        """Answer that no blocks come; callable from any thread.
+
+        From any thread."""
         answer = NoSupply(fetch.transfer, error.code, error.message)
         self._dock.submit(lambda: self._dock.send(peer, answer))
 
@@ -151,7 +153,7 @@ class FetchServer:
         self._wanted(peer, message)
 
     def forget(self, peer: Peer) -> None:
-        """Nothing is kept of a connection."""
+        """Do nothing: a server keeps no state of connections."""
 
     def fail(self, transfer: OpenFetch, error: KvferryError) -> None:
         """It has none: what it sends are the sender's."""
@@ -164,5 +166,5 @@ class FetchServer:
 
 
 def split(hashes: bytes) -> list[bytes]:
-    """Those that a fetch has behind each other."""
+    """Split the lists that a fetch carries one behind the other."""
     return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]

@@ -91,7 +91,7 @@ class Handshake:
         self._take(b"welcome", welcome)
 
     def keys(self) -> tuple[bytes, bytes]:
-        """Of frames that come, and of those that go."""
+        """Return the keys of inbound and outbound frames."""
         up, down = self._under_secret(b"to accepting"), self._under_secret(b"to dialling")
         return (down, up) if self._dialled else (up, down)
 

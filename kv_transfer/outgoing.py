@@ -112,7 +112,7 @@ class Outgoing:
         self.stop()
 
     def checksums(self) -> tuple[int, ...] | None:
-        """Of the posted blocks, in their order; empty where none are taken, None while some still are."""
+        """Return the checksums of the posted blocks in order; empty where none are taken, None while some still are."""
         if self._waiting or self._unsummed or self._sums.pending:
             return None
         return tuple(value for _, value in sorted(self._sums.by_index.items())) if self._path.verify > 0 else ()

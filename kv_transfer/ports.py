@@ -21,7 +21,7 @@ class BlockMemory(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Of each block."""
+        """Return the size of a block in bytes."""
         return int(self.block(0).nbytes)
 
     def to_send(self, block_id: int) -> Any:
@@ -33,11 +33,11 @@ class BlockMemory(Protocol):
         return self.block(block_id)
 
     def landed(self, block_id: int, buffer: Any) -> None:
-        """What `to_fill` gave is filled: on return the block holds it."""
+        """Copy a filled `to_fill` buffer into its block; on return the block holds it."""
         return
 
     def give_back(self, buffer: Any) -> None:
-        """Of what `to_send` or `to_fill` gave."""
+        """Release a buffer of `to_send` or `to_fill`."""
         return
 
 
@@ -62,7 +62,7 @@ class ShipEvents(Protocol):
         """Decode reserved blocks; it already holds the prompt blocks before first_block, which need not be shipped."""
 
     def sent(self, transfer: int) -> None:
-        """Nothing that was given to `ship` so far is still to be sent; comes again after later blocks."""
+        """Report that everything given to `ship` is sent; called again after later blocks."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         """Decode acknowledged the commit."""

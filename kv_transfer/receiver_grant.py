@@ -81,19 +81,19 @@ class OpenGrant:
         return self.state in GRANT_LIVE
 
     def lateness(self) -> KvferryError:
-        """What it is that did not come in time."""
+        """Return what did not arrive in time."""
         if self.state is GrantState.LANDED and self.count:
             return TransferFailed(f"no commit for {COMMIT_TIMEOUT_S:g} s after the last block")
         return DeadlineExceeded("the request's deadline passed before its blocks arrived")
 
     def move(self, new: GrantState) -> None:
-        """To a state that the table allows."""
+        """Change to a state that the table allows."""
         assert new in GRANT_MOVES[self.state], f"{self.state} → {new} is not allowed"
         self.state = new
 
 
 def objection(request: GrantRequest, fingerprint: str, epoch: int) -> KvferryError | None:
-    """Why this process cannot grant what was asked, if so."""
+    """Return why this process cannot grant a request, if so."""
     if request.fingerprint != fingerprint:
         return Incompatible(
             f"this decode node's fingerprint is {fingerprint}, the prefill node expects {request.fingerprint}"

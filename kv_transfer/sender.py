@@ -133,7 +133,7 @@ class Sender:
             self._acknowledged(ship)
 
     def forget(self, peer: Peer) -> None:
-        """Nothing is kept of a connection but its ships."""
+        """Drop a connection's ships."""
 
     def fail(self, ship: Ship, error: KvferryError) -> None:
         self._fail(ship, ship.blame(error), tell=False)
@@ -145,8 +145,9 @@ class Sender:
         self._settle(ship)
 
     def overdue(self, ship: Ship) -> None:
-        """What was not answered is said again. A ship that does not move is given up alone. Only sends that do not end
-        even then cost all their connection."""
+        """Repeat unanswered messages and abandon ships that do not move.
+
+        A ship that does not move is given up alone. Only sends that do not end even then cost all their connection."""
         if ship.repeats(self._dock.clock()):
             self._dock.link.send(ship.peer, ship.question.message)
         elif ship.state is ShipState.OFFERED:

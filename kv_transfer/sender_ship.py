@@ -82,7 +82,7 @@ class Ship:
 
     @property
     def deadline(self) -> float:
-        """When to look at it."""
+        """Return when to check the ship next."""
         return min(self.ends, self.question.repeat_at)
 
     @property
@@ -117,7 +117,7 @@ class Ship:
         self.move(ShipState.DRAINING)
 
     def stats(self, now: float) -> ShipStats:
-        """Of a ship that is acknowledged now."""
+        """Return the statistics of an acknowledged ship."""
         assert self.blocks is not None
         exposed = now - self.committed_at
         sent = self.blocks
@@ -150,13 +150,13 @@ class Ship:
         return kind(f"decode node {self.decode}: {error.message}")
 
     def move(self, new: ShipState) -> None:
-        """To a state that the table allows."""
+        """Change to a state that the table allows."""
         assert new in SHIP_MOVES[self.state], f"{self.state} → {new} is not allowed"
         self.state = new
 
 
 def too_long(asked: Asked, size: int) -> KvferryError | None:
-    """Why a grant cannot be asked for by a message of `size` bytes, if so."""
+    """Return why a grant request of `size` bytes cannot be sent, if so."""
     if size <= MAX_MESSAGE_BYTES:
         return None
     tokens = 0 if isinstance(asked, Supply) else len(asked.token_ids)
@@ -170,7 +170,9 @@ def has_sent(ship: Ship) -> bool:
 
 
 def lack(ship: Ship, covered: int) -> str:
-    """Why it cannot be committed; empty if it can. What lies beyond the `covered` tokens is left out."""
+    """Return why the ship cannot be committed; empty if it can.
+
+    What lies beyond the `covered` tokens is left out."""
     if covered and ship.blocks is not None:
         ship.blocks.leave_out()
     if ship.blocks is not None and ship.blocks.complete:

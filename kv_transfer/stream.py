@@ -70,7 +70,9 @@ class Stream:
         self._inward, self._outward = Seal(inward), Seal(outward)
 
     def connecting(self, code: int) -> None:
-        """What `connect_ex` said. Raises OSError where nothing is to be waited for."""
+        """Handle the result of `connect_ex`.
+
+        Raises OSError where nothing is to be waited for."""
         if code not in (0, errno.EINPROGRESS):
             raise OSError(code, os.strerror(code))
 

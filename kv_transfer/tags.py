@@ -22,5 +22,5 @@ def block_tag(nonce: int, transfer: int, index: int) -> int:
 
 
 def transfer_of(tag: int) -> int:
-    """What the tags of one transfer's blocks have in common: nonce and transfer."""
+    """Return the common part of a transfer's tags: nonce and transfer."""
     return tag >> 16

@@ -39,11 +39,11 @@ class Transfers(Generic[T]):
         return self._all.get(key)
 
     def of(self, peer: Peer) -> tuple[T, ...]:
-        """Those on this connection, oldest first."""
+        """Return the transfers on this connection, oldest first."""
         return tuple(self._by_peer.get(peer, {}).values())
 
     def late(self, now: float) -> list[T]:
-        """Those whose deadline has passed."""
+        """Return the transfers whose deadline has passed."""
         return [transfer for transfer in self._all.values() if transfer.deadline < now]
 
     def add(self, transfer: T) -> None:

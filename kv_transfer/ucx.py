@@ -67,7 +67,7 @@ class UcxLink:
 
     @property
     def fault(self) -> str | None:
-        """Why the link thread ended by itself, if it did."""
+        """Return why the link thread ended by itself, if it did."""
         return self._loop.fault
 
     @property

@@ -89,7 +89,7 @@ class UcxTraffic:
         self._watch(peer, stream, connecting=bool(peer.dialled))
 
     def drain(self, peer: UcxPeer) -> None:
-        """What still arrived on a connection whose endpoint was given up: a peer may say goodbye and leave."""
+        """Receive what still arrived on a connection whose endpoint was closed: a peer may say goodbye and leave."""
         self._drain_blocks(peer)
         stream = peer.stream
         if stream is not None:

@@ -20,7 +20,7 @@ class Wakeup:
                 os.eventfd_write(self.descriptor, 1)
 
     def heard(self, events: int) -> bool:
-        """For `watch`: there is nothing to do but to wake up."""
+        """Do nothing but wake up; a callback for `watch`."""
         os.eventfd_read(self.descriptor)
         return False
 

@@ -84,7 +84,7 @@ def gguf_parts(path: Path) -> tuple[Path, ...]:
 
 
 def gguf_stem(path: Path) -> str:
-    """What the file is called, without the number of its part."""
+    """Return the file's name without the number of its part."""
     named = _PART.fullmatch(path.name)
     return path.stem if named is None else named[1]
 

@@ -28,11 +28,11 @@ class LatentSizes:
 
     @property
     def head_dim(self) -> int:
-        """Of queries."""
+        """Return the dimension of a query head."""
         return self.rotated + self.plain
 
     def weights(self, hidden: int, heads: int) -> int:
-        """Of a layer's attention."""
+        """Return the number of weights of a layer's attention."""
         queries = heads * self.head_dim
         of_queries = self.query_rank * (hidden + queries) if self.query_rank else hidden * queries
         return of_queries + hidden * self.cached + heads * (self.rank * (self.plain + self.value) + self.value * hidden)

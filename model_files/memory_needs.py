@@ -130,7 +130,10 @@ def has_experts(source: ModelSource) -> bool:
 
 
 def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_model_len: int = 0) -> ModelNeeds:
-    """Of a config.json. Without tensors, those that a gated decoder of this config has. Raises ConfigError."""
+    """Return the needs of a config.json.
+
+    Without tensors, those that a gated decoder of this config has. Without tensors, those that a gated decoder of this
+    config has. Raises ConfigError."""
     text = text_config(config)
     hidden, layers, heads = (_whole(text, *names) for names in (_HIDDEN, _LAYERS, _ATTENTION_HEADS))
     kv_heads = text.get("num_key_value_heads") or (1 if text.get("multi_query") else heads)
@@ -203,7 +206,9 @@ def _bytes(tensor: GGUFTensor, of_weight: Mapping[int, float]) -> float | None:
 
 
 def gguf_needs(file: GGUFFile) -> ModelNeeds:
-    """Of a GGUF header that is already read. Raises ConfigError."""
+    """Return the needs of a parsed GGUF header.
+
+    Raises ConfigError."""
     heads, hidden = int(file.get("attention.head_count", 1)), int(file.get("embedding_length", 0))
     config = {
         "model_type": gguf_family(file),

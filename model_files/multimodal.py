@@ -39,7 +39,7 @@ def is_multimodal(config: dict[str, Any]) -> bool:
 
 
 def text_name(name: str) -> str:
-    """What a tensor is called in a checkpoint of text alone; the name itself, if it is no part of the text."""
+    """Return a tensor's name in a text-only checkpoint; unchanged if it is no part of the text."""
     for prefix, plain in _NESTED.items():
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)

@@ -61,7 +61,7 @@ class PoolingConfig:
 
     @property
     def told(self) -> str:
-        """For errors: what kind of model it is."""
+        """Return the kind of model in words, for errors."""
         if self.kind == "generate":
             return "it is a decoder, which generates and embeds"
         if self.kind == "embed":

@@ -41,8 +41,9 @@ class Quantisation:
 
 
 def quantisation(config: dict[str, Any]) -> Quantisation | None:
-    """Of a config.json; None: its weights are plain, or stored in a way of their family's own. Raises ConfigError that
-    names the method and what is supported."""
+    """Return the quantisation of a config.json; None: plain weights, or a family's own storage.
+
+    Raises ConfigError that names the method and what is supported."""
     text = text_config(config)
     names = ("quantization_config", "compression_config")
     given = next((place[name] for place in (config, text) for name in names if place.get(name)), None)

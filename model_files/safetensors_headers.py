@@ -51,7 +51,7 @@ def safetensors_header(path: Path) -> dict[str, Entry]:
 
 
 def weights_of(entries: Mapping[str, Entry], quantised: Quantisation | None) -> Iterator[Tensor]:
-    """Of a quantised checkpoint, each layer as one weight [out, in], each stack as one of them all."""
+    """Return a quantised checkpoint's layers as weights [out, in], and stacks as one weight each."""
     for name, (dtype, shape) in entries.items():
         layer, _, part = name.rpartition(".")
         stack = name.removesuffix(_BLOCKS)

@@ -22,7 +22,7 @@ LATENT = frozenset(("deepseek_v2", "deepseek_v3"))
 
 
 def own_alone(config: dict[str, Any]) -> str | None:
-    """What of a checkpoint runs on our own decoder alone; None: transformers may run it, too."""
+    """Return the feature of a checkpoint that only kvferry's decoder runs; None: transformers may run it, too."""
     if is_multimodal(config):
         return "the text of a multimodal checkpoint"
     return "latent attention" if config.get("model_type") in LATENT else None

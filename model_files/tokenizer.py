@@ -67,7 +67,7 @@ class TextTokenizer:
 
     @property
     def special_texts(self) -> tuple[str, ...]:
-        """How the special tokens are spelled, none of them empty."""
+        """Return the spellings of special tokens, none of them empty."""
         return tuple(text for index in self.special_ids if (text := self._added[index]))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

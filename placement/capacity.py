@@ -24,8 +24,10 @@ class Capacity:
 
 
 def capacity(leases: Iterable[NodeLease]) -> Capacity:
-    """Of those that are ready. Prompts are computed by prefill nodes, and by decode nodes where there are none of them.
-    One decode node that does not tell how many it runs leaves the sum unknown."""
+    """Return the capacity of the ready nodes.
+
+    Prompts are computed by prefill nodes, and by decode nodes where there are none of them. One decode node that does
+    not tell how many it runs leaves the sum unknown."""
     ready = [lease for lease in leases if lease.state == "ready"]
     decodes = [lease for lease in ready if lease.role == "decode"]
     prefills = [lease for lease in ready if lease.role == "prefill"] or decodes

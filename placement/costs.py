@@ -43,12 +43,12 @@ def harm_s(node: NodeView, compute_s: float) -> float:
 
 
 def own_s(demand: Demand, node: NodeView, seconds: float) -> float:
-    """What computing a prompt for so long on a decode node costs others."""
+    """Return the cost to others, in seconds, of computing a prompt for so long on a decode node."""
     return harm_s(node, seconds) + risk_s(node, demand)
 
 
 def risk_s(node: NodeView, demand: Demand) -> float:
-    """What the request itself does not wait for."""
+    """Return the cost, in seconds, of expected failures and other effects that the request does not wait for."""
     return doubt_s(node, demand) + displaced_s(node, demand)
 
 

@@ -29,7 +29,7 @@ def exposed_s(blocks: int, last: int, block_s: float, compute_s: float) -> float
 
 
 def pair_s(demand: Demand, first: First, ready: Ready) -> float:
-    """What a pair costs; inf where no blocks may go from the one to the other."""
+    """Return the cost of a pair in seconds; inf where no blocks may go from one to the other."""
     (first_s, compute_s, prefill), (decode_s, blocks, decode) = first, ready
     if demand.broken and not unbroken(demand, prefill.key, decode.key):
         return inf

@@ -39,7 +39,7 @@ class Change:
 
 
 def backlog_s(leases: Sequence[NodeLease]) -> float:
-    """Of the prompts that wait at these nodes."""
+    """Return the backlog of prompts at these nodes, in seconds."""
     return sum(lease.load.waiting_tokens / max(1.0, lease.rates.prefill_tokens_per_s) for lease in leases)
 
 

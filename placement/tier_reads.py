@@ -24,8 +24,10 @@ def by_itself_s(node: NodeView, demand: Demand) -> float:
 
 
 def brought(node: NodeView, demand: Demand) -> TierRead:
-    """By the node itself. It reads what each of its tiers has beyond the quicker ones, and then the store that nodes
-    share, where that takes less time than computing, as the node does."""
+    """Return what the node itself reads of a prompt from its tiers.
+
+    It reads what each of its tiers has beyond the quicker ones, and then the store that nodes share, where that takes
+    less time than computing, as the node does."""
     reached = cached_len(node, demand)
     total, rate, size, seconds = demand.total_len, node.rate, node.lease.block_size, 0.0
     for tokens, block_s in (*node.kept, (demand.stored_len, node.lease.rates.store_block_s)):

@@ -38,7 +38,9 @@ def apart(demand: Demand, nodes: Sequence[NodeView]) -> tuple[list[NodeView], li
 
 
 def firsts(demand: Demand, plain: Sequence[NodeView], shortest_s: float) -> list[First]:
-    """As `costs.first_of`. shortest_s: as `worth.spared_s` has it."""
+    """Compute `costs.first_of` for these nodes.
+
+    shortest_s: as `cache_value.spared_s` has it. shortest_s: as `worth.spared_s` has it."""
     seconds, others = computes(demand, plain), displaced(demand, plain)
     if demand.stored_len and demand.worth:
         others = [each - spared_s(node, demand, shortest_s) for each, node in zip(others, plain, strict=True)]
@@ -49,7 +51,7 @@ def firsts(demand: Demand, plain: Sequence[NodeView], shortest_s: float) -> list
 
 
 def readies(demand: Demand, plain: Sequence[NodeView]) -> list[Ready]:
-    """Those with room, as `costs.ready_of`."""
+    """Compute `costs.ready_of` for those with capacity."""
     if not plain:
         return []
     size = plain[0].lease.block_size
@@ -61,7 +63,7 @@ def readies(demand: Demand, plain: Sequence[NodeView]) -> list[Ready]:
 
 
 def alone(demand: Demand, plain: Sequence[Ready]) -> list[tuple[float, NodeView]]:
-    """As `costs.alone_s`."""
+    """Compute `costs.alone_s` for these nodes."""
     nodes = [node for _, _, node in plain]
     every = zip(plain, computes(demand, nodes), displaced(demand, nodes), strict=True)
     if demand.recovers:
@@ -70,9 +72,11 @@ def alone(demand: Demand, plain: Sequence[Ready]) -> list[tuple[float, NodeView]
 
 
 def computes(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
-    """As `costs.compute_s`. Seconds grow evenly with what a token costs, those of computing all like those with a fetch
-    from one holder, so what is the best for the fastest and the slowest node is for all between them, and what is worse
-    than another for both is for none. Those with a store do not."""
+    """Compute `costs.compute_s` for these nodes.
+
+    Seconds grow evenly with what a token costs, those of computing all like those with a fetch from one holder, so what
+    is the best for the fastest and the slowest node is for all between them, and what is worse than another for both is
+    for none. Those with a store do not."""
     total, rates, stored = demand.total_len, [node.rate for node in plain], demand.stored_len
     given = [h for h in demand.holders if h.tokens and unbroken(demand, h.node.key, NOBODY)]
     own = [total / node.rate - stored * node.gain_s for node in plain] if stored else [total / rate for rate in rates]
@@ -95,8 +99,9 @@ def computes(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
 
 
 def alone_from_s(demand: Demand, plain: Sequence[Ready]) -> float:
-    """What `alone` tells at least, quickly. A slower node than the fastest may fetch where that one would gain too
-    little by it."""
+    """Return a quick lower bound of `alone`, in seconds.
+
+    A slower node than the fastest may fetch where that one would gain too little by it."""
     if not plain:
         return inf
     nodes = [each[-1] for each in plain]
@@ -106,7 +111,7 @@ def alone_from_s(demand: Demand, plain: Sequence[Ready]) -> float:
 
 
 def displaced(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
-    """As `worth.displaced_s`."""
+    """Compute `cache_value.displaced_s` for these nodes."""
     if not demand.worth or not plain:
         return [0.0] * len(plain)
     size, worth = plain[0].lease.block_size, demand.worth

@@ -68,7 +68,7 @@ class Ships:
     # The engine thread.
 
     def take(self, events: Sequence[Event]) -> None:
-        """What was computed leaves; with the first token, the ship is complete."""
+        """Ship computed blocks; with the first token the ship is complete."""
         for event in events:
             if isinstance(event, Computed):
                 self.sender.ship(event.transfer, event.blocks)

@@ -30,7 +30,7 @@ def behind(before: bytes, block_hash: bytes) -> bytes:
 
 
 def rows_of(hashes: Iterable[bytes]) -> list[bytes]:
-    """Of a chain, from its first block on."""
+    """Return the rows of a chain, from its first block on."""
     found, before = list[bytes](), b""
     for block_hash in hashes:
         before = behind(before, block_hash)

@@ -19,8 +19,9 @@ SCALE_BYTES = 4
 
 
 def cache_format(name: str, *, batch_invariant: bool) -> str | None:
-    """Of K and V by the value of --kv-cache-dtype; None: the model's. Raises ConfigError where a token's bits would
-    depend on its batch, and are not to."""
+    """Return the number format of K and V by the value of --kv-cache-dtype; None: the model's.
+
+    Raises ConfigError where a token's bits would depend on its batch, and are not to."""
     found = CACHE_DTYPES.get(name)
     if batch_invariant and found == "float8_e4m3fn":
         raise ConfigError(
@@ -68,8 +69,9 @@ class KVLayout:
         return math.prod(self.block_shape) * DTYPE_BYTES[self.dtype]
 
     def of_rank(self, ranks: int) -> KVLayout:
-        """What each of so many ranks has in a pool of its own: of each layer and plane the next few heads; all of a
-        latent, which heads share."""
+        """Return the layout of each of so many ranks' own pools.
+
+        A rank has the next few heads of each layer and plane, and all of a latent, which heads share."""
         return self if self.planes == 1 else replace(self, num_kv_heads=self.num_kv_heads // ranks)
 
     def blocks_for(self, tokens: int) -> int:

@@ -122,7 +122,9 @@ def sealed(lease: NodeLease) -> bytes:
 
 
 def unsealed(data: bytes) -> NodeLease | IncompatibleLease:
-    """What `sealed` wrote, in whatever wire version. Raises WireError."""
+    """Parse what `sealed` wrote, in whatever wire version.
+
+    Raises WireError."""
     value = unpack(data)
     if isinstance(value, NodeLease):
         return IncompatibleLease(value.node_id, value.role, UNSEALED)

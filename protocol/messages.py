@@ -90,13 +90,13 @@ class Job:
 
     @property
     def params(self) -> SamplingParams:
-        """How output tokens are drawn, of work that generates."""
+        """Return the sampling parameters of work that generates."""
         assert isinstance(self.work, Generate), self.work
         return self.work.params
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the output must match, of work that generates."""
+        """Return the grammar of work that generates."""
         return self.work.grammar if isinstance(self.work, Generate) else None
 
 

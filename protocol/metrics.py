@@ -133,7 +133,7 @@ class RouterMetrics:
         _exist(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
 
     def of(self, model: str) -> ModelMetrics:
-        """What is counted by model."""
+        """Return the metrics of one model."""
         self.scaling.exist(model)
         self.reuse.of(model)
         _exist(self.nodes, labels.ROLES, labels.NODE_STATES, (model,))

@@ -27,8 +27,9 @@ class ModelMetrics:
 
 
 def live_nodes(registry: CollectorRegistry) -> Gauge:
-    """By role, state and model, as a router sees them. A node of another wire version has no model that could be
-    told."""
+    """Define the gauge of live nodes by role, state and model, as a router sees them.
+
+    A node of another wire version has no model that could be told."""
     told = "Live nodes by role, state and model (without one: of another wire version)."
     return Gauge("kvferry_nodes", told, ["role", "state", *labels.MODEL], registry=registry)
 
@@ -52,7 +53,7 @@ class ModelRegistry(CollectorRegistry):
         return found
 
     def forget_gauges(self) -> None:
-        """Those that were bound are told no more."""
+        """Stop reporting the gauges that were bound."""
         for family in self._families.values():
             if isinstance(family, Gauge):
                 family.clear()

@@ -31,7 +31,7 @@ class ReuseMetrics:
         )
 
     def of(self, model: str) -> ModelReuse:
-        """Those of one model."""
+        """Return the metrics of one model."""
         misses = {reason: self.misses.labels(model, reason) for reason in labels.MISS_REASONS}
         return ModelReuse(
             self.predicted.labels(model), self.actual.labels(model), self.unpredicted.labels(model), misses
@@ -48,7 +48,7 @@ class ModelReuse:
     misses: Mapping[str, Counter]
 
     def count(self, predicted: int, actual: int, missed: Mapping[str, int]) -> None:
-        """Of one request."""
+        """Count one request's reuse."""
         self.predicted.inc(predicted)
         self.actual.inc(actual)
         self.unpredicted.inc(max(0, actual - predicted))

@@ -77,7 +77,7 @@ class DecoderConfig:
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """What is kept of a token in each layer: K/V heads, their dim, planes."""
+        """Return the cache shape of a token in each layer: K/V heads, their dim, planes."""
         return (self.num_kv_heads, self.head_dim, 2) if self.latent is None else (1, self.latent.cached, 1)
 
     @property
@@ -90,7 +90,7 @@ class DecoderConfig:
 
 
 def unsupported(config: dict[str, Any]) -> str | None:
-    """Why our decoder cannot run this config.json (transformers may still); None: it can."""
+    """Return why kvferry's decoder cannot run this config.json (transformers may still); None: it can."""
     if config.get("model_type") not in FAMILIES:
         return f"architecture {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}"
     family = FAMILIES[config["model_type"]]

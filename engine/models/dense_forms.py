@@ -22,14 +22,14 @@ class DenseForms:
         self.kept: set[str] = set()
 
     def of_rows(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None) -> Linear | None:
-        """Of stored rows [.., columns] under each other; None where the operations do not run them."""
+        """Build a layer from stored rows [.., columns]; None where the operations do not run them."""
         packed = self._ops.packed(parts, columns, bias)
         if packed is not None:
             self.kept |= packed.kinds
         return packed
 
     def of_weight(self, weight: torch.Tensor, bias: torch.Tensor | None, peaks: torch.Tensor | None = None) -> Linear:
-        """Of a weight [out, in], contiguous, in bfloat16 where it is to become int8; peaks: see `StoredRows`."""
+        """Build a layer from a contiguous weight [out, in]; bfloat16 where it is to become int8."""
         if self.int8:
             quantised: list[Stored] = [StoredRows("INT8", weight.view(torch.uint8), peaks)]
             if (packed := self.of_rows(quantised, weight.shape[1], bias)) is not None:

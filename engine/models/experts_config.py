@@ -30,7 +30,7 @@ class ExpertsConfig:
 
 
 def unsupported_routing(config: dict[str, Any], names: ExpertNames) -> str | None:
-    """What of it `Routing` does not have."""
+    """Return the routing feature that `Routing` lacks."""
     methods = ("noaux_tc",) if names.sigmoid else ("greedy", "group_limited_greedy")
     scores = "sigmoid" if names.sigmoid else "softmax"
     if (config.get("topk_method") or methods[0]) not in methods:

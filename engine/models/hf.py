@@ -48,7 +48,7 @@ def language_models() -> Container[str]:
 
 
 def gguf_architectures() -> Container[str]:
-    """Those of which it reads GGUF files."""
+    """Return the architectures whose GGUF files transformers reads."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     found: list[str] = GGUF_SUPPORTED_ARCHITECTURES

@@ -36,7 +36,7 @@ class DenseModule(nn.Module):
         return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def of_rows(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As `Linear`."""
+        """Implement `Linear.of_rows`."""
         return self.linear(x, dtype)
 
 

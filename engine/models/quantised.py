@@ -28,10 +28,10 @@ class Tensors(Protocol):
         """Whether there is one of that name."""
 
     def names(self) -> Iterable[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        """As `Weights.read`."""
+        """Read a tensor as `Weights.read` does."""
 
 
 class QuantisedWeights:

@@ -40,8 +40,9 @@ def mscale(factor: float, weight: float = 1.0) -> float:
 
 
 def rope_dicts(config: dict[str, Any], family: Family) -> list[dict[str, Any]]:
-    """Of all layers, or of those without a window and those with one. transformers 5 moved rope_theta and rope_scaling
-    into rope_parameters; older checkpoints keep the old names."""
+    """Return the rotary settings of all layers, or of those without and with a window.
+
+    transformers 5 moved rope_theta and rope_scaling into rope_parameters; older checkpoints keep the old names."""
     given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not family.two_ropes:
         return [{**scaling, **given}]

@@ -23,9 +23,11 @@ Loaded = TypeVar("Loaded")
 
 
 def one_copy(descriptor: int, kernels: Kernels, form: str, load: Callable[[], Loaded]) -> Loaded:
-    """What `load` returns, which packs with these kernels. The first process packs into the memory (`shared_file`),
-    and all map what lies there, if it is of this form: the model, and how it is packed. Where that fails, the weights
-    are this process's own, with a line in the log. Raises what `load` does."""
+    """Load a model whose packed weights all processes share.
+
+    The first process packs into the memory (`shared_file`), and all map what lies there, if it is of this form: the
+    model, and how it is packed. Where that fails, the weights are this process's own, with a line in the log. Raises
+    what `load` does."""
     form = f"{form} {VERSION} {_build()}"
     try:
         with contextlib.closing(SharedFile(descriptor)) as memory:

@@ -11,7 +11,7 @@ from kvferry.engine.models.rope_config import SLIDING
 def rotations_and_windows(
     config: dict[str, Any], layers: int, family: Family
 ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """Of each layer: whether it rotates; the positions of its window, 0 for all."""
+    """Return for each layer whether it rotates, and the positions of its window, 0 for all."""
     rotated = _rotated_layers(config, layers)
     windows = _windows(config, rotated, family)
     return (tuple(window > 0 for window in windows) if family.windows_rotate else rotated), windows

@@ -27,7 +27,7 @@ class Group(Protocol):
         """x, float32 and contiguous, plus what the others bring, in place; the same bits on all ranks."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """What all bring, of float32 x: [ranks, *x.shape]."""
+        """Gather float32 x of all ranks: [ranks, *x.shape]."""
 
     def written(self) -> None:
         """Returns once what all heads share of a layer can be read: where the pool is shared, the first rank alone

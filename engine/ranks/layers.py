@@ -23,7 +23,7 @@ class Summed:
         return self.group.sum(self.own(x, torch.float32)).to(dtype or x.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of the rank's inputs."""
+        """Compute rows from the rank's inputs."""
         return self.own.rows(ids)
 
 
@@ -70,7 +70,7 @@ class ShardedNorm:
 
 
 def own_part(linear: Linear) -> Linear:
-    """What the rank itself computes of a layer."""
+    """Return the part of a layer that the rank itself computes."""
     return linear.own if isinstance(linear, Summed | Vocabulary) else linear
 
 

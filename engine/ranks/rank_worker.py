@@ -31,8 +31,9 @@ class RankWorker:
         return kv.narrow(3, self.group.rank * config.num_kv_heads, config.num_kv_heads)
 
     def inputs(self, token_ids: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, BatchPlan]:
-        """Of a step, from the host's memory to the rank's device, good until the next call. Where all heads share what
-        is cached, and the ranks their pool, the first rank writes for all."""
+        """Copy a step's inputs from host memory to the rank's device; they are valid until the next call.
+
+        Where all heads share what is cached, and the ranks their pool, the first rank writes for all."""
         slots = plan.slots
         if self.group.rank and not self.group.apart and self.decoder.config.latent is not None:
             slots = torch.full_like(slots, -1)
@@ -47,5 +48,5 @@ class RankWorker:
         )  # fmt: skip
 
     def brought(self, halfway: SuspendedPass) -> SuspendedPass:
-        """To the rank's device."""
+        """Copy to the rank's device."""
         return SuspendedPass(halfway.layer, *(each.to(self.decoder.device) for each in (halfway.x, halfway.residual)))

@@ -25,8 +25,9 @@ class Shard:
     whole_experts: bool = False
 
     def of(self, config: DecoderConfig) -> DecoderConfig:
-        """What the rank itself computes: a decoder of fewer heads, a narrower MLP and fewer words, of which the last
-        rank's may be nobody's. Raises ConfigError naming what cannot be divided."""
+        """Return the rank's own decoder config: fewer heads, a narrower MLP and fewer words.
+
+        Raises ConfigError naming what cannot be divided."""
         if self.whole_experts and config.experts is None:
             raise ConfigError(f"{BY_EXPERT}: {config.model_type} has no experts", param=BY_EXPERT)
         experts = config.experts and self._of_experts(config.experts)
@@ -49,7 +50,7 @@ class Shard:
         return replace(experts, held=range(first, last), shared=shared)
 
     def words(self, vocab_size: int) -> int:
-        """Of a vocabulary, those of each rank."""
+        """Return each rank's part of a vocabulary."""
         return -(-vocab_size // self.ranks)
 
     def _part(self, whole: int, what: str) -> int:

@@ -36,7 +36,7 @@ class Cut:
     wholes: tuple[int, ...]
 
     def shape(self, own: Sequence[int]) -> tuple[int, ...]:
-        """Of the whole tensor, of which the rank's part has the shape `own`."""
+        """Return the shape of the whole tensor, given the shape `own` of the rank's part."""
         return (*own[: self.dim], sum(self.wholes), *own[self.dim + 1 :])
 
     def part(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:

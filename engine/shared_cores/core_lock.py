@@ -77,7 +77,7 @@ class CoreLock:
         self._urgent_ns.value = time.monotonic_ns() + _URGENT_NS
 
     def calm(self) -> None:
-        """What was urgent has them."""
+        """Clear the urgent mark: the urgent work has the cores."""
         self._urgent_ns.value = 0
 
     def hurried(self) -> bool:

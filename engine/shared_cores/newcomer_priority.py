@@ -34,7 +34,7 @@ class NewcomerPriority:
         self._since: float | None = None
 
     def pause_s(self) -> float:
-        """For how long the next step has to wait, from now on, unless news come before; 0: it may begin."""
+        """Return how long the next step must wait, in seconds, unless events arrive; 0: it may begin."""
         if not self._shares:
             return 0.0
         now = self._clock()

@@ -38,7 +38,7 @@ def rows_of(codes: Codes) -> StoredRows | None:
 
 
 def packable(rows: StoredRows) -> StoredRows:
-    """As the kernels quantise them: with the scales of whole rows, where some inputs are elsewhere."""
+    """Quantise as the kernels do, with the scales of whole rows where some inputs are on other ranks."""
     if rows.peaks is None:
         return rows
     codes = int8_of(rows.data.view(torch.bfloat16), rows.peaks)

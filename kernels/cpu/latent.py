@@ -34,7 +34,7 @@ def attend_prompts(
     own: Latent,
     out: torch.Tensor,
 ) -> None:
-    """Those of `q` [T, heads, rotated + plain] that are no decodes, to their rows of `out` [T, heads, value]."""
+    """Attend for the rows of `q` [T, heads, rotated + plain] that are no decodes, into `out` [T, heads, value]."""
     assert isinstance(own.expand, PackedLinear)
     start = plan.num_decodes
     for seq in range(plan.num_decodes, plan.num_seqs):

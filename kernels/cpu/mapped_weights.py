@@ -44,8 +44,10 @@ def write(descriptor: int, kernels: Kernels, form: str, make: Callable[[], objec
 
 
 def read(descriptor: int, kernels: Kernels, form: str) -> Any:
-    """What was written, its layers mapped. It must come from this program: it is unpickled. Raises OtherForm, before
-    anything is mapped, OSError and MemoryError."""
+    """Map the layers of a file that `write` wrote.
+
+    It must come from this program: it is unpickled. Raises OtherForm, before anything is mapped, OSError and
+    MemoryError."""
     end = os.fstat(descriptor).st_size - _SIZES.size
     panels, pickled, named = _SIZES.unpack(os.pread(descriptor, _SIZES.size, end))
     if os.pread(descriptor, named, panels + pickled) != form.encode():

@@ -91,7 +91,7 @@ def digests(blocks: Sequence[torch.Tensor]) -> list[int]:
 
 
 def accumulated(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What the device does of `digests`: the blocks' accumulators, int64 [blocks, 8]."""
+    """Return the blocks' accumulators, int64 [blocks, 8]: the device's part of `digests`."""
     size, device = blocks[0].numel(), blocks[0].device
     stripes = (size - 1) // 64
     whole, kibs = (size - 1) // KIB, triton.cdiv(stripes, STRIPES)

@@ -24,7 +24,7 @@ def half(bits):
 
 @triton.jit
 def number(code, PEAK: tl.constexpr):
-    """What a code stands for, over its scale as `scales_of` has it."""
+    """Return the number that a code stands for, over its scale as `scales_of` has it."""
     if PEAK == BY_HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif PEAK == 448:
@@ -62,5 +62,5 @@ def peak_of(kv_layer: torch.Tensor) -> int:
 
 
 def pool_words(kv_layer: torch.Tensor) -> torch.Tensor:
-    """As kernels take it: e4m3 as uint8."""
+    """Return the pool as kernels take it: e4m3 as uint8."""
     return kv_layer.view(torch.uint8) if kv_layer.dtype == FP8 else kv_layer

@@ -37,7 +37,7 @@ def attend_latents(
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """As `softmax.attend`, of rows that see all of [begin, end)."""
+    """Attend as `softmax.attend`, for rows that see all of [begin, end)."""
     first, rest = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     for start in range(begin, end, KEYS):
         width = ROTATED + RANK + 4 if PEAK else stride_slot
@@ -136,8 +136,9 @@ def sum_latents(
     division: Division,
     tile: Tile,
 ) -> torch.Tensor:
-    """What heads of rows attend to, [rows, heads, rank], of their queries' two parts. table: int32 [rows, blocks];
-    division: of the positions that the rows see, by tiles of the tile's keys."""
+    """Return the latents that heads of rows attend to, [rows, heads, rank].
+
+    table: int32 [rows, blocks]; division: of the positions that the rows see, by tiles of the tile's keys."""
     heads, rank = plain.shape[1:]
     rotated, slots = turned.shape[2], kv_layer.shape[3]
     out = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)

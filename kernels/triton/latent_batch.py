@@ -70,7 +70,7 @@ class LatentBatch:
             self.tokens = Tokens(tokens, table, division, tile)
 
     def attend(self, q: torch.Tensor, kv_layer: torch.Tensor, scale: float, own: Latent) -> torch.Tensor:
-        """As `Ops.latent_attention`."""
+        """Implement `Ops.latent_attention`."""
         tokens, chunks = self.tokens, self.chunks
         if chunks is None and tokens is not None and isinstance(tokens.tokens, slice):
             return _in_their_space(q, kv_layer, tokens, scale, own)
@@ -101,7 +101,7 @@ def _over_made(q: torch.Tensor, kv_layer: torch.Tensor, chunks: Chunks, scale: f
 
 
 def heads_at_once(positions: int, q: torch.Tensor, own: Latent) -> int:
-    """Of how many heads keys and values of so many positions are made at once: of all, or of equal parts of them."""
+    """Return for how many heads keys and values of so many positions are expanded at once."""
     heads = q.shape[1]
     each = positions * 2 * max(own.rotated + own.plain, own.value) * q.element_size()
     parts = -(-heads // max(1, MOST_BYTES // each))

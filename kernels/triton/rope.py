@@ -158,7 +158,9 @@ def rope_and_cache(
     kv_layer: torch.Tensor,
     plan: BatchPlan,
 ) -> torch.Tensor:
-    """As in `Ops`. q, k and v may be slices of one projection: only their last dimension must be dense."""
+    """Implement `Ops.rope_and_cache`.
+
+    q, k and v may be slices of one projection: only their last dimension must be dense."""
     tokens, heads, dim = q.shape
     planes, kv_heads, slots = kv_layer.shape[1:4]
     width, v = k.shape[2], k if v is None else v

@@ -43,7 +43,7 @@ def order(value):
 
 @triton.jit
 def weight_of(value, best, MASS: tl.constexpr):
-    """What a value counts in a search: its share of the mass, not normalised, or 1."""
+    """Return a value's weight in a search: its unnormalised share of the mass, or 1."""
     return tl.exp(value - best) if MASS else tl.full(value.shape, 1.0, tl.float32)
 
 
@@ -106,7 +106,7 @@ def shifted(bits, count: tl.constexpr):
 
 @triton.jit
 def gumbel(index, low, high):
-    """As `kernels.gumbel_noise.gumbel_at`."""
+    """Compute `kernels.gumbel_noise.gumbel_at`."""
     bits = index ^ low
     bits = (bits ^ shifted(bits, 16)) * _MIX0
     bits = ((bits ^ shifted(bits, 15)) + high) * _MIX1
@@ -234,7 +234,7 @@ def table_of(params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks, vo
 def draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks, staging: Staging
 ) -> torch.Tensor:
-    """As in `Ops`."""
+    """Implement `Ops.draw`."""
     logits = logits.contiguous()
     count, vocab = logits.shape
     assert vocab <= _MOST_TILES * _TILE

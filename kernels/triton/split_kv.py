@@ -66,7 +66,7 @@ def store_mean(
     there,  # which of the rows are heads
     DIM: tl.constexpr,
 ):
-    """What a part attends to: into `out`, or for `merge_kernel`."""
+    """Store the mean of a part, into `out` or for `merge_kernel`."""
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     live = there[:, None] & (dims < DIM)[None, :]
     if whole:
@@ -123,8 +123,7 @@ class Division:
         )  # fmt: skip
 
     def partial(self, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What parts leave for `merge`: means, float32 [count, heads, dim], and log2 of the sums of weights, float32
-        [count, heads]."""
+        """Return buffers for `merge`: means [count, heads, dim], and log2 of weight sums, both float32."""
         shape, device = (self.count, heads), self.items.device
         return (
             torch.empty((*shape, dim), dtype=torch.float32, device=device),

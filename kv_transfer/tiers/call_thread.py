@@ -31,7 +31,7 @@ class CallThread:
         self._calls.put((call, False))
 
     def close(self) -> None:
-        """What waits is not made any more; the thread ends after the call under way."""
+        """Drop waiting calls and end the thread after the running one."""
         self._closed = True
         self.add(lambda: None)
 

@@ -16,7 +16,7 @@ class Group(Protocol):
 
     @property
     def name(self) -> str:
-        """That no other one has at the same time."""
+        """Return a name that no other group has at the same time."""
 
     @property
     def parent(self) -> bytes:
@@ -24,7 +24,7 @@ class Group(Protocol):
 
     @property
     def hashes(self) -> tuple[bytes, ...]:
-        """Of the blocks, in their order."""
+        """Return the hashes of its blocks, in order."""
 
     @property
     def size(self) -> int:
@@ -63,8 +63,9 @@ class Catalog(Generic[G]):
         return list(self._where)
 
     def rows(self) -> list[bytes]:
-        """Of the blocks whose chain is here from its beginning: no other is found by what the index tells. As
-        `hashes`."""
+        """Return the rows of blocks whose chain is here from its beginning.
+
+        As `hashes`."""
         return list(self._rows.values())
 
     def named(self, name: str) -> G | None:
@@ -72,7 +73,7 @@ class Catalog(Generic[G]):
         return self._order.get(name)
 
     def find(self, block_hash: bytes) -> G | None:
-        """Which group has it."""
+        """Return the group that holds a block."""
         return self._where.get(block_hash)
 
     def chain(self, group: G) -> Iterator[G]:
@@ -85,7 +86,7 @@ class Catalog(Generic[G]):
             found = self._where.get(found.parent)
 
     def oldest(self) -> G | None:
-        """Which leaves next."""
+        """Return the group to evict next."""
         return next(iter(self._order.values()), None)
 
     def enter(self, group: G) -> tuple[list[bytes], list[bytes]]:

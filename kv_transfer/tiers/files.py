@@ -42,7 +42,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """Return the file's name."""
         return self.path.name
 
     @property

@@ -49,7 +49,7 @@ def in_chain(folder: str, hashes: Sequence[bytes], first: int = 0, most: int | N
 
 
 def depth_of(name: str) -> int:
-    """How many groups of its chain are before the one of this name."""
+    """Return how many groups of its chain precede the one of this name."""
     number = name.rsplit("/", 1)[-1].split("-", maxsplit=1)[0]
     return int(number) if number.isdigit() else 0
 
@@ -111,7 +111,9 @@ class Known:
                 self.changed([_row(group)], ())
 
     def written(self, group: Group, age_s: float = 0.0) -> bool:
-        """What was begun is there. False: it is wrong, as was told meanwhile."""
+        """Record that a write ended; return False if the object was reported wrong meanwhile.
+
+        False: it is wrong, as was told meanwhile."""
         with self._lock:
             met = self._met.get(group.name)
             if met is not None and met.wrong:
@@ -145,13 +147,12 @@ class Known:
                 self._leave(group)
 
     def rows(self) -> list[bytes]:
-        """Of all groups that are there."""
+        """Return the rows of all existing groups."""
         with self._lock:
             return [_row(met.group) for met in self._met.values() if met.written_at is not None]
 
     def drop(self, hashes: Collection[bytes]) -> list[str]:
-        """Those of these blocks, and those behind them, are wrong: the names of those that are there, which is not
-        known any more."""
+        """Forget the groups of these blocks and those behind them, since they are wrong; return their names."""
         names: list[str] = []
         with self._lock:
             wrong, found = set(hashes), True

@@ -83,7 +83,7 @@ class Arena:
                     self._free += group.rows
 
     def used(self, group: Shelf) -> None:
-        """Nothing outlives the process."""
+        """Return nothing: no content outlives the process."""
 
     def remove(self, group: Shelf) -> None:
         with self._lock:

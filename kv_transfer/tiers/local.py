@@ -59,7 +59,7 @@ class LocalTier(Generic[G]):
         self._writer = CallThread(f"kv-{name}-write", WRITES, self._written)
 
     def close(self) -> None:
-        """Nothing is begun any more; the backing is free once this one's threads have ended."""
+        """Begin nothing more; the backing is free once this tier's threads have ended."""
         self._reader.close()
         self._writer.close()
 
@@ -74,11 +74,11 @@ class LocalTier(Generic[G]):
         return 0.0 if self._pace.hangs else self._pace.seconds(1)
 
     def hashes(self) -> list[bytes]:
-        """Of all blocks that are here."""
+        """Return the hashes of all blocks in the tier."""
         return self._store.catalog.hashes()
 
     def rows(self) -> list[bytes]:
-        """Of those whose chain is here from its beginning."""
+        """Return the rows of blocks whose chain is here from its beginning."""
         return self._store.catalog.rows()
 
     def __contains__(self, block_hash: object) -> bool:
@@ -86,11 +86,11 @@ class LocalTier(Generic[G]):
         return block_hash in self._store.catalog or block_hash in self._coming
 
     def run(self, hashes: Sequence[bytes]) -> int:
-        """How many leading ones of them are here."""
+        """Return how many leading blocks are here."""
         return next((index for index, each in enumerate(hashes) if each not in self._store.catalog), len(hashes))
 
     def seconds(self, blocks: int) -> float:
-        """That reading so many is expected to take, behind what is to be read already."""
+        """Return the expected seconds of reading so many blocks, behind the reads already queued."""
         return self._pace.seconds(blocks + self._pace.waiting)
 
     def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], done: Callable[[int], None]) -> bool:
@@ -115,7 +115,7 @@ class LocalTier(Generic[G]):
         return taken
 
     def drop(self, hashes: Collection[bytes]) -> None:
-        """What these blocks hold is wrong: they are not found any more, nor is what stands behind them."""
+        """Forget these blocks and those behind them, since their content is wrong."""
         with self._store.lock:
             groups, wrong = self._store.catalog.tainted(hashes), set(hashes)
             wrong.update(each for group in groups for each in group.hashes)

@@ -71,7 +71,7 @@ class Objects:
         await self._calls.put_async(self._store, name, content)
 
     async def delete(self, names: Iterable[str]) -> None:
-        """Those that are not there are none the less deleted."""
+        """Delete objects; missing ones count as deleted."""
         wanted = list(names)
         for at in range(0, len(wanted), PAGE):
             try:

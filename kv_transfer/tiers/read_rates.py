@@ -38,7 +38,7 @@ class ReadRates:
         return began is not None and self._clock() > began + HANGS_S
 
     def seconds(self, blocks: int) -> float:
-        """That reading so many takes."""
+        """Return the expected seconds of reading so many blocks."""
         slower = max(0.0, self._block_s - self._first_s)
         kept: float = 0.5 ** ((self._clock() - self._at) / FORGET_S)
         return blocks * (self._block_s - slower * (1 - kept))

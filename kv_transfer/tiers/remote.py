@@ -65,7 +65,7 @@ class RemoteTier:
             self._tasks.begin(keep_below(objects, self.folder, size, self.known.deleted))
 
     def close(self) -> None:
-        """Nothing is read or written any more."""
+        """Stop reading and writing."""
         self._tasks.close()
 
     @property
@@ -79,7 +79,7 @@ class RemoteTier:
         return 0.0 if self.out or self._pace.hangs else self._pace.seconds(1)
 
     def seconds(self, blocks: int) -> float:
-        """That reading so many is expected to take, behind what is to be read already."""
+        """Return the expected seconds of reading so many blocks, behind the reads already queued."""
         return self._pace.seconds(blocks + self._pace.waiting)
 
     def look(self, hashes: Sequence[bytes], first: int, patience_s: float, done: Callable[[int], None]) -> bool:
@@ -122,7 +122,7 @@ class RemoteTier:
         return True
 
     def drop(self, hashes: Collection[bytes]) -> None:
-        """What these blocks hold is wrong: what this node knows of them there, and behind them, is deleted."""
+        """Delete the objects of these blocks and those behind them, since their content is wrong."""
         if names := self.known.drop(hashes):
             self._tasks.begin(self._delete(names))
 

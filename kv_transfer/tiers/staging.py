@@ -32,7 +32,7 @@ class Staging:
         self._rows: Sequence[Any] = copies.room(most) if copies else ()
 
     def brought(self, blocks: Sequence[Any]) -> Sequence[Any]:
-        """What these blocks hold, as bytes of the host, until the next call."""
+        """Return these blocks as host bytes, valid until the next call."""
         if self._copies is None:
             return blocks
         rows = self._rows[: len(blocks)]

@@ -45,13 +45,13 @@ class Backing(Protocol[G]):
         """For a person."""
 
     def find(self) -> Iterable[G]:
-        """Those that are there already, the one first that was used longest ago."""
+        """Return the existing groups, least recently used first."""
 
     def size_of(self, hashes: Sequence[bytes]) -> int:
         """Bytes that a group of these blocks takes, at most."""
 
     def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> G:
-        """As a new group; nothing is left of it where it raises."""
+        """Write a new group; nothing is left of it where this raises."""
 
     def read(self, group: G, first: int, blocks: Sequence[Any]) -> None:
         """Into these what the group has from its block `first` on. Raises BlocksCorrupt for what is not as it was
@@ -83,8 +83,10 @@ class Store(Generic[G]):
             self._make_room(0)
 
     def put(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], right: Callable[[], bool]) -> bool:
-        """As a new group. Whether it may be found: it is `right` (asked with the lock held), and what it stands behind
-        is still here. Raises OSError."""
+        """Store a new group; return whether it may be found.
+
+        Whether it may be found: it is `right` (asked with the lock held), and what it stands behind is still here.
+        Raises OSError."""
         group = self._written(hashes, parent, blocks)
         with self.lock:
             entered = right() and (not parent or parent in self.catalog)
@@ -96,8 +98,9 @@ class Store(Generic[G]):
         return entered
 
     def get(self, hashes: Sequence[bytes], blocks: Sequence[Any]) -> int:
-        """How many leading ones came from the group that has the first. Raises NotFound, OSError and BlocksCorrupt; a
-        group that is lost or wrong is not found any more."""
+        """Read blocks from the group that has the first one; return how many leading ones it held.
+
+        Raises NotFound, OSError and BlocksCorrupt; a group that is lost or wrong is not found any more."""
         with self.lock:
             if (group := self.catalog.find(hashes[0])) is None:
                 raise NotFound(f"these blocks are not in {self._backing} any more")

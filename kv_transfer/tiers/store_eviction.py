@@ -25,7 +25,9 @@ MARK = "swept"
 async def keep_below(
     objects: Objects, folder: str, size: int, deleted: Callable[[Sequence[str]], None] = lambda names: None
 ) -> None:
-    """For ever. deleted: told the names of what is not there any more."""
+    """Run the eviction for ever.
+
+    deleted: receives the names of deleted objects. deleted: told the names of what is not there any more."""
     while True:
         try:
             await asyncio.sleep(EVERY_S * random.uniform(0.5, 1.5))

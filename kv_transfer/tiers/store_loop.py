@@ -28,7 +28,7 @@ class StoreLoop:
             task.close()
 
     def close(self) -> None:
-        """What is awaited is given up; the thread ends."""
+        """Cancel all calls and end the thread."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
 
