@@ -235,7 +235,7 @@ def _needs(settings: ServeSettings) -> list[ModelNeeds | None]:
 
 
 def _answers_health(host: str, port: int) -> bool:
-    """Whether something there speaks HTTP and answers GET /health with 200."""
+    """Return whether something there speaks HTTP and answers GET /health with 200."""
     import httpx
 
     try:

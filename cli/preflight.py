@@ -47,14 +47,14 @@ def free_port(host: str, port: int) -> int:
 
 
 def worker_packages() -> None:
-    """Whether the packages that prefill and decode processes import are installed. Imports none of them."""
+    """Return whether the packages that prefill and decode processes import are installed. Imports none of them."""
     missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"workers need {', '.join(missing)}; run: pip install 'kvferry[worker]'")
 
 
 def readable(path: str, name: str) -> None:
-    """Whether the file that the flag `name` points to can be read; an empty path is no file and passes."""
+    """Return whether the file that the flag `name` points to can be read; an empty path is no file and passes."""
     if path and not os.access(path, os.R_OK):
         raise ConfigError(f"--{name} {path}: no such file, or not readable", param=name)
 
@@ -76,7 +76,7 @@ def valkey_binary() -> Path:
 
 
 def redis_answers(settings: CommonSettings) -> str:
-    """Whether the Redis or Valkey of the settings will do. Returns its name and version, and where it is."""
+    """Return whether the Redis or Valkey of the settings will do. Returns its name and version, and where it is."""
     from kvferry.cluster_state.redis_store import RedisStore
     from kvferry.cluster_state.redis_url import shown
 

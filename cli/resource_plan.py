@@ -94,8 +94,8 @@ def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequ
 
 
 def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: Sequence[WorkerPlan]) -> str:
-    """Whether weights, where they are shared those of one worker, and pools of all workers on the CPU fit into what
-    memory is available: each of them sees only what is free as it starts. `seats` as `take_seats` gave them for
+    """Return whether weights, where they are shared those of one worker, and pools of all workers on the CPU fit into
+    what memory is available: each of them sees only what is free as it starts. `seats` as `take_seats` gave them for
     `needs`. Returns what was found. Raises ConfigError."""
     counts = on_cpu_by_model(seats, len(needs))
     copies = [
@@ -130,8 +130,8 @@ def on_cpu_by_model(seats: Sequence[WorkerPlan], models: int) -> list[int]:
 
 
 def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
-    """Whether a model's workers on the CPU have one copy of its weights, as decoders have on compiled kernels; but the
-    experts of transformers' modules are each worker's own."""
+    """Return whether a model's workers on the CPU have one copy of its weights, as decoders have on compiled kernels;
+    but the experts of transformers' modules are each worker's own."""
     packed = settings.dtype in ("auto", "bfloat16") and settings.kernels in ("auto", "cpu") and _kernels_are_compiled()
     ours = needs.own and settings.model_impl != "transformers"
     alike = (ours or (needs.layers > 0 and needs.cached and not needs.mixed)) and settings.tensor_parallel_size == 1
@@ -219,14 +219,14 @@ def _times(count: int) -> str:
 
 
 def _kernels_are_compiled() -> bool:
-    """Whether those for CPUs are installed, without importing them and thus torch."""
+    """Return whether those for CPUs are installed, without importing them and thus torch."""
     spec = importlib.util.find_spec("kvferry.kernels")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     return any(any(Path(folder, "cpu").glob(f"_native{suffix}")) for folder in folders for suffix in EXTENSION_SUFFIXES)
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the torch that is installed is a CUDA build, without importing it."""
+    """Return whether the torch that is installed is a CUDA build, without importing it."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations if spec is not None else None) or ():
         version = Path(folder) / "version.py"

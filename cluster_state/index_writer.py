@@ -170,7 +170,7 @@ class IndexWriter:
         return True
 
     def _room(self) -> bool:
-        """Whether additions may be tried."""
+        """Return whether additions may be tried."""
         return time.monotonic() >= self._room_at
 
     async def _refresh_some(self) -> None:

@@ -179,7 +179,7 @@ def told(error: Exception) -> str:
 
 
 def is_cluster(error: Exception) -> bool:
-    """Whether only a server in Cluster mode answers so."""
+    """Return whether only a server in Cluster mode answers so."""
     if isinstance(error, MasterDownError):
         return False
     return isinstance(error, (ClusterDownError, ClusterCrossSlotError, MovedError, AskError)) or (

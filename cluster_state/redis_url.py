@@ -102,7 +102,7 @@ def shown(url: str) -> str:
 
 
 def has_password(url: str) -> bool:
-    """Whether others must not see the URL."""
+    """Return whether others must not see the URL."""
     return "@" in url or "password" in url.partition("?")[2]
 
 

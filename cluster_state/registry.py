@@ -98,7 +98,7 @@ class LeaseKeeper:
 
     @property
     def held(self) -> bool:
-        """Whether the registry has our lease: it stands, and was renewed less than its life ago."""
+        """Return whether the registry has our lease: it stands, and was renewed less than its life ago."""
         return self._stands and time.monotonic() < self._held_until
 
     def start(self) -> None:

@@ -26,7 +26,7 @@ class ResponseStore(Protocol):
         """The record, unless it is not the tenant's, was deleted, has expired or has left."""
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether there was one."""
+        """Return whether there was one."""
 
 
 class MemoryResponses:

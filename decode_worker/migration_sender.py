@@ -56,7 +56,7 @@ class MigrationSender:
     # The asyncio loop.
 
     def busy(self) -> bool:
-        """Whether somebody waits for an answer, or blocks may still be sent from."""
+        """Return whether somebody waits for an answer, or blocks may still be sent from."""
         return bool(self._asked or self._open)
 
     async def move(self, request: MoveRequest, left: Callable[[], Awaitable[bool]]) -> None:

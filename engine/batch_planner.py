@@ -86,7 +86,7 @@ class _Decodes:
             self._write(row)
 
     def follows(self, slices: Sequence[Slice]) -> bool:
-        """Whether the slices are this batch's next tokens and its table has room for their blocks."""
+        """Return whether the slices are this batch's next tokens and its table has room for their blocks."""
         width = self._table.shape[1]
         return len(slices) == len(self._requests) and all(
             s.request is request and s.start == start + 1 and s.decodes and len(request.block_ids) <= width

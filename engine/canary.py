@@ -70,7 +70,7 @@ class Canary:
         self._agreed: OrderedDict[NodeName, None] = OrderedDict()
 
     def __bool__(self) -> bool:
-        """Whether it holds blocks."""
+        """Return whether it holds blocks."""
         return self._look is not None
 
     def landed(self, request: Request, sender: NodeName) -> None:

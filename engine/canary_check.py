@@ -101,8 +101,8 @@ class CanaryCheck:
 
 
 def draws_likeliest(request: Request) -> bool:
-    """Whether the token behind what landed was the likeliest, and the only one drawn where it was: nothing but the
-    logits told which."""
+    """Return whether the token behind what landed was the likeliest, and the only one drawn where it was: nothing but
+    the logits told which."""
     job = request.job
     if len(request.token_ids) != len(job.token_ids) + 1 or job.grammar is not None or not is_greedy(job.params):
         return False

@@ -24,5 +24,5 @@ class Cancellations:
         self._upto.clear()
 
     def includes(self, keys: Iterable[Key]) -> bool:
-        """Whether all of them are leaving."""
+        """Return whether all of them are leaving."""
         return bool(self._upto) and all(self._upto.get(request_id, -1) >= attempt for request_id, attempt in keys)

@@ -73,7 +73,8 @@ class DraftModel:
         self._shadows: dict[Key, DraftState] = {}
 
     def can(self, stream: Request) -> bool:
-        """Whether it may have a draft: it is not beyond what the draft model was made for, nor of other tokens."""
+        """Return whether it may have a draft: it is not beyond what the draft model was made for, nor of other
+        tokens."""
         shadow = self._shadows.get(stream.key)
         return len(stream.token_ids) < self._longest and (shadow is None or shadow.fits)
 
@@ -84,6 +85,8 @@ class DraftModel:
 
     def draft(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[int, ...]]:
         """Draft at most so many tokens for each of the streams.
+
+        A stream gets none where it has no room, or where more of it is to be computed than a step may take.
 
         One pass for each place, of all streams."""
         shadows = [self._shadow(stream, count) for stream, count in wanted]

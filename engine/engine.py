@@ -173,7 +173,7 @@ class Engine:
                 self.cancel(request.job.request_id, request.job.attempt)
 
     def has_work(self) -> bool:
-        """Whether a step could do something."""
+        """Return whether a step could do something."""
         return bool(self.request_table.running or self.request_table.waiting)
 
     def step(self) -> bool:

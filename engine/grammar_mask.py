@@ -62,13 +62,13 @@ class GrammarMask:
         self._may_close = not (bans or params.ignore_eos)
 
     def may_close(self, place: int) -> bool:
-        """Whether output token `place` may be chosen to end the output in time. Not against what the request bans: the
-        one token left might be among that. Nor where it asks for more tokens: such an output is cut."""
+        """Return whether output token `place` may be chosen to end the output in time. Not against what the request
+        bans: the one token left might be among that. Nor where it asks for more tokens: such an output is cut."""
         return self._may_close and place >= self.params.min_tokens
 
     @property
     def trails(self) -> bool:
-        """Whether the output went on since the mask was last begun."""
+        """Return whether the output went on since the mask was last begun."""
         return len(self.token_ids) - self.prompt_len != self.upto
 
     @property

@@ -137,7 +137,7 @@ class GrammarMasks:
             self.wake()
 
     def _finished(self, mask: GrammarMask) -> bool:
-        """Whether there is nothing left to do; the mask is the engine thread's then."""
+        """Return whether there is nothing left to do; the mask is the engine thread's then."""
         with self._made:
             mask.ready = mask.error is not None or (mask.written and mask.behind == mask.upto)
             return mask.ready

@@ -36,13 +36,13 @@ def edits_for(
 
 
 def edited(params: SamplingParams) -> bool:
-    """Whether anything changes the logits of such a request."""
+    """Return whether anything changes the logits of such a request."""
     banned = params.allowed_token_ids is not None or params.bad_words
     return bool(banned or params.min_tokens or params.logit_bias or look_back(params))
 
 
 def look_back(params: SamplingParams) -> bool:
-    """Whether an edit depends on which tokens were drawn, not on their number alone."""
+    """Return whether an edit depends on which tokens were drawn, not on their number alone."""
     penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
     return bool(params.bad_words or penalties)
 

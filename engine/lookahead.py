@@ -43,7 +43,7 @@ class Lookahead:
         self._whole = True
 
     def __bool__(self) -> bool:
-        """Whether a step is in flight."""
+        """Return whether a step is in flight."""
         return self._batch is not None
 
     def take(self) -> Batch | None:
@@ -129,7 +129,7 @@ class Lookahead:
 
 
 def _plain(part: Slice) -> bool:
-    """Whether the next token but one can be drawn by who does not know the next one."""
+    """Return whether the next token but one can be drawn by who does not know the next one."""
     request = part.request
     if not part.streams or not part.draws or request.transfer is not None or request.prefill_only:
         return False

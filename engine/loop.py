@@ -85,8 +85,8 @@ class EngineLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether anything was submitted and not looked at, or is under way. Once false, all news was handed out. From
-        any thread."""
+        """Return whether anything was submitted and not looked at, or is under way. Once false, all news was handed
+        out. From any thread."""
         with self._wake:
             return self._turning or bool(self._inbox) or self._engine.request_table.busy
 
@@ -140,7 +140,7 @@ class EngineLoop:
                 self._look()
 
     def _awaited(self, stuck: bool) -> bool:
-        """Whether anybody waits for this thread to go on."""
+        """Return whether anybody waits for this thread to go on."""
         return self._stopping or bool(self._inbox) or (self._may_step() and not stuck)
 
     def _may_step(self) -> bool:

@@ -94,9 +94,9 @@ class OutboundMigrations:
         return move
 
     def stand(self, transfer: int) -> Stand | None:
-        """Pause the stream; return where it stands, or None if the migration failed or the stream ended. ++
+        """Pause the stream and return where it stands.
 
-        None: the move failed, or the stream ended or lost its blocks."""
+        None: the migration failed, or the stream ended or lost its blocks."""
         move = self._open.get(transfer)
         if move is None:
             return None
@@ -148,5 +148,5 @@ def widen(scheduler: Scheduler, request: Request) -> None:
 
 
 def streams(request: Request) -> bool:
-    """Whether it is a stream in its middle."""
+    """Return whether it is a stream in its middle."""
     return request.decodes and request.output_here > 0 and request.transfer is None

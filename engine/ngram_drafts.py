@@ -52,7 +52,7 @@ class NgramDrafts:
 
     @property
     def by_model(self) -> bool:
-        """Whether a draft model drew what is drafted."""
+        """Return whether a draft model drew what is drafted."""
         return self._class == MODEL
 
     def put(self, drawn: tuple[int, ...]) -> None:

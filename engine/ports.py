@@ -27,7 +27,7 @@ class Holds(Protocol):
         """Give up holds; returns the blocks, in the order given, that nobody holds any more."""
 
     def held(self, block_id: int) -> bool:
-        """Whether anybody holds the block."""
+        """Return whether anybody holds the block."""
 
     def move(self, owner: Hashable, old_reason: str, new_reason: str) -> None:
         """Keep all of an owner's blocks, for another reason."""

@@ -140,7 +140,7 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether one token is all there is to compute: it is a stream then, and its next step a decode."""
+        """Return whether one token is all there is to compute: it is a stream then, and its next step a decode."""
         return self.uncomputed == 1
 
     @property
@@ -185,18 +185,18 @@ class Request:
 
 
 def held_up(request: Request) -> bool:
-    """Whether it takes no turn now: the mask of its grammar is not made."""
+    """Return whether it takes no turn now: the mask of its grammar is not made."""
     row = request.sample_row
     return row is not None and row.mask is not None and row.mask.blocks
 
 
 def resumed(request: Request) -> bool:
-    """Whether it began elsewhere."""
+    """Return whether it began elsewhere."""
     return len(request.job.token_ids) > request.job.prompt_len
 
 
 def grows(request: Request) -> bool:
-    """Whether it will need blocks for output."""
+    """Return whether it will need blocks for output."""
     return request.generates and not request.prefill_only
 
 

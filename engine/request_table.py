@@ -57,7 +57,7 @@ class RequestTable:
 
     @property
     def busy(self) -> bool:
-        """Whether there is one whose next move is not the link's. From any thread."""
+        """Return whether there is one whose next move is not the link's. From any thread."""
         return bool(self.running or self.waiting) or len(self.awaiting) > len(self._grants)
 
     @property

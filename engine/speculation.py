@@ -38,7 +38,7 @@ class Speculation:
         self._turn = self._drafted = self._accepted = 0
 
     def __bool__(self) -> bool:
-        """Whether there may be drafts."""
+        """Return whether there may be drafts."""
         return self._most > 0
 
     def extend(self, slices: Sequence[Slice]) -> Sequence[Slice]:

@@ -50,12 +50,12 @@ class StepCost:
 
     @property
     def told(self) -> bool:
-        """Whether steps differ enough to tell more of what a row costs than the guess does."""
+        """Return whether steps differ enough to tell more of what a row costs than the guess does."""
         return self.spread > self._trust
 
     @property
     def known(self) -> bool:
-        """Whether any step was seen."""
+        """Return whether any step was seen."""
         return self._count > 0
 
     def line(self) -> tuple[float, float]:

@@ -234,7 +234,7 @@ class Step(Protocol):
     """A decoder recorded once. Not thread-safe."""
 
     def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
-        """Whether it runs batches like this one over the pool `kv` [block, layer, plane, kv_head, slot, dim]."""
+        """Return whether it runs batches like this one over the pool `kv` [block, layer, plane, kv_head, slot, dim]."""
 
     def __call__(
         self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always

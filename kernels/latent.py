@@ -40,7 +40,7 @@ def expanded(latents: torch.Tensor, own: Latent, expand: Linear | None = None) -
 
 
 def expands(queries: int, positions: int, own: Latent) -> bool:
-    """Whether the expanded form takes fewer products, for queries of one sequence over so many positions."""
+    """Return whether the expanded form takes fewer products, for queries of one sequence over so many positions."""
     changed, pairs = own.rank * (own.plain + own.value), queries * positions
     in_full = positions * changed + pairs * (own.rotated + own.plain + own.value)
     return in_full < queries * changed + pairs * (own.rotated + 2 * own.rank)

@@ -33,7 +33,7 @@ class Adjustments:
         self._on_device: _OnDevice | None = None
 
     def active(self, output_len: int) -> bool:
-        """Whether there are any after that many output tokens."""
+        """Return whether there are any after that many output tokens."""
         params = self.params
         repeats = params.repetition_penalty != 1.0
         return bool(repeats or params.logit_bias or output_len < params.min_tokens or (self.penalised and output_len))

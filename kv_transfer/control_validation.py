@@ -87,7 +87,7 @@ def _copy_within_bounds(copy: Copy) -> bool:
 
 @cache
 def _checker(kind: Hashable) -> Check:
-    """Whether a value is of a declared type: plain ones, tuples, unions, and frozen dataclasses of them."""
+    """Return whether a value is of a declared type: plain ones, tuples, unions, and frozen dataclasses of them."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         checks = [(field.name, _checker(hints[field.name])) for field in fields(kind)]

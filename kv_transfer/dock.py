@@ -118,7 +118,7 @@ class Dock:
         return peer in self._closing
 
     def hears(self, peer: Peer) -> bool:
-        """Whether a message came from it, on a connection that still is one."""
+        """Return whether a message came from it, on a connection that still is one."""
         return peer in self._heard
 
     def drop(self, peer: Peer, error: Exception) -> None:

@@ -53,7 +53,7 @@ class Incoming:
 
     @property
     def posted(self) -> bool:
-        """Whether all receives are."""
+        """Return whether all receives are."""
         return not self._unposted
 
     def post(self, most: int) -> None:

@@ -64,12 +64,12 @@ class Outgoing:
 
     @property
     def complete(self) -> bool:
-        """Whether every granted block was posted."""
+        """Return whether every granted block was posted."""
         return self.posted == self.count
 
     @property
     def under_way(self) -> bool:
-        """Whether a send or a checksum is to end, of blocks posted so far."""
+        """Return whether a send or a checksum is to end, of blocks posted so far."""
         return bool(self._waiting or self.in_flight or self._sums.pending)
 
     def post(self, blocks: Sequence[tuple[int, int]]) -> None:

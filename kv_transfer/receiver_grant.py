@@ -77,7 +77,7 @@ class OpenGrant:
 
     @property
     def live(self) -> bool:
-        """Whether it can still become ready."""
+        """Return whether it can still become ready."""
         return self.state in GRANT_LIVE
 
     def lateness(self) -> KvferryError:

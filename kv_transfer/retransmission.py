@@ -37,7 +37,7 @@ class Question:
         self.message, self.repeat_at = b"", inf
 
     def due(self, now: float) -> bool:
-        """Whether to repeat it now."""
+        """Return whether to repeat it now."""
         if now < self.repeat_at:
             return False
         self._pause_s *= 2

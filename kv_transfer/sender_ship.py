@@ -96,7 +96,7 @@ class Ship:
 
     @property
     def live(self) -> bool:
-        """Whether it can still be done."""
+        """Return whether it can still be done."""
         return self.state in SHIP_LIVE
 
     def take_commit(self) -> Commit | None:
@@ -138,7 +138,7 @@ class Ship:
         self.question.answered()
 
     def repeats(self, now: float) -> bool:
-        """Whether its question is to be sent again now."""
+        """Return whether its question is to be sent again now."""
         return (now <= self.ends or not self.live) and self.question.due(now)
 
     def blame(self, error: KvferryError) -> KvferryError:
@@ -165,7 +165,7 @@ def too_long(asked: Asked, size: int) -> KvferryError | None:
 
 
 def has_sent(ship: Ship) -> bool:
-    """Whether all blocks that were posted so far are sent, and others follow."""
+    """Return whether all blocks that were posted so far are sent, and others follow."""
     return ship.state is ShipState.RUNNING and ship.blocks is not None and not ship.blocks.under_way
 
 

@@ -62,7 +62,7 @@ class UcxBlocks:
 
     @property
     def scanned(self) -> bool:
-        """Whether every transfer was looked at since UCX last made progress."""
+        """Return whether every transfer was looked at since UCX last made progress."""
         return not self._unscanned
 
     def wake(self) -> None:
@@ -109,7 +109,7 @@ class UcxBlocks:
         return [operation.done for operation in abandoned]
 
     def ended(self) -> bool:
-        """Whether UCX has done with every block that was abandoned."""
+        """Return whether UCX has done with every block that was abandoned."""
         self._kept = [operation for operation in self._kept if not operation.request.completed]
         return not self._kept
 

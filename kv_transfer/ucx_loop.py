@@ -199,7 +199,7 @@ class UcxLoop:
                 del self._awake[worker]
 
     def _hear(self, timeout: float) -> bool:
-        """Whether a socket had something."""
+        """Return whether a socket had something."""
         worked = False
         self._heard_at = time.monotonic()
         for descriptor, events in self._epoll.poll(timeout):

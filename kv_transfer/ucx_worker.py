@@ -74,7 +74,7 @@ class UcxWorker:
         return worked
 
     def rests(self) -> bool:
-        """Whether it was without work for long enough, and is armed now."""
+        """Return whether it was without work for long enough, and is armed now."""
         return time.monotonic() - self._worked_at > SPIN_S and bool(self._worker.arm())
 
     def close(self, ended: Callable[[], bool]) -> bool:

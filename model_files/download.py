@@ -58,7 +58,7 @@ def download(repo: str, patterns: list[str]) -> Path:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether a disk had no room left, in the words of whichever of the library's parts was writing."""
+    """Return whether a disk had no room left, in the words of whichever of the library's parts was writing."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or NO_ROOM in str(error).lower():
             return True

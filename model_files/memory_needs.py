@@ -86,7 +86,7 @@ class ModelNeeds:
 
     @property
     def mixed(self) -> bool:
-        """Whether a token meets some of the layers' weights alone, those of its experts."""
+        """Return whether a token meets some of the layers' weights alone, those of its experts."""
         return self.dense.active < self.dense.weights
 
     @property
@@ -123,7 +123,7 @@ def model_needs(source: ModelSource) -> ModelNeeds:
 
 
 def has_experts(source: ModelSource) -> bool:
-    """Whether its layers hold experts, by its config."""
+    """Return whether its layers hold experts, by its config."""
     if source.kind == "gguf":
         return bool(read_gguf(source.path).get("expert_count"))
     return _experts(text_config(read_json(source.path / "config.json"))) > 0

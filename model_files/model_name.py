@@ -28,11 +28,11 @@ class ModelName:
         return self.all[0]
 
     def shares(self, other: ModelName) -> bool:
-        """Whether clients may mean both by one name."""
+        """Return whether clients may mean both by one name."""
         return not set(self.all).isdisjoint(other.all)
 
     def resembles(self, other: ModelName) -> bool:
-        """Whether both are called alike after their files, and not each by names of its own."""
+        """Return whether both are called alike after their files, and not each by names of its own."""
         return self.own == other.own and not (self.served and other.served)
 
 

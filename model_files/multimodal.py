@@ -47,5 +47,5 @@ def text_name(name: str) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Whether the tensor is a part of the text."""
+    """Return whether the tensor is a part of the text."""
     return text_name(name).startswith(_TEXT)

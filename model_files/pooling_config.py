@@ -56,7 +56,7 @@ class PoolingConfig:
 
     @property
     def scores_pairs(self) -> bool:
-        """Whether it is a cross-encoder."""
+        """Return whether it is a cross-encoder."""
         return len(self.labels) == 1
 
     @property

@@ -11,7 +11,7 @@ _OFFSET = frozenset(("roberta", "xlm-roberta", "camembert"))
 
 
 def is_encoder(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of an encoder."""
+    """Return whether a config.json is of an encoder."""
     return config.get("model_type") in ENCODERS and not config.get("is_decoder")
 
 

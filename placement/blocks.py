@@ -51,7 +51,7 @@ def missing_blocks(node: NodeView, demand: Demand) -> int:
 
 
 def crowded(node: NodeView) -> bool:
-    """Whether requests wait there for blocks that others hold."""
+    """Return whether requests wait there for blocks that others hold."""
     load = node.lease.load
     return load.total_blocks > 0 and (load.waiting_requests > 0 or node.free_blocks + load.cached_blocks < 0)
 
@@ -62,7 +62,7 @@ def fits(node: NodeView, demand: Demand) -> bool:
 
 
 def has_room(node: NodeView, demand: Demand) -> bool:
-    """Whether a decode node takes the request, though it may have to wait there."""
+    """Return whether a decode node takes the request, though it may have to wait there."""
     return fits(node, demand) and (demand.recovers or new_blocks(node, demand) <= node.spare_blocks)
 
 

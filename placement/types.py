@@ -173,5 +173,5 @@ class Placement:
 
 
 def unbroken(demand: Demand, sender: NodeKey, receiver: NodeKey) -> bool:
-    """Whether blocks may go from the one to the other."""
+    """Return whether blocks may go from the one to the other."""
     return demand.broken.isdisjoint(((sender, receiver), (sender, None), (None, receiver)))

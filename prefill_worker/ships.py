@@ -62,7 +62,7 @@ class Ships:
         self.sender.abort(transfer, reason)
 
     def busy(self) -> bool:
-        """Whether blocks may still be sent from."""
+        """Return whether blocks may still be sent from."""
         return bool(self._offers)
 
     # The engine thread.

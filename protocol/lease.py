@@ -100,11 +100,11 @@ class NodeLease:
         return DecodeTarget(self.node_id, self.epoch, self.link_address, self.fingerprint)
 
     def serves_same(self, other: NodeLease) -> bool:
-        """Whether both serve one model."""
+        """Return whether both serve one model."""
         return self.model == other.model or bool({*self.served_names} & {*other.served_names})
 
     def relieved_by(self, other: NodeLease) -> bool:
-        """Whether the other node, of the same model, does what this one does, and stays."""
+        """Return whether the other node, of the same model, does what this one does, and stays."""
         return other.role == self.role and other.state == "ready" and not other.leaving
 
 

@@ -32,7 +32,7 @@ class Reuse:
 
     @property
     def balanced(self) -> bool:
-        """Whether it adds up, without a negative part."""
+        """Return whether it adds up, without a negative part."""
         parts = (self.reused_prefill, self.reused_decode, self.fetched, self.computed)
         missed = [tokens for _, tokens in self.missed]
         known = all(reason in FOUND_MISSING for reason, _ in self.missed)

@@ -128,8 +128,8 @@ def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:
 
 
 def well_typed(value: Any) -> bool:
-    """Whether each field of a message has its declared type; what is within fields that are messages is not looked
-    at."""
+    """Return whether each field of a message has its declared type; what is within fields that are messages is not
+    looked at."""
     cls: type = value.__class__
     return all(fits(getattr(value, name)) for name, fits in zip(_FIELDS[cls], _checks(cls), strict=True))
 

@@ -49,12 +49,12 @@ class Generate:
 
     @property
     def whole_prompt(self) -> bool:
-        """Whether the prompt's hidden states are all wanted, so that none of it may come from a cache."""
+        """Return whether the prompt's hidden states are all wanted, so that none of it may come from a cache."""
         return self.params.prompt_logprobs is not None
 
     def ends_on_prompt(self, delivered: int = 0) -> bool:
-        """Whether nothing is left to do once the prompt and `delivered` output tokens are computed but what comes of
-        their last position: no decode node is needed."""
+        """Return whether nothing is left to do once the prompt and `delivered` output tokens are computed but what
+        comes of their last position: no decode node is needed."""
         return self.params.max_tokens - delivered <= 1
 
 

@@ -83,7 +83,7 @@ async def serve_router(settings: RouterSettings) -> None:
 
 
 def kept_responses(settings: RouterSettings) -> RedisResponses | None:
-    """Where responses are kept; None where none are."""
+    """Return the store of responses; None where none are stored."""
     if not settings.response_ttl:
         return None
     share = settings.response_store_mib * 2**20
@@ -157,7 +157,9 @@ async def run_router(
 
 
 def tls(settings: RouterSettings) -> dict[str, Any]:
-    """What uvicorn takes for it. Raises ConfigError for files without a certificate."""
+    """Return uvicorn's TLS options.
+
+    Raises ConfigError for files without a certificate."""
     if not settings.ssl_certfile:
         if given := [name for name in ("ssl_keyfile", "ssl_ca_certs") if getattr(settings, name)]:
             raise ConfigError(f"--{given[0].replace('_', '-')} needs --ssl-certfile", param=given[0])
@@ -179,7 +181,7 @@ def load(config: uvicorn.Config) -> None:
 
 
 def connection_limits(settings: RouterSettings) -> Limits:
-    """What a client's connection may take of this router."""
+    """Return the limits of a client's connection."""
     return Limits(
         header_s=settings.header_timeout,
         body_s=settings.body_timeout,

@@ -132,7 +132,7 @@ class RequestLog:
             self.recent.append(record)
 
     def node(self, kind: str, node_id: str, told: str) -> None:
-        """Of a node: it came, drains, or went."""
+        """Record that a node joined, drains, or left."""
         self.notes.append(LoggedEvent(self.clock(), kind, (node_id,), told[:LONGEST_TOLD]))
 
     def shipped(self, placement: Placement, told: ShipDone) -> None:

@@ -24,8 +24,9 @@ def parse_host_port(address: str) -> tuple[str, int]:
 
 
 def family_of(host: str) -> tuple[socket.AddressFamily, str]:
-    """What a server's socket is made of that listens at `host`, and the host as `bind` takes it: an IPv6 address may
-    have its brackets. `::` is every address, of both families; where the machine knows no IPv6, of the other one."""
+    """Return the socket family for `host`, and the host as `bind` takes it: an IPv6 address may have its brackets.
+
+    `::` is every address, of both families; where the machine knows no IPv6, of the other one."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if bare == "::" and not knows_ipv6():
         return socket.AF_INET, "0.0.0.0"
@@ -33,7 +34,7 @@ def family_of(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def knows_ipv6() -> bool:
-    """Whether a socket can be bound to an IPv6 address here."""
+    """Return whether a socket can be bound to an IPv6 address here."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::", 0))
@@ -43,7 +44,7 @@ def knows_ipv6() -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address names this machine only."""
+    """Return whether a host name or address names this machine only."""
     if host == "localhost":
         return True
     try:
@@ -53,5 +54,5 @@ def is_loopback(host: str) -> bool:
 
 
 def dialable(host: str) -> str:
-    """Where this machine reaches what listens on `host`: its own address where that is every one."""
+    """Return the address at which this machine reaches a server on `host`."""
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)

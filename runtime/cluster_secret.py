@@ -65,15 +65,15 @@ class ClusterSecrets:
         return self._file.value if self._file else self._fixed
 
     def links(self) -> tuple[bytes, ...]:
-        """For greetings: those that are accepted; the first is used."""
+        """Return the accepted link keys; the first is used."""
         return tuple(secret.link for secret in self._now)
 
     def token(self) -> str:
-        """To show to nodes."""
+        """Return the token to show to nodes."""
         return self._now[0].token
 
     def tokens(self) -> tuple[str, ...]:
-        """Those that are accepted."""
+        """Return the accepted tokens."""
         return tuple(secret.token for secret in self._now)
 
     def followed(self) -> AbstractAsyncContextManager[None]:

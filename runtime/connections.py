@@ -38,7 +38,9 @@ class Phase(Enum):
 
 
 def guarded(limits: Limits) -> type[asyncio.Protocol]:
-    """What uvicorn takes as `http=`: a protocol with these limits. Addresses are counted per call of this."""
+    """Return a protocol with these limits for uvicorn's `http=`.
+
+    Addresses are counted per call of this."""
     connection_counts = ConnectionCounts(limits.per_address)
     return cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits=limits, connection_counts=connection_counts))
 
@@ -162,7 +164,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def _body_unread(self) -> bool:
-        """Whether the parser calls a request complete whose body it has not looked at."""
+        """Return whether the parser calls a request complete whose body it has not looked at."""
         return self.parser.should_upgrade() and not self._reading_on and has_body(self.headers)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:

@@ -18,7 +18,7 @@ LINGER_S = 0.5
 
 
 def lingering(limits: Limits, throttle: RejectionThrottle) -> type[asyncio.Protocol]:
-    """As `connections.guarded`; what is no request is throttled."""
+    """Return a protocol as `connections.guarded` does; malformed requests are throttled."""
     connection_counts = ConnectionCounts(limits.per_address, throttle)
     return cast(
         "type[asyncio.Protocol]", partial(LingeringProtocol, limits=limits, connection_counts=connection_counts)

@@ -40,7 +40,7 @@ class _Body:
 
 
 def has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a body follows; names in lower case."""
+    """Return whether a body follows; names in lower case."""
     return any(name in FRAMING and value.strip() != b"0" for name, value in headers)
 
 

@@ -29,12 +29,12 @@ class RankChannels:
             theirs.close()
 
     def tell(self, message: bytes) -> None:
-        """To all others."""
+        """Send to all other ranks."""
         for line in self._ours:
             line.send_bytes(message)
 
     def hear(self, other: int) -> bytes:
-        """What one of them says by `RankChannel.say`."""
+        """Receive what a rank sends by `RankChannel.say`."""
         return self._ours[other].recv_bytes()
 
     def meet(self) -> None:
@@ -67,6 +67,6 @@ class RankChannel:
         self._line.send_bytes(message)
 
     def meet(self) -> None:
-        """As `RankChannels.meet`."""
+        """Wait for all ranks, as `RankChannels.meet` does."""
         self._line.send_bytes(b"")
         self._line.recv_bytes()

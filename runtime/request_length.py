@@ -31,13 +31,16 @@ class RequestLength:
         self.received = self.body = self.trailers = 0
 
     def count_fault(self, headers: Sequence[tuple[bytes, bytes]]) -> KvferryError | None:
-        """Of one more header."""
+        """Return the fault of one more header, if any."""
         if len(headers) > MAX_HEADERS:
             return HeaderTooLong(f"the request has more than {MAX_HEADERS} headers")
         return None
 
     def header_fault(self, url: bytes, headers: Sequence[tuple[bytes, bytes]], ahead: int) -> KvferryError | None:
-        """Of a header that is whole. ahead: requests before it that nobody has begun to answer."""
+        """Return the fault of a complete header, if any.
+
+        ahead: requests before it that nobody has begun to answer. ahead: requests before it that nobody has begun to
+        answer."""
         if ahead > MAX_AHEAD:
             return Overloaded(f"more than {MAX_AHEAD} requests were sent ahead of their answers", retry_after=1.0)
         if len(url) + sum(len(name) + len(value) + _AROUND for name, value in headers) > MAX_HEADER_BYTES:
@@ -45,11 +48,11 @@ class RequestLength:
         return None
 
     def begun_header_fault(self) -> KvferryError | None:
-        """Of one that is not."""
+        """Return the fault of an incomplete header, if any."""
         return _long_header() if self.received > MAX_HEADER_BYTES else None
 
     def trailer_fault(self) -> KvferryError | None:
-        """Of one more header behind the body, of which nobody here reads any."""
+        """Return the fault of one more trailer, which nothing here reads."""
         self.trailers += 1
         too_many = HeaderTooLong(f"the request has more than {MAX_HEADERS} headers behind its body")
         return too_many if self.trailers > MAX_HEADERS else None

@@ -36,7 +36,7 @@ class SharedFile:
 
     @property
     def whole(self) -> bool:
-        """Whether it was written and sealed."""
+        """Return whether it was written and sealed."""
         return bool(fcntl.fcntl(self.writing, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
     @property

@@ -62,7 +62,7 @@ class Tracer:
 
     @property
     def records(self) -> bool:
-        """Whether spans go anywhere."""
+        """Return whether spans go anywhere."""
         return self._otel is not None
 
     def set_up(self, service: str, exporter: Any = None) -> None:
@@ -113,7 +113,7 @@ TRACER = Tracer()
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's variables ask for traces."""
+    """Return whether OpenTelemetry's variables ask for traces."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if environment.get("OTEL_TRACES_EXPORTER", "otlp").lower() != "otlp":

@@ -15,8 +15,9 @@ from kvferry.simulate.machine import Machine
 
 
 async def leases_of(redis_url: str, cluster: str = "default", model: str = "") -> list[NodeLease]:
-    """Of the nodes of that cluster that are ready, those of that model. Raises ConfigError where there are none, or
-    where no model is named and there are several; RegistryUnavailable."""
+    """Return the leases of the cluster's ready nodes of that model.
+
+    Raises ConfigError where there are none, or where no model is named and there are several; RegistryUnavailable."""
     store = RedisStore(redis_url, cluster)
     try:
         leases = [lease for lease in await store.nodes() if lease.state == "ready"]

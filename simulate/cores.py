@@ -31,14 +31,14 @@ class Cores:
         self._nodes[node] = advance, go_on
 
     def share(self, node: Computing) -> float:
-        """Of its speed that the node has."""
+        """Return the share of full speed that the node has."""
         if not any(each.role != node.role for each in self._working):
             return 1.0
         beside = node.machine.beside
         return beside if node.role == "prefill" else max(LEAST, 1 - beside)
 
     def works(self, node: Computing, works: bool) -> None:
-        """Whether it has anything to compute. What others did until now was at the speed that they had."""
+        """Return whether it has anything to compute. What others did until now was at the speed that they had."""
         if works == (node in self._working):
             return
         others = [told for each, told in self._nodes.items() if each.role != node.role]

@@ -63,7 +63,7 @@ class Fleet:
                 node.share(cores[number % len(cores)])
 
     def of(self, role: str, model: str) -> list[Node]:
-        """Those that live."""
+        """Return the live nodes."""
         return [each for each in self.nodes.values() if each.alive and each.role == role and each.model == model]
 
     async def announce(self, nodes: Sequence[Node]) -> None:
@@ -78,7 +78,7 @@ class Fleet:
         self.clock.soon(RENEWAL_S / SLICES, self.beat)
 
     async def flush(self) -> None:
-        """What pools and tiers stored and dropped since, into the index."""
+        """Write stored and dropped blocks of pools and tiers into the index."""
         for node in self.nodes.values():
             if node.dirty and node.alive:
                 node.dirty = False

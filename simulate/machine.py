@@ -52,7 +52,7 @@ class Machine:
                 raise ConfigError(f"{field.name} must be from {least:g} to {most:g}, not {value}", param=field.name)
 
     def work(self, start: int, end: int) -> float:
-        """Of computing a prompt's tokens from start to end, in tokens of a short prompt."""
+        """Return the work of computing a prompt's tokens from start to end, in tokens of a short prompt."""
         more = (end * end - start * start) / (2 * self.attention_len) if self.attention_len else 0.0
         return end - start + more
 
@@ -60,7 +60,7 @@ class Machine:
         return self.work(start, end) / self.prefill_tokens_per_s
 
     def decode_s(self, streams: int, context: float) -> float:
-        """Of a decode step of so many streams, which have so many tokens together."""
+        """Return the seconds of a decode step of so many streams with so many tokens together."""
         return self.step_s + self.stream_s * streams + self.context_s * context
 
 

@@ -72,7 +72,7 @@ class Node:
         self._go_on()
 
     def keep(self, owner: Run, hashes: Sequence[bytes]) -> None:
-        """What the owner's blocks hold is known now."""
+        """Register the content of the owner's blocks."""
         self.memory.fill(owner, hashes)
         self.tiers.write(hashes)
         self.dirty = True
@@ -117,7 +117,7 @@ class Node:
         self.alive, self.epoch, self._at, self.dirty = True, self.epoch + 1, self.clock.now, True
 
     def rates(self) -> Rates:
-        """What it has learned of itself."""
+        """Return the rates that the node has learned."""
         self._advance()
         block_s = {tier.name: tier.block_s for tier in self.tiers}
         return Rates(

@@ -34,7 +34,7 @@ class Counting:
         return Choice(await self.pick(run, prefills) if prefills else None, await self.pick(run, decodes))
 
     async def pick(self, run: Run, nodes: Sequence[Node]) -> Node:
-        """Of one role."""
+        """Choose a node of one role."""
         raise NotImplementedError
 
     def launched(self, run: Run) -> None:

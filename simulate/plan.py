@@ -165,7 +165,9 @@ def plan_command(
     ttft_ktoken: float,
     itl: float,
 ) -> int:
-    """What `kvferry plan` does. Raises ConfigError."""
+    """Run `kvferry plan`.
+
+    Raises ConfigError."""
     need, goal = Need(rate, prompt, output, reuse, share), Goal(ttft, ttft_ktoken, itl)
     say("guess by arithmetic: {} prefill and {} decode nodes".format(*guess(need, machine, goal)))
     found: tuple[int, int, Figures] | None = None

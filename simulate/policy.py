@@ -34,7 +34,7 @@ class Policy(Protocol):
         """It runs on its decode node."""
 
     def ended(self, run: Run) -> None:
-        """Nothing of this attempt is under way any more."""
+        """Record that nothing of this attempt runs any more."""
 
     async def poll(self) -> None:
         """Half a second passed."""

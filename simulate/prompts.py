@@ -62,7 +62,7 @@ class Prompts:
         heapify(self.waiting)
 
     def next(self, begin: Callable[[Prompt], bool]) -> Prompt | None:
-        """What is computed now; `begin` tries to start one that waits, and tells whether it could."""
+        """Return the prompt to compute now; `begin` tries to start a waiting one and returns whether it could."""
         while self.waiting:
             first = self.waiting[0]
             if self.begun and min(self.begun) < first:

@@ -64,7 +64,9 @@ class ProbeClient:
 
 
 async def lines(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Of a stream of events. They end as bytes do; in text, outputs hold more that ends a line."""
+    """Split a stream of events into lines, as bytes: in text, outputs hold more line ends.
+
+    They end as bytes do; in text, outputs hold more that ends a line."""
     rest = b""
     async for data in answer.aiter_bytes():
         *whole, rest = (rest + data).split(b"\n")
@@ -136,7 +138,7 @@ def fitted(alone_s: dict[int, float], machine: Machine) -> tuple[float, float]:
 
 
 def share(alone_s: float, beside_s: float, overhead_s: float) -> float:
-    """Of its speed that a prompt keeps beside streams, by its seconds to the first token without and with them."""
+    """Return the share of its speed that a prompt keeps beside streams."""
     kept = max(LEAST_SHARE, (alone_s - overhead_s) / max(1e-6, beside_s - overhead_s))
     return kept if kept < OWN else 1.0
 

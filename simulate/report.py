@@ -7,7 +7,7 @@ from kvferry.simulate.node import Node
 
 
 def lease_of(node: Node) -> NodeLease:
-    """As of now."""
+    """Return the node's current lease."""
     rates = node.rates()
     machine, pool, prompts = node.machine, node.memory, node.prompts
     granted, running = sum(node.grants.held.values()), len(node.streams) + len(prompts.begun)

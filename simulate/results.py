@@ -57,7 +57,7 @@ class Figures:
 
 
 def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal, virtual_s: float) -> Figures:
-    """Of runs that have all ended; at least one."""
+    """Return the results of at least one run, all of which have ended."""
     done = [run for run in runs if not run.failed]
     first = _percentiles([run.ttft_s for run in done])
     between = _percentiles([run.itl_s for run in done if run.ask.output_len > 1])
@@ -74,7 +74,7 @@ def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal,
 
 
 def medians(found: Sequence[Figures]) -> Figures:
-    """Of one policy with several seeds, figure by figure; at least one."""
+    """Return the medians over at least one seed, figure by figure."""
     return replace(
         found[0],
         ttft_s=tuple(map(median, zip(*(each.ttft_s for each in found), strict=True))),

@@ -46,7 +46,7 @@ class Streams:
         return self._ends[0][0] - self.steps
 
     def ended(self) -> Iterator[Callable[[], None]]:
-        """What those asked for that have all their tokens; they leave."""
+        """Remove and return the requests of streams that have all their tokens."""
         while self._ends and self._ends[0][0] <= self.steps + NEAR:
             _, _, run, done = heappop(self._ends)
             self.context = max(0.0, self.context - run.ask.prompt_len - run.ask.output_len) if self._ends else 0.0

@@ -41,7 +41,7 @@ class Tier:
         self._removed: dict[bytes, None] = {}
 
     def run(self, hashes: Sequence[bytes]) -> int:
-        """How many leading ones of them are here."""
+        """Return how many leading blocks are here."""
         return next((index for index, each in enumerate(hashes) if each not in self._catalog), len(hashes))
 
     def write(self, hashes: Sequence[bytes]) -> None:
@@ -87,6 +87,9 @@ class Tier:
 
 class Tiers:
     """Tiers of one simulated node (worker/tiers.py).
+
+    New blocks are written to all tiers. A prompt is read from the quickest one that has its next block, where that is
+    faster than computing.
 
     `reading`: whose prompts are."""
 
@@ -140,12 +143,12 @@ class Tiers:
         self.clock.soon(seconds, came)
 
     def drop(self, run: Run, memory: Memory) -> None:
-        """Nobody awaits it any more."""
+        """Drop a read that nothing awaits any more."""
         if self.reading.pop(run, None) is not None:
             memory.give(("read", run))
 
     def die(self) -> None:
-        """What was in memory is gone; what is on disk stays for the next process."""
+        """Lose what was in memory; what is on disk stays for the next process."""
         self.reading.clear()
         kept = {tier.name: tier for tier in self._tiers if tier.name == OWN_TIERS[1]}
         self._tiers = [kept.get(tier.name, tier) for tier in self._made()]

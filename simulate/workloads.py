@@ -16,7 +16,7 @@ Piece = tuple[str, int]
 
 
 def hashes_of(pieces: Sequence[Piece], block_size: int) -> tuple[bytes, ...]:
-    """Of the full blocks of pieces one after the other: equal where all text up to their end is."""
+    """Return the hashes of the full blocks of consecutive pieces."""
     found: list[bytes] = []
     parent, part, room = b"", "", block_size
     for name, tokens in pieces:
@@ -66,7 +66,7 @@ class Writer:
             yield now
 
     def length(self, median: int, spread: float = 0.6, least: int = 8) -> int:
-        """Of a text: log-normal."""
+        """Draw a log-normal text length."""
         return max(least, int(self.rng.lognormvariate(0.0, spread) * median))
 
     def ask(self, at: float, prompt: Sequence[Piece], output: int, *, after: int = -1, session: str = "") -> Piece:

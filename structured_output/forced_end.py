@@ -92,9 +92,9 @@ class ForcedEnd:
 
 
 def _goes_on(matcher: Matcher, marks: Marks, bits: array[int], spare: int) -> bool:
-    """Whether what may end here, where the matcher stands, can go on and still end in time: a number has more digits, a
-    call is followed by another. bits: how it may go on. True where it can do nothing but end, unless that is as near to
-    its last token as only closing brings it: who goes on with it elsewhere tells so, too."""
+    """Return whether what may end here, where the matcher stands, can go on and still end in time: a number has more
+    digits, a call is followed by another. bits: how it may go on. True where it can do nothing but end, unless that is
+    as near to its last token as only closing brings it: who goes on with it elsewhere tells so, too."""
     token = _choose(bits, marks)
     if token is None:
         return spare > 0
@@ -102,7 +102,7 @@ def _goes_on(matcher: Matcher, marks: Marks, bits: array[int], spare: int) -> bo
 
 
 def _is_free(bits: array[int], marks: Marks) -> bool:
-    """Whether the output is in a text that may end anywhere."""
+    """Return whether the output is in a text that may end anywhere."""
     return _count(bits) > _TEXT and any(_allows(bits, token) for token in marks.eos)
 
 
@@ -156,7 +156,7 @@ def _tokens(mask: bytes) -> Iterator[int]:
 
 
 def _may_open(bits: array[int], marks: Marks) -> bool:
-    """Whether a value may begin here that is an object or an array, and the output is not within a text."""
+    """Return whether a value may begin here that is an object or an array, and the output is not within a text."""
     return _count(bits) <= _TEXT and any(_opens(marks.text(token)) for token in _allowed(bits))
 
 

@@ -42,7 +42,7 @@ class DeviceCopies:
         self._beside = Beside(device)
 
     def room(self, blocks: int) -> Sequence[np.ndarray]:
-        """Where the device is a GPU, pages that stay in memory: it copies from and to them by itself."""
+        """Allocate host memory, page-locked where the device is a GPU, which copies by itself."""
         pinned = self._device.type == "cuda"
         try:
             rows = torch.empty((blocks, self._block_bytes), dtype=torch.uint8, pin_memory=pinned)

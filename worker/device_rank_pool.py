@@ -70,7 +70,7 @@ class DeviceRankPool(BlockMemory):
         self._spare.append(buffer)
 
     def checksums(self, submit: Callable[[Callable[[], None]], None], prepare: Callable[[], None]) -> Checksums:
-        """As `PoolMemory.checksums`: rows are in the host's memory."""
+        """Return checksums as `PoolMemory.checksums` does: rows are in host memory."""
         return InlineChecksums()
 
     # Slower memories.

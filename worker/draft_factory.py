@@ -21,7 +21,9 @@ GIB = 1024**3
 
 
 def draft_layout(model: Model | None, block_size: int, kv_dtype: torch.dtype | None) -> KVLayout | None:
-    """Of its KV blocks. kv_dtype: None for the model's own."""
+    """Return the layout of the draft model's KV blocks.
+
+    kv_dtype: None for the model's own. kv_dtype: None for the model's own."""
     return model.info.layout(kv_dtype or model.dtype, block_size) if model is not None else None
 
 

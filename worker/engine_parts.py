@@ -38,7 +38,9 @@ class EngineParts:
 
 
 def describe(parts: EngineParts) -> dict[str, str]:
-    """Where the node computes and how large its pool is, for a person. Ranks on GPUs have those from the first on."""
+    """Describe the node's devices and pool size for a person.
+
+    Ranks on GPUs have those from the first on."""
     ops, pool = parts.engine.runner.model.ops, parts.engine.pool
     threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
     on_cpu, ranks = parts.kv.device.type == "cpu", parts.ranks.part.group.ranks if parts.ranks is not None else 1
@@ -52,8 +54,9 @@ def describe(parts: EngineParts) -> dict[str, str]:
 
 
 def arithmetic(settings: WorkerSettings, model: Computing, ops: Ops) -> str:
-    """What of a node's arithmetic is part of the fingerprint: the model's number format, and the instruction set where
-    equal bits are promised, and how many ranks add up."""
+    """Return the arithmetic part of the fingerprint.
+
+    It names the model's number format, the instruction set where equal bits are promised, and the number of ranks."""
     words = [str(model.dtype).removeprefix("torch.")]
     if settings.batch_invariant and isinstance(ops, CpuOps):
         words += ["batch-invariant", ops.instruction_set]

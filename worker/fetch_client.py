@@ -104,7 +104,7 @@ class PrefixFetcher:
             self._next(engine, fetching)
 
     def take(self, events: Sequence[Event]) -> None:
-        """Those that ended here await nothing any more."""
+        """Stop fetches for requests that ended."""
         for event in events:
             if isinstance(event, Failed) and event.key in self._waiting:
                 self._base.engine.submit(lambda engine, key=event.key: self._ended(engine, key))  # type: ignore[misc]
@@ -133,7 +133,7 @@ class PrefixFetcher:
         self._open[fetching.number] = self._coming[fetching.missing] = fetching
 
     def _gone(self, engine: Engine, fetching: PendingFetch) -> bool:
-        """Whether nothing more is to be done for it. One that ended in this very turn is told of by `take`."""
+        """Return whether nothing more is to be done for it. One that ended in this very turn is told of by `take`."""
         request = fetching.request
         return self._waiting.get(request.key) is not fetching or engine.request_table.find(request.key) is not request
 

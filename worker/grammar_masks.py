@@ -21,8 +21,9 @@ CORES_PER_THREAD = 8
 
 
 def make_masks(source: ModelSource, vocab_size: int) -> GrammarMasks:
-    """For models whose tokenizer cannot be read here, masks that refuse every grammar and say why. Takes a second,
-    with the interpreter's lock held: before there are requests, not with the first grammar."""
+    """Return grammar masks; for an unreadable tokenizer, masks that refuse every grammar and say why.
+
+    Takes a second, with the interpreter's lock held: before there are requests, not with the first grammar."""
     began = time.monotonic()
     try:
         tokenizer, facts = load_tokenizer(source), read_facts(source)

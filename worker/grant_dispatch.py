@@ -20,7 +20,7 @@ class GrantDispatch:
         self.receiver = Receiver(base.dock, self, base.epoch, base.parts.fingerprint)
 
     def take(self, kind: type, events: GrantEvents) -> None:
-        """What is asked for by such a message is theirs."""
+        """Register the handler of one kind of grant request."""
         self._kinds[kind] = events
 
     def refuse(self, key: TransferKey, error: KvferryError) -> None:

@@ -23,7 +23,8 @@ def prefill_backlog_s(load: Load, tokens_per_s: float) -> float:
 
 
 def latency_share(itl_s: float, alone_s: float, target_s: float) -> float:
-    """What streams take of the time that they may wait for each other: 0 where each runs as if alone, 1 at the target.
+    """Return the share of the latency target that streams use: 0 where each runs as if alone, 1 at the target.
+
     A step grows by about the same with each stream, and so does this."""
     target_s = max(target_s, SLOWER * alone_s)
     return max(0.0, (itl_s - alone_s) / max(target_s - alone_s, 1e-6))
@@ -41,8 +42,9 @@ def decode_pressure(load: Load, seats: int, latency: float, waits_s: float) -> f
 
 
 def pressure_now(role: str, settings: WorkerSettings, load: Load, meter: RateMeter, waits_s: float) -> float:
-    """What the node adds to the pressure of its model's decode nodes. waits_s: of the request that is next, for a seat
-    or blocks."""
+    """Return the node's contribution to the pressure of its model's decode nodes.
+
+    waits_s: of the request that is next, for a seat or blocks."""
     if role != "decode":
         return 0.0
     latency = latency_share(meter.itl_s, meter.alone_s, settings.itl_target_ms / 1000)
@@ -52,7 +54,7 @@ def pressure_now(role: str, settings: WorkerSettings, load: Load, meter: RateMet
 def set_scaling_gauges(
     gauges: NodeScaling, role: str, settings: WorkerSettings, load: Load, meter: RateMeter, waits_s: float
 ) -> None:
-    """As of now."""
+    """Set the scaling gauges to current values."""
     rate, target_s = meter.rates.prefill_tokens_per_s, settings.itl_target_ms / 1000
     gauges.prefill_rate.set(rate)
     gauges.prefill_backlog.set(prefill_backlog_s(load, rate))

@@ -81,12 +81,12 @@ class Membership:
 
     @property
     def held(self) -> bool:
-        """Whether the registry has the node's lease, as far as can be known."""
+        """Return whether the registry has the node's lease, as far as can be known."""
         return self._keeper.held
 
     @property
     def trouble(self) -> str:
-        """Why the registry does not have it; empty while it does."""
+        """Return why the registry lacks the node; empty while it does not."""
         return self._keeper.trouble
 
     async def join(self) -> None:
@@ -118,8 +118,9 @@ class Membership:
             await asyncio.sleep(RELIEF_S)
 
     async def step_back(self, rest_s: float) -> str:
-        """Why the node must keep its role now; empty if it may leave it: then the lease says so until `stay`. As in
-        `relief`, that is said before anybody is looked for: of two that step back at once, neither does."""
+        """Announce that the node wants to leave its role; return why it must keep it, empty if it may leave.
+
+        As in `relief`, that is said before anybody is looked for: of two that step back at once, neither does."""
         if self._leaving:
             return "the node is about to end"
         self._leaving = True
@@ -136,7 +137,7 @@ class Membership:
         self._leaving = False
 
     async def spared(self) -> bool:
-        """Whether others of the role are still there; no, while the registry does not answer."""
+        """Return whether others of the role are still there; no, while the registry does not answer."""
         return await self._relieved()
 
     async def _kept_by(self, rest_s: float) -> str:

@@ -173,7 +173,7 @@ def _first_name(settings: WorkerSettings) -> str:
 
 
 async def _first(work: asyncio.Task[None], other: asyncio.Task[bool]) -> bool:
-    """Whether the work is done before the other is; if not, it is given up. Raises what it raised."""
+    """Return whether the work is done before the other is; if not, it is given up. Raises what it raised."""
     await asyncio.wait({work, other}, return_when=asyncio.FIRST_COMPLETED)
     if work.done():
         work.result()

@@ -39,11 +39,13 @@ class PoolMemory(BlockMemory):
         return self._array[block_id] if self._on_cpu else self._bytes[block_id]
 
     def copies(self) -> DeviceCopies | None:
-        """How tiers reach the blocks; None: they are bytes of the host."""
+        """Return the copies by which tiers reach the blocks; None: they are host bytes."""
         return None if self._on_cpu else DeviceCopies(self._bytes.device, self._bytes.shape[1])
 
     def checksums(self, submit: Callable[[Callable[[], None]], None], prepare: Callable[[], None]) -> Checksums:
-        """How checksums of these blocks are taken. submit, prepare: as ThreadedChecksums has them."""
+        """Return the checksums of these blocks.
+
+        submit, prepare: as ThreadedChecksums has them. submit, prepare: as ThreadedChecksums has them."""
         return InlineChecksums() if self._on_cpu else ThreadedChecksums(submit, prepare, self._device_digests)
 
     def _device_digests(self, blocks: Sequence[Any]) -> list[int]:

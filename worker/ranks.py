@@ -50,7 +50,9 @@ class Ranks:
         self._lines.tell(pickle.dumps(replace(settings, device=str(device))))
 
     def lead(self, model: Model) -> ShardedModel:
-        """What the engine computes with, once all have loaded their parts; model: this rank's. Raises ConfigError."""
+        """Return the model that the engine computes with, once all ranks have loaded their shards.
+
+        Raises ConfigError."""
         assert isinstance(model, Decoder)
         for rank, _ in enumerate(self._processes, 1):
             try:
@@ -68,8 +70,9 @@ class Ranks:
         return available_bytes(self.device)
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
-        """As `pool_memory.make_pool`, what this rank computes with: memory that all ranks have; once. Raises
-        ConfigError."""
+        """Make this rank's pool as `pool_memory.make_pool` does, in memory that all ranks share.
+
+        Raises ConfigError."""
         kv = make_pool(layout, blocks, self.device, partial(shared_pool, self._pool_fd))
         self._told(pickle.dumps((layout, blocks)))
         os.close(self._pool_fd)
@@ -83,12 +86,16 @@ class Ranks:
 
     @property
     def signs(self) -> list[int]:
-        """Of each other rank a number that grows while it lives. From any thread."""
+        """Return a heartbeat counter of each other rank, from any thread.
+
+        From any thread."""
         return [int(sign) for sign in self._signs[1:]]
 
     @property
     def ended(self) -> str | None:
-        """Which has ended, in words, or has lost what it moves. From any thread."""
+        """Return which rank has ended or failed, in words, from any thread.
+
+        From any thread."""
         for rank, process in enumerate(self._processes, 1):
             if (status := process.poll()) is not None:
                 return f"rank {rank} ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"

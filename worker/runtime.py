@@ -124,12 +124,13 @@ class WorkerRuntime:
 
     @property
     def state(self) -> str:
-        """As the lease says it."""
+        """Return the state as the lease has it."""
         return "draining" if self.draining else "ready"
 
     @property
     def fault(self) -> str | None:
-        """Why the process ends, if it must: a thread ended or hangs, the books do not balance, the device failed.
+        """Return why the process must end, if so: a thread ended or hangs, accounting failed, or the device failed.
+
         `broken` is set then."""
         return self.vitals.fault
 
@@ -177,8 +178,9 @@ class WorkerRuntime:
 
     @property
     def absence(self) -> str:
-        """Why routers cannot find the node: no lease was written, or none renewed within its life; empty while they
-        can. Work from routers that know the node already is taken all the same."""
+        """Return why routers cannot find the node; empty while they can.
+
+        Work from routers that know the node already is taken all the same."""
         return "" if self._membership.held else self._membership.trouble or "its lease has lapsed"
 
     async def join(self) -> None:

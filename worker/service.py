@@ -38,7 +38,7 @@ class Service(Protocol):
         """All attempts of a request up to the given one are dropped; the engine has been told. On the asyncio loop."""
 
     def busy(self) -> bool:
-        """Whether attempts are under way (a draining node waits for them)."""
+        """Return whether attempts are under way (a draining node waits for them)."""
 
     def router_lost(self, router_id: str) -> None:
         """The router was given up: so is all that runs for it. On the asyncio loop."""
@@ -89,7 +89,7 @@ class Base:
 
 
 def ship_outcome(error: KvferryError) -> str:
-    """As metrics call the end of a ship by this error."""
+    """Return the metric label of a ship that ended with this error."""
     if isinstance(error, BlocksCorrupt):
         return "corrupt"
     return "aborted" if isinstance(error, Cancelled | DeadlineExceeded) else "failed"

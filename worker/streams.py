@@ -128,7 +128,7 @@ class RouterStreams:
 
     @property
     def followed(self) -> bool:
-        """Whether a router reads, or may come back."""
+        """Return whether a router reads, or may come back."""
         return bool(self._routers)
 
     def close(self, router_id: str, reader: Reader) -> None:
@@ -187,6 +187,6 @@ class RouterStreams:
 
 
 async def frames(reader: Reader) -> AsyncIterator[bytes]:
-    """Of a stream until it ends."""
+    """Iterate over a stream's frames until it ends."""
     while (frame := await reader.get()) is not None:
         yield frame

@@ -43,12 +43,12 @@ class OpenTiers:
 
     @property
     def local(self) -> list[LocalTier[Any]]:
-        """Of this node alone, the quickest first."""
+        """Return this node's own tiers, quickest first."""
         return [tier for tier in (self.host, self.disk) if tier is not None]
 
     @property
     def shared(self) -> Known | None:
-        """What is known of that of all nodes."""
+        """Return the knowledge of the shared tier."""
         return self.remote.known if self.remote else None
 
     def paced(self, rates: Rates) -> Rates:
@@ -57,7 +57,7 @@ class OpenTiers:
         return replace(rates, host_block_s=host_s, disk_block_s=disk_s, store_block_s=store_s)
 
     def close(self) -> None:
-        """Nothing is begun any more."""
+        """Begin nothing more."""
         for tier in self.local:
             tier.close()
         if self.remote is not None:

@@ -99,7 +99,7 @@ class Tiers:
             self._next(engine, reading)
 
     def take(self, events: Sequence[Event]) -> None:
-        """Who ended awaits nothing; new blocks are written."""
+        """Stop reads for requests that ended, and write new blocks."""
         for event in events:
             if isinstance(event, Failed):
                 self._waiting.pop(event.key, None)
@@ -133,8 +133,8 @@ class Tiers:
         return None
 
     def _looked_for(self, reading: Reading, here: int) -> bool:
-        """Whether the remote tier is asked what it has, which is told to `_found`: where all that it could have is
-        worth a read, and the question next to nothing of that. A peer's pool is quicker."""
+        """Return whether the remote tier is asked what it has, which is told to `_found`: where all that it could have
+        is worth a read, and the question next to nothing of that. A peer's pool is quicker."""
         request, tier = reading.request, self._remote
         if tier is None or reading.job.holder is not None:
             return False

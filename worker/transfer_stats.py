@@ -37,7 +37,7 @@ class TransferStats:
             self._transfers.append(_Transfer(self._clock(), kind, node_id, stats.blocks, stats.bytes))
 
     def told(self) -> tuple[Sent, ...]:
-        """Of the last LATELY_S seconds, the most bytes first."""
+        """Return the transfers of the last LATELY_S seconds, the most bytes first."""
         since = self._clock() - LATELY_S
         with self._lock:
             while self._transfers and self._transfers[0].at < since:

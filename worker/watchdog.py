@@ -86,13 +86,13 @@ class ThreadVitals:
 
     @property
     def pulse(self) -> Pulse:
-        """As of the last look."""
+        """Return the last observation."""
         engine, link, loop = (round(thread.still_s, 2) for thread in self._threads.values())
         return Pulse(engine, link, loop, round(self._usual_s, 4))
 
     @property
     def fault(self) -> str | None:
-        """What has ended comes before what hangs."""
+        """Return the fault of a thread; an ended one comes before a hanging one."""
         if self._link.fault is not None:
             return f"the link thread ended: {self._link.fault}"
         ended = self._ranks.ended if self._ranks is not None else None

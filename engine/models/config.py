@@ -70,7 +70,7 @@ class DecoderConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether its layers are those of Llama: one RMS norm before each part, SiLU, one rotation, no caps."""
+        """Return whether its layers are those of Llama: one RMS norm before each part, SiLU, one rotation, no caps."""
         family = self.family
         own = (family.norm_behind, family.gelu, family.wide_qk_norm, family.capped, family.centred, family.sinks)
         return not any((*own, self.local_rope, self.experts, self.latent))

@@ -99,7 +99,7 @@ class Family:
 
     @property
     def stacked(self) -> bool:
-        """Whether checkpoints hold all experts of a layer in one tensor (`engine.models.stacked`)."""
+        """Return whether checkpoints hold all experts of a layer in one tensor (`engine.models.stacked`)."""
         return self.experts is not None and self.experts.stacked
 
 

@@ -100,7 +100,7 @@ class _Dense:
 
 @cache
 def _is_linear(kind: Any) -> bool:
-    """Whether its modules are dense layers: those of PyTorch, or a kind made of them that computes the same."""
+    """Return whether its modules are dense layers: those of PyTorch, or a kind made of them that computes the same."""
     if not issubclass(kind, nn.Linear):
         return False
     return kind is nn.Linear or _computes(kind, _TRIED[::-1], lambda tried: tried.weight)
@@ -108,7 +108,7 @@ def _is_linear(kind: Any) -> bool:
 
 @cache
 def _is_conv1d(kind: Any) -> bool:
-    """Whether its modules are what GPT-2 calls Conv1D: dense layers whose weights lie inputs first."""
+    """Return whether its modules are what GPT-2 calls Conv1D: dense layers whose weights lie inputs first."""
     return kind.__name__ == "Conv1D" and _computes(kind, _TRIED, lambda tried: tried.weight.t())
 
 

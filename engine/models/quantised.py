@@ -25,7 +25,7 @@ class Tensors(Protocol):
         """None: there is none of that name."""
 
     def holds(self, name: str) -> bool:
-        """Whether there is one of that name."""
+        """Return whether there is one of that name."""
 
     def names(self) -> Iterable[str]:
         """Return the names of all tensors."""
@@ -42,7 +42,7 @@ class QuantisedWeights:
         self._quantisation = quantisation
 
     def holds(self, name: str) -> bool:
-        """Whether there is such a weight, plain or not."""
+        """Return whether there is such a weight, plain or not."""
         layer = name.removesuffix(".weight")
         return any(self._tensors.holds(each) for each in (name, f"{layer}.qweight", f"{layer}.weight_packed"))
 

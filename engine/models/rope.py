@@ -76,7 +76,7 @@ def _yarn_attention(rope: RopeConfig) -> float:
 
 
 def stretched(rope: RopeConfig, length: int) -> bool:
-    """Whether sequences of up to this length have other frequencies than those of the original length."""
+    """Return whether sequences of up to this length have other frequencies than those of the original length."""
     return rope.kind == "longrope" and length > rope.original_max_len
 
 

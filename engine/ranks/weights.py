@@ -118,7 +118,7 @@ class ShardWeights:
             )
 
     def _entire(self, name: str) -> bool:
-        """Whether it is of an expert that is here and nowhere else."""
+        """Return whether it is of an expert that is here and nowhere else."""
         return self._shard.whole_experts and ".experts." in name
 
     def _cut(self, name: str, own: tuple[int, ...]) -> Cut | None:

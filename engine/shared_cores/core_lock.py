@@ -65,7 +65,7 @@ class CoreLock:
         _LIBC.pthread_mutex_unlock(self._held)
 
     def wanted(self) -> bool:
-        """Whether somebody waits for them."""
+        """Return whether somebody waits for them."""
         if not _taken(self._next, _LIBC.pthread_mutex_trylock(self._next)):
             return True
         _LIBC.pthread_mutex_unlock(self._next)
@@ -81,7 +81,7 @@ class CoreLock:
         self._urgent_ns.value = 0
 
     def hurried(self) -> bool:
-        """Whether somebody waits for them, and something is urgent."""
+        """Return whether somebody waits for them, and something is urgent."""
         return time.monotonic_ns() < self._urgent_ns.value and self.wanted()
 
 

@@ -79,7 +79,7 @@ def plain_rows(weight: torch.Tensor) -> StoredRows | None:
 
 
 def whole_panels(parts: Sequence[StoredRows]) -> bool:
-    """Whether each part begins a panel."""
+    """Return whether each part begins a panel."""
     return all(len(part.data) % _PANEL == 0 for part in parts[:-1])
 
 

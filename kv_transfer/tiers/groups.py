@@ -85,12 +85,12 @@ class Known:
         self._lock = threading.Lock()
 
     def there(self, group: Group) -> bool:
-        """Whether it is there as far as is known; False: who asks may find it."""
+        """Return whether it is there as far as is known; False: who asks may find it."""
         met = self._met.get(group.name)
         return met is not None and met.written_at is not None and _sure(met)
 
     def settled(self, group: Group) -> bool:
-        """Whether it is being written, or was there of late, and not written long ago."""
+        """Return whether it is being written, or was there of late, and not written long ago."""
         met = self._met.get(group.name)
         return met is not None and (met.written_at is None or (_sure(met) and not _old(met)))
 

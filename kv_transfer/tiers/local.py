@@ -82,7 +82,7 @@ class LocalTier(Generic[G]):
         return self._store.catalog.rows()
 
     def __contains__(self, block_hash: object) -> bool:
-        """Whether it is here, or is to be written."""
+        """Return whether it is here, or is to be written."""
         return block_hash in self._store.catalog or block_hash in self._coming
 
     def run(self, hashes: Sequence[bytes]) -> int:

@@ -33,7 +33,7 @@ class ReadRates:
 
     @property
     def hangs(self) -> bool:
-        """Whether nothing comes of what was asked for."""
+        """Return whether nothing comes of what was asked for."""
         began = self._began
         return began is not None and self._clock() > began + HANGS_S
 

@@ -70,7 +70,7 @@ class RemoteTier:
 
     @property
     def out(self) -> bool:
-        """Whether it is left alone, since it did not answer."""
+        """Return whether it is left alone, since it did not answer."""
         return time.monotonic() < self._out_until
 
     @property
@@ -105,7 +105,7 @@ class RemoteTier:
         return True
 
     def has(self, group: Group) -> bool:
-        """Whether it need not be written, as far as is known."""
+        """Return whether it need not be written, as far as is known."""
         return self.known.settled(group)
 
     def write(

@@ -137,7 +137,7 @@ class Store(Generic[G]):
             self._removed(self._doomed.popleft())
 
     def _removed(self, group: G) -> bool:
-        """Whether it is not there any more."""
+        """Return whether it is not there any more."""
         if self.catalog.named(group.name) is not None:
             return True
         try:

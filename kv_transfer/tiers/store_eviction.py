@@ -67,7 +67,7 @@ def too_much(listed: Iterable[tuple[str, float, int]], size: int) -> Iterable[st
 
 
 async def _turn(objects: Objects, folder: str) -> bool:
-    """Whether no node has swept of late; now this one does."""
+    """Return whether no node has swept of late; now this one does."""
     mark = f"{folder}/{MARK}"
     try:
         if await objects.age(mark) < EVERY_S / 2:

@@ -76,7 +76,7 @@ class AdmittedRequest:
         return self._meter.running if self._tenant_registry.several() else 0
 
     def headers(self) -> Mapping[str, str]:
-        """What is left of the tenant's limits."""
+        """Return the rate-limit headers of the tenant."""
         return self._meter.headers()
 
     def prefer(self, priority: int | None) -> RequestContext:

@@ -86,7 +86,7 @@ def query_parameters(most: int, **more: dict[str, Any]) -> dict[str, Any]:
 
 
 def answers(model: type[BaseModel], *statuses: int) -> Responses:
-    """What comes with these statuses; clients that are sent away learn when to come back."""
+    """Describe the answers with these statuses, with Retry-After where clients should come back."""
     content = {"application/json": {"schema": _reference(model)}}
     return {
         status: {"content": content, "headers": {**_ID, **(_LATER if status in RETRY_AFTER_S else {})}}

@@ -65,8 +65,9 @@ class Answer:
             self.generation.listen(None)
 
     async def settle(self) -> None:
-        """What must have happened before the client hears of the end, after the last piece. Never raises. The last
-        events go out with the end, so `flush` before anything is waited for here."""
+        """Finish what must happen after the last piece, before the client learns of the end.
+
+        Never raises. The last events go out with the end, so `flush` before anything is waited for here."""
 
     async def flush(self) -> None:
         """Write what is held back."""

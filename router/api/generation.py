@@ -66,7 +66,9 @@ class Generation:
         self._groups = [self.choices[at : at + n] for at in range(0, len(self.choices), n)]
 
     def pieces(self) -> Pieces:
-        """What the choices produce, as it comes. Raises the KvferryError of the first dispatch that fails."""
+        """Iterate over the choices' pieces as they arrive.
+
+        Raises the KvferryError of the first dispatch that fails."""
         if self.turn is not None and self.turn.newcomer:
             for leader, *_ in self._groups:
                 leader.spec = replace(leader.spec, newcomer=True)
@@ -92,13 +94,13 @@ class Generation:
 
     @property
     def route(self) -> Route | None:
-        """Where the first choice went; known once its first piece is there."""
+        """Return the route of the first choice, known once its first piece is there."""
         dispatch = self.choices[0].dispatch
         return dispatch.route if dispatch is not None else None
 
     @property
     def size(self) -> Size:
-        """What it asks of the nodes."""
+        """Return the size of its work."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
         works = [spec.work for spec in self.prompts]
         longest = max(work.params.max_tokens for work in works if isinstance(work, Generate))
@@ -171,7 +173,7 @@ def _later(params: SamplingParams, choice: int) -> SamplingParams:
 
 
 def count_prompt(metrics: ModelMetrics, route: Route) -> None:
-    """Where the tokens of a prompt came from."""
+    """Count the origin of a prompt's tokens."""
     for source, tokens in _sources(route.reuse).items():
         metrics.prompt_tokens[source].inc(tokens)
 

@@ -48,7 +48,7 @@ class InflightLimit:
         self.count += 1
 
     def go_on(self) -> None:
-        """For work that outlives the request that entered for it; `leave` must follow for each."""
+        """Keep the place of a request for work that outlives it; `leave` must follow for each."""
         self.count += 1
 
     def leave(self) -> None:

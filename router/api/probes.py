@@ -75,7 +75,7 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> A
 
 
 def trouble(pools: ServedModels, placing: bool) -> str:
-    """Why this process takes no requests, or could place none now; empty where it does."""
+    """Return why this process takes no requests, or could place none now; empty where it does."""
     if pools.trouble or not placing:
         return pools.trouble
     serving = any(counts["decode"] for counts in pools.ready().values())
@@ -93,7 +93,7 @@ async def _troubles(peers: WorkerPeers, placing: bool) -> str:
 
 
 def targets(pools: ServedModels) -> APIRouter:
-    """For Prometheus' `http_sd_configs`: nodes may have other ports after each start, which their leases tell."""
+    """Return scrape targets for Prometheus' `http_sd_configs`; nodes' ports come from their leases."""
     router = APIRouter()
 
     @router.get("/targets", summary="Where the nodes' metrics are, for Prometheus' HTTP service discovery")

@@ -52,7 +52,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """As answers tell it."""
+        """Return the model's name in answers."""
         return self.adapter[0] or self.text.name
 
     @property
@@ -63,8 +63,9 @@ class ServedModel:
         return min(own, info.max_model_len) if info is not None else own
 
     async def specs(self, call: RequestContext, body: GenerationBody, size: int = 0) -> list[RequestSpec]:
-        """What the body of so many bytes asks for: the first sequence of each of its prompts. Raises InvalidRequest
-        naming the field."""
+        """Return the first sequence of each of the body's prompts.
+
+        Reading the body took so many bytes. Raises InvalidRequest naming the field."""
         if self.text.task.kind != "generate":
             raise InvalidRequest(f"the model {self.name!r} does not generate: {self.text.task.told}", param="model")
         long = size >= LONG_CHARS
@@ -89,7 +90,7 @@ class ServedModel:
     def spec(
         self, call: RequestContext, request_id: str, token_ids: Sequence[int], work: Work, cache_salt: str | None
     ) -> RequestSpec:
-        """Of one prompt that was checked."""
+        """Return the request of one checked prompt."""
         realm = namespace(call.realm, cache_salt or "")
         return RequestSpec(call, request_id, tuple(token_ids), work, realm, adapter=self.adapter[1])
 
@@ -170,14 +171,14 @@ class ServedModel:
 
 
 def request_names(call: RequestContext, prompts: int) -> list[str]:
-    """What the requests are called that a call makes of so many prompts."""
+    """Return the ids of the requests that a call makes of so many prompts."""
     return [call.id] if prompts == 1 else [f"{call.id}-p{number}" for number in range(prompts)]
 
 
 def pool_of(
     text: TextModel, cluster: Cluster, metrics: RouterMetrics, settings: RouterSettings, tenant_registry: TenantRegistry
 ) -> ServedModel:
-    """What serves one model to those tenants."""
+    """Build what serves one model to those tenants."""
     turns = SchedulerSlots(cluster.capacity, metrics, shared=tenant_registry.several, most_queued=settings.max_queued)
     backlog = Backlog(lambda: turns.waiting, cluster.held, cluster.capacity)
     metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.held)
@@ -208,24 +209,26 @@ class ServedModels:
         await asyncio.gather(*(pool.checker.close() for pool in self._pools if pool.checker is not None))
 
     def ready(self) -> dict[str, dict[str, int]]:
-        """By each model's first name: nodes of each role that could take a request now."""
+        """Return the usable nodes of each role, by each model's first name."""
         return {pool.name: pool.cluster.ready() for pool in self}
 
     @property
     def trouble(self) -> str:
-        """Why the router is not ready, of the first model that has a reason (see `Cluster.trouble`); empty: it is."""
+        """Return why the router is not ready, for the first such model (see `Cluster.trouble`); empty: it is ready."""
         return next(filter(None, [pool.cluster.trouble() for pool in self]), "")
 
     def names(self) -> list[str]:
-        """Of all models, and of their adapters behind them."""
+        """Return the names of all models, with their adapters behind them."""
         return [name for pool in self for name in (*pool.text.called.all, *pool.cluster.adapters.ids)]
 
     def serves(self, name: str) -> bool:
-        """Whether a model, not an adapter, is called so."""
+        """Return whether a model, not an adapter, is called so."""
         return name in self._named
 
     def pool(self, model: str | None) -> ServedModel:
-        """Of a model, or of a model with an adapter, by name. Raises ModelNotFound."""
+        """Return the model, or the model with an adapter, of this name.
+
+        Raises ModelNotFound."""
         if not model:
             return self.first
         pool = self._named.get(model)

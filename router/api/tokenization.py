@@ -52,7 +52,7 @@ async def tokenize(pools: ServedModels, data: bytes) -> dict[str, Any]:
 
 
 def describe(pools: ServedModels) -> dict[str, Any]:
-    """What vLLM's clients read of a tokenizer, of the first model."""
+    """Return the tokenizer facts of the first model that vLLM's clients read."""
     pool = pools.first
     template = pool.text.template
     return {

@@ -33,7 +33,7 @@ class WriteBuffer:
         """A write that the client must be waited for, or that failed."""
 
     def add(self, data: bytes) -> bool:
-        """Whether more may be added before `flush` was awaited."""
+        """Return whether more may be added before `flush` was awaited."""
         if data:
             if not self._parts:
                 self._loop.call_soon(self._write, context=self._context)
@@ -47,14 +47,14 @@ class WriteBuffer:
             await self._responder.write(data)
 
     async def last(self) -> bytes:
-        """What is left when all before it is written, for who writes it with more."""
+        """Return the unwritten rest once all before it is written, for a caller that writes it with more."""
         while (waiting := self._waiting) is not None:
             await waiting
             self._written(waiting)  # whose turn may not have come yet
         return self._take()
 
     def drop(self) -> None:
-        """Nobody is there to take it."""
+        """Discard the buffer: its client is gone."""
         self._take()
         if self._waiting is not None:
             self._waiting.cancel()

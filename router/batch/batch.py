@@ -89,7 +89,9 @@ class BatchFolder:
         write_whole(self.folder(batch.id) / "batch.json", json.dumps(asdict(batch)))
 
     def get(self, batch_id: str) -> Batch:
-        """As last saved; cancelling where that was asked for. Raises NotFound."""
+        """Return a batch as last saved; cancelling where that was requested.
+
+        Raises NotFound."""
         try:
             if not _ID.fullmatch(batch_id):
                 raise FileNotFoundError

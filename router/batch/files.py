@@ -111,7 +111,9 @@ class FileStore:
         return stored
 
     def path(self, file_id: str, param: str = "file_id") -> Path:
-        """Of its content. Raises NotFound."""
+        """Return the path of a file's content.
+
+        Raises NotFound."""
         return self._content(self.get(file_id, param).id)
 
     def open(self, file_id: str) -> tuple[BinaryIO, int]:

@@ -36,7 +36,7 @@ class Reading:
     rungs: Sums[str] = field(default_factory=Sums)
 
     def since(self, before: Reading | None, now: float, began: float) -> Counts:
-        """What was counted after `before`, or since `began`."""
+        """Return the counts after `before`, or since `began`."""
         old = before or Reading(began, Sums(), Sums(), Sums(), 0, 0, 0, 0.0)
         statuses = self.statuses - old.statuses
         firsts = self.first_tokens - old.first_tokens
@@ -107,7 +107,7 @@ class History:
 
 
 def sums(metric: Counter, *labels: str) -> Sums[str]:
-    """By these labels, over all others; zeros are told too."""
+    """Sum a metric by these labels over all others, zeros included."""
     found: Sums[str] = Sums()
     for family in metric.collect():
         for sample in family.samples:

@@ -15,8 +15,9 @@ OF_NODES = ("joined", "lost", *NODE_STATES, "incompatible")
 
 
 def merged(own: State, others: Sequence[State], count: int) -> State:
-    """What all routers know alike is as this one sees it; what is each one's own is added. `count`: of processes, some
-    of which may not have told."""
+    """Merge the states of all processes: shared facts as this one sees them, own counts added.
+
+    `count`: of processes, some of which may not have told."""
     states = [own, *others]
     told = f"{len(states)} of {count}" if len(states) < count else f"{count}"
     newest_first = zip_longest(*(reversed(state.points) for state in states))

@@ -27,7 +27,7 @@ def whole_page(state: State | None) -> Response:
 
 
 def view(state: State) -> str:
-    """What is shown between the page's head and its script."""
+    """Render the part between the page's head and its script."""
     sources, highest = charts.stacked([point.prompt for point in state.points])
     refusals, _ = charts.stacked([point.refused for point in state.points])
     misses, _ = charts.stacked([point.missed for point in state.points])

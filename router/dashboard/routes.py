@@ -29,7 +29,7 @@ class DashboardRoutes:
         peers.answers["state"] = self._own
 
     async def state(self, viewer: str | None = None) -> State:
-        """As `SnapshotBuilder.state`."""
+        """Return `SnapshotBuilder.state`, merged over all processes."""
         own = self._board.state(viewer)
         if self._peers.alone:
             return own
@@ -41,7 +41,7 @@ class DashboardRoutes:
 
 
 def shown(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
-    """What is asked for by those with a key."""
+    """Return the data routes, which need a key where keys are set."""
     router = APIRouter()
 
     async def state(request: Request) -> State:

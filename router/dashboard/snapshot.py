@@ -43,7 +43,10 @@ class SnapshotBuilder:
         return self._history.followed()
 
     def state(self, viewer: str | None = None) -> State:
-        """As of now. `viewer`: the tenant who looks, who is told no names of others' requests; None: may see all."""
+        """Return the current state.
+
+        `viewer`: the tenant who looks and sees no names of others' requests; None: may see all. `viewer`: the tenant
+        who looks, who is told no names of others' requests; None: may see all."""
         table, request_log = self._cluster.nodes, self._cluster.request_log
         now = request_log.clock()
         left = table.breakers.left()

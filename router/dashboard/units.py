@@ -35,7 +35,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """As a percentage; a dash where there is no value."""
+    """Format a share as a percentage; a dash where there is no value."""
     return "–" if value is None else f"{100 * value:.0f} %" if value in (0, 1) else f"{100 * value:.1f} %"
 
 

@@ -37,7 +37,7 @@ class AttemptPlanner:
 
     @property
     def hashes(self) -> Sequence[bytes]:
-        """Of the full blocks of all tokens, as of `reuse`."""
+        """Return the hashes of the full blocks of all tokens, as of `reuse`."""
         return self._hashes
 
     async def reuse(self) -> dict[str, int]:
@@ -48,9 +48,11 @@ class AttemptPlanner:
         return await self._context.reuse(self._hashes, self._held)
 
     def place(self, reuse: dict[str, int], left_s: float) -> Placement | None:
-        """Of the next attempt. None: nothing can take it now, and it waits, for a node or for room. A cluster that
-        would be late says so to newcomers at once, and so does one that is full and for which many wait already.
-        Raises NoNodes, Overloaded and ContextLengthExceeded."""
+        """Place the next attempt; None: nothing can take it now, and it waits.
+
+        None: nothing can take it now, and it waits, for a node or for room. A cluster that would be late says so to
+        newcomers at once, and so does one that is full and for which many wait already. Raises NoNodes, Overloaded and
+        ContextLengthExceeded."""
         demand = self._demand()
         try:
             self._pay()

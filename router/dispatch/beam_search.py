@@ -44,11 +44,11 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """How many of the likeliest next tokens it must be told of each beam."""
+        """Return how many of the likeliest next tokens the search needs for each beam."""
         return 2 * self._width
 
     def advance(self, found: Sequence[TokenLogprobs]) -> None:
-        """What may follow each live beam, in their order: `top` has the likeliest tokens, most likely first."""
+        """Extend each live beam by its likeliest next tokens `top`, most likely first."""
         assert len(found) == len(self.live)
         grown: list[Beam] = []
         for parent, (beam, told) in enumerate(zip(self.live, found, strict=True)):
@@ -79,8 +79,8 @@ class BeamSearch:
         return cumulative / math.pow(max(1, self._prompt_len + output_len), self._penalty)
 
     def _decided(self) -> bool:
-        """Whether no live beam can come among the best any more: its sum only falls, so that at most its length helps
-        it, at the longest or at once."""
+        """Return whether no live beam can come among the best any more: its sum only falls, so that at most its length
+        helps it, at the longest or at once."""
         if not self.live or len(self._ended) < self._width:
             return False
         now = len(self.live[0].entries)

@@ -91,7 +91,7 @@ class RouterCluster:
 
     @property
     def router_id(self) -> str:
-        """By which nodes know this router."""
+        """Return the id by which nodes know this router."""
         return self._client.router_id
 
     async def change_role(self, node: NodeLease, role: str, rest_s: float) -> None:

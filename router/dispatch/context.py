@@ -42,8 +42,9 @@ class DispatchContext(Protocol):
         """These nodes have the blocks of an attempt's prompt."""
 
     def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
-        """Where the next attempt goes, given what `reuse` answered. Raises NoNodes, Overloaded or
-        ContextLengthExceeded."""
+        """Place the next attempt, given the result of `reuse`.
+
+        Raises NoNodes, Overloaded or ContextLengthExceeded."""
 
     def launch(
         self,
@@ -63,7 +64,7 @@ class DispatchContext(Protocol):
         """Nodes that could take an attempt with the adapter of that id; `besides` even if a connection to it failed."""
 
     def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
-        """Where the prompt's tokens came from, as the node told it if that adds up."""
+        """Return the origin of the prompt's tokens as the node reported it, if that adds up."""
 
     def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:
         """The first token came, from an attempt placed as `last`, `waited_s` after its launch."""

@@ -30,8 +30,10 @@ class Failure:
 def blamed(
     error: KvferryError, reporter: NodeLease, placement: Placement, *, decoding: bool = False
 ) -> tuple[NodeLease, ...]:
-    """Who caused what `reporter`, which is alive, reports. A refused grant is the decode node's doing. A node or a
-    transfer that it misses: either of the two, or what lies between, unless all blocks had come and it was decoding."""
+    """Return the nodes at fault for an error that the live node `reporter` reports.
+
+    A refused grant is the decode node's doing. A node or a transfer that it misses: either of the two, or what lies
+    between, unless all blocks had come and it was decoding."""
     prefill, decode = placement.prefill, placement.decode
     if prefill is None or decode is None:
         return (reporter,)
@@ -45,7 +47,9 @@ def blamed(
 def failure(
     attempt: int, error: KvferryError, culprits: tuple[NodeLease, ...], placement: Placement, *, decoding: bool
 ) -> Failure:
-    """Of an attempt on that placement. A decode node without a prefill node computes the prompt too."""
+    """Build the failure of an attempt on that placement.
+
+    A decode node without a prefill node computes the prompt too."""
     works: set[Work] = {"prefill"}
     if placement.decode and culprits[0].node_id == placement.decode.node_id:
         works = {"decode"} if placement.prefill or decoding else {"prefill", "decode"}

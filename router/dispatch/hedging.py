@@ -22,7 +22,7 @@ class HedgedAttempts:
 
     @property
     def nodes(self) -> frozenset[NodeKey]:
-        """Those of all that run."""
+        """Return the nodes of all running attempts."""
         places = [runner.placement for runner in self.runners.values()]
         return frozenset(node_key(node) for place in places for node in (place.prefill, place.decode) if node)
 

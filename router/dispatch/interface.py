@@ -43,7 +43,7 @@ class RequestSpec:
 
     @property
     def params(self) -> SamplingParams:
-        """How output tokens are drawn, of work that generates."""
+        """Return the sampling parameters of work that generates."""
         assert isinstance(self.work, Generate), self.work
         return self.work.params
 
@@ -96,7 +96,7 @@ class Dispatch(Protocol):
 
     @property
     def fork(self) -> Fork | None:
-        """For those that fork from it."""
+        """Return what other requests need to fork from it."""
 
     def __aiter__(self) -> AsyncGenerator[Output]: ...
 
@@ -127,7 +127,7 @@ class Adapters(Protocol):
 
     @property
     def ids(self) -> Mapping[str, str]:
-        """By name."""
+        """Return adapter ids by name."""
 
     async def change(self, change: ChangeAdapter) -> None:
         """Have every node load or unload an adapter; on return it can be asked for, or not any more. Raises the error
@@ -142,23 +142,25 @@ class Cluster(Protocol):
 
     @property
     def adapters(self) -> Adapters:
-        """Of its nodes."""
+        """Return the adapters of its nodes."""
 
     def capacity(self) -> Capacity:
-        """What they take at once, as of less than a second ago. Asked for at every request."""
+        """Return the nodes' capacity, at most a second old; called for every request."""
 
     def info(self) -> ClusterInfo | None:
         """None until a node that can decode (or any at all, for max_tokens=1) has been seen."""
 
     def leases(self) -> Sequence[NodeLease]:
-        """Of all its live nodes, whatever their state."""
+        """Return the leases of all live nodes, whatever their state."""
 
     def ready(self) -> dict[str, int]:
         """Nodes of each role that could take a request now. One can be placed as soon as there is a decode node."""
 
     def trouble(self) -> str:
-        """Why this router may not take the place of one before it: the registry has not told it of the nodes yet, or of
-        such of another wire version, which others serve until one of its own can decode. Stays empty once it is."""
+        """Return why this router may not replace the one before it.
+
+        The registry has not told it of the nodes yet, or it told of nodes of another wire version, which other routers
+        serve until a node of this version can decode. Once it is empty it stays so."""
 
     def start(self, spec: RequestSpec) -> Dispatch:
         """Begin a request. Raises Overloaded at once when the nodes are full."""

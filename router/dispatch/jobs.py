@@ -14,7 +14,7 @@ from kvferry.router.dispatch.interface import Output, RequestSpec
 def job(
     spec: RequestSpec, request_id: str, attempt: int, delivered: tuple[int, ...], router_id: str, left_s: float
 ) -> Job:
-    """Of one attempt, which goes on behind the output tokens that were delivered."""
+    """Build the job of one attempt, which continues behind the delivered output tokens."""
     return Job(
         request_id=request_id,
         attempt=attempt,
@@ -32,8 +32,7 @@ def job(
 
 
 def hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> list[bytes]:
-    """Of the prompt and what was delivered; empty where nothing can be reused: some work needs the whole prompt
-    computed."""
+    """Return the block hashes of prompt and delivered tokens; empty where nothing can be reused."""
     if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
         return []
     return chain(root_hash(lease.fingerprint, spec.namespace, spec.adapter), token_ids, lease.block_size)

@@ -35,12 +35,12 @@ class Migration:
         self._unfit: set[NodeKey] = set()
 
     def concerns(self, number: int) -> bool:
-        """Whether that is the successor's number."""
+        """Return whether that is the successor's number."""
         return self._successor is not None and self._successor.job.attempt == number
 
     @property
     def goes_to(self) -> NodeLease | None:
-        """Where the successor is to go on with it, if there is one."""
+        """Return the node on which the successor is to continue, if any."""
         return self._successor.placement.decode if self._successor else None
 
     async def begin(self, number: int, make_job: Callable[[str], Job]) -> bool:
@@ -68,8 +68,8 @@ class Migration:
         return True
 
     def settles(self, failure: Failure) -> bool:
-        """Whether what ended an attempt is a move, which came about or not, and nothing else is to be done for it. One
-        to an earlier successor, which was given up, is a failure like any other."""
+        """Return whether what ended an attempt is a move, which came about or not, and nothing else is to be done for
+        it. One to an earlier successor, which was given up, is a failure like any other."""
         successor = self._successor
         if successor is None:
             return False
@@ -88,7 +88,7 @@ class Migration:
         return True
 
     def end(self) -> None:
-        """Of the dispatch, or of the attempt: it has no successor."""
+        """End the migration with its dispatch or attempt."""
         if self._successor:
             self._successor.close(cancel=True)
         self._successor = None

@@ -198,8 +198,9 @@ class ModelCluster:
         )  # fmt: skip
 
     def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
-        """Where the prompt's tokens came from, as `node` told it. A wrong account is the node's bug and no reason to
-        fail a request: it is named, counted, and taken as nothing reused, like none at all."""
+        """Return the origin of the prompt's tokens, as `node` reported it.
+
+        A wrong account fails no request: it is logged, counted, and taken as nothing reused, like none at all."""
         length = len(job.token_ids)
         if told is not None and told.balanced and told.prompt_len == length:
             return told

@@ -19,12 +19,12 @@ class PendingRequests:
         self._tokens[who] = tokens
 
     def takes(self, who: object) -> bool:
-        """Whether it may wait, or waits already, in a cluster that is full."""
+        """Return whether it may wait, or waits already, in a cluster that is full."""
         return who in self._tokens or self.roomy
 
     @property
     def roomy(self) -> bool:
-        """Whether another may wait for room."""
+        """Return whether another may wait for room."""
         return len(self._tokens) < MOST_FULL
 
     def leave(self, who: object) -> None:

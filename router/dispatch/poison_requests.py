@@ -92,7 +92,7 @@ class PoisonRequests:
         return {node: DOUBT_S * count for node, count in others.items() if count}
 
     def barred(self, suspect: Suspect) -> set[NodeKey]:
-        """Where it may not go: suspects share no node with one that lost as many as a request may."""
+        """Return the nodes on which it may not run."""
         if not suspect.losses:
             return set()
         worst = suspect.losses >= MOST_ALIKE

@@ -20,7 +20,7 @@ class RetryBudget:
         self._left, self._counted, self._at = most, 0, clock()
 
     def spend(self) -> bool:
-        """Whether there may be one more."""
+        """Return whether there may be one more."""
         now = self._clock()
         earned = self._share * (self.requests - self._counted) + self._floor * (now - self._at)
         self._left, self._counted, self._at = min(self._most, self._left + earned), self.requests, now

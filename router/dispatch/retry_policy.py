@@ -64,7 +64,7 @@ class RetryPolicy:
         return "wait_for_room" if isinstance(error, GrantRefused | Overloaded) else "another_decode"
 
     def forgive(self) -> None:
-        """Nothing else is left: allow again what failed before."""
+        """Allow again what failed before, since nothing else is left."""
         self.excluded.clear()
         self.broken.clear()
 

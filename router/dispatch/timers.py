@@ -32,7 +32,7 @@ class EventQueue(Generic[T]):
 
     @property
     def awaited(self) -> bool:
-        """Whether its reader has all that was told and waits for more."""
+        """Return whether its reader has all that was told and waits for more."""
         return self._waiter is not None and not self._waiter.done()
 
     def post(self, item: T) -> None:
@@ -126,7 +126,7 @@ class Backoff:
         return self._until is not None
 
     def over(self, left_s: float) -> bool:
-        """Whether it has waited long enough; begins to wait. `left_s`: until the request's deadline."""
+        """Return whether it has waited long enough; begins to wait. `left_s`: until the request's deadline."""
         now = asyncio.get_running_loop().time()
         if self._until is None:
             self._until = now + min(self._most_s, SHARE * left_s)

@@ -21,7 +21,7 @@ class OrderedTokens:
         self._early.clear()
 
     def goes_on(self, delta: TokenDelta) -> bool:
-        """Whether a delta follows at once what is out, and more will; it is taken then."""
+        """Return whether a delta follows at once what is out, and more will; it is taken then."""
         if not 0 < len(self.tokens) == delta.index or delta.finish_reason is not None or self._early:
             return False
         self.tokens += delta.token_ids

@@ -57,7 +57,7 @@ class CapacitySummary:
             figure()
 
     def change(self, key: NodeKey, view: NodeView | None, before: Part, after: Part) -> None:
-        """Of one node: its view, if it has one, and its part."""
+        """Update one node: its view, if it has one, and its part."""
         if view is not None:
             self._views[key] = view
         else:
@@ -73,7 +73,7 @@ class CapacitySummary:
             )
 
     def refusal(self) -> KvferryError | None:
-        """Why a request that needs a decode node cannot be placed whatever its length; None if it may be."""
+        """Return why no request that needs a decode node can be placed; None if one may be."""
         total = self.total
         if not total.decodes:
             return no_nodes(self.model)

@@ -67,7 +67,7 @@ class BreakerTable(Generic[S]):
         return len(self._known)
 
     def fail(self, subject: S, now: float, surely: bool = True) -> None:
-        """What was sent there before it was shut fails late, and is no news."""
+        """Record a failure; a late failure of an attempt sent before the breaker opened does not count."""
         known = self._known.get(subject)
         if known is None or now - known.failed_at > MEMORY_S:
             known = self._known[subject] = Breaker(now)
@@ -93,11 +93,11 @@ class BreakerTable(Generic[S]):
         return frozenset(subject for subject, known in self._known.items() if known.until > now)
 
     def left(self, now: float) -> dict[S, float]:
-        """Those that are shut now, and for how many seconds still."""
+        """Return the open breakers, with the seconds until each closes."""
         return {subject: known.until - now for subject, known in self._known.items() if known.until > now}
 
     def failing(self) -> list[S]:
-        """Those that were shut and have not worked since."""
+        """Return subjects whose breaker opened and that have not worked since."""
         return [subject for subject, known in self._known.items() if known.until]
 
 
@@ -168,7 +168,7 @@ class CircuitBreakers:
         return shut
 
     def left(self) -> RemainingPauses:
-        """For how long what nothing new goes to now is left out still, as far as nothing else happens."""
+        """Return for how many seconds nodes and pairs are still excluded."""
         now = self._clock()
         return RemainingPauses(self._nodes.left(now), self._pairs.left(now), self.quarantine.left())
 

@@ -46,7 +46,7 @@ def is_sound(lease: NodeLease) -> bool:
 
 
 def is_same(lease: NodeLease, other: NodeLease) -> bool:
-    """Whether both are of the same process."""
+    """Return whether both are of the same process."""
     return (lease.node_id, lease.epoch) == (other.node_id, other.epoch)
 
 

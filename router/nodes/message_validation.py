@@ -66,7 +66,7 @@ def refusal_of(status: int, body: bytes, retry_after: str | None) -> KvferryErro
 
 
 def suits(delta: TokenDelta, job: Job) -> bool:
-    """Whether a delta can be an answer to this job: no more tokens than it asks for, and what it asks for beside
+    """Return whether a delta can be an answer to this job: no more tokens than it asks for, and what it asks for beside
     them."""
     work, ends = job.work, delta.finish_reason is not None
     if not isinstance(work, Generate):
@@ -113,7 +113,8 @@ def _is_pulse(value: Any) -> bool:
 
 
 def _sound(value: Any) -> bool:
-    """Whether a message's fields are of their types, all the way down, and its numbers finite and within bounds."""
+    """Return whether a message's fields are of their types, all the way down, and its numbers finite and within
+    bounds."""
     kind = type(value)
     if kind is int:
         return bool(-(2**63) <= value < 2**63)

@@ -84,11 +84,11 @@ class ModelNodes:
         return min(blocks * size, total_len - 1) // size * size
 
     def leases(self) -> list[NodeLease]:
-        """Of all the model's live nodes, of any fingerprint and state."""
+        """Return the leases of all the model's live nodes, of any fingerprint and state."""
         return [entry.lease for entry in self._nodes]
 
     def state(self, lease: NodeLease) -> str:
-        """Of a node of this model, as metrics tell it."""
+        """Return a node's state, as metrics show it."""
         return lease.state if lease.fingerprint == self._fingerprint else "incompatible"
 
 
@@ -106,7 +106,7 @@ def _holding(view: NodeView, held: Mapping[str, int]) -> NodeView:
 
 
 def tiers(lease: NodeLease) -> Iterator[tuple[str, float]]:
-    """Of the node's own, the quickest first: the name of its rows, and the seconds in which a block is read."""
+    """Return the node's own tiers, quickest first: the name of their rows and the seconds to read a block."""
     rates = lease.rates
     for tier, block_s in zip(OWN_TIERS, (rates.host_block_s, rates.disk_block_s), strict=True):
         if block_s:
@@ -114,5 +114,5 @@ def tiers(lease: NodeLease) -> Iterator[tuple[str, float]]:
 
 
 def holds(lease: NodeLease, adapter: str) -> bool:
-    """Whether the node has the adapter of this id; without one any has."""
+    """Return whether the node has the adapter of this id; without one any has."""
     return not adapter or any(each.id == adapter for each in lease.adapters)

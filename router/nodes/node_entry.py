@@ -118,7 +118,7 @@ class NodeEntry:
         self._changed()
 
     def join(self, grouped: bool) -> None:
-        """Whether the node belongs to the group that is placed on."""
+        """Return whether the node belongs to the group that is placed on."""
         self._grouped = grouped
         self._changed()
 

@@ -55,12 +55,12 @@ class Quarantine:
                     self._on_begin()
 
     def left(self) -> dict[Pair, float]:
-        """Those in it now, and for how many seconds still."""
+        """Return the quarantined pairs, with the seconds left."""
         now = self._clock()
         return {subject: until - now for subject, until in self._until.items() if until > now}
 
     def shut(self) -> frozenset[Pair]:
-        """Those in it now."""
+        """Return the quarantined pairs."""
         now = self._clock()
         self._until = {subject: until for subject, until in self._until.items() if until > now}
         return frozenset(self._until)

@@ -10,7 +10,7 @@ from functools import cache
 
 @cache
 def headers(page: str) -> dict[str, str]:
-    """Of a page, or of the text that one is made of: its one script and its one style are named by their hashes."""
+    """Return the Content-Security-Policy headers of a page: they name the hashes of its one script and style."""
     policy = "; ".join((
         "default-src 'none'",
         f"script-src '{_hash(page, 'script')}'",

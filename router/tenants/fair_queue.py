@@ -126,9 +126,9 @@ class FairQueue:
         yield from lanes
 
     def _fits(self, turn: Slot, window: Window) -> bool:
-        """Whether there is room for it: for its tenant's next beside what that has under way, and for the first of one
-        that has nothing under way nearly always. So it is for a prompt of one that has little: nodes compute it before
-        the long ones of others."""
+        """Return whether there is room for it: for its tenant's next beside what that has under way, and for the first
+        of one that has nothing under way nearly always. So it is for a prompt of one that has little: nodes compute it
+        before the long ones of others."""
         lane = turn.lane
         sequences, prompt = _counted(turn, window)
         had = 0.0 if window.shared and self._little(turn) else lane.prompt
@@ -138,7 +138,7 @@ class FairQueue:
         )
 
     def _little(self, turn: Slot) -> bool:
-        """Whether its tenant has, with it, not half of the work that is under way of others."""
+        """Return whether its tenant has, with it, not half of the work that is under way of others."""
         own = turn.lane.under_way
         return 2 * (own + turn.work) <= self._under_way - own
 
@@ -159,8 +159,8 @@ class FairQueue:
         self._prompt += turn.counted[1]
 
     def _newcomer(self, turn: Slot) -> bool:
-        """Whether its tenant was given less than LENIENT times what another was, of those whose requests are under way,
-        and has little there."""
+        """Return whether its tenant was given less than LENIENT times what another was, of those whose requests are
+        under way, and has little there."""
         own = turn.lane
         few = 2 * (own.sequences + turn.counted[0]) <= self._sequences - own.sequences
         if not few and not self._little(turn):

@@ -24,7 +24,7 @@ class Keyring:
         self._take(self._file.value if self._file else {})
 
     def tenant(self, key: bytes) -> Tenant | None:
-        """Whose key it is; None if nobody's."""
+        """Return the tenant of a key; None if it is nobody's."""
         digest = key_hash(key)
         return self._own.get(digest) or self._keys.get(digest)
 

@@ -46,7 +46,9 @@ def entry(name: str, key: str) -> str:
 
 
 def read_keys(text: str) -> dict[bytes, Tenant]:
-    """What the file's text says. Raises ConfigError naming the tenant and the field."""
+    """Parse the text of a keys file.
+
+    Raises ConfigError naming the tenant and the field."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

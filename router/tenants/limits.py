@@ -119,7 +119,7 @@ class Meter:
 
 
 def shown_seconds(seconds: float) -> str:
-    """As OpenAI writes durations: 120ms, 1.5s, 6m0s."""
+    """Format a duration as OpenAI does: 120ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     if seconds < 60:

@@ -55,7 +55,7 @@ class ThroughputEstimate:
         self._since: float | None = None
 
     def busy(self, now: float, waiting: bool) -> None:
-        """Whether requests wait, from now on."""
+        """Return whether requests wait, from now on."""
         self._pass(now)
         self._since = now if waiting else None
 

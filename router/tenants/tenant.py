@@ -32,5 +32,5 @@ NOBODY = Tenant("")
 
 
 def namespace(tenant: str, salt: str) -> str:
-    """What roots the block hashes beside the model: no two pairs have the same, and the empty pair has none."""
+    """Return the namespace that roots block hashes beside the model."""
     return f"{len(tenant)}:{tenant}{salt}" if tenant or salt else ""

@@ -79,8 +79,7 @@ class Slot:
 
     @property
     def at_once(self) -> int:
-        """How many of its sequences may be at the nodes at a time: one with more than its tenant may have there sends
-        them one after the other."""
+        """Return how many of its sequences may be at the nodes at a time."""
         return max(1, int(self.counted[0]))
 
     def __lt__(self, other: Slot) -> bool:

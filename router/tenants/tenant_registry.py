@@ -24,11 +24,11 @@ class TenantRegistry:
         self._counters: dict[str, list[Counter]] = {}
 
     def several(self) -> bool:
-        """Whether there is anyone to be fair to."""
+        """Return whether there is anyone to be fair to."""
         return len(self.keyring.tenants) > 1
 
     def tenant(self, name: str) -> Tenant:
-        """As the file has it now; one that has left it has no limits any more and no new requests either."""
+        """Return the tenant as the file has it now."""
         return self.keyring.tenants.get(name) or (NOBODY if not name else Tenant(name))
 
     def meter(self, name: str) -> Meter:
@@ -40,8 +40,9 @@ class TenantRegistry:
         return meter
 
     def realm(self, name: str) -> str:
-        """Whose cached blocks a tenant may use: its own alone, so that nobody's prompts can be probed for by how fast
-        an answer comes, unless prefixes are shared by all."""
+        """Return whose cached blocks a tenant may use.
+
+        They are its own alone, unless all share prefixes, so that nobody can probe for others' prompts by latency."""
         return "" if self._share_prefixes else name
 
     def count(self, metrics: RouterMetrics, name: str, tokens: tuple[int, int, int]) -> None:

@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
         """Text that this token completes; empty while a character is incomplete."""
 
     def finish(self) -> str:
-        """What is left: a replacement character for a character that was never completed."""
+        """Return the rest: a replacement character for an incomplete character."""
 
 
 def detokenizer(

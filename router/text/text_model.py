@@ -46,7 +46,7 @@ class TextModel:
 
     @property
     def dialect(self) -> Dialect | None:
-        """How the model calls tools; None: it does not."""
+        """Return the model's tool-call dialect; None: it has none."""
         template = self.template
         if template is None:
             return None
@@ -54,12 +54,12 @@ class TextModel:
 
     @property
     def thinking(self) -> Thinking | None:
-        """How the model marks its reasoning; None: it does not, or the marks are shown as text."""
+        """Return the model's reasoning marks; None: it has none, or they are shown as text."""
         return thinking(self.reasoning_parser, self.template.source if self.template is not None else None)
 
     @property
     def channels(self) -> bool:
-        """Whether its outputs are messages on channels, all of them."""
+        """Return whether its outputs are messages on channels, all of them."""
         return has_channels(self.dialect, self.thinking)
 
     @property
@@ -71,7 +71,7 @@ class TextModel:
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Of each text by itself."""
+        """Encode each text by itself."""
         encode = self.tokenizer.library.encode_batch_fast  # the plain `encode` keeps the GIL
         return [found.ids for found in encode(list(texts), add_special_tokens=add_special_tokens)]
 
@@ -125,7 +125,7 @@ class TextModel:
         return _up_to_content(text, shown[-1]) if continue_final_message else text
 
     def _shows_tools(self) -> bool:
-        """Whether the template does, in a way that is understood."""
+        """Return whether the template does, in a way that is understood."""
         dialect, template = self.dialect, self.template
         return template is not None and (template.knows_tools if dialect is None else dialect.own)
 
@@ -154,7 +154,7 @@ def _shaped(message: Message, place: int) -> dict[str, Any]:
 
 
 def _of_tools(message: Message) -> bool:
-    """Whether it brings calls or a result."""
+    """Return whether it brings calls or a result."""
     return message.get("role") in ("tool", "function") or bool(message.get("tool_calls"))
 
 

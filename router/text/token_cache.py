@@ -56,11 +56,11 @@ class TokenCache:
         self._lock = threading.Lock()
 
     def worth(self, text: str) -> bool:
-        """Whether the text may be cut, and is long enough for it."""
+        """Return whether the text may be cut, and is long enough for it."""
         return self._around is not None and len(text) >= LEAST_CHARS
 
     def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Of the whole text, where it may be cut."""
+        """Return the ids of the whole text, cut where that is allowed."""
         assert self._around is not None
         parts = list(_parts(text))
         with self._lock:
@@ -92,7 +92,7 @@ def _size(part: str, ids: array[int]) -> int:
 
 
 def cuts(tokenizer: Tokenizer) -> bool:
-    """Whether texts may be cut as the module says."""
+    """Return whether texts may be cut as the module says."""
     model, added = tokenizer.model, tokenizer.get_added_tokens_decoder().values()
     return (
         isinstance(model, models.BPE)
@@ -127,7 +127,7 @@ def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
 
 
 def _splits(steps: Sequence[dict[str, Any]]) -> bool:
-    """Whether words are found by known patterns, and end up as bytes."""
+    """Return whether words are found by known patterns, and end up as bytes."""
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
         return False
     found = steps[-1]["use_regex"]

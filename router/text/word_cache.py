@@ -33,11 +33,11 @@ class WordCache:
 
     @property
     def apart(self) -> bool:
-        """Whether the tokenizer's texts may be cut; `ids` may be called only then."""
+        """Return whether the tokenizer's texts may be cut; `ids` may be called only then."""
         return self._around is not None
 
     def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Of the whole text."""
+        """Return the ids of the whole text."""
         assert self._around is not None
         before, after = self._around if add_special_tokens else ((), ())
         return [*before, *self._ids(text), *after]

@@ -20,7 +20,7 @@ UP = "kvferry_worker_up"
 
 
 async def scraped(metrics: RouterMetrics, peers: WorkerPeers) -> bytes:
-    """What this process tells a scrape: its own metrics, and those of its siblings."""
+    """Return this process's answer to a scrape: its own metrics and those of its peers."""
     own = generate_latest(metrics.registry)
     if peers.alone:
         return own

@@ -36,7 +36,7 @@ class WorkerPeers:
 
     @classmethod
     def of(cls, settings: RouterSettings) -> WorkerPeers:
-        """As the process that started this one told it."""
+        """Build the peers that the supervising process announced."""
         if settings.worker < 0:
             return cls()
         return cls(settings.worker, settings.workers, settings.workers_dir)
@@ -63,13 +63,13 @@ class WorkerPeers:
             server.close()
 
     async def ask(self, name: str, *words: object, within_s: float = ASK_S) -> dict[int, bytes | None]:
-        """What each of the others answers; None of one that does not."""
+        """Ask all peers; None for one that does not answer."""
         numbers = list(self.others())
         asking = (ask(self._folder, number, name, *words, within_s=within_s) for number in numbers)
         return dict(zip(numbers, await asyncio.gather(*asking), strict=True))
 
     async def silent(self) -> list[int]:
-        """Those that do not answer."""
+        """Return the peers that do not answer."""
         return [number for number, answer in (await self.ask("alive")).items() if answer is None]
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,7 +88,7 @@ END = b"\n."
 
 
 async def ask(folder: Path, number: int, name: str, *words: object, within_s: float = ASK_S) -> bytes | None:
-    """What router process `number` answers; None if it does not within so many seconds."""
+    """Ask router process `number`; None if it does not answer within so many seconds."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(place(folder, number))
@@ -101,7 +101,7 @@ async def ask(folder: Path, number: int, name: str, *words: object, within_s: fl
 
 
 def place(folder: Path, number: int) -> Path:
-    """Of a process's socket."""
+    """Return the path of a process's socket."""
     return folder / f"{number}.sock"
 
 

@@ -106,7 +106,7 @@ Kwargs = Annotated[dict[str, Any], Field(max_length=MAX_KWARGS)]
 
 
 def told(must: str) -> GetPydanticSchema:
-    """For a field of several types: one error that names them all, instead of one for each."""
+    """Return one error for a field of several types, instead of one for each type."""
     return GetPydanticSchema(
         lambda source, build: core_schema.custom_error_schema(build(source), "type", custom_error_message=must)
     )

@@ -88,11 +88,13 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
             self.check_choices(self.sequences(), self.prompt_field, streams=bool(self.stream))
 
     def prompts(self, text: TextModel) -> list[Prompt]:
-        """What is to be continued: texts, or token ids that need no encoding. Raises InvalidRequest."""
+        """Return the prompts: texts, or token ids that need no encoding.
+
+        Raises InvalidRequest."""
         raise NotImplementedError
 
     def marks_texts(self) -> bool:
-        """Whether encoding puts the model's own special tokens around a text."""
+        """Return whether encoding puts the model's own special tokens around a text."""
         raise NotImplementedError
 
     def output_bound(self) -> tuple[str, int | None]:
@@ -100,11 +102,11 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
         return "max_tokens", self.max_tokens
 
     def top(self) -> int | None:
-        """How many likely tokens are shown with each output token; None without log-probabilities."""
+        """Return how many top log-probabilities each output token shows; None without log-probabilities."""
         raise NotImplementedError
 
     def sequences(self) -> int:
-        """How many are made of each prompt, of which the n best are shown."""
+        """Return how many sequences each prompt generates, of which the n best are shown."""
         return self.best_of or self.n or 1
 
     def prompt_top(self) -> int | None:
@@ -112,7 +114,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
         return self.prompt_logprobs
 
     def text_options(self) -> TextOptions:
-        """How the output is shown."""
+        """Return the display options of the output."""
         return TextOptions(
             stops=tuple(self.stop),
             include_stop=bool(self.include_stop_str_in_output),

@@ -37,11 +37,15 @@ class StructuredFields(BaseModel):
     guided_whitespace_pattern: str | None = None
 
     def parsing(self, text: TextModel) -> Parsing:
-        """What is to be taken out of the output's text. Raises InvalidRequest."""
+        """Return the parsing options of the output.
+
+        Raises InvalidRequest."""
         return PLAIN
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
-        """What the output of this prompt must match. Raises InvalidRequest naming the field at fault."""
+        """Return the grammar for this prompt's output.
+
+        Raises InvalidRequest naming the field at fault."""
         guided = [
             kind for kind in ("json", "regex", "choice", "grammar") if getattr(self, f"guided_{kind}") is not None
         ]
@@ -64,7 +68,7 @@ class StructuredFields(BaseModel):
 
 
 def format_grammar(value: Mapping[str, Any] | None, param: str) -> Grammar | None:
-    """What a response_format asks for, in the nested form of chat or the flat one of responses; None: any text."""
+    """Return the grammar of a response_format, in chat's nested form or the flat one of responses; None: any text."""
     kind = "text" if value is None else value.get("type", "text")
     if value is None or kind == "text":
         return None

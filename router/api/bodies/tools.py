@@ -76,7 +76,7 @@ class ToolFields(BaseModel):
 
     @property
     def legacy(self) -> bool:
-        """Whether the client spoke of functions, and is answered so."""
+        """Return whether the client spoke of functions, and is answered so."""
         return bool(self.functions)
 
     def usable(self) -> list[Any] | None:
@@ -115,8 +115,7 @@ class ToolFields(BaseModel):
 
 
 def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool = True) -> Parsing:
-    """How the output of a model is taken apart; shown: so is its reasoning. Raises InvalidRequest when tools
-    may be called and it calls none."""
+    """Return the parsing options for a model's output; shown: with its reasoning. Raises InvalidRequest."""
     calls = None
     if use is not None:
         if text.dialect is None:
@@ -133,8 +132,7 @@ def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
 def bounded(
     text: TextModel, use: ToolUse | None, asked: Asked | None, prompt: Sequence[int], *, continued: bool
 ) -> Asked | None:
-    """What the output of this prompt must match: calls where tools are used, else what was asked for, or either where
-    that is possible; reasoning goes before. Raises InvalidRequest for what cannot be joined.
+    """Return the grammar for this prompt's output: tool calls, the requested format, or either. Raises InvalidRequest.
 
     asked      the grammar of an answer in text
     continued  the prompt ends within an answer that is in text already

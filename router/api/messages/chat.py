@@ -33,7 +33,9 @@ class MessagesChat(TranslatedChat):
 
 
 async def asked(call: RequestContext, body: CountBody, pools: ServedModels) -> MessagesChat:
-    """What the request asks for. Raises InvalidRequest naming the field."""
+    """Translate the request into a chat.
+
+    Raises InvalidRequest naming the field."""
     return chat(body)
 
 

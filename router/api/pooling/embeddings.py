@@ -46,7 +46,9 @@ async def embeddings(pool: ServedModel, admitted: AdmittedRequest, body: Embeddi
 
 
 def embedding_work(pool: ServedModel, dimensions: int | None = None, normalize: bool | None = None) -> Embed:
-    """What the model's nodes are asked for. Raises InvalidRequest: it makes no vectors, or none so long."""
+    """Return the work for the model's nodes.
+
+    Raises InvalidRequest: it makes no vectors, or none so long."""
     task = pool.text.task
     if task.kind == "classify":
         raise InvalidRequest(f"the model {pool.name!r} does not embed: {task.told}", param="model")

@@ -58,7 +58,9 @@ class PoolingOutputs:
         self._used = TokenUsage()
 
     async def vectors(self) -> list[array[float]]:
-        """What the nodes said of each prompt, in order. Raises the KvferryError of the first that fails."""
+        """Return the nodes' vectors of all prompts, in order.
+
+        Raises the KvferryError of the first that fails."""
         size = Size(1, sum(len(spec.token_ids) for spec in self._specs), 0)
         turn = await self._admitted.turn(self._pool.turns, size)
         self._specs = [replace(spec, newcomer=turn.newcomer) for spec in self._specs]
@@ -109,7 +111,7 @@ class PoolingOutputs:
 
 
 def floats(vector: bytes) -> array[float]:
-    """Of a vector as it travels: float32, little-endian."""
+    """Decode a vector from the wire: float32, little-endian."""
     found = array("f")
     found.frombytes(vector)
     if sys.byteorder == "big":

@@ -25,8 +25,7 @@ def normal(given: str | Sequence[Any], name: str) -> list[Item]:
 
 
 def response_of(item_id: str) -> tuple[str, bool, int] | None:
-    """Which response an item with this id came with, whether as input, and its place there; None for an id that is not
-    ours."""
+    """Return the response that an item came with, whether as input, and its place; None for a foreign id."""
     found = _OWN_ID.fullmatch(item_id)
     return None if found is None else (f"resp_{found[2]}", found[1] == "in", int(found[3]))
 

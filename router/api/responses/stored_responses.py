@@ -51,7 +51,9 @@ class StoredResponses:
         self._store = store
 
     async def asked(self, call: RequestContext, body: ResponsesBody, pools: ServedModels) -> ResponsesChat:
-        """What the request asks for. Raises KvferryError: NotFound for what it continues and is not kept."""
+        """Return the request with the conversation that it continues.
+
+        Raises KvferryError: NotFound for what it continues and is not kept."""
         pool = pools.pool(body.model)
         name = f"{call.id}-{secrets.token_hex(4)}"
         kept = self._store is not None and body.store is not False

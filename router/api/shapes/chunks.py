@@ -109,8 +109,7 @@ class ChunkAnswer(Answer):
 
 
 def best(pairs: Iterable[tuple[Choice, Collected]], shown: int) -> list[tuple[Choice, Collected]]:
-    """Of each prompt's sequences, where there are more, the `shown` with the greatest log-probability per token, best
-    first; they are numbered anew."""
+    """Return the `shown` best sequences of each prompt by log-probability per token, numbered anew."""
     by_prompt: dict[int, list[tuple[Choice, Collected]]] = {}
     for choice, found in pairs:
         by_prompt.setdefault(choice.prompt, []).append((choice, found))

@@ -63,7 +63,7 @@ class Parts:
         return any(part.kind == CALL for part in self.all)
 
     def is_text(self, piece: Piece) -> bool:
-        """Whether the piece does nothing but grow the text that is open: nearly every one does."""
+        """Return whether the piece does nothing but grow the text that is open: nearly every one does."""
         return (
             self._open is not None
             and self._open.kind == TEXT

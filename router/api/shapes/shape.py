@@ -76,7 +76,7 @@ class Shape(Generic[AnyBody]):
         return None
 
     def begins_with_prompt(self) -> bool:
-        """Whether a choice's first piece always has something to show."""
+        """Return whether a choice's first piece always has something to show."""
         return False
 
     def piece_choice(self, choice: Choice, piece: Piece, *, first: bool) -> dict[str, Any]:

@@ -48,7 +48,7 @@ MARKERS = frozenset(
 
 
 def marker_ids(tokenizer: TextTokenizer, markers: Iterable[str] = MARKERS) -> dict[str, int]:
-    """Those markers that are tokens of the vocabulary."""
+    """Return the markers that are tokens of the vocabulary."""
     ids = {marker: tokenizer.library.token_to_id(marker) for marker in markers}
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
 
@@ -85,7 +85,9 @@ _CHANNELS = "<|channel|>analysis"
 
 @cache
 def dialect(name: str, template: str, *, knows_tools: bool) -> Dialect | None:
-    """Of the model with this chat template; `name` as in --tool-call-parser. None: it calls no tools."""
+    """Return the dialect of the model with this chat template; None: it calls no tools.
+
+    `name` as in --tool-call-parser. None: it calls no tools."""
     if name == NONE:
         return None
     family = _detected(template) if knows_tools else None
@@ -116,7 +118,7 @@ def thinking(name: str, template: str | None) -> Thinking | None:
 
 @cache
 def has_channels(calls: Dialect | None, thoughts: Thinking | None) -> bool:
-    """Whether a model's whole outputs are messages on channels."""
+    """Return whether a model's whole outputs are messages on channels."""
     return thoughts is REASONING["openai_gptoss"] or (calls is not None and calls.family == OPENAI)
 
 

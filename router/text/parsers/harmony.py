@@ -208,7 +208,7 @@ def _head_end(head: str) -> int:
 
 
 def _is_text(head: str, *, first: bool) -> bool:
-    """Whether there is more than a head, which may have been cut short, where no message follows."""
+    """Return whether there is more than a head, which may have been cut short, where no message follows."""
     found, rest = _head(head), head[_head_end(head) :].strip()
     if found["channel"] or (found["role"] and not first):
         return bool(rest) and not found["to"] and not any(word.startswith(rest) for word in (*CHANNELS, *_WORDS))

@@ -97,7 +97,7 @@ class CallObject:
 
     @property
     def valid(self) -> bool:
-        """Whether the arguments are an object in JSON, now that it is done."""
+        """Return whether the arguments are an object in JSON, now that it is done."""
         return is_object(self._arguments or "{}")
 
     def take(self) -> str:
@@ -194,7 +194,7 @@ def _unpacked(value: str) -> str | None:
 
 
 def is_object(text: str) -> bool:
-    """Whether it is an object in JSON."""
+    """Return whether it is an object in JSON."""
     return isinstance(_json(text), dict)
 
 

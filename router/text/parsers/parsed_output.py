@@ -22,7 +22,7 @@ class Parser(Protocol):
 
 
 def held_from(text: str, markers: Collection[str]) -> int:
-    """Where the end of `text` that may be the beginning of a marker starts; its length if there is none."""
+    """Return where the end of `text` may begin a marker; its length if it cannot."""
     longest = max(map(len, markers), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(marker.startswith(text[at:]) for marker in markers):
@@ -31,7 +31,7 @@ def held_from(text: str, markers: Collection[str]) -> int:
 
 
 def new_id(length: int = 0) -> str:
-    """Of a call: as OpenAI's, or so many letters and digits."""
+    """Return a new call id: like OpenAI's, or so many letters and digits."""
     return (
         "".join(random.choices(_ALPHABET, k=length)) if length else "call_" + "".join(random.choices(_ALPHABET, k=24))
     )

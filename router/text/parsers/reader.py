@@ -19,7 +19,7 @@ class Reader(Protocol):
 
     @property
     def may_think(self) -> bool:
-        """What comes is reasoning, or may be."""
+        """Return whether the next text is or may be reasoning."""
 
     def feed(self, text: str) -> list[Found]: ...
 

@@ -21,7 +21,7 @@ class Thinking:
     always: bool = False
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether the output begins within the reasoning: the end of its prompt tells."""
+        """Return whether the output begins within the reasoning: the end of its prompt tells."""
         prompt = prompt.rstrip()
         return prompt.endswith(self.begins) or (self.always and not prompt.endswith(self.ends))
 

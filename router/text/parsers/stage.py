@@ -56,7 +56,7 @@ class Parsing:
         return Turn(thought, parser)
 
     def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
-        """Whether the output of this prompt begins within its reasoning."""
+        """Return whether the output of this prompt begins within its reasoning."""
         if self.thinking is None:
             return False
         return self.thinking.opened_by(tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
