@@ -27,8 +27,10 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 def worker_threads(requested: int, ranks: int = 1) -> int:
-    """`--threads` of one worker; the only place that decides what 0 means. Every worker gets all cores: prefill and
-    decode seldom compute at once on a small machine, and idle workers use none. Its ranks divide them."""
+    """`--threads` of one worker; the only place that decides what 0 means.
+
+    Every worker gets all cores: prefill and decode seldom compute at once on a small machine, and idle workers use
+    none. Its ranks divide them."""
     return requested or max(1, available_cores() // ranks)
 
 
@@ -44,9 +46,10 @@ def set_threads(threads: int) -> None:
 
 
 def set_encoding() -> None:
-    """Encode each text on the thread that asks for it. The tokenizers' library would hand every one of them, however
-    short, to threads of its own and wait for these: that takes half of the time again, and twice the processor's. It
-    looks this up at each call."""
+    """Encode each text on the thread that asks for it.
+
+    The tokenizers' library would hand every one of them, however short, to threads of its own and wait for these: that
+    takes half of the time again, and twice the processor's. It looks this up at each call."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

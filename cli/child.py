@@ -49,6 +49,7 @@ class Command:
 
 class Child:
     """A command that runs, or ran, or runs again; `facts` is what it told of itself when it was ready.
+
     `changed(child)` is called when progress or readiness changes, and `echo(line)` for each line of its output, which
     carries the child's name."""
 
@@ -76,9 +77,10 @@ class Child:
         return time.monotonic() - self._ready_at if self.ready.is_set() else 0.0
 
     async def run_once(self) -> int:
-        """Start the command and wait for its end. Returns the exit status, negative for a signal. `complaint` then is
-        the line that explains status 2, which is not echoed, and `last_words` the last line that was. Cancelling kills
-        the process."""
+        """Start the command and wait for its end.
+
+        Returns the exit status, negative for a signal. `complaint` then is the line that explains status 2, which is
+        not echoed, and `last_words` the last line that was. Cancelling kills the process."""
         self.progress, self.url, self.complaint, self.last_words = 0.0, None, "", ""
         self.ready.clear()
         process, output, reports = self._spawn()

@@ -194,8 +194,10 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def all_checks(settings: ServeSettings, checks: Iterable[tuple[str, Check]] = CHECKS) -> Iterator[Result]:
-    """Run the checks one after the other. A ConfigError is a failure whose text names the remedy, and is told once; any
-    other exception is a failure too, so that one broken part does not hide the rest."""
+    """Run the checks one after the other.
+
+    A ConfigError is a failure whose text names the remedy, and is told once; any other exception is a failure too, so
+    that one broken part does not hide the rest."""
     told: dict[str, str] = {}
     for name, check in checks:
         try:

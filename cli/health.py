@@ -34,8 +34,9 @@ def ask(group: click.Group, pid: int, path: str) -> int:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments behind `kvferry` in the command line of a process, whatever inits stand before it. Raises
-    ConfigError where there is no kvferry."""
+    """The arguments behind `kvferry` in the command line of a process, whatever inits stand before it.
+
+    Raises ConfigError where there is no kvferry."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
     except OSError as error:

@@ -210,9 +210,11 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point of the console script. It does not return: everything is closed by then, and taking an interpreter
-    with torch apart costs another second, of the five in which a whole cluster is to be gone. What is imported stays:
-    the garbage collector does not look through it, and begins in `_run`."""
+    """Entry point of the console script.
+
+    It does not return: everything is closed by then, and taking an interpreter with torch apart costs another second,
+    of the five in which a whole cluster is to be gone. What is imported stays: the garbage collector does not look
+    through it, and begins in `_run`."""
     gc.disable()
     status = run()
     TRACER.close()

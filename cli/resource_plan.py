@@ -38,8 +38,9 @@ UNKNOWN = ModelNeeds(
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker's place, the first of its GPUs where its ranks have several. kv_cache_gib: size of its pool; 0: what
-    the worker itself takes of devices that it has alone."""
+    """One worker's place, the first of its GPUs where its ranks have several.
+
+    kv_cache_gib: size of its pool; 0: what the worker itself takes of devices that it has alone."""
 
     device: str
     kv_cache_gib: float = 0.0
@@ -76,9 +77,9 @@ def needs_of(source: ModelSource) -> ModelNeeds:
 
 def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequence[int]) -> list[WorkerPlan]:
     """For each model in `needs` a seat of each prefill worker, then of each decode worker; `found`: bytes of each GPU.
+
     Workers go round the GPUs, each with as many as it has ranks. The pools of those that share some have equal parts of
-    what all their weights leave.
-    Raises ConfigError when weights and pools do not fit together."""
+    what all their weights leave. Raises ConfigError when weights and pools do not fit together."""
     models = [each for each in needs for _ in range(settings.prefill + settings.decode)]
     devices = [_device(settings, index, len(found)) for index in range(len(models))]
     sharing = {
@@ -161,8 +162,9 @@ def _gpu_seat(
     found: Sequence[int],
     draft_gib: float,
 ) -> WorkerPlan:
-    """Of a worker on a GPU, or several, that workers of the models `sharing` use, its own among them. Each leaves room
-    for the model that drafts, which those have that decode."""
+    """Of a worker on a GPU, or several, that workers of the models `sharing` use, its own among them.
+
+    Each leaves room for the model that drafts, which those have that decode."""
     first, ranks = int(device.partition(":")[2]), settings.tensor_parallel_size
     total = min(found[first : first + ranks]) / GIB
     weights = [weight_bytes(settings, model, device) / ranks / GIB for model in sharing]

@@ -40,8 +40,9 @@ HURRY_S = 3.5
 
 
 async def serve_routers(settings: RouterSettings, program: Program = kvferry_program) -> None:
-    """Run `settings.workers` routers on one port until SIGTERM, which they drain after, or SIGINT. When this returns or
-    raises, none of them runs. Raises ConfigError or KvferryError when they cannot be had."""
+    """Run `settings.workers` routers on one port until SIGTERM, which they drain after, or SIGINT.
+
+    When this returns or raises, none of them runs. Raises ConfigError or KvferryError when they cannot be had."""
     progress = (Objects if settings.log_format == "json" else Lines)(sys.stderr)
     log_through(progress)
     stop = StopSignal()

@@ -49,8 +49,10 @@ Settings = TypeVar("Settings", bound=CommonSettings)
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A cluster that may be started. settings: with the port that the router will have; seats: for each model of its
-    prefill workers, then of its decode workers."""
+    """A cluster that may be started.
+
+    settings: with the port that the router will have; seats: for each model of its prefill workers, then of its decode
+    workers."""
 
     settings: ServeSettings
     seats: tuple[WorkerPlan, ...]
@@ -105,9 +107,11 @@ def cluster_commands(
     cores_fd: int = -1,
     weights: Callable[[], int] = lambda: -1,
 ) -> list[Command]:
-    """Router, prefill and decode processes, a worker for each seat. `settings.redis_url` must be set; only the router
-    listens beyond this machine, and only if --host says so. cores_fd: for workers that share the cores; weights: makes
-    what those of a model on a CPU have its weights in, if there are several."""
+    """Router, prefill and decode processes, a worker for each seat.
+
+    `settings.redis_url` must be set; only the router listens beyond this machine, and only if --host says so. cores_fd:
+    for workers that share the cores; weights: makes what those of a model on a CPU have its weights in, if there are
+    several."""
     commands = [settings_command("router", "router", _narrow(RouterSettings, settings), program)]
     served = split_names(settings.served_model_name, len(settings.model))
     threads = worker_threads(settings.threads, settings.tensor_parallel_size)
@@ -142,8 +146,9 @@ def cluster_commands(
 
 
 async def serve_cluster(checked: Checked, program: Program = kvferry_program) -> None:
-    """Run the cluster that `check` allowed until SIGINT, SIGTERM or SIGHUP. When this returns or raises, no child runs.
-    Raises ConfigError or KvferryError when the cluster cannot be had."""
+    """Run the cluster that `check` allowed until SIGINT, SIGTERM or SIGHUP.
+
+    When this returns or raises, no child runs. Raises ConfigError or KvferryError when the cluster cannot be had."""
     progress = progress_on(form=checked.settings.log_format)
     log_through(progress)
     supervisor = Supervisor(progress.echo, lambda child: _show(progress, child))

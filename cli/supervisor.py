@@ -39,8 +39,10 @@ class Backoff:
 
 
 class Supervisor:
-    """Owner of all children. `failure` gets the exception for which the cluster cannot be had: ConfigError when a child
-    ended with status 2 before it was ever ready, GivenUp when its start failed START_TRIES times."""
+    """Owner of all children.
+
+    `failure` gets the exception for which the cluster cannot be had: ConfigError when a child ended with status 2
+    before it was ever ready, GivenUp when its start failed START_TRIES times."""
 
     def __init__(
         self,

@@ -58,6 +58,7 @@ def fetch(client: httpx.Client, watching: Watching) -> State:
 
 def run_top(watching: Watching, *, once: bool, console: Console | None = None) -> int:
     """Returns when somebody presses q; after one picture where that is asked for, or nobody could see another one.
+
     Raises Unseen if there is no first picture."""
     console = console or Console()
     with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:

@@ -194,8 +194,9 @@ def _events(state: State, most: int) -> RenderableType:
 
 
 class Rows:
-    """A table with one line for each row. A head that begins with > stands above numbers; with ?, it is omitted where
-    there is little room; with -, always."""
+    """A table with one line for each row.
+
+    A head that begins with > stands above numbers; with ?, it is omitted where there is little room; with -, always."""
 
     def __init__(self, *heads: str, narrow: bool = False) -> None:
         self.table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")

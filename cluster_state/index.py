@@ -43,10 +43,12 @@ class BlockIndex(Protocol):
     """Interface of the block index."""
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Take the rows `removed` out, then put `stored` in. Unless this epoch is registered, rows of another one are
-        not taken out, and those of a newer one not overwritten; where it is, all others are void, newer ones too: the
-        clock that gave them was set back since. On an error any part may have happened. Raises RegistryFull where there
-        is no memory for rows that are not there yet."""
+        """Take the rows `removed` out, then put `stored` in.
+
+        Unless this epoch is registered, rows of another one are not taken out, and those of a newer one not
+        overwritten; where it is, all others are void, newer ones too: the clock that gave them was set back since. On
+        an error any part may have happened. Raises RegistryFull where there is no memory for rows that are not there
+        yet."""
 
     async def refresh(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> None:
         """`publish` rows again, and drop what stands under the same keys and belongs to nodes without a live lease, or

@@ -19,8 +19,9 @@ from kvferry.protocol.lease import IncompatibleLease, NodeLease
 
 
 class MemoryStore:
-    """Registry and BlockIndex in one process. `available` False makes every call raise RegistryUnavailable, `flush`
-    loses all data; `clock` tells seconds."""
+    """Registry and BlockIndex in one process.
+
+    `available` False makes every call raise RegistryUnavailable, `flush` loses all data; `clock` tells seconds."""
 
     def __init__(
         self,

@@ -18,9 +18,10 @@ Waiting = tuple[Question, asyncio.Future[Any]]
 
 
 class QueryBatcher:
-    """`ask` is answered by `call`, which takes several questions and gives as many answers in their order. Those that
-    are asked before the loop comes to them go together. A call belongs to none of those who wait for it: each of them
-    may be cancelled, or stop to wait after `limit_s`, and the others have their answers."""
+    """`ask` is answered by `call`, which takes several questions and gives as many answers in their order.
+
+    Those that are asked before the loop comes to them go together. A call belongs to none of those who wait for it:
+    each of them may be cancelled, or stop to wait after `limit_s`, and the others have their answers."""
 
     def __init__(self, call: Callable[[Sequence[Question]], Awaitable[Any]], limit_s: float) -> None:
         self._call, self._limit_s = call, limit_s

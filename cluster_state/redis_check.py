@@ -26,9 +26,11 @@ class Forbidden(Exception):
 
 
 async def checked(client: redis.Redis, prefix: str, shown: str, limit_s: float) -> str:
-    """The server's name and version. `prefix`: of all keys. Raises ConfigError for a server that would never do,
-    RegistryRefuses for one that does not let us in or forbids what we do, since its ACL or our password may change, and
-    RegistryUnavailable where there is no answer yet."""
+    """The server's name and version.
+
+    `prefix`: of all keys. Raises ConfigError for a server that would never do, RegistryRefuses for one that does not
+    let us in or forbids what we do, since its ACL or our password may change, and RegistryUnavailable where there is no
+    answer yet."""
     try:
         async with asyncio.timeout(limit_s):
             await client.ping()
@@ -62,8 +64,9 @@ async def _facts(client: redis.Redis) -> dict[str, Any]:
 
 
 async def _rehearse(client: redis.Redis, prefix: str) -> None:
-    """Run each command that the scripts run, on keys that nobody uses. Raises Forbidden naming those that the
-    server's ACL forbids."""
+    """Run each command that the scripts run, on keys that nobody uses.
+
+    Raises Forbidden naming those that the server's ACL forbids."""
     loaded = await client.script_load(REHEARSAL)  # also where the server knows it already: it may be forbidden
     refused = await client.evalsha(loaded, 1, prefix, *COMMANDS)
     await client.get(f"{prefix}r:rehearsal")

@@ -67,8 +67,9 @@ class PasswordFile(CredentialProvider):
 
 
 def connected(url: str, timeout_s: float, password_file: str = "") -> redis.Redis:
-    """Connects on first use, reconnects by itself; `timeout_s` bounds connecting and every answer. Raises ConfigError
-    for a URL or a file that cannot be read."""
+    """Connects on first use, reconnects by itself; `timeout_s` bounds connecting and every answer.
+
+    Raises ConfigError for a URL or a file that cannot be read."""
     where = redis_url.read(url)
     options: dict[str, Any] = where.server | _deadlines(timeout_s)
     options |= {"max_connections": _MAX_CONNECTIONS, "timeout": timeout_s}
@@ -113,8 +114,10 @@ async def close(client: redis.Redis) -> None:
 
 
 class Script:
-    """A script of `redis_scripts`. Servers before Redis 7 know no flags in a script's first line: without it they do
-    the same, but for what the flag allows."""
+    """A script of `redis_scripts`.
+
+    Servers before Redis 7 know no flags in a script's first line: without it they do the same, but for what the flag
+    allows."""
 
     def __init__(self, client: redis.Redis, text: str, timeout_s: float) -> None:
         self._client, self._limit_s = client, LONGEST * timeout_s

@@ -46,8 +46,10 @@ class Pool(redis.BlockingConnectionPool):
 
 
 class SentinelPool(SentinelConnectionPool, Pool):
-    """Connections to the master. Sentinels are asked for each new one, and every FOLLOW_S while connections are used:
-    what still goes to a former master is not used again."""
+    """Connections to the master.
+
+    Sentinels are asked for each new one, and every FOLLOW_S while connections are used: what still goes to a former
+    master is not used again."""
 
     def __init__(self, service: str, sentinels: Sentinel, **options: Any) -> None:
         super().__init__(service, sentinels, **options)  # type: ignore[no-untyped-call]
@@ -85,9 +87,11 @@ class SentinelPool(SentinelConnectionPool, Pool):
 
 
 async def master(sentinels: Iterable[redis.Redis], service: str) -> tuple[str, int]:
-    """Host and port of what the Sentinels call the master. One that is cut off together with a former master goes on
-    naming it, so all are asked at once, and the answers of more than half of them are waited for. Raises
-    MasterNotFoundError, or the error by which a Sentinel refuses us if no other knows the master."""
+    """Host and port of what the Sentinels call the master.
+
+    One that is cut off together with a former master goes on naming it, so all are asked at once, and the answers of
+    more than half of them are waited for. Raises MasterNotFoundError, or the error by which a Sentinel refuses us if no
+    other knows the master."""
     asking = [asyncio.create_task(_state(each, service)) for each in sentinels]
     states: list[State] = []
     refusal: Exception | None = None
@@ -123,8 +127,9 @@ async def _state(sentinel: redis.Redis, service: str) -> State | Exception | Non
 
 
 def newest(states: Iterable[State]) -> tuple[str, int] | None:
-    """Host and port of the master that was made last, if one of those who know it has it up. While a failover is under
-    way, who leads it tells the old master's address with the new one's epoch."""
+    """Host and port of the master that was made last, if one of those who know it has it up.
+
+    While a failover is under way, who leads it tells the old master's address with the new one's epoch."""
     states = list(states)
     last = max((state["config-epoch"] for state in states), default=0)
     up = [

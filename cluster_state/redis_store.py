@@ -104,8 +104,9 @@ class RedisStore:
         await self._withdraw.run([self._members, self._leases + node_id], [node_id, epoch])
 
     async def nodes(self) -> list[NodeLease]:
-        """Leases that this version cannot read are left out: an incompatible node may share the registry. Those that
-        tell another version are `incompatible` then."""
+        """Leases that this version cannot read are left out: an incompatible node may share the registry.
+
+        Those that tell another version are `incompatible` then."""
         leases: list[NodeLease] = []
         incompatible, unreadable = [], ""
         answer = await self._nodes.run([self._members, self._leases], [])

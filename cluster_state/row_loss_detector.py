@@ -22,8 +22,9 @@ again and again: the store has no room for them."""
 
 
 class RowLossDetector:
-    """Rows may be lost while the lease lives: the store was short of memory, or went back to an older state. Says every
-    `sample_s` which rows to look for, and when to write all of them again."""
+    """Rows may be lost while the lease lives: the store was short of memory, or went back to an older state.
+
+    Says every `sample_s` which rows to look for, and when to write all of them again."""
 
     def __init__(self, sample_s: float) -> None:
         self._sample_s, self._due_at = sample_s, time.monotonic() + sample_s

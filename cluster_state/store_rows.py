@@ -23,9 +23,10 @@ MOST = 8192
 
 
 class StoreRows:
-    """Rows of groups that the node wrote, met or missed there, by the hash of their last block. Nobody owns them: each
-    lives for its time, and is written again by anyone who meets the group then. `note` and `republish` from any thread,
-    the rest on one asyncio loop. Nothing here raises.
+    """Rows of groups that the node wrote, met or missed there, by the hash of their last block.
+
+    Nobody owns them: each lives for its time, and is written again by anyone who meets the group then. `note` and
+    `republish` from any thread, the rest on one asyncio loop. Nothing here raises.
 
     known   of all groups that the node knows to be there
     """

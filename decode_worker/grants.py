@@ -16,9 +16,10 @@ from kvferry.worker.service import Base, ship_outcome
 
 
 class Grants:
-    """Implements kv_transfer.ports.GrantEvents, of jobs. A reservation's owner is the transfer's key. `begun` hears on
-    the link thread of every job that a grant is asked for. Without state of its own; nothing passes the asyncio loop: a
-    busy HTTP server delays no block."""
+    """Implements kv_transfer.ports.GrantEvents, of jobs.
+
+    A reservation's owner is the transfer's key. `begun` hears on the link thread of every job that a grant is asked
+    for. Without state of its own; nothing passes the asyncio loop: a busy HTTP server delays no block."""
 
     def __init__(self, base: Base, arrivals: GrantDispatch, begun: Callable[[Job], None]) -> None:
         self._base, self._arrivals, self._begun = base, arrivals, begun

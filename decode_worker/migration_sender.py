@@ -60,9 +60,11 @@ class MigrationSender:
         return bool(self._asked or self._open)
 
     async def move(self, request: MoveRequest, left: Callable[[], Awaitable[bool]]) -> None:
-        """Returns once the other node goes on with the stream. Raises why it runs on here: never NodeLost, which to a
-        router is this node. left: whether who asks has gone; then nothing is begun for it any more, and what was begun
-        is given up: the stream runs on, and may be moved elsewhere."""
+        """Returns once the other node goes on with the stream.
+
+        Raises why it runs on here: never NodeLost, which to a router is this node. left: whether who asks has gone;
+        then nothing is begun for it any more, and what was begun is given up: the stream runs on, and may be moved
+        elsewhere."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked += 1
         try:

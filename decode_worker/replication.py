@@ -39,8 +39,10 @@ GRANT_S, STALL_S = 5.0, 1.5
 
 @dataclass(slots=True, eq=False)
 class ReplicaInProgress:
-    """A copy under way. length: blocks of the stream as it was asked for; upto: those that the buddy has in the end;
-    lent_at: when blocks began to travel; took_s: until all had come; given_up: for no fault of the buddy's."""
+    """A copy under way.
+
+    length: blocks of the stream as it was asked for; upto: those that the buddy has in the end; lent_at: when blocks
+    began to travel; took_s: until all had come; given_up: for no fault of the buddy's."""
 
     request: Request
     buddy: DecodeTarget

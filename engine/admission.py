@@ -53,9 +53,11 @@ class Admission:
             raise InvalidRequest(f"token ids must be at least 0 and below {self._vocab_size}", param="prompt")
 
     def check_first(self, job: Job, token_ids: Sequence[int], covered: int, room: int) -> None:
-        """A request goes on behind one token or more, of which the last is not computed. covered: tokens in front whose
-        K/V came, 0 for those of the job; room: tokens that the blocks which came have room for. What is wrong with them
-        is the other node's fault and no client's, and they may fit elsewhere: TransferFailed."""
+        """A request goes on behind one token or more, of which the last is not computed.
+
+        covered: tokens in front whose K/V came, 0 for those of the job; room: tokens that the blocks which came have
+        room for. What is wrong with them is the other node's fault and no client's, and they may fit elsewhere:
+        TransferFailed."""
         if not self._has(token_ids):
             raise TransferFailed("a hand-over with token ids that the model does not have")
         known, total = len(job.token_ids), len(job.token_ids) + len(token_ids)

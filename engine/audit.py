@@ -24,8 +24,9 @@ def strides(count: int) -> Iterable[range]:
 
 
 class Holds:
-    """Holds per block. Pages in `unread` are still to be counted; those read, and those that are new since, are
-    followed as they change."""
+    """Holds per block.
+
+    Pages in `unread` are still to be counted; those read, and those that are new since, are followed as they change."""
 
     def __init__(self, counts: array[int], pages: Iterable[tuple[str, Hashable]]) -> None:
         self.counts = counts

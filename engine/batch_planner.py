@@ -21,8 +21,10 @@ SPARE_BLOCKS = 8
 
 
 class BatchPlanner:
-    """Plans the steps of one runner. What it returns is good until the next call, which may change its arrays: those
-    of a batch that decodes again are the same objects."""
+    """Plans the steps of one runner.
+
+    What it returns is good until the next call, which may change its arrays: those of a batch that decodes again are
+    the same objects."""
 
     def __init__(self, block_size: int, staging: Staging) -> None:
         self._block_size = block_size
@@ -30,8 +32,9 @@ class BatchPlanner:
         self._decodes: _Decodes | None = None
 
     def plan(self, slices: Sequence[Slice], behind: Sequence[int] | None = None) -> tuple[torch.Tensor, BatchPlan]:
-        """Token ids int64 [T] of a batch, and its plan; slices with one token stand first. behind: of decodes whose
-        tokens are not known yet, numbers that stand in the place of their ids."""
+        """Token ids int64 [T] of a batch, and its plan; slices with one token stand first.
+
+        behind: of decodes whose tokens are not known yet, numbers that stand in the place of their ids."""
         kept = self._decodes
         if any(s.drafts for s in slices):
             self._decodes = None
@@ -161,8 +164,9 @@ def lay_out(
     drawing: Sequence[int] | None = None,
     chained: bool = False,
 ) -> tuple[torch.Tensor, BatchPlan]:
-    """Token ids int64 [T] and the plan of a batch of these parts, of which those with one token stand first. adapted:
-    as `by_adapter` gives it; drawing, chained: see BatchPlan."""
+    """Token ids int64 [T] and the plan of a batch of these parts, of which those with one token stand first.
+
+    adapted: as `by_adapter` gives it; drawing, chained: see BatchPlan."""
     tables = [np.asarray(p.block_ids, dtype=np.int32) for p in parts]
     table = np.zeros((len(parts), max(map(len, tables))), dtype=np.int32)
     for row, ids in zip(table, tables, strict=True):

@@ -91,9 +91,11 @@ class BlockPool:
     def register(
         self, holders: Sequence[tuple[Hashable, str]], block_id: int, block_hash: bytes, parent: int | None
     ) -> int:
-        """The block's content is complete: make it findable. If equal content is findable already, the holds (owner,
-        reason) move to that block, and its id is returned, so that every findable block's parent is findable too. What
-        stands behind a forgotten block is not made findable, nor given up for what is: chains are held as a whole."""
+        """The block's content is complete: make it findable.
+
+        If equal content is findable already, the holds (owner, reason) move to that block, and its id is returned, so
+        that every findable block's parent is findable too. What stands behind a forgotten block is not made findable,
+        nor given up for what is: chains are held as a whole."""
         if not self.prefix_caching:
             return block_id
         known = self._by_hash.get(block_hash)

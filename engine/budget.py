@@ -17,9 +17,10 @@ ALONE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a step (tokens, sequences); see WorkerSettings. beside_s: seconds that one with streams and prompts
-    should take; whole: a prompt is computed in one piece, as an encoder needs it; only the last of a step may then
-    exceed the budget."""
+    """Bounds of a step (tokens, sequences); see WorkerSettings.
+
+    beside_s: seconds that one with streams and prompts should take; whole: a prompt is computed in one piece, as an
+    encoder needs it; only the last of a step may then exceed the budget."""
 
     max_num_batched_tokens: int
     max_prefill_tokens_while_decoding: int
@@ -57,8 +58,10 @@ class Budget:
         self._cost.saw(rows, seconds)
 
     def _beside(self, decodes: int, prompts: int) -> int:
-        """prompts: how many of them have a seat, or find one. The least of them is doubled until steps tell that it is
-        right: with as few in every step they would never tell."""
+        """prompts: how many of them have a seat, or find one.
+
+        The least of them is doubled until steps tell that it is right: with as few in every step they would never tell.
+        """
         most = self._limits.max_prefill_tokens_while_decoding
         if not self._cost.known:
             return most

@@ -46,8 +46,9 @@ KNOWN = 4096
 
 
 class Canary:
-    """One look at a time. rate: the share of ships that are looked at; tolerated: see engine.output_tolerance. Owned
-    by the engine thread."""
+    """One look at a time.
+
+    rate: the share of ships that are looked at; tolerated: see engine.output_tolerance. Owned by the engine thread."""
 
     def __init__(
         self,
@@ -74,8 +75,9 @@ class Canary:
         return self._look is not None
 
     def landed(self, request: Request, sender: NodeName) -> None:
-        """A ship brought the K/V of a request's computed tokens, from its first_block on. None of these blocks was
-        exchanged for an equal one yet."""
+        """A ship brought the K/V of a request's computed tokens, from its first_block on.
+
+        None of these blocks was exchanged for an equal one yet."""
         if self._look is not None or request.adapter is not None or not self._chosen(sender):
             return
         known, size = request.computed_len, self._block_size

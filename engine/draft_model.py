@@ -43,8 +43,9 @@ class DraftState:
     fits: bool = True
 
     def follow(self, stream: Request) -> list[int]:
-        """Take over the stream's tokens from the first one that is another than was drawn here, and return those. What
-        was computed behind that is forgotten."""
+        """Take over the stream's tokens from the first one that is another than was drawn here, and return those.
+
+        What was computed behind that is forgotten."""
         own, tokens, same = self.request.token_ids, stream.token_ids, self.known
         while same < min(len(own), len(tokens)) and own[same] == tokens[same]:
             same += 1
@@ -185,8 +186,9 @@ class DraftModel:
             request.token_ids.append(drawn.token_id)
 
     def _register(self, request: Request) -> None:
-        """Its full blocks can be found from now on. Not between two decode steps, whose plan is kept: a block may be
-        exchanged for its equal."""
+        """Its full blocks can be found from now on.
+
+        Not between two decode steps, whose plan is kept: a block may be exchanged for its equal."""
         full = min(request.computed_len // request.block_size, len(request.hashes))
         make_findable(self.pool, request, full, [request.holder])
         self.pool.changes.drain()

@@ -40,8 +40,9 @@ class Drafter:
         self._spent_s = self._waited_s = self._gained_s = 0.0
 
     def improve(self, requests: Sequence[Request], drafts: Sequence[NgramDrafts | None], step: Line) -> None:
-        """Have the model draft where nothing likelier was found, and it pays. step: what a step takes. What the model
-        raises ends its service, and nothing else."""
+        """Have the model draft where nothing likelier was found, and it pays.
+
+        step: what a step takes. What the model raises ends its service, and nothing else."""
         began, model = time.monotonic(), self.model
         if model is None:
             return

@@ -15,8 +15,10 @@ from kvferry.protocol.process_names import NodeName
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """New output of an attempt. `queue_s` and `compute_s` are set with its first output on this node; `handover`: the
-    transfer whose commit takes the request on to its decode node."""
+    """New output of an attempt.
+
+    `queue_s` and `compute_s` are set with its first output on this node; `handover`: the transfer whose commit takes
+    the request on to its decode node."""
 
     key: Key
     router_id: str
@@ -97,8 +99,9 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class CanaryChecked:
-    """The canary looked at a ship of `sender`, which brought the K/V of `tokens` tokens. outcome: agreed, differed, or
-    dropped before it was known; distance, tolerated: see engine.output_tolerance."""
+    """The canary looked at a ship of `sender`, which brought the K/V of `tokens` tokens.
+
+    outcome: agreed, differed, or dropped before it was known; distance, tolerated: see engine.output_tolerance."""
 
     key: Key
     router_id: str

@@ -11,9 +11,11 @@ keep blocks of long documents, soon done with, before those of new ones: `python
 
 
 class SegmentedLru:
-    """Blocks with content that nobody uses. Those that were found again leave after the others, `protected` of them at
-    most (the rest count as others anew), of those alike the one that is idle for longest. Who uses a block uses those
-    before it, and lets go of it first; so it leaves before its parent. Owned by the engine thread."""
+    """Blocks with content that nobody uses.
+
+    Those that were found again leave after the others, `protected` of them at most (the rest count as others anew), of
+    those alike the one that is idle for longest. Who uses a block uses those before it, and lets go of it first; so it
+    leaves before its parent. Owned by the engine thread."""
 
     def __init__(self, protected: int) -> None:
         self._protected = protected

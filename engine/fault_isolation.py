@@ -35,8 +35,9 @@ Drawn = Found | StepFault
 def run(
     runner: StepRunner, slices: Sequence[Slice], wanted: Wanted, halfway: SuspendedPass | None = None
 ) -> Sequence[Drawn]:
-    """`StepRunner.run`; if that raises, of each slice what it draws in a smaller batch, or what it raises alone. One
-    of n that raises costs the work of log n steps at most. Raises Unwanted, where nothing else is raised, and
+    """`StepRunner.run`; if that raises, of each slice what it draws in a smaller batch, or what it raises alone.
+
+    One of n that raises costs the work of log n steps at most. Raises Unwanted, where nothing else is raised, and
     DeviceLost once even a sum of two numbers fails."""
     drawn = _tried(runner, slices, wanted, halfway)
     if not isinstance(drawn, Exception):
@@ -46,8 +47,9 @@ def run(
 
 
 def _halves(runner: StepRunner, slices: Sequence[Slice]) -> list[Drawn]:
-    """Of slices that raised together. One that stands alone is tried once more: what raised may have been a moment's
-    lack of memory."""
+    """Of slices that raised together.
+
+    One that stands alone is tried once more: what raised may have been a moment's lack of memory."""
     middle = len(slices) // 2
     found: list[Drawn] = []
     for half in filter(None, (slices[:middle], slices[middle:])):
@@ -86,8 +88,9 @@ def _told(part: Slice, error: Exception) -> KvferryError:
 
 
 def require_device(device: torch.device, error: Exception) -> None:
-    """Raises DeviceLost where it does not do the least of sums: what it is asked for next would fail too. On a device
-    that works beside its host this waits for all that it was given."""
+    """Raises DeviceLost where it does not do the least of sums: what it is asked for next would fail too.
+
+    On a device that works beside its host this waits for all that it was given."""
     try:
         works = torch.ones(2, device=device).sum().item() == 2
     except Exception as lost:

@@ -6,8 +6,10 @@ from collections import OrderedDict
 
 
 class FreeList:
-    """Blocks 0 … num_blocks - 1, all free at first. The last one put is the first one taken, but those put to be taken
-    last: they follow the others, the oldest first."""
+    """Blocks 0 … num_blocks - 1, all free at first.
+
+    The last one put is the first one taken, but those put to be taken last: they follow the others, the oldest first.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._ids = list(range(num_blocks - 1, -1, -1))

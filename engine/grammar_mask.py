@@ -23,8 +23,10 @@ NEVER = -100.0
 
 @dataclass(slots=True, eq=False)
 class GrammarMask:
-    """The mask of one request. Engine thread and a grammar thread pass it to and fro: between `ready` and the next
-    `advance` it is the former's, and on while it is owed.
+    """The mask of one request.
+
+    Engine thread and a grammar thread pass it to and fro: between `ready` and the next `advance` it is the former's,
+    and on while it is owed.
 
     token_ids, prompt_len   of the request: what lies behind the prompt is output
     upto                    output tokens that the mask is to stand behind; behind: those it does
@@ -62,8 +64,10 @@ class GrammarMask:
         self._may_close = not (bans or params.ignore_eos)
 
     def may_close(self, place: int) -> bool:
-        """Return whether output token `place` may be chosen to end the output in time. Not against what the request
-        bans: the one token left might be among that. Nor where it asks for more tokens: such an output is cut."""
+        """Return whether output token `place` may be chosen to end the output in time.
+
+        Not against what the request bans: the one token left might be among that. Nor where it asks for more tokens:
+        such an output is cut."""
         return self._may_close and place >= self.params.min_tokens
 
     @property

@@ -39,8 +39,10 @@ LONGEST_MASKS_S = 20.0
 
 
 class GrammarMasks:
-    """Makes masks. compiler: None where grammars cannot be read, for the reason `unreadable`. `wake` is called on a
-    grammar thread when a late mask is ready."""
+    """Makes masks.
+
+    compiler: None where grammars cannot be read, for the reason `unreadable`. `wake` is called on a grammar thread when
+    a late mask is ready."""
 
     def __init__(
         self,
@@ -70,8 +72,10 @@ class GrammarMasks:
         prompt_len: int,
         done: Callable[[KvferryError | None], None],
     ) -> GrammarMask:
-        """A mask for the first token after token_ids. It is of use once `done` was called, on a grammar thread. Raises
-        InvalidRequest, or Overloaded when too many are being compiled."""
+        """A mask for the first token after token_ids.
+
+        It is of use once `done` was called, on a grammar thread. Raises InvalidRequest, or Overloaded when too many are
+        being compiled."""
         if self._compiler is None:
             raise InvalidRequest(f"a grammar was asked for, but {self._unreadable}")
         mask = GrammarMask(grammar, params, token_ids, prompt_len, np.zeros(self._words, dtype=np.int32))

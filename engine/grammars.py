@@ -28,8 +28,9 @@ class Grammars:
         self._masks.wake = lambda: post(lambda: None)
 
     def open(self, request: Request) -> None:
-        """Begin to compile; the request is here and awaits that. Raises InvalidRequest where no grammars are read, and
-        Overloaded."""
+        """Begin to compile; the request is here and awaits that.
+
+        Raises InvalidRequest where no grammars are read, and Overloaded."""
         job, key = request.job, request.key
         assert job.grammar is not None
 

@@ -11,8 +11,9 @@ from kvferry.engine.request_states import State
 
 
 class LeakDetector:
-    """Looked for now and then, on the engine thread. seconds: since when the oldest of them has been seen, as of the
-    last look; 0: there is none. From any thread."""
+    """Looked for now and then, on the engine thread.
+
+    seconds: since when the oldest of them has been seen, as of the last look; 0: there is none. From any thread."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -26,8 +27,9 @@ class LeakDetector:
         self.seconds = now - min(self._since.values(), default=now)
 
     def _causes(self) -> set[tuple[str, Hashable]]:
-        """Whatever blocks are to be held for now. A failed grant, and a ship whose request has ended, are to be quiet
-        soon."""
+        """Whatever blocks are to be held for now.
+
+        A failed grant, and a ship whose request has ended, are to be quiet soon."""
         engine = self._engine
         grants: Iterable[Hashable] = [request.grant for request in engine.request_table if request.grant is not None]
         sent = [

@@ -47,8 +47,10 @@ class Ledger:
         self._changed(reason, owner, fresh, 1)
 
     def release(self, owner: Hashable, reason: str, block_ids: Iterable[int] | None = None) -> list[int]:
-        """Drop holds: of these blocks, or of all that the owner holds for the reason. Returns the blocks that now have
-        no hold at all, in the order named (None: the order in which they were held)."""
+        """Drop holds: of these blocks, or of all that the owner holds for the reason.
+
+        Returns the blocks that now have no hold at all, in the order named (None: the order in which they were held).
+        """
         owned = self._books.get(reason, {}).get(owner, {})
         going = list(owned) if block_ids is None else list(block_ids)
         assert len(set(going)) == len(going), f"{owner!r} names a block twice: {going}"

@@ -60,8 +60,9 @@ class _Allowed:
 
 
 class _BadWords:
-    """bad_words: of each sequence the last token, where the output ends with the ones before it. A step looks at those
-    sequences alone whose last but one token was drawn last."""
+    """bad_words: of each sequence the last token, where the output ends with the ones before it.
+
+    A step looks at those sequences alone whose last but one token was drawn last."""
 
     def __init__(
         self, words: Sequence[tuple[int, ...]], token_ids: Sequence[int], prompt_len: int, device: torch.device

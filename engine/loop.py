@@ -20,11 +20,12 @@ log = logging.getLogger("kvferry.engine")
 
 
 class EngineLoop:
-    """Owns an engine on a thread of its own. `on_events` is called on that thread with each batch of news, in order; it
-    must not block. `prepare` is the thread's first call. `load` is the engine's load after the last commands and the
-    last step, whichever came later; `fault` says what a self-check found wrong, or what ended the thread; `on_fault` is
-    called once with the latter, on the dying thread: nothing that was submitted will be done any more, so the process
-    must end."""
+    """Owns an engine on a thread of its own.
+
+    `on_events` is called on that thread with each batch of news, in order; it must not block. `prepare` is the thread's
+    first call. `load` is the engine's load after the last commands and the last step, whichever came later; `fault`
+    says what a self-check found wrong, or what ended the thread; `on_fault` is called once with the latter, on the
+    dying thread: nothing that was submitted will be done any more, so the process must end."""
 
     def __init__(
         self,
@@ -62,15 +63,17 @@ class EngineLoop:
         self._thread.join()
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """`Engine.cancel`, of which the step under way hears too: it ends early if nobody else waits for it. From any
-        thread."""
+        """`Engine.cancel`, of which the step under way hears too: it ends early if nobody else waits for it.
+
+        From any thread."""
         with self._wake:
             self._engine.cancellations.announce(request_id, attempt)
             self.submit(lambda engine: engine.cancel(request_id, attempt))
 
     def submit(self, call: Callable[[Engine], None], *, urgent: bool = False) -> None:
-        """Run `call(engine)` on the engine thread before the next step; urgent: which brings a newcomer's prompt. From
-        any thread."""
+        """Run `call(engine)` on the engine thread before the next step; urgent: which brings a newcomer's prompt.
+
+        From any thread."""
         if urgent:
             self._engine.runner.hurry()
         with self._wake:
@@ -85,8 +88,9 @@ class EngineLoop:
 
     @property
     def busy(self) -> bool:
-        """Return whether anything was submitted and not looked at, or is under way. Once false, all news was handed
-        out. From any thread."""
+        """Return whether anything was submitted and not looked at, or is under way.
+
+        Once false, all news was handed out. From any thread."""
         with self._wake:
             return self._turning or bool(self._inbox) or self._engine.request_table.busy
 

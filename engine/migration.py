@@ -26,8 +26,10 @@ AHEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class OutboundMigration:
-    """A stream on its way. job: of the other node's attempt; its tokens are those that were computed as the move began.
-    full: where the K/V is of those in full blocks, to which nothing is written any more."""
+    """A stream on its way.
+
+    job: of the other node's attempt; its tokens are those that were computed as the move began. full: where the K/V is
+    of those in full blocks, to which nothing is written any more."""
 
     transfer: int
     request: Request
@@ -48,8 +50,10 @@ class Stand:
 
 
 class OutboundMigrations:
-    """Moves by transfer, from `begin` to `quiet`. The requests hold their blocks as ever, and each move those that it
-    sends from. longest: tokens at which a sequence ends. Owned by the engine thread."""
+    """Moves by transfer, from `begin` to `quiet`.
+
+    The requests hold their blocks as ever, and each move those that it sends from. longest: tokens at which a sequence
+    ends. Owned by the engine thread."""
 
     def __init__(self, pool: BlockPool, scheduler: Scheduler, longest: int, events: list[Event]) -> None:
         self._pool, self._scheduler, self._request_table, self._events = (
@@ -133,8 +137,9 @@ class OutboundMigrations:
 
 
 def widen(scheduler: Scheduler, request: Request) -> None:
-    """Have blocks for all tokens of one that was handed over; it is preempted where there is no room. One that came
-    with a single token grows as every stream does. Raises GrantRefused for one that cannot run yet."""
+    """Have blocks for all tokens of one that was handed over; it is preempted where there is no room.
+
+    One that came with a single token grows as every stream does. Raises GrantRefused for one that cannot run yet."""
     if request.uncomputed == 1:
         return
     missing = blocks_for(len(request.token_ids), request.block_size) - len(request.block_ids)

@@ -15,8 +15,9 @@ REMEMBERED = 4
 
 
 class MissReasons:
-    """Hashes of blocks that left or were to come, with what became of them; the older half is forgotten at once. Owned
-    by the engine thread.
+    """Hashes of blocks that left or were to come, with what became of them; the older half is forgotten at once.
+
+    Owned by the engine thread.
 
     epoch   of this process, where it is part of a cluster: what an earlier one of its name had went with that
     """

@@ -9,8 +9,9 @@ from kvferry.engine.request import Request
 
 
 def make_findable(pool: BlockPool, request: Request, until: int, holders: Sequence[tuple[Hashable, str]]) -> None:
-    """The request's blocks before index `until`: full, hashed, and held by (owner, reason). One whose equal is findable
-    already is exchanged for it."""
+    """The request's blocks before index `until`: full, hashed, and held by (owner, reason).
+
+    One whose equal is findable already is exchanged for it."""
     for i in range(request.registered, until):
         parent = request.block_ids[i - 1] if i else None
         request.block_ids[i] = pool.register(holders, request.block_ids[i], request.hashes[i], parent)

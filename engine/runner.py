@@ -59,9 +59,11 @@ class StepRunner(Protocol):
 
 
 class Runner:
-    """Joins a model and its KV pool. `kv` is [block, layer, plane, kv_head, slot, dim]. The masks of the requests'
-    grammars are made while the model computes. pooler: for what reads prompts; shift: when it may compute. beside: the
-    device computes beside its host, what it is given in order."""
+    """Joins a model and its KV pool.
+
+    `kv` is [block, layer, plane, kv_head, slot, dim]. The masks of the requests' grammars are made while the model
+    computes. pooler: for what reads prompts; shift: when it may compute. beside: the device computes beside its host,
+    what it is given in order."""
 
     def __init__(
         self,
@@ -134,9 +136,11 @@ class Runner:
 
     @torch.inference_mode()
     def _launch(self, slices: Sequence[Slice], behind: InflightStep | None) -> InflightStep:
-        """Have the next token of each slice drawn, and wait for nothing. The slices are decodes of plain streams: rows
-        without masks, scores and banned words. behind: the flight, row for row, that draws the tokens
-        of the slices, which the host does not know yet; one that draws none is followed by what nobody may use."""
+        """Have the next token of each slice drawn, and wait for nothing.
+
+        The slices are decodes of plain streams: rows without masks, scores and banned words. behind: the flight, row
+        for row, that draws the tokens of the slices, which the host does not know yet; one that draws none is followed
+        by what nobody may use."""
         token_ids, plan = self._planner.plan(slices, None if behind is None else behind.rows)
         rows = [_sample_row(part) for part in slices]
         if behind is not None:
@@ -149,6 +153,7 @@ class Runner:
     @torch.inference_mode()
     def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:
         """Compute a part of a sequence for nobody: float32 logits [rows, vocab] behind its last tokens, on the host.
+
         Raises Unwanted when it was not `wanted` to its end."""
         own = token_ids[part.start : part.start + part.count]
         ids, plan = lay_out(own, [part], self._block_size, self._staging)

@@ -27,10 +27,11 @@ __all__ = ["SampleRow", "Sampled", "draw_plain", "sample", "score_prompt"]
 
 @dataclass(slots=True, eq=False)
 class SampleRow:
-    """One row to draw, kept from step to step with what was learned of its tokens. `token_ids` is everything so far,
-    prompt and output, and may only grow; its length is the position of the token to draw and the first `prompt_len` of
-    it are the prompt. bare: the most likely token is drawn, from its logits as they are, and unscored. mask: what its
-    grammar allows; a row whose mask is not ready draws nothing."""
+    """One row to draw, kept from step to step with what was learned of its tokens.
+
+    `token_ids` is everything so far, prompt and output, and may only grow; its length is the position of the token to
+    draw and the first `prompt_len` of it are the prompt. bare: the most likely token is drawn, from its logits as they
+    are, and unscored. mask: what its grammar allows; a row whose mask is not ready draws nothing."""
 
     params: SamplingParams
     token_ids: Sequence[int]
@@ -84,8 +85,10 @@ class Sampled:
 def sample(
     logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops, best: Sequence[int] | None = None
 ) -> list[Sampled | None]:
-    """Draw one token per row from float32 logits [n, vocab], which may be overwritten. Row i's answer depends on
-    logits[i] and rows[i] alone; None: its mask is not ready. best: the most likely token of each row, where known."""
+    """Draw one token per row from float32 logits [n, vocab], which may be overwritten.
+
+    Row i's answer depends on logits[i] and rows[i] alone; None: its mask is not ready. best: the most likely token of
+    each row, where known."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     edits, adjusted = [row.edits(logits.device) for row in rows], _adjusted(rows)
     if best is not None and all(row.bare for row in rows) and not any(edits) and not adjusted:
@@ -106,6 +109,7 @@ def draw_plain(
     logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops, drawn: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`sample` of rows without masks that nobody scores: token ids int64 [n] where the logits are, not waited for.
+
     drawn: int64 [m], the tokens of which rows that are ahead are `behind` one."""
     _change(logits, [row.edits(logits.device) for row in rows], _adjusted(rows), ops, drawn)
     return ops.draw(logits, [row.params for row in rows], _keys(rows))

@@ -59,8 +59,9 @@ class Scheduler:
         self.request_table.enter(request)
 
     def schedule(self, before: Place | None = None) -> list[Slice]:
-        """The next step's slices, decodes first; empty when nothing can run. before: no prompts but those that come
-        before that place, and nothing if there are none."""
+        """The next step's slices, decodes first; empty when nothing can run.
+
+        before: no prompts but those that come before that place, and nothing if there are none."""
         decodes = self._grow_decodes()
         budget = self.budget.tokens(len(decodes), chain(self.request_table.running, self.request_table.waiting))
         prompts = sorted((r for r in self.request_table.running if not r.decodes), key=PLACE)

@@ -42,8 +42,9 @@ class Speculation:
         return self._most > 0
 
     def extend(self, slices: Sequence[Slice]) -> Sequence[Slice]:
-        """The same slices, where all are of streams with drafts behind some. While it is not known what a draft costs,
-        every other step has none."""
+        """The same slices, where all are of streams with drafts behind some.
+
+        While it is not known what a draft costs, every other step has none."""
         self._turn += 1
         plain = self._turn % 2 and self._cost.spread < TRUST
         if not self._most or plain or not all(part.streams for part in slices):

@@ -68,8 +68,9 @@ class BatchIndex:
         self.write_rows = (rows * self.block_size + slot[None, :, None]).flatten(1)
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, cos) and (-sin, sin) of the batch's positions, float32 [T, 1, rotary_dim]. Tables are told apart by
-        identity; the entry keeps `cos` alive, so no other table can take its id."""
+        """(cos, cos) and (-sin, sin) of the batch's positions, float32 [T, 1, rotary_dim].
+
+        Tables are told apart by identity; the entry keeps `cos` alive, so no other table can take its id."""
         found = self._rope.get(id(cos))
         if found is None:
             c, s = cos[self.plan.positions], sin[self.plan.positions]

@@ -29,8 +29,9 @@ class Capture(Protocol):
     """Runs what works on a device once for good, and tells how to do the same to the same memory again."""
 
     def __call__(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """(replay, what `run` returned): replaying writes that anew. No Python of `run` is executed then: it reads
-        nothing of the host."""
+        """(replay, what `run` returned): replaying writes that anew.
+
+        No Python of `run` is executed then: it reads nothing of the host."""
 
 
 class CudaCapture:
@@ -106,9 +107,11 @@ class _Inputs:
 
 
 class GraphStep:
-    """A `kernels.decoder_spec.Step` for batches of decodes of any form and any kind of stored weights. one_by_one: the
-    layers through the table's operations, of which none may read the host's side of a plan but to choose its launches.
-    A size of batch is captured when it first comes; where that fails, all batches run layer by layer."""
+    """A `kernels.decoder_spec.Step` for batches of decodes of any form and any kind of stored weights.
+
+    one_by_one: the layers through the table's operations, of which none may read the host's side of a plan but to
+    choose its launches. A size of batch is captured when it first comes; where that fails, all batches run layer by
+    layer."""
 
     def __init__(self, form: DecoderForm, one_by_one: OneByOne, capture: Capture) -> None:
         self._form, self._one_by_one, self._capture = form, one_by_one, capture
@@ -152,8 +155,10 @@ class GraphStep:
         return recorded
 
     def _record(self, inputs: _Inputs, size: int, kv: torch.Tensor) -> _Recorded | None:
-        """What runs while it is captured writes K/V where the replay will. Each run has a plan of its own: what the
-        operations make of a plan once, for all layers, must be made anew by each replay."""
+        """What runs while it is captured writes K/V where the replay will.
+
+        Each run has a plan of its own: what the operations make of a plan once, for all layers, must be made anew by
+        each replay."""
 
         def run() -> tuple[torch.Tensor, torch.Tensor]:
             hidden = self._one_by_one(inputs.ids[:size], kv, inputs.plan(size))

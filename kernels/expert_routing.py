@@ -34,8 +34,9 @@ class Routing:
 def route(
     logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights float32 and experts int64, [T, chosen] each, by rank, of float32 logits [T, experts]. correction, float32
-    [experts]: added to scores where experts are compared, not where they are weighed."""
+    """Weights float32 and experts int64, [T, chosen] each, by rank, of float32 logits [T, experts].
+
+    correction, float32 [experts]: added to scores where experts are compared, not where they are weighed."""
     scores = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
     compared = scores if correction is None else scores + correction
     if routing.kept < routing.groups:

@@ -42,6 +42,7 @@ Found = tuple[str, torch.Tensor, torch.Tensor | None]
 @dataclass(frozen=True, slots=True)
 class CodedForm:
     """codes: uint8 [out, in], or packed by `tile` inputs where they are below eight bits (`kernels/bit_packing.py`).
+
     scales: of [out, groups], each of `group` neighbouring inputs; each span of a tile lies within a group. offsets:
     int16 [out, groups], what is added to codes, or None. minima: of [out, groups], what is added to codes times scales,
     or None. Codes of four and six bits lie 8 and 32 above theirs where there is neither. order: int64 [in], the input

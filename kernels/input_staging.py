@@ -22,6 +22,7 @@ class _Host:
 
 class Staging:
     """Two buffers on the host, pinned where the device is a GPU, and one on the device, all kept and grown as needed.
+
     Of one stream. direct: arrays are handed out as they are, as suits a CPU and only a CPU."""
 
     def __init__(self, device: torch.device, *, direct: bool | None = None) -> None:

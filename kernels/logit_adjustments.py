@@ -56,8 +56,10 @@ class Adjustments:
 
 
 class Adjusted(NamedTuple):
-    """A row of logits, what is done to it, and the number of its request's output tokens. behind: where among the
-    tokens that a device has drawn the last one of these is, which the host does not know yet; below 0: it knows all."""
+    """A row of logits, what is done to it, and the number of its request's output tokens.
+
+    behind: where among the tokens that a device has drawn the last one of these is, which the host does not know yet;
+    below 0: it knows all."""
 
     row: int
     adjustments: Adjustments

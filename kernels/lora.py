@@ -11,9 +11,11 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Adds x @ down.T @ up.T to some outputs of a layer. down: [rank, in]; up: [outputs, rank], scaled already; first:
-    the first of these outputs, which in a fused layer are some of many. joined: where x and down are a part of the
-    inputs, makes of what they make, float32 [n, rank], what all do."""
+    """Adds x @ down.T @ up.T to some outputs of a layer.
+
+    down: [rank, in]; up: [outputs, rank], scaled already; first: the first of these outputs, which in a fused layer are
+    some of many. joined: where x and down are a part of the inputs, makes of what they make, float32 [n, rank], what
+    all do."""
 
     down: torch.Tensor
     up: torch.Tensor

@@ -53,20 +53,24 @@ class DenseOps(Protocol):
 
 
 class Ops(DenseOps, Protocol):
-    """Operations of a decoder layer. `kv_layer` is the pool's view of one layer,
-    [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the queries' dtype or in 8 bits (see
-    `quantised_cache`). Planes are those of K and of V, or one whose vectors are both."""
+    """Operations of a decoder layer.
+
+    `kv_layer` is the pool's view of one layer, [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the
+    queries' dtype or in 8 bits (see `quantised_cache`). Planes are those of K and of V, or one whose vectors are both.
+    """
 
     name: str
     capabilities: Capabilities
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
-        """The decoder's step as one call, where this row can replay the form; its dense layers are this row's
-        `linear`. one_by_one: the same through the operations of this row, which it may capture."""
+        """The decoder's step as one call, where this row can replay the form; its dense layers are this row's `linear`.
+
+        one_by_one: the same through the operations of this row, which it may capture."""
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
-        """Add x[tokens] @ down.T @ up.T of each part to its outputs of y[tokens], in place. x: [T, in]; y: [T, out];
-        tokens: int64, each once."""
+        """Add x[tokens] @ down.T @ up.T of each part to its outputs of y[tokens], in place.
+
+        x: [T, in]; y: [T, out]; tokens: int64, each once."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, statistics in float32. x: [..., d]."""
@@ -89,9 +93,10 @@ class Ops(DenseOps, Protocol):
         kv_layer: torch.Tensor,
         plan: BatchPlan,
     ) -> torch.Tensor:
-        """Rotate q [T, heads, dim] and k [T, kv_heads, dim] by the half-split rotary embedding (Su et al. 2021;
-        cos, sin: float32 [max_len, rotary_dim / 2], indexed by position; None: no rotation), write k and v into the
-        cache at plan.slots (where they are not below 0), return rotated q. A rotary_dim smaller than dim leaves the
+        """Rotate q [T, heads, dim] and k [T, kv_heads, dim] by the half-split rotary embedding (Su et al.
+
+        2021; cos, sin: float32 [max_len, rotary_dim / 2], indexed by position; None: no rotation), write k and v into
+        the cache at plan.slots (where they are not below 0), return rotated q. A rotary_dim smaller than dim leaves the
         rest unrotated. v None: of a pool of one plane; k may be wider than q then."""
 
     def paged_attention(

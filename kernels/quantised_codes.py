@@ -61,9 +61,10 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """values [out, in]: integers of at most 16 bits, or fp8. scales: float32; of all, of each output, of each group of
-    its inputs: [1 or out, groups], or of blocks of (outputs, inputs). order: each input's group, where groups are not
-    neighbours."""
+    """values [out, in]: integers of at most 16 bits, or fp8.
+
+    scales: float32; of all, of each output, of each group of its inputs: [1 or out, groups], or of blocks of (outputs,
+    inputs). order: each input's group, where groups are not neighbours."""
 
     values: torch.Tensor
     scales: torch.Tensor

@@ -127,8 +127,10 @@ def _attend(
     cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of the group's queries q [n, heads, dim]; returns [n, heads, dim]. Heads that share a K/V head are the
-    queries (decode) or the heads (prefill) of one SDPA batch entry, so K/V is never repeated."""
+    """Attention of the group's queries q [n, heads, dim]; returns [n, heads, dim].
+
+    Heads that share a K/V head are the queries (decode) or the heads (prefill) of one SDPA batch entry, so K/V is never
+    repeated."""
     kv_heads = kv_layer.shape[2]
     n, heads, dim = q.shape
     kv = _gathered(memory, kv_layer, group, q.dtype)

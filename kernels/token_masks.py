@@ -13,8 +13,9 @@ may. Empty: no row has one."""
 
 
 def keep_only(logits: torch.Tensor, masks: Masks) -> None:
-    """Set to minus infinity what is not in a row's mask in float32 logits [n, vocab]. A handful of operations on any
-    device; the masks travel packed."""
+    """Set to minus infinity what is not in a row's mask in float32 logits [n, vocab].
+
+    A handful of operations on any device; the masks travel packed."""
     rows = [i for i, mask in enumerate(masks) if mask is not None]
     if not rows:
         return

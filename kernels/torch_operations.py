@@ -72,8 +72,9 @@ class TorchGrouped:
 
 
 def grouped_by_torch(each: Sequence[Gated | None]) -> GroupedGated | None:
-    """Grouped products of bfloat16 layers of PyTorch's; None for others, or where some are elsewhere. Until the caller
-    drops `each`, the weights are held twice."""
+    """Grouped products of bfloat16 layers of PyTorch's; None for others, or where some are elsewhere.
+
+    Until the caller drops `each`, the weights are held twice."""
     layers = [(mlp.gate_up, mlp.down) for mlp in each if mlp is not None]
     if len(layers) < len(each) or not all(_groups(layer) for pair in layers for layer in pair):
         return None

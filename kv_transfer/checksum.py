@@ -22,8 +22,9 @@ UNVERIFIED = -1
 
 
 def is_sampled(transfer: int, index: int, share: float) -> bool:
-    """Return whether prompt block `index` of the transfer belongs to the verified share (0 none, 1 all). A function of
-    its arguments only, so both sides choose the same blocks."""
+    """Return whether prompt block `index` of the transfer belongs to the verified share (0 none, 1 all).
+
+    A function of its arguments only, so both sides choose the same blocks."""
     return share >= 1.0 or zlib.crc32(struct.pack("<QQ", transfer, index)) < share * 2**32
 
 

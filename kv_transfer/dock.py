@@ -58,8 +58,10 @@ class Endpoint(Protocol):
 
 
 class Dock:
-    """Implements kv_transfer.link.LinkHandler. `submit` may be called from any thread; what begins and ends a node's
-    life (`mount`, `start`, `stop`) by its owner; everything else on the link thread.
+    """Implements kv_transfer.link.LinkHandler.
+
+    `submit` may be called from any thread; what begins and ends a node's life (`mount`, `start`, `stop`) by its owner;
+    everything else on the link thread.
 
     name       of this node, as it tells its peers
     path       what blocks need on their way: link, memory, checksums, window

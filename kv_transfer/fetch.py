@@ -45,8 +45,9 @@ class OpenFetch:
 
 
 class FetchClient:
-    """Asks other nodes, as an endpoint of a dock. `ask` and `give_up` may be called from any thread, everything else
-    on the link thread.
+    """Asks other nodes, as an endpoint of a dock.
+
+    `ask` and `give_up` may be called from any thread, everything else on the link thread.
 
     cancel  gives a grant up that is open: its end is told by the receiver
     """
@@ -132,8 +133,10 @@ class FetchClient:
 
 
 class FetchServer:
-    """Hears what other nodes ask for, as an endpoint of a dock. A question that comes twice is asked twice: the asker
-    refuses what it has no use for. wanted: is told of each, on the link thread."""
+    """Hears what other nodes ask for, as an endpoint of a dock.
+
+    A question that comes twice is asked twice: the asker refuses what it has no use for. wanted: is told of each, on
+    the link thread."""
 
     takes = (Fetch,)
 

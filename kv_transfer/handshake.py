@@ -44,8 +44,10 @@ class HandshakeTerms:
 
 
 class Handshake:
-    """One side's part in one greeting. Once the other's proof held, `peer` is its UCX worker's address, and `keys` are
-    those that seal what follows, under the secret that who dialled has used."""
+    """One side's part in one greeting.
+
+    Once the other's proof held, `peer` is its UCX worker's address, and `keys` are those that seal what follows, under
+    the secret that who dialled has used."""
 
     def __init__(self, terms: HandshakeTerms, dialled: bool):
         self._terms, self._dialled = terms, dialled

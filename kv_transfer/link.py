@@ -22,13 +22,17 @@ class LinkHandler(Protocol):
         """A control message arrived whole, in the order in which the peer sent it."""
 
     def peer_lost(self, peer: Peer, error: Exception) -> None:
-        """The peer died, closed, could not be reached, or stopped answering pings. Called once per peer; all its
-        operations have been or will be completed with an error. Memory is quiet only after `disconnect`'s callback."""
+        """The peer died, closed, could not be reached, or stopped answering pings.
+
+        Called once per peer; all its operations have been or will be completed with an error. Memory is quiet only
+        after `disconnect`'s callback."""
 
 
 class Link(Protocol):
-    """Moves bytes. Buffers are C-contiguous and writable where received into (numpy uint8 on a CPU, objects with the
-    CUDA array interface on a GPU); the link keeps a reference to each until its operation is done."""
+    """Moves bytes.
+
+    Buffers are C-contiguous and writable where received into (numpy uint8 on a CPU, objects with the CUDA array
+    interface on a GPU); the link keeps a reference to each until its operation is done."""
 
     @property
     def address(self) -> str:
@@ -56,9 +60,12 @@ class Link(Protocol):
         """Send a buffer to the receive with this tag. `done(None)`: the buffer may be reused (not: it arrived)."""
 
     def receive_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
-        """Post a receive for this buffer's bytes. `done(None)`: they arrived. A shorter send completes it too, having
-        written only its own bytes: that is how the sender of an aborted ship completes receives it will not fill."""
+        """Post a receive for this buffer's bytes.
+
+        `done(None)`: they arrived. A shorter send completes it too, having written only its own bytes: that is how the
+        sender of an aborted ship completes receives it will not fill."""
 
     def disconnect(self, peer: Peer, quiet: Callable[[], None]) -> None:
-        """Force the endpoint closed. When `quiet` runs, every `done` of this peer was called and no buffer
-        of its operations is touched any more."""
+        """Force the endpoint closed.
+
+        When `quiet` runs, every `done` of this peer was called and no buffer of its operations is touched any more."""

@@ -59,8 +59,9 @@ class Resolver:
         self._running = 0
 
     def resolve(self, address: str, found: Found, failed: Callable[[Exception], None]) -> None:
-        """Call one of them on the link's thread: at once for an address of numbers. Raises ValueError for what is no
-        address."""
+        """Call one of them on the link's thread: at once for an address of numbers.
+
+        Raises ValueError for what is no address."""
         host, port = parse_host_port(address)
         with contextlib.suppress(ValueError):
             version = ipaddress.ip_address(host.partition("%")[0]).version

@@ -125,8 +125,9 @@ class Outgoing:
         return self.first <= index < self.first + self.count and index not in self._sums.by_index
 
     def _send(self) -> None:
-        """As many as the window has room for. A block takes room until its checksum is there too: the acknowledgement
-        waits for both."""
+        """As many as the window has room for.
+
+        A block takes room until its checksum is there too: the acknowledgement waits for both."""
         if self._waiting:
             self._path.window.enter(self)
         while self._waiting and max(self.in_flight, self._sums.pending) < self._path.window.share(self._block_bytes):

@@ -13,8 +13,10 @@ from kvferry.protocol.link_messages import Asked, Commit
 
 
 class BlockMemory(Protocol):
-    """The KV pool as the link sees it, on its thread. Blocks leave from where they lie, and land there, unless a memory
-    says otherwise: it lends bytes then, which are given back once neither the link nor a checksum touches them."""
+    """The KV pool as the link sees it, on its thread.
+
+    Blocks leave from where they lie, and land there, unless a memory says otherwise: it lends bytes then, which are
+    given back once neither the link nor a checksum touches them."""
 
     def block(self, block_id: int) -> Any:
         """The block's contiguous bytes: a writable uint8 numpy view on a CPU."""
@@ -91,8 +93,10 @@ class GrantEvents(Protocol):
         """All blocks landed and were verified, and the commit came: the request may run, a copy or supply is whole."""
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
-        """The ship failed; the blocks may still be written to. Also comes for a reserve not yet answered: a grant made
-        later is to be released at once (the receiver calls `quiet` for it)."""
+        """The ship failed; the blocks may still be written to.
+
+        Also comes for a reserve not yet answered: a grant made later is to be released at once (the receiver calls
+        `quiet` for it)."""
 
     def quiet(self, key: TransferKey) -> None:
         """No receive of this grant touches memory any more: release its blocks."""

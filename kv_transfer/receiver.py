@@ -85,8 +85,9 @@ class Receiver:
         self._post_more(grant, POSTED_AT_ONCE)
 
     def _post_more(self, grant: OpenGrant, most: int) -> None:
-        """Post receives, and tell the sender of the last one: no block ever arrives unexpected. A long prompt has
-        thousands: other ships have their turns between slices."""
+        """Post receives, and tell the sender of the last one: no block ever arrives unexpected.
+
+        A long prompt has thousands: other ships have their turns between slices."""
         assert grant.blocks is not None
         grant.blocks.post(most)
         if grant.blocks.posted:

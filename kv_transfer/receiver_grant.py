@@ -16,8 +16,10 @@ COMMIT_TIMEOUT_S = 15.0
 
 
 class GrantState(StrEnum):
-    """Up to the hand-over to the engine (READY). LANDED: every receive completed; QUIESCING: failed, own receives or
-    the engine's answer are awaited; QUIET: no receive touches memory any more."""
+    """Up to the hand-over to the engine (READY).
+
+    LANDED: every receive completed; QUIESCING: failed, own receives or the engine's answer are awaited; QUIET: no
+    receive touches memory any more."""
 
     NEW = "new"
     GRANTED = "granted"

@@ -50,6 +50,7 @@ class Sender:
         patience: ShipTimeouts | None = None,
     ) -> int:  # fmt: skip
         """Ask the decode node for a grant; returns the transfer id, under which events come: to `events`, if given.
+
         peer: the connection on which the node asked for them."""
         with self._lock:
             self._last_transfer = transfer = self._last_transfer + 1
@@ -59,8 +60,10 @@ class Sender:
         return transfer
 
     def ship(self, transfer: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Post (prompt block index, block id) pairs after `granted`. The blocks hold their final content and stay held
-        until `quiet`. Indices before the grant's first_block are skipped; a ship that failed ignores them."""
+        """Post (prompt block index, block id) pairs after `granted`.
+
+        The blocks hold their final content and stay held until `quiet`. Indices before the grant's first_block are
+        skipped; a ship that failed ignores them."""
         self._dock.submit(lambda: self._ship(transfer, blocks))
 
     def commit(self, transfer: int, first: TokenDelta | None, covered: int = 0) -> None:

@@ -58,10 +58,11 @@ SHIP_LIVE = frozenset({ShipState.OFFERED, ShipState.GRANTED, ShipState.RUNNING, 
 
 @dataclass(slots=True, eq=False)
 class Ship:
-    """One offer of the node `sender`, to the node `decode`; `events` hear of it. unanswered: neither Grant nor Refusal
-    came yet; blocks: once the grant came; first, covered: see Commit, once the engine committed, at committed_at;
-    sent_before_s: seconds of sending until then. ends: when it has not moved for too long; question: what decode has to
-    answer."""
+    """One offer of the node `sender`, to the node `decode`; `events` hear of it.
+
+    unanswered: neither Grant nor Refusal came yet; blocks: once the grant came; first, covered: see Commit, once the
+    engine committed, at committed_at; sent_before_s: seconds of sending until then. ends: when it has not moved for too
+    long; question: what decode has to answer."""
 
     transfer: int
     events: ShipEvents

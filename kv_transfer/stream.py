@@ -124,8 +124,9 @@ class Stream:
         return True
 
     def next(self) -> tuple[int, bytes] | None:
-        """(kind, payload) of the next frame that is whole; greetings only before the seal, others only after it. Raises
-        WireError, after which the connection is of no use."""
+        """(kind, payload) of the next frame that is whole; greetings only before the seal, others only after it.
+
+        Raises WireError, after which the connection is of no use."""
         if len(self._inbox) < HEADER.size:
             return None
         header = bytes(self._inbox[: HEADER.size])

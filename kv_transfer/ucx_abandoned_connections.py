@@ -17,10 +17,12 @@ class MemoryNotQuiet(Exception):
 
 
 class AbandonedConnections:
-    """Counts them. Where the receiving process writes itself, the memory of a connection that UCX is not called for any
-    more is quiet, whatever UCX still has in its books. It costs 8 descriptors and some MiB: MOST_LEFT are put up with.
-    Where a device or another process may write, no memory of such a connection may ever be used again, nor is it known
-    which that is: the process has to be replaced. transports: as UCX_TLS has them."""
+    """Counts them.
+
+    Where the receiving process writes itself, the memory of a connection that UCX is not called for any more is quiet,
+    whatever UCX still has in its books. It costs 8 descriptors and some MiB: MOST_LEFT are put up with. Where a device
+    or another process may write, no memory of such a connection may ever be used again, nor is it known which that is:
+    the process has to be replaced. transports: as UCX_TLS has them."""
 
     def __init__(self, transports: str):
         self._written_here = set(transports.split(",")) <= WRITTEN_HERE

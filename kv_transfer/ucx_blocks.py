@@ -34,9 +34,10 @@ class Post(NamedTuple):
 
 
 class UcxBlocks:
-    """Posts blocks on `endpoint` and finds those that ended; only the link thread touches it. The blocks of a transfer
-    end in their order, or nearly so: of each transfer only the one that was posted first is looked at, however many
-    thousand receives a long prompt has."""
+    """Posts blocks on `endpoint` and finds those that ended; only the link thread touches it.
+
+    The blocks of a transfer end in their order, or nearly so: of each transfer only the one that was posted first is
+    looked at, however many thousand receives a long prompt has."""
 
     def __init__(self, name: str, library: UcxLibrary):
         self._name, self._library = name, library

@@ -37,8 +37,10 @@ NEVER, LATER = b"n", b"l"
 
 
 class UcxHandshakes:
-    """Runs on the link thread. arrived(): makes the peer for a socket that was accepted; failed(peer, error): it did
-    not come to be, or is not welcome."""
+    """Runs on the link thread.
+
+    arrived(): makes the peer for a socket that was accepted; failed(peer, error): it did not come to be, or is not
+    welcome."""
 
     def __init__(
         self,

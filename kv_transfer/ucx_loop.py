@@ -39,9 +39,10 @@ Heard = Callable[[int], bool]
 
 
 class UcxLoop:
-    """opened() runs on the thread before start returns, closing() last. Workers and watched descriptors see to their
-    own exceptions. Any other one ends the thread: nothing that was posted will complete, so `fault` says why and
-    on_fault(text) runs once, on the dying thread."""
+    """opened() runs on the thread before start returns, closing() last.
+
+    Workers and watched descriptors see to their own exceptions. Any other one ends the thread: nothing that was posted
+    will complete, so `fault` says why and on_fault(text) runs once, on the dying thread."""
 
     def __init__(
         self,

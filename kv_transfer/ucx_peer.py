@@ -14,9 +14,11 @@ from kvferry.kv_transfer.ucx_worker import UcxWorker
 
 
 class UcxPeer:
-    """State of one connection; only the link thread touches it. `name` is what the link's users hold; `dialled` is the
-    address of a peer that this side connects to, empty where the peer connected. `lost` for good: by a loss, or closed
-    by this side. `greeting` tells one try to connect from the next."""
+    """State of one connection; only the link thread touches it.
+
+    `name` is what the link's users hold; `dialled` is the address of a peer that this side connects to, empty where the
+    peer connected. `lost` for good: by a loss, or closed by this side. `greeting` tells one try to connect from the
+    next."""
 
     def __init__(
         self, name: str, library: UcxLibrary, loop: UcxLoop, terms: HandshakeTerms, now: float, dialled: str = ""

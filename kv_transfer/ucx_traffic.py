@@ -20,8 +20,10 @@ DRAIN_ROUNDS = 64
 
 
 class UcxTraffic:
-    """Runs on the link thread. greeted(peer, kind, payload): a greeting came. failed(peer, error): its connection
-    broke, or it sent what no link sends."""
+    """Runs on the link thread.
+
+    greeted(peer, kind, payload): a greeting came. failed(peer, error): its connection broke, or it sent what no link
+    sends."""
 
     def __init__(
         self,

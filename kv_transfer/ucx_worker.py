@@ -24,9 +24,10 @@ side is frozen and its queue full. Rounds count, too, for this thread may be the
 
 
 class UcxWorker:
-    """Only the link thread touches it. Awake, it is progressed in every round; at rest it is armed, and its descriptor
-    becomes readable when UCX has something to do. look(progressed) is called in every round: whether it found work.
-    broken(error): a round raised."""
+    """Only the link thread touches it.
+
+    Awake, it is progressed in every round; at rest it is armed, and its descriptor becomes readable when UCX has
+    something to do. look(progressed) is called in every round: whether it found work. broken(error): a round raised."""
 
     def __init__(
         self, library: UcxLibrary, context: Any, look: Callable[[bool], bool], broken: Callable[[Exception], None]
@@ -97,9 +98,10 @@ class UcxWorker:
         return ended() and emptied
 
     def _gave_up(self) -> None:
-        """UCX closed the endpoint, by itself or because `close` asked for it. Then ucxx keeps the operations that were
-        under way, and through them the worker, until another one is registered on the closed endpoint: this one is, and
-        is cancelled with them."""
+        """UCX closed the endpoint, by itself or because `close` asked for it.
+
+        Then ucxx keeps the operations that were under way, and through them the worker, until another one is registered
+        on the closed endpoint: this one is, and is cancelled with them."""
         if self._closing:
             self._endpoint.tag_recv(self._library.array(bytearray(1)), self._library.api.UCXXTag(NEVER_SENT_TAG))
         else:

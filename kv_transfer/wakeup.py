@@ -7,8 +7,9 @@ import threading
 
 
 class Wakeup:
-    """An eventfd, `descriptor` of which is watched. Once it is closed nobody writes to it: its number may be another's
-    by then. Rings from any thread."""
+    """An eventfd, `descriptor` of which is watched.
+
+    Once it is closed nobody writes to it: its number may be another's by then. Rings from any thread."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

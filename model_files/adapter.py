@@ -31,8 +31,9 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that was checked as far as its config goes. id: 32 hex digits of its content. scale: what the product
-    of its matrices is multiplied by."""
+    """An adapter that was checked as far as its config goes.
+
+    id: 32 hex digits of its content. scale: what the product of its matrices is multiplied by."""
 
     path: Path
     id: str

@@ -6,9 +6,11 @@ from typing import Any
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """Longest sequence a config.json promises, in tokens; 0: it promises nothing. yarn and linear stretch the original
-    length by their factor; llama3 and longrope already state the stretched one; dynamic is served up to the original
-    one, since beyond it its frequencies depend on how long a sequence has become, which cached keys cannot follow."""
+    """Longest sequence a config.json promises, in tokens; 0: it promises nothing.
+
+    yarn and linear stretch the original length by their factor; llama3 and longrope already state the stretched one;
+    dynamic is served up to the original one, since beyond it its frequencies depend on how long a sequence has become,
+    which cached keys cannot follow."""
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", "max_seq_len")
     length = next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}

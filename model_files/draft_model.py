@@ -16,8 +16,10 @@ _PADDING = re.compile(r"\[PAD\d+\]")
 
 
 def resolve_draft(settings: WorkerSettings, target: ModelSource, *, weights: bool = True) -> ModelSource | None:
-    """The model of --speculative-model; None where none is asked for. weights=False: downloads and hashes none. Raises
-    ConfigError: it cannot run, or has another vocabulary than `target`."""
+    """The model of --speculative-model; None where none is asked for.
+
+    weights=False: downloads and hashes none. Raises ConfigError: it cannot run, or has another vocabulary than
+    `target`."""
     if not settings.speculative_model:
         return None
     if not settings.num_speculative_tokens:

@@ -55,8 +55,10 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse the header, and those of all parts where `path` is any part of a split file. Raises ConfigError:
-    unreadable, no GGUF, versions other than 2 and 3, big-endian, truncated, or a part that is not there."""
+    """Parse the header, and those of all parts where `path` is any part of a split file.
+
+    Raises ConfigError: unreadable, no GGUF, versions other than 2 and 3, big-endian, truncated, or a part that is not
+    there."""
     parts = gguf_parts(path)
     headers = [_read(part) for part in parts]
     first, count = headers[0], headers[0].metadata.get("split.count", 1)
@@ -101,6 +103,7 @@ def _read(path: Path) -> GGUFFile:
 
 class Strings(Sequence[str]):
     """An array of strings, decoded when first looked into: a worker needs none of a vocabulary's hundred thousand.
+
     `data` is each string's length (uint64) and its bytes, one after the other."""
 
     def __init__(self, data: bytes, length: int) -> None:

@@ -11,8 +11,9 @@ _LOG = 0.1
 
 
 def latent_fields(file: GGUFFile) -> dict[str, Any]:
-    """Newer files tell the sizes of heads apart from those of what is cached. Where a file tells of no groups, experts
-    are chosen among all."""
+    """Newer files tell the sizes of heads apart from those of what is cached.
+
+    Where a file tells of no groups, experts are chosen among all."""
     wide, rotated = file.get("attention.key_length_mla"), file.get("rope.dimension_count", 0)
     head = wide or file.get("attention.key_length", 0)
     groups = file.get("expert_group_count", 1)

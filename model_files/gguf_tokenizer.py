@@ -41,8 +41,10 @@ _BOS_BY_DEFAULT = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "tekk
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that the `tokenizer.ggml.*` keys describe. Raises ConfigError for kinds that are not known, since a
-    near miss would answer with wrong tokens and no other sign."""
+    """The tokenizer that the `tokenizer.ggml.*` keys describe.
+
+    Raises ConfigError for kinds that are not known, since a near miss would answer with wrong tokens and no other sign.
+    """
     kind = metadata.get("tokenizer.ggml.model")
     if not metadata.get("tokenizer.ggml.tokens"):
         raise ConfigError("the GGUF file carries no tokenizer", param="model")

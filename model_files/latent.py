@@ -11,6 +11,7 @@ from kvferry.model_files.config_fields import whole
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
     """rank: of what K and V of all heads are made of; query_rank: of what queries are, 0: of the layer's input itself.
+
     rotated, plain: dims of a query head that turn with its position, and those that do not; value: of what a head puts
     out. interleaved: rotation pairs neighbours in checkpoints."""
 

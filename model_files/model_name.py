@@ -12,8 +12,9 @@ from kvferry.protocol.errors import ConfigError, reason
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """own: derived from where the files are (`ModelSource.name`). served: what clients are to call it; with none, its
-    own name is the one."""
+    """own: derived from where the files are (`ModelSource.name`).
+
+    served: what clients are to call it; with none, its own name is the one."""
 
     own: str
     served: tuple[str, ...] = ()

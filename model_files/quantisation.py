@@ -21,9 +21,11 @@ _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "na
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """bits: of a code. group: inputs with one scale, 0: all of an output's. symmetric: codes have no zero points.
-    ordered: inputs belong to groups in an order of their own. block: outputs and inputs of a square with one scale.
-    zero: what is added to zero points as they are stored."""
+    """bits: of a code.
+
+    group: inputs with one scale, 0: all of an output's. symmetric: codes have no zero points. ordered: inputs belong to
+    groups in an order of their own. block: outputs and inputs of a square with one scale. zero: what is added to zero
+    points as they are stored."""
 
     method: str
     bits: int

@@ -29,8 +29,9 @@ BYTE_ALPHABET = _byte_alphabet()
 
 
 class TextTokenizer:
-    """One model's vocabulary: token ids back to text; `TextModel.encode` is the other direction. Safe to use from
-    several threads.
+    """One model's vocabulary: token ids back to text; `TextModel.encode` is the other direction.
+
+    Safe to use from several threads.
 
     library       the tokenizer itself, of the `tokenizers` library
     special_ids   tokens that carry no text of their own and are skipped in output unless asked for

@@ -40,8 +40,9 @@ def displaced_blocks(node: NodeView, demand: Demand) -> int:
 
 
 def displaced_s(node: NodeView, demand: Demand) -> float:
-    """Seconds of computing again, some day, what the prompt drives out of the node's cache. Where much is shared and
-    pools are full, another copy of a prefix costs more than computing it."""
+    """Seconds of computing again, some day, what the prompt drives out of the node's cache.
+
+    Where much is shared and pools are full, another copy of a prefix costs more than computing it."""
     if not demand.worth:
         return 0.0
     tokens = displaced_blocks(node, demand) * node.lease.block_size

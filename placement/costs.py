@@ -37,8 +37,9 @@ def wait_s(node: NodeView, demand: Demand) -> float:
 
 
 def harm_s(node: NodeView, compute_s: float) -> float:
-    """Seconds that computing the prompt takes from the streams of a decode node, all together. One stream is counted
-    that is not there yet: an idle decode node is kept free for the next one."""
+    """Seconds that computing the prompt takes from the streams of a decode node, all together.
+
+    One stream is counted that is not there yet: an idle decode node is kept free for the next one."""
     return (node.streams + 1) * compute_s
 
 

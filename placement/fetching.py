@@ -41,8 +41,9 @@ def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[Holding, ...]:
 
 
 def fetching(node: NodeView, demand: Demand) -> Fetch | None:
-    """The best that the node can do, where that is better than to compute all that it has not, or reads. Asked for
-    every node, nearly all of which hold nothing."""
+    """The best that the node can do, where that is better than to compute all that it has not, or reads.
+
+    Asked for every node, nearly all of which hold nothing."""
     own = cached_len(node, demand) if node.cached_len or demand.beside else 0
     total, rate = demand.total_len, node.rate
     best, limit_s = None, by_itself_s(node, demand) - LEAST_GAIN_S

@@ -88,8 +88,9 @@ def _front(readies: Iterable[Ready], named: Container[NodeKey | None]) -> list[R
 def _near(
     demand: Demand, firsts: Sequence[First], front: Iterable[Ready], named: Container[NodeKey | None]
 ) -> Sequence[First]:
-    """Those that may be the cheapest half of a pair; of those that no pair tells apart the first in turn. With all that
-    are named."""
+    """Those that may be the cheapest half of a pair; of those that no pair tells apart the first in turn.
+
+    With all that are named."""
     kept = [first for first in firsts if first[-1].key in named] if named else []
     others = [first for first in firsts if first[-1].key not in named] if kept else firsts
     if not others:

@@ -44,8 +44,10 @@ def backlog_s(leases: Sequence[NodeLease]) -> float:
 
 
 def wanted(leases: Sequence[NodeLease], asked: Demands, rest_s: float) -> Change | None:
-    """The change that would help the nodes of one model, if any. None while one is under way or a node leaves, and for
-    `rest_s` after the last one, unless nobody is left to decode."""
+    """The change that would help the nodes of one model, if any.
+
+    None while one is under way or a node leaves, and for `rest_s` after the last one, unless nobody is left to decode.
+    """
     staying = [lease for lease in leases if lease.state == "ready" and not lease.leaving]
     prefills = [lease for lease in staying if lease.role == "prefill"]
     decodes = [lease for lease in staying if lease.role == "decode"]

@@ -160,9 +160,10 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choice: prefill None means prefilled on decode, decode None means finished on prefill. `cached_len`: tokens
-    expected to be reused where the prompt is computed. `first_token_s`: expected seconds to the first token. `holder`:
-    from where they are fetched there, if it has not all of them itself."""
+    """The choice: prefill None means prefilled on decode, decode None means finished on prefill.
+
+    `cached_len`: tokens expected to be reused where the prompt is computed. `first_token_s`: expected seconds to the
+    first token. `holder`: from where they are fetched there, if it has not all of them itself."""
 
     prefill: NodeLease | None
     decode: NodeLease | None

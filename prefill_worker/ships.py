@@ -29,8 +29,10 @@ class Offer:
 
 
 class Ships:
-    """Implements kv_transfer.ports.ShipEvents. `on_done` and `on_failed` are called on the asyncio loop, with the job
-    and the transfer, at most one of them for an offer, and none after `give_up`."""
+    """Implements kv_transfer.ports.ShipEvents.
+
+    `on_done` and `on_failed` are called on the asyncio loop, with the job and the transfer, at most one of them for an
+    offer, and none after `give_up`."""
 
     def __init__(
         self,
@@ -78,8 +80,9 @@ class Ships:
     # The link thread.
 
     def granted(self, transfer: int, first_block: int) -> None:
-        """Decode reserved its blocks: now the prompt may be computed, or fetched. An attempt that ends meanwhile is
-        known to the engine as cancelled."""
+        """Decode reserved its blocks: now the prompt may be computed, or fetched.
+
+        An attempt that ends meanwhile is known to the engine as cancelled."""
         offer = self._open(transfer)
         if offer is not None:
             job = offer.job
@@ -102,8 +105,10 @@ class Ships:
             self._base.call_soon(lambda: self._on_done(job, transfer, stats))
 
     def failed(self, transfer: int, error: KvferryError) -> None:
-        """The ship broke, or was given up. The engine lets go of the request before it hears that the ship is quiet: it
-        would take new holds for the ship otherwise."""
+        """The ship broke, or was given up.
+
+        The engine lets go of the request before it hears that the ship is quiet: it would take new holds for the ship
+        otherwise."""
         offer = self._open(transfer)
         self._base.metrics.ships[ship_outcome(error) if offer is not None else "aborted"].inc()
         if offer is not None:

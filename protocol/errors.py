@@ -47,9 +47,11 @@ LONGEST = 2000
 
 
 class KvferryError(Exception):
-    """Base of the tree. `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a request
-    that a node answered with it may be tried again there or elsewhere (Cancelled may: a node says it of an attempt that
-    it dropped, the router of a request)."""
+    """Base of the tree.
+
+    `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a request that a node answered
+    with it may be tried again there or elsewhere (Cancelled may: a node says it of an attempt that it dropped, the
+    router of a request)."""
 
     status = 500
     code = "server_error"

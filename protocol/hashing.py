@@ -37,8 +37,9 @@ def chain(
 
 
 def _hashes(parent: bytes, token_ids: Sequence[int], block_size: int, extras: bytes) -> Iterator[bytes]:
-    """One for each full block. A long prompt has thousands, which others wait for: all its tokens become bytes at
-    once."""
+    """One for each full block.
+
+    A long prompt has thousands, which others wait for: all its tokens become bytes at once."""
     tokens = array("i", token_ids)
     if sys.byteorder == "big":
         tokens.byteswap()

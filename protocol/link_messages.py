@@ -30,10 +30,11 @@ class Copy:
 @message(56, checked=True)
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Any node → any other: send me what you hold of these blocks. Answered on the same connection by a GrantRequest
-    for a Supply, or by NoSupply. `transfer` numbers it, by who asks; asker: as a grant is asked for there. hashes: of a
-    prompt's leading blocks, one behind the other, of which the asker has the first `first`. deadline_s: after which
-    nobody waits for them any more."""
+    """Any node → any other: send me what you hold of these blocks.
+
+    Answered on the same connection by a GrantRequest for a Supply, or by NoSupply. `transfer` numbers it, by who asks;
+    asker: as a grant is asked for there. hashes: of a prompt's leading blocks, one behind the other, of which the asker
+    has the first `first`. deadline_s: after which nobody waits for them any more."""
 
     transfer: int
     asker: DecodeTarget
@@ -69,8 +70,9 @@ Asked = Job | Copy | Supply
 @message(30, checked=True)
 @dataclass(frozen=True, slots=True)
 class GrantRequest:
-    """Prefill → decode over the link: reserve blocks for this job and post receives for them. Or decode → any node: for
-    this copy; or any node → any that asked for it: for this supply."""
+    """Prefill → decode over the link: reserve blocks for this job and post receives for them.
+
+    Or decode → any node: for this copy; or any node → any that asked for it: for this supply."""
 
     transfer: int
     epoch: int
@@ -104,11 +106,12 @@ class Refusal:
 @message(33, checked=True)
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Prefill → decode, last message of a ship: every block was sent. checksums: one per shipped block, in order (-1:
-    not taken for this block), or empty where the sender took none. `first` is the delta with the first token; `reuse`
-    the prompt's accounting. A stream that moves brings all tokens that were drawn since it was offered; `covered`
-    tokens in front have their K/V in the blocks (0: those of the job). Of a copy or a supply `first` is None. `sender`
-    computed them, or had them."""
+    """Prefill → decode, last message of a ship: every block was sent.
+
+    checksums: one per shipped block, in order (-1: not taken for this block), or empty where the sender took none.
+    `first` is the delta with the first token; `reuse` the prompt's accounting. A stream that moves brings all tokens
+    that were drawn since it was offered; `covered` tokens in front have their K/V in the blocks (0: those of the job).
+    Of a copy or a supply `first` is None. `sender` computed them, or had them."""
 
     transfer: int
     block_count: int

@@ -11,8 +11,10 @@ from kvferry.protocol import labels
 
 
 class ReuseMetrics:
-    """Tokens of prompts, by model. Over all: predicted + unpredicted = actual + missed, request by request and token by
-    token, so that luck never hides a miss."""
+    """Tokens of prompts, by model.
+
+    Over all: predicted + unpredicted = actual + missed, request by request and token by token, so that luck never hides
+    a miss."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, help: str, *more: str) -> Counter:

@@ -17,8 +17,9 @@ def setting(
     former: str = "",
     short: str = "",
 ) -> Any:
-    """A field of a settings class, with what the command line needs to offer and check it. A tuple is a flag that may
-    be repeated, and a variable with spaces between its values.
+    """A field of a settings class, with what the command line needs to offer and check it.
+
+    A tuple is a flag that may be repeated, and a variable with spaces between its values.
 
     choices       the allowed words, where there are no others
     least, most   inclusive bounds of a number

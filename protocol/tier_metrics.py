@@ -9,8 +9,10 @@ from kvferry.protocol.model_metrics import ModelRegistry
 
 
 class TierMetrics:
-    """Beside the others of a node. By tier: reads, by outcome; blocks, by way; seconds of reads that brought blocks.
-    bytes: kept now in those that are the node's own."""
+    """Beside the others of a node.
+
+    By tier: reads, by outcome; blocks, by way; seconds of reads that brought blocks. bytes: kept now in those that are
+    the node's own."""
 
     def __init__(self, role: str, registry: ModelRegistry) -> None:
         def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, dict[str, Counter]]:

@@ -52,8 +52,10 @@ class Unwritable(InvalidRequest):
 
 
 def message(code: int, *, checked: bool = False) -> Any:
-    """Class decorator: give a frozen dataclass its number (0–127, never reused) on the wire. checked: of the message's
-    fields each must have its declared type, or it raises WireError; what comes with every token is too frequent."""
+    """Class decorator: give a frozen dataclass its number (0–127, never reused) on the wire.
+
+    checked: of the message's fields each must have its declared type, or it raises WireError; what comes with every
+    token is too frequent."""
 
     def register(cls: type[T]) -> type[T]:
         assert is_dataclass(cls), cls
@@ -68,8 +70,9 @@ def message(code: int, *, checked: bool = False) -> Any:
 
 
 def pack(value: Any) -> bytes:
-    """Bytes of one message (or of plain lists, dicts, numbers, strings and bytes holding messages). Raises
-    Unwritable."""
+    """Bytes of one message (or of plain lists, dicts, numbers, strings and bytes holding messages).
+
+    Raises Unwritable."""
     try:
         return bytes(msgpack.Packer(default=_to_ext, buf_size=BUFFER_BYTES).pack(value))
     except _UNWRITABLE as error:

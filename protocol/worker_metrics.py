@@ -26,8 +26,9 @@ class WorkerMetrics:
         self.count_as(role)
 
     def count_as(self, role: str) -> None:
-        """From now on all is counted in this role. What was counted in another one stays as it is; what is measured
-        now is told of this one alone."""
+        """From now on all is counted in this role.
+
+        What was counted in another one stays as it is; what is measured now is told of this one alone."""
         self.role, r = role, self.registry
         r.forget_gauges()
 

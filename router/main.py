@@ -62,9 +62,11 @@ class Store(NodeSource, BlockLookup, Protocol):
 
 
 async def serve_router(settings: RouterSettings) -> None:
-    """Run a router until SIGTERM or SIGINT. After SIGTERM nothing new is taken (see `draining`) and requests under way
-    may finish within `request_timeout`; SIGINT or a second signal gives them two seconds. Raises ConfigError when the
-    port, the model or Redis cannot be used; a Redis that does not answer yet is waited for while serving."""
+    """Run a router until SIGTERM or SIGINT.
+
+    After SIGTERM nothing new is taken (see `draining`) and requests under way may finish within `request_timeout`;
+    SIGINT or a second signal gives them two seconds. Raises ConfigError when the port, the model or Redis cannot be
+    used; a Redis that does not answer yet is waited for while serving."""
     sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(GARBAGE)
     stop = StopSignal()

@@ -99,8 +99,9 @@ def _derived(text: str, use: bytes) -> bytes:
 
 
 class MembersOnly:
-    """ASGI middleware of a node: without a token of its cluster only OPEN paths are answered. tokens: those that are
-    accepted now."""
+    """ASGI middleware of a node: without a token of its cluster only OPEN paths are answered.
+
+    tokens: those that are accepted now."""
 
     def __init__(self, app: ASGIApp, tokens: Callable[[], Sequence[str]]):
         self._app, self._tokens = app, tokens

@@ -23,9 +23,10 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away; raises Cancelled then. The request's body
-    must have been read. The work is done by the task that waits for it: one of its own would cost as much again as the
-    one that looks for the client."""
+    """The result of `work`, which is cancelled when the client goes away; raises Cancelled then.
+
+    The request's body must have been read. The work is done by the task that waits for it: one of its own would cost as
+    much again as the one that looks for the client."""
     leaving = _Leaving(asyncio.ensure_future(disconnected(receive)))
     try:
         result = await work

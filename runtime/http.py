@@ -26,9 +26,10 @@ T = TypeVar("T")
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
-    """A bound TCP socket; port 0 lets the kernel choose. shared: with others that say so, among which the kernel deals
-    connections out; while one that does not is bound and does not listen, no stranger gets the port. Raises ConfigError
-    naming the remedy."""
+    """A bound TCP socket; port 0 lets the kernel choose.
+
+    shared: with others that say so, among which the kernel deals connections out; while one that does not is bound and
+    does not listen, no stranger gets the port. Raises ConfigError naming the remedy."""
     family, address = family_of(host)
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,6 +47,7 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 
 class Server(uvicorn.Server):
     """uvicorn on sockets that are bound already, without its signal handlers: the process decides what a signal means.
+
     handshake_s: what a client's TLS handshake may take, which no protocol behind it sees; 0: what the library lets it
     take, a minute."""
 
@@ -135,8 +137,9 @@ def serve_metrics(app: FastAPI, registry: CollectorRegistry, refresh: Callable[[
 
 
 async def read_message(request: Request, cls: type[T]) -> T:
-    """The message in a request's body. Raises InvalidRequest, RequestTooLarge, Cancelled when its sender leaves
-    meanwhile."""
+    """The message in a request's body.
+
+    Raises InvalidRequest, RequestTooLarge, Cancelled when its sender leaves meanwhile."""
     data = bytearray()
     try:
         async for part in request.stream():

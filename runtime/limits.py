@@ -20,15 +20,17 @@ _MOUNT = "sys/fs/cgroup"
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Whole cores, at least 1: those of the process's affinity, or fewer where a quota says so. A quota of one and a
-    half is one core: two threads that wait awake for each other would use it up, and both be stopped until the next
-    period. `root`: where /proc and /sys are found."""
+    """Whole cores, at least 1: those of the process's affinity, or fewer where a quota says so.
+
+    A quota of one and a half is one core: two threads that wait awake for each other would use it up, and both be
+    stopped until the next period. `root`: where /proc and /sys are found."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *_quotas(root)]))
 
 
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that could still be taken without swapping: of the machine, or of the container where that leaves less.
+
     Pages that only cache files count as available, as they do for a machine."""
     return max(0, min([int(psutil.virtual_memory().available), *_rooms(root)]))
 
@@ -67,8 +69,9 @@ def _file_pages(folder: Path) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroup and of those above it, of the tree that has the controller. A container that
-    sees its host's paths has its own cgroup at the root of the mount."""
+    """The folders of this process's cgroup and of those above it, of the tree that has the controller.
+
+    A container that sees its host's paths has its own cgroup at the root of the mount."""
     paths: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, place = line.partition(":")
@@ -93,8 +96,9 @@ def _text(path: Path) -> str:
 
 
 def allow_descriptors() -> None:
-    """Let this process open as many files as it may at all. A connection of the link takes nine, and the usual limit is
-    1,024, kept low for programs that call select."""
+    """Let this process open as many files as it may at all.
+
+    A connection of the link takes nine, and the usual limit is 1,024, kept low for programs that call select."""
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

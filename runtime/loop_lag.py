@@ -15,8 +15,10 @@ PERIOD_S = 0.05
 
 
 class LoopLag:
-    """A timer that is due every PERIOD_S and notes how late it came. What the thread waited for a core is told apart:
-    it is the machine's, and nothing that runs on the loop could be blamed for it."""
+    """A timer that is due every PERIOD_S and notes how late it came.
+
+    What the thread waited for a core is told apart: it is the machine's, and nothing that runs on the loop could be
+    blamed for it."""
 
     def __init__(
         self,

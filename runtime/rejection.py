@@ -34,8 +34,9 @@ def refusal(error: KvferryError) -> bytes:
 def end(
     transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, last: bytes, after_s: float
 ) -> asyncio.TimerHandle | None:
-    """Close a connection behind its last bytes, after so many seconds in which nothing is read of it. Returns the timer
-    of that, if there is one."""
+    """Close a connection behind its last bytes, after so many seconds in which nothing is read of it.
+
+    Returns the timer of that, if there is one."""
 
     def close() -> None:
         if last:

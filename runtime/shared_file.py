@@ -44,8 +44,9 @@ class SharedFile:
         return os.fstat(self.writing).st_size
 
     def take_turn(self, stalled_s: float = STALLED_S) -> bool:
-        """Wait until it is whole, and return False; or until this process may write it, which is empty then: True. A
-        turn ends with `seal`, `close`, or the process. Raises TimeoutError: who writes it has not come further for so
+        """Wait until it is whole, and return False; or until this process may write it, which is empty then: True.
+
+        A turn ends with `seal`, `close`, or the process. Raises TimeoutError: who writes it has not come further for so
         long."""
         size, end = -1, 0.0
         while not self.whole:

@@ -34,8 +34,9 @@ class UnreadOutput:
             self._timer = None
 
     def _look(self, before: int | None) -> None:
-        """Return whether enough was taken since `before` bytes were left. What is added meanwhile counts against the
-        peer, but nobody adds while the transport has too much."""
+        """Return whether enough was taken since `before` bytes were left.
+
+        What is added meanwhile counts against the peer, but nobody adds while the transport has too much."""
         left = self._transport.get_write_buffer_size()
         if before is not None and before - left < max(1.0, self._least * self._wait_s):
             self._transport.abort()

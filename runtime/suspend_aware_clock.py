@@ -51,8 +51,10 @@ def _waited_s(fd: int) -> float:
 
 
 class SuspendAwareClock:
-    """Seconds during which its owner was awake. Between two ticks, which are due every `tick_s`, at most twice that
-    counts: a process that was stopped, or a loop that was held up, has then heard nothing because it did not listen."""
+    """Seconds during which its owner was awake.
+
+    Between two ticks, which are due every `tick_s`, at most twice that counts: a process that was stopped, or a loop
+    that was held up, has then heard nothing because it did not listen."""
 
     def __init__(self, tick_s: float = TICK_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.tick_s = tick_s

@@ -23,8 +23,10 @@ Stamp = tuple[int, int, int]
 
 
 class WatchedFile(Generic[T]):
-    """`value` is what the file says, as `read` understands its text. Raises ConfigError, naming the setting, when it
-    cannot be read at first; a file that breaks later is logged, and what it said before holds.
+    """`value` is what the file says, as `read` understands its text.
+
+    Raises ConfigError, naming the setting, when it cannot be read at first; a file that breaks later is logged, and
+    what it said before holds.
 
     setting   its name
     read      raises ConfigError, whose message need not name the file

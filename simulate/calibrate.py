@@ -41,8 +41,9 @@ def of_model(leases: Sequence[NodeLease], model: str) -> list[NodeLease]:
 
 
 def calibrated(leases: Sequence[NodeLease], machine: Machine) -> Machine:
-    """`machine` with what the leases tell: medians over the nodes, of prompts over those that compute them. A step's
-    share for each stream is what placement takes it for."""
+    """`machine` with what the leases tell: medians over the nodes, of prompts over those that compute them.
+
+    A step's share for each stream is what placement takes it for."""
     decodes = [lease for lease in leases if lease.role == "decode"]
     prefills = [lease for lease in leases if lease.role == "prefill"] or decodes
     if not decodes:

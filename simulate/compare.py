@@ -59,8 +59,10 @@ def simulated(
     losses: Sequence[Loss] = (),
     pace: SimulationProgress | None = None,
 ) -> Figures:
-    """One policy on one trace. Raises ConfigError where there is no such policy, a request that fits into no pool, or
-    requests that come over too long a time."""
+    """One policy on one trace.
+
+    Raises ConfigError where there is no such policy, a request that fits into no pool, or requests that come over too
+    long a time."""
     check_known("policy", name, POLICIES)
     check_fits(trace, shape)
     check_span(trace)

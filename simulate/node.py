@@ -25,6 +25,7 @@ LEAST_TOKENS = 32
 
 class Node:
     """Between two events its batch is the same and each step takes as long: it goes on by arithmetic, not by steps.
+
     What a prompt or a stream needs is held from its beginning to its end, so nothing is preempted.
 
     busy_s    spent computing prompts

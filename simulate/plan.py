@@ -42,8 +42,10 @@ class Need:
 
 
 def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
-    """(prefill, decode) nodes. Prefill nodes are busy for BUSY of their time; a decode node takes the streams whose
-    step still meets the goal, and whose blocks it holds. Raises ConfigError where one request alone cannot meet it."""
+    """(prefill, decode) nodes.
+
+    Prefill nodes are busy for BUSY of their time; a decode node takes the streams whose step still meets the goal, and
+    whose blocks it holds. Raises ConfigError where one request alone cannot meet it."""
     start = int(need.prompt * need.reuse)
     compute_s = machine.compute_s(start, need.prompt)
     allowed_s = goal.ttft_s + goal.ttft_ktoken_s * need.prompt / 1000
@@ -100,9 +102,10 @@ SPREAD = 0.4
 def checks(
     need: Need, machine: Machine, goal: Goal, requests: int, seed: int, say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[tuple[int, int, Figures]]:  # fmt: skip
-    """Tries from the guess on, each simulated; the last one is the least that was found enough. More nodes where it is
-    not, of the role whose half of the goal is missed more often; then fewer, one role after the other, while it still
-    is. say: is told how far each is. Raises ConfigError where no fleet is enough."""
+    """Tries from the guess on, each simulated; the last one is the least that was found enough.
+
+    More nodes where it is not, of the role whose half of the goal is missed more often; then fewer, one role after the
+    other, while it still is. say: is told how far each is. Raises ConfigError where no fleet is enough."""
     trace = trace_of(need, requests, seed, machine.block_size)
     check_span(trace, "rate")
     longest = max(blocks_for(ask.prompt_len + ask.output_len, machine.block_size) for ask in trace)

@@ -16,8 +16,9 @@ class Choice(NamedTuple):
 
 
 class Policy(Protocol):
-    """Told of each request's way. `choose` answers None while it must wait at the router, and raises
-    ContextLengthExceeded where it fits nowhere."""
+    """Told of each request's way.
+
+    `choose` answers None while it must wait at the router, and raises ContextLengthExceeded where it fits nowhere."""
 
     def enter(self, fleet: Fleet) -> None:
         """The fleet is there; once, first."""

@@ -75,8 +75,9 @@ async def lines(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 async def probed(url: str, machine: Machine, api_key: str = "", model: str = "") -> Machine:
-    """`machine` with what this router's cluster shows of that model (default: its first one). Raises ConfigError where
-    it cannot be asked."""
+    """`machine` with what this router's cluster shows of that model (default: its first one).
+
+    Raises ConfigError where it cannot be asked."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:

@@ -32,11 +32,12 @@ class Scenario:
 
 @dataclass(slots=True, eq=False)
 class RunOf(Generic[N]):
-    """A request under way, from its arrival on. delivered: its output tokens that are out; attempt: how many nodes it
-    lost; cached_len: of its first attempt, tokens reused where the prompt was computed; first_s and last_s: when its
-    first and last token came; begun_s: when its prompt began to be computed;
-    here: leading blocks that its decode node held when it made room;
-    failed: nothing could take it; excluded: nodes that died under it."""
+    """A request under way, from its arrival on.
+
+    delivered: its output tokens that are out; attempt: how many nodes it lost; cached_len: of its first attempt, tokens
+    reused where the prompt was computed; first_s and last_s: when its first and last token came; begun_s: when its
+    prompt began to be computed; here: leading blocks that its decode node held when it made room; failed: nothing could
+    take it; excluded: nodes that died under it."""
 
     ask: Scenario
     arrived: float

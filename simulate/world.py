@@ -23,8 +23,9 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A node dies, and a new process has its place `back_s` later. share: which one, as a share of the nodes of its
-    role."""
+    """A node dies, and a new process has its place `back_s` later.
+
+    share: which one, as a share of the nodes of its role."""
 
     at: float
     role: str

@@ -39,9 +39,10 @@ class _Worker:
 
 
 class CompileThreads:
-    """At most `threads` jobs at once, beside `slow` slow ones; at most `bound` wait. Jobs must not raise; their order
-    is that of submission. Daemon threads, started when they are needed. share: of one core, for jobs that give way to
-    nobody."""
+    """At most `threads` jobs at once, beside `slow` slow ones; at most `bound` wait.
+
+    Jobs must not raise; their order is that of submission. Daemon threads, started when they are needed. share: of one
+    core, for jobs that give way to nobody."""
 
     def __init__(
         self, name: str, threads: int = 1, *, slow: int = 4, bound: int = 4096, share: float = math.inf

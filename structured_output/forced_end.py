@@ -65,8 +65,10 @@ class ForcedEnd:
         self._marks, self.look = marks, LAST
 
     def token(self, room: int, explorer: Callable[[], Matcher]) -> int | None:
-        """The token to take now so that the output ends within `room` tokens, its end included. None: there is room to
-        go on freely, it ends here in any case, or no way is short enough. explorer: another matcher at this place."""
+        """The token to take now so that the output ends within `room` tokens, its end included.
+
+        None: there is room to go on freely, it ends here in any case, or no way is short enough. explorer: another
+        matcher at this place."""
         if room > self.look:
             return None
         bits, marks = empty_mask(self._marks.words), self._marks

@@ -34,9 +34,11 @@ def without(bits: array[int], tokens: Sequence[int]) -> array[int]:
 
 
 class Matcher(Protocol):
-    """A grammar behind some output tokens. A function of both: made anew and fed the same tokens it says the same.
-    Belongs to one thread at a time. Each method but `accept` raises GrammarFailed when the grammar turns out to need
-    more than its limits allow; the matcher is of no use then."""
+    """A grammar behind some output tokens.
+
+    A function of both: made anew and fed the same tokens it says the same. Belongs to one thread at a time. Each method
+    but `accept` raises GrammarFailed when the grammar turns out to need more than its limits allow; the matcher is of
+    no use then."""
 
     @property
     def closes_at(self) -> int:
@@ -52,8 +54,10 @@ class Matcher(Protocol):
         """Take back the last `count` tokens."""
 
     def closing(self, room: int) -> int | None:
-        """The token to take now if an output of JSON is to end within `room` tokens. None: there is room to go on
-        freely, the output ends here in any case, or it cannot end in time (see structured_output/forced_end.py)."""
+        """The token to take now if an output of JSON is to end within `room` tokens.
+
+        None: there is room to go on freely, the output ends here in any case, or it cannot end in time (see
+        structured_output/forced_end.py)."""
 
 
 class Compiler(Protocol):

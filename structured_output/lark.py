@@ -30,9 +30,11 @@ def token(token_id: int) -> str:
 
 
 def schema(json_schema: Any, *, lenient: bool = False, whitespace: str | None = None) -> str:
-    """JSON that a schema (a JSON value: an object, or a bool) describes. lenient: keywords that cannot be enforced are
-    ignored instead of refused. whitespace: a regular expression matched at most once wherever JSON allows blanks; empty
-    allows none there; None: blanks stand behind commas and colons, one each. Stands in rules, never in terminals."""
+    """JSON that a schema (a JSON value: an object, or a bool) describes.
+
+    lenient: keywords that cannot be enforced are ignored instead of refused. whitespace: a regular expression matched
+    at most once wherever JSON allows blanks; empty allows none there; None: blanks stand behind commas and colons, one
+    each. Stands in rules, never in terminals."""
     own = json_schema if isinstance(json_schema, dict) else {} if json_schema else {"not": {}}
     options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     if whitespace is None:
@@ -42,8 +44,9 @@ def schema(json_schema: Any, *, lenient: bool = False, whitespace: str | None = 
 
 
 def terminal(expression: str) -> str:
-    """A regular expression (Rust's `regex` syntax) as a terminal. Raises nothing: what it cannot read is found when the
-    grammar is compiled."""
+    """A regular expression (Rust's `regex` syntax) as a terminal.
+
+    Raises nothing: what it cannot read is found when the grammar is compiled."""
     parts, escaped = [], False
     for char in expression:
         parts.append("\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char)

@@ -22,8 +22,10 @@ log = logging.getLogger("kvferry.worker")
 
 
 class NodeAdapters:
-    """`held` is what the lease says. Belongs to the asyncio loop. first: those that the engine holds from the start;
-    announce: tell the registry at once."""
+    """`held` is what the lease says.
+
+    Belongs to the asyncio loop. first: those that the engine holds from the start; announce: tell the registry at once.
+    """
 
     def __init__(
         self,

@@ -19,8 +19,9 @@ UNSPECIFIED = ("0.0.0.0", "::", "[::]", "")
 
 
 class NodeAddress:
-    """Bound from the start, so that the port is known; serves between `start` and `stop`. Roles add their endpoints to
-    `app`. Raises ConfigError when the address cannot be used."""
+    """Bound from the start, so that the port is known; serves between `start` and `stop`.
+
+    Roles add their endpoints to `app`. Raises ConfigError when the address cannot be used."""
 
     def __init__(
         self,

@@ -34,8 +34,9 @@ class Beside:
 
 
 class DeviceCopies:
-    """Implements kv_transfer.tiers.staging.Copies; blocks are uint8 tensors [bytes of a block] of the device. Those
-    that a tier is told of were computed by steps that have ended, and those that it fills no step has yet."""
+    """Implements kv_transfer.tiers.staging.Copies; blocks are uint8 tensors [bytes of a block] of the device.
+
+    Those that a tier is told of were computed by steps that have ended, and those that it fills no step has yet."""
 
     def __init__(self, device: torch.device, block_bytes: int) -> None:
         self._device, self._block_bytes = device, block_bytes

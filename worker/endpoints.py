@@ -15,8 +15,9 @@ from kvferry.worker.tiers import Tiers
 
 
 class Endpoints:
-    """Before the dock starts. A role adds what is its own: whom its jobs' grants go to (`arrivals`), what it offers
-    (`sender`)."""
+    """Before the dock starts.
+
+    A role adds what is its own: whom its jobs' grants go to (`arrivals`), what it offers (`sender`)."""
 
     def __init__(self, base: Base) -> None:
         self.sender = Sender(base.dock, grant_timeout=base.settings.grant_timeout)

@@ -157,8 +157,10 @@ def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int)
 
 
 def step_limits(settings: WorkerSettings, device: torch.device) -> Limits:
-    """Budgets of one step. It has room for a token of every running request, and for a block of some prompt beside
-    them: a prompt that is begun goes on under any load."""
+    """Budgets of one step.
+
+    It has room for a token of every running request, and for a block of some prompt beside them: a prompt that is begun
+    goes on under any load."""
     on_gpu = device.type == "cuda"
     budget = settings.max_num_batched_tokens or (8192 if on_gpu else 256)
     beside = settings.max_prefill_tokens_while_decoding or (2048 if on_gpu else 256)

@@ -30,8 +30,10 @@ class EventRelay:
         self._call_soon = call_soon
 
     def take(self, events: Sequence[Event]) -> None:
-        """On the engine thread. The loop is told first, so that it hears of a first token before it hears that decode
-        acknowledged its commit; the link does not wait for it."""
+        """On the engine thread.
+
+        The loop is told first, so that it hears of a first token before it hears that decode acknowledged its commit;
+        the link does not wait for it."""
         self._call_soon(lambda: self._take_on_loop(events))
         try:
             self._service.to_link(events)

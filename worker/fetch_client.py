@@ -60,9 +60,11 @@ BLAMED = ("late", "corrupt", "lost")
 
 @dataclass(slots=True, eq=False)
 class PendingFetch:
-    """A request that awaits blocks. number: of the fetch that it asked for, 0 while it awaits another's; missing: hash
-    of the first block that comes by it; hashes: of all until its last one; turns: how many fetches it awaited; others:
-    those that await the same blocks."""
+    """A request that awaits blocks.
+
+    number: of the fetch that it asked for, 0 while it awaits another's; missing: hash of the first block that comes by
+    it; hashes: of all until its last one; turns: how many fetches it awaited; others: those that await the same blocks.
+    """
 
     request: Request
     holder: Holder
@@ -75,8 +77,9 @@ class PendingFetch:
 
 
 class PrefixFetcher:
-    """Implements kv_transfer.fetch.FetchEvents, and kv_transfer.ports.GrantEvents of supplies. Owned by the engine
-    thread, but for what says otherwise."""
+    """Implements kv_transfer.fetch.FetchEvents, and kv_transfer.ports.GrantEvents of supplies.
+
+    Owned by the engine thread, but for what says otherwise."""
 
     def __init__(self, base: Base, arrivals: GrantDispatch) -> None:
         self._base, self._arrivals = base, arrivals

@@ -10,8 +10,9 @@ from kvferry.worker.service import Base
 
 
 class GrantDispatch:
-    """Implements kv_transfer.ports.GrantEvents, by those of them that were named before the dock starts. On the link
-    thread; `refuse` may be called from any."""
+    """Implements kv_transfer.ports.GrantEvents, by those of them that were named before the dock starts.
+
+    On the link thread; `refuse` may be called from any."""
 
     def __init__(self, base: Base) -> None:
         self._dock = base.dock

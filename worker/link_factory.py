@@ -56,8 +56,9 @@ class LinkParts:
             torch.cuda.set_device(self._kv.device)
 
     def _enter_link(self) -> None:
-        """First call on the link thread, and on that of its checksums. Blocks that come in do not hold up streams that
-        run: on a core that both want, tokens come first."""
+        """First call on the link thread, and on that of its checksums.
+
+        Blocks that come in do not hold up streams that run: on a core that both want, tokens come first."""
         self.enter_thread()
         if self._settings.role == "decode" or self._settings.elastic:
             give_way(LINK_NICENESS)

@@ -31,8 +31,9 @@ def latency_share(itl_s: float, alone_s: float, target_s: float) -> float:
 
 
 def decode_pressure(load: Load, seats: int, latency: float, waits_s: float) -> float:
-    """Nodes that the streams here would fill, and those for what waits here. latency: see `latency_share`, of no more
-    nodes than there are streams; waits_s: of the next one, for a seat."""
+    """Nodes that the streams here would fill, and those for what waits here.
+
+    latency: see `latency_share`, of no more nodes than there are streams; waits_s: of the next one, for a seat."""
     wanted = load.running_requests + load.open_grants + load.waiting_requests
     taken = min(wanted, max(seats, wanted - load.waiting_requests))
     held = (load.active_blocks + load.granted_blocks) / max(1, load.total_blocks)

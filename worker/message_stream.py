@@ -17,8 +17,9 @@ MEDIA_TYPE = "application/msgpack"
 
 
 class MessageStreamResponse(Response):
-    """Sends `messages`, which come packed. `on_close` runs exactly once, whichever way the response ends, even before
-    the first message."""
+    """Sends `messages`, which come packed.
+
+    `on_close` runs exactly once, whichever way the response ends, even before the first message."""
 
     def __init__(self, messages: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
         super().__init__(media_type=MEDIA_TYPE)

@@ -46,9 +46,10 @@ class Ending(Enum):
 
 
 class Node:
-    """Answers over HTTP from the start of `run`; `loaded` is there once its model is. Belongs to one asyncio loop.
-    Raises ConfigError when the settings cannot be used. die: ends the process at once, from any thread, when a thread
-    hangs and the loop cannot end the node; None: the process is not the node's."""
+    """Answers over HTTP from the start of `run`; `loaded` is there once its model is.
+
+    Belongs to one asyncio loop. Raises ConfigError when the settings cannot be used. die: ends the process at once,
+    from any thread, when a thread hangs and the loop cannot end the node; None: the process is not the node's."""
 
     def __init__(
         self, settings: WorkerSettings, make_service: MakeService, die: Callable[[], None] | None = None

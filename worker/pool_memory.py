@@ -67,8 +67,9 @@ def available_bytes(device: torch.device) -> int:
 def pool_blocks(
     settings: WorkerSettings, block_bytes: int, device: torch.device, available: float | None = None
 ) -> int:
-    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens. available:
-    bytes; None: those of the device. Raises ConfigError when they do not fit into memory."""
+    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens.
+
+    available: bytes; None: those of the device. Raises ConfigError when they do not fit into memory."""
     available = available_bytes(device) if available is None else available
     if settings.kv_blocks:
         blocks, flag = settings.kv_blocks, "kv_blocks"
@@ -93,8 +94,9 @@ def pool_blocks(
 def make_pool(
     layout: KVLayout, num_blocks: int, device: torch.device, mapped: Callable[[int], torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Zeros [block, layer, plane, kv_head, slot, dim]. On a CPU a page takes memory once its block is first written.
-    mapped: gives that memory in place of `_mapped`."""
+    """Zeros [block, layer, plane, kv_head, slot, dim].
+
+    On a CPU a page takes memory once its block is first written. mapped: gives that memory in place of `_mapped`."""
     shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
     try:
         if device.type == "cpu":

@@ -45,8 +45,9 @@ SIGN_S = 0.1
 def compute(
     rank: int, line: RankChannel, memory_fd: int, pool_fd: int, moves: RankChannel | None = None, meeting_fd: int = -1
 ) -> None:
-    """moves, meeting_fd: where each rank has a pool of its own. Ends by what is raised where the first rank is gone:
-    OSError or EOFError."""
+    """moves, meeting_fd: where each rank has a pool of its own.
+
+    Ends by what is raised where the first rank is gone: OSError or EOFError."""
     settings: WorkerSettings = pickle.loads(line.hear())
     set_up_log(settings.log_level, settings.log_format)
     ranks, device = settings.tensor_parallel_size, device_of(rank, torch.device(settings.device))

@@ -14,15 +14,18 @@ _SIGNS_BYTES = 4096
 
 
 def make_memory(ranks: int) -> tuple[int, int]:
-    """Descriptors of the ranks' memory, and of that of their pool, which has no size yet. Neither has a name, and both
-    are gone with the last process that has them. Raises OSError."""
+    """Descriptors of the ranks' memory, and of that of their pool, which has no size yet.
+
+    Neither has a name, and both are gone with the last process that has them. Raises OSError."""
     memory, pool = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("ranks", "kv"))
     os.ftruncate(memory, _SIGNS_BYTES + 4 * TURNS * ranks * ROOM)
     return memory, pool
 
 
 class RankMemory:
-    """One process's view of it. signs: int64 [ranks], which the other ranks count up while they live; places: see
+    """One process's view of it.
+
+    signs: int64 [ranks], which the other ranks count up while they live; places: see
     `engine.ranks.shared_group.SharedGroup`."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:

@@ -32,8 +32,10 @@ from kvferry.worker.rank_memory import RankMemory, make_memory, shared_pool
 
 
 class Ranks:
-    """The other ranks. device: this one's; part: what it has of the model; pool: all ranks' pools as one, once they are
-    made, where each has its own. Raises OSError."""
+    """The other ranks.
+
+    device: this one's; part: what it has of the model; pool: all ranks' pools as one, once they are made, where each
+    has its own. Raises OSError."""
 
     pool: DeviceRankPool | None = None
 

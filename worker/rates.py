@@ -37,8 +37,9 @@ LEAST_PREFILL_TOKENS = 32
 
 
 class RateMeter:
-    """Observes, and answers with Rates. Between two tokens of a stream pass itl_s as of late, alone_s where it runs
-    alone."""
+    """Observes, and answers with Rates.
+
+    Between two tokens of a stream pass itl_s as of late, alone_s where it runs alone."""
 
     def __init__(self, seed: Rates) -> None:
         self._prefill = seed.prefill_tokens_per_s
@@ -68,10 +69,12 @@ class RateMeter:
 
 
 def warm_up(engine: Engine) -> Rates:
-    """Run prefill chunks and decode steps on the unused pool. First calls compile kernels and allocate workspaces, so
-    that no request waits for it: the first turn counts for nothing. Chunks then double until they fill a step or take
-    ENOUGH_S, and those run again. The fastest turn counts, since other processes that start on the machine at the same
-    time only ever make one slower. Raises ConfigError when the model cannot compute a step."""
+    """Run prefill chunks and decode steps on the unused pool.
+
+    First calls compile kernels and allocate workspaces, so that no request waits for it: the first turn counts for
+    nothing. Chunks then double until they fill a step or take ENOUGH_S, and those run again. The fastest turn counts,
+    since other processes that start on the machine at the same time only ever make one slower. Raises ConfigError when
+    the model cannot compute a step."""
     bs = engine.config.block_size
     room = min(engine.config.max_model_len, engine.pool.num_blocks * bs) - 1
     longest = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
@@ -109,8 +112,9 @@ def warm_up(engine: Engine) -> Rates:
 
 
 def warm_draft(engine: Engine, request: Request, longest: int) -> None:
-    """The first steps of the draft model, whose pool has as many blocks. Raises ConfigError when it cannot compute
-    one."""
+    """The first steps of the draft model, whose pool has as many blocks.
+
+    Raises ConfigError when it cannot compute one."""
     assert engine.draft_model is not None
     runner = engine.draft_model.runner
     longest = min(longest, runner.model.info.max_model_len - 1)

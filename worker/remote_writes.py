@@ -14,8 +14,10 @@ from kvferry.worker.write_batches import TURN, WriteBatches
 
 
 class RemoteWrites(WriteBatches):
-    """On the engine thread. A group is written when its last block is here; what the store has no room for, or cannot
-    take now, is not tried again."""
+    """On the engine thread.
+
+    A group is written when its last block is here; what the store has no room for, or cannot take now, is not tried
+    again."""
 
     def __init__(self, base: Base, tier: RemoteTier, transfers: Iterator[int]) -> None:
         super().__init__(base, tier, "remote", transfers)

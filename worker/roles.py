@@ -86,8 +86,9 @@ class RoleChange:
         await self.begin(await read_message(request, ChangeRole))
 
     async def begin(self, change: ChangeRole) -> None:
-        """Returns once the node has begun to change, or if it has the role. Raises InvalidRequest where it never may,
-        RoleKept where it must not now: then it works on as it did."""
+        """Returns once the node has begun to change, or if it has the role.
+
+        Raises InvalidRequest where it never may, RoleKept where it must not now: then it works on as it did."""
         if change.role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}; got {change.role!r}", param="role")
         if not self._elastic:
@@ -145,8 +146,9 @@ class RoleChange:
             await asyncio.sleep(LOOK_S)
 
     def _pass(self, engine: Engine, role: str, changed: asyncio.Future[bool]) -> None:
-        """Let the other role have the news from now on, if there is none of this one. On the engine thread: what it
-        told before is on its way already, and what comes next comes behind."""
+        """Let the other role have the news from now on, if there is none of this one.
+
+        On the engine thread: what it told before is on its way already, and what comes next comes behind."""
         quiet = not (engine.request_table or engine.moving or engine.events)
         if quiet:
             self._roles.computing = role

@@ -42,8 +42,10 @@ log = logging.getLogger("kvferry.worker")
 
 
 class WorkerRuntime:
-    """Serves from `join` until `drain` has returned. seed: rates that the warm-up measured; last_resort: ends the
-    process for a fault, on any thread, where the asyncio loop cannot; None where the process is not the node's."""
+    """Serves from `join` until `drain` has returned.
+
+    seed: rates that the warm-up measured; last_resort: ends the process for a fault, on any thread, where the asyncio
+    loop cannot; None where the process is not the node's."""
 
     def __init__(
         self,
@@ -219,8 +221,10 @@ class WorkerRuntime:
         self._clock.stop()
 
     async def abandon(self) -> None:
-        """A thread has ended, or hangs: nothing here can be brought to an end. Take the node out of the cluster, if
-        Redis answers at once; its process ends next, which its peers and routers notice."""
+        """A thread has ended, or hangs: nothing here can be brought to an end.
+
+        Take the node out of the cluster, if Redis answers at once; its process ends next, which its peers and routers
+        notice."""
         log.critical("%s ends: %s", self._face.node_id, self.fault)
         await self._membership.leave(LAST_WORD_S)
 

@@ -12,8 +12,10 @@ from kvferry.worker.service import MakeService
 
 
 async def serve_node(settings: WorkerSettings, make_service: MakeService) -> None:
-    """Run a node until SIGTERM or SIGINT, then drain. A thread that ends by itself or hangs takes the process with it,
-    with exit status 1. Raises ConfigError when the node cannot start."""
+    """Run a node until SIGTERM or SIGINT, then drain.
+
+    A thread that ends by itself or hangs takes the process with it, with exit status 1. Raises ConfigError when the
+    node cannot start."""
     stop = StopSignal()
     stop.listen()
     ending = await Node(settings, make_service, die=lambda: os._exit(1)).run(stop)

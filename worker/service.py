@@ -25,8 +25,9 @@ from kvferry.worker.transfer_stats import TransferStats
 
 
 class Service(Protocol):
-    """The role's half of a node. Both get all news of a turn of the engine, in order; what is no news to them is among
-    it."""
+    """The role's half of a node.
+
+    Both get all news of a turn of the engine, in order; what is no news to them is among it."""
 
     def to_link(self, events: Sequence[Event]) -> None:
         """On the engine thread: blocks, grants and hand-overs go to the link. Must not block."""
@@ -74,8 +75,9 @@ class Base:
     call_soon: Callable[[Callable[[], None]], None]
 
     def require(self, role: str) -> None:
-        """Raise Draining unless new work of this role may begin. On the asyncio loop, with nothing awaited between this
-        and its beginning."""
+        """Raise Draining unless new work of this role may begin.
+
+        On the asyncio loop, with nothing awaited between this and its beginning."""
         self.require_ready()
         self.roles.require(role)
 

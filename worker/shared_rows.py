@@ -23,8 +23,9 @@ class SharedRows:
         return self._rows[number]
 
     def grow(self, count: int) -> range:
-        """The numbers of new rows. Their memory is taken at once, so anyone who asks next how much is left is told the
-        truth. Raises OSError."""
+        """The numbers of new rows.
+
+        Their memory is taken at once, so anyone who asks next how much is left is told the truth. Raises OSError."""
         size = -(-count * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if os.fstat(self._descriptor).st_size < self._end + size:
             os.posix_fallocate(self._descriptor, self._end, size)

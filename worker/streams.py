@@ -104,8 +104,9 @@ class RouterStreams:
         self.seen(router_id, (await read_message(request, Seen)).number)
 
     def open(self, router_id: str, epoch: int, after: int | None) -> Reader:
-        """Go on behind frame `after`, or begin anew: then all that runs for the router is given up. Raises Fenced for
-        another process's epoch, and StreamGone where frames behind `after` are not here."""
+        """Go on behind frame `after`, or begin anew: then all that runs for the router is given up.
+
+        Raises Fenced for another process's epoch, and StreamGone where frames behind `after` are not here."""
         if epoch != self._epoch:
             raise Fenced(f"the stream belongs to epoch {epoch}, and this process is {self._epoch}")
         if self._stopped:

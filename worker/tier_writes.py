@@ -21,8 +21,10 @@ HELD = 2
 
 
 class TierWrites(WriteBatches):
-    """On the engine thread. What is written begins where the tier ends of a chain, so that this has all that stands
-    before a block that it has; what could not be written is tried again with what comes behind it."""
+    """On the engine thread.
+
+    What is written begins where the tier ends of a chain, so that this has all that stands before a block that it has;
+    what could not be written is tried again with what comes behind it."""
 
     def __init__(self, base: Base, tier: LocalTier[Any], transfers: Iterator[int]) -> None:
         super().__init__(base, tier, tier.name, transfers)

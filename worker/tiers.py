@@ -49,8 +49,10 @@ Done = Callable[[KvferryError | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tier as it is read from. seconds: that so many blocks take; read: a chain's blocks from one of them to its end,
-    into these (False: not now)."""
+    """A tier as it is read from.
+
+    seconds: that so many blocks take; read: a chain's blocks from one of them to its end, into these (False: not now).
+    """
 
     name: str
     seconds: Callable[[int], float]

@@ -14,9 +14,10 @@ model of few heads need so many to fill a device."""
 
 
 def first_steps(stream: Request, prompt: Request, longest: int, most: int) -> Iterator[list[Slice]]:
-    """Slices of each step, of requests that have blocks for `longest` tokens. They sample nothing. Chunks in each size
-    of tile; a decode beside a chunk; and decodes alone in each size of batch that is captured, for `most` rows: the
-    largest first, whose memory then serves all smaller ones."""
+    """Slices of each step, of requests that have blocks for `longest` tokens.
+
+    They sample nothing. Chunks in each size of tile; a decode beside a chunk; and decodes alone in each size of batch
+    that is captured, for `most` rows: the largest first, whose memory then serves all smaller ones."""
     last, chunk = min(LONGEST_TILE, longest), 2
     while chunk < last:
         yield [Slice(prompt, 0, chunk)]

@@ -57,8 +57,10 @@ class Watched:
 
 
 class ThreadVitals:
-    """`fault` says why the process must be ended, if it must, `pulse` how its threads move. budget: most tokens of a
-    step; ranks: the others that compute the model, each with a process. `look` is the watcher's."""
+    """`fault` says why the process must be ended, if it must, `pulse` how its threads move.
+
+    budget: most tokens of a step; ranks: the others that compute the model, each with a process. `look` is the
+    watcher's."""
 
     def __init__(
         self,
@@ -119,8 +121,10 @@ class ThreadVitals:
 
 
 class Watchdog:
-    """The thread that looks, from `start` to `stop`. A fault is told once, on it, to `on_fault`; if nobody has stopped
-    it LAST_S later, `last` is called, with the fault: the loop hangs too.
+    """The thread that looks, from `start` to `stop`.
+
+    A fault is told once, on it, to `on_fault`; if nobody has stopped it LAST_S later, `last` is called, with the fault:
+    the loop hangs too.
 
     of_process   the process ends, too, when the interpreter itself is held up for INTERPRETER_S
     """

@@ -58,8 +58,9 @@ class _Site:
 
 
 def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
-    """The adapter on the model's device, in its dtype. Raises ConfigError: it does not fit the model, or the device's
-    memory does not hold it."""
+    """The adapter on the model's device, in its dtype.
+
+    Raises ConfigError: it does not fit the model, or the device's memory does not hold it."""
     led = model if isinstance(model, ShardedModel) else None
     model, ranks = (model, 1) if led is None else (led.own.decoder, led.ranks)
     if not isinstance(model, Decoder):

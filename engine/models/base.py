@@ -31,8 +31,9 @@ class SuspendedPass:
 
 
 class ForwardAbandoned(Exception):
-    """A computation was given up: nobody waits for it any more, or something else comes first. halfway: where, if it
-    can be taken up there."""
+    """A computation was given up: nobody waits for it any more, or something else comes first.
+
+    halfway: where, if it can be taken up there."""
 
     def __init__(self, halfway: SuspendedPass | None = None) -> None:
         super().__init__("given up")
@@ -41,8 +42,10 @@ class ForwardAbandoned(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """num_layers, num_kv_heads, head_dim and planes: see `KVLayout`. revision names the exact weights and the forms
-    they run in (part of the fingerprint); max_model_len is the model's own limit in tokens."""
+    """num_layers, num_kv_heads, head_dim and planes: see `KVLayout`.
+
+    revision names the exact weights and the forms they run in (part of the fingerprint); max_model_len is the model's
+    own limit in tokens."""
 
     name: str
     revision: str
@@ -59,9 +62,11 @@ class ModelInfo:
 
 
 class Computing(Protocol):
-    """Any model on one device. ops: what it computes with, on the same device; resumable: what is given up can be taken
-    up again where it was; fed_by_host: it takes token ids and plans in the host's memory, wherever it computes, for it
-    tells them to others."""
+    """Any model on one device.
+
+    ops: what it computes with, on the same device; resumable: what is given up can be taken up again where it was;
+    fed_by_host: it takes token ids and plans in the host's memory, wherever it computes, for it tells them to others.
+    """
 
     resumable: bool = False
     fed_by_host: bool = False

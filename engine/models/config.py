@@ -40,9 +40,10 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """rotated[i]: layer i applies rope; windows[i]: its sliding window, 0 for full attention. local_rope: what layers
-    with a window apply instead. experts: of layers that have them, or None. latent: of attention over a latent, whose
-    sizes head_dim and num_kv_heads then leave out but for queries', or None."""
+    """rotated[i]: layer i applies rope; windows[i]: its sliding window, 0 for full attention.
+
+    local_rope: what layers with a window apply instead. experts: of layers that have them, or None. latent: of
+    attention over a latent, whose sizes head_dim and num_kv_heads then leave out but for queries', or None."""
 
     model_type: str
     vocab_size: int

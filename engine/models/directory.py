@@ -17,8 +17,9 @@ from kvferry.protocol.errors import ConfigError
 
 
 def open_directory(path: Path, quantised: Quantisation | None = None) -> FileWeights | QuantisedWeights:
-    """Its safetensors, or else its pytorch_model*.bin; quantised: how, where its config says so. Of a multimodal
-    checkpoint the text's tensors are called as in one of text alone."""
+    """Its safetensors, or else its pytorch_model*.bin; quantised: how, where its config says so.
+
+    Of a multimodal checkpoint the text's tensors are called as in one of text alone."""
     files = weight_files(path)
     safe = files and files[0].suffix == ".safetensors"
     tensors = SafetensorsWeights(files) if safe else TorchWeights(files)

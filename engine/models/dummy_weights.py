@@ -16,8 +16,9 @@ _SPREAD = 0.0346
 
 
 class DummyWeights(PlainWeights):
-    """Weights of any decoder of this config, equal bit for bit on every device and machine, so that nodes agree. Norms
-    scale by one, biases are zero."""
+    """Weights of any decoder of this config, equal bit for bit on every device and machine, so that nodes agree.
+
+    Norms scale by one, biases are zero."""
 
     def __init__(self, config: DecoderConfig, seed: int = 0) -> None:
         self._config = config

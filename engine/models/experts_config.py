@@ -17,8 +17,10 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """count experts of width `size`; layers[i]: layer i has them, in place of its MLP. held: those that are here, or a
-    part of each. shared: width of what all tokens pass through beside them, 0 for none. gate: of their own, or None."""
+    """count experts of width `size`; layers[i]: layer i has them, in place of its MLP.
+
+    held: those that are here, or a part of each. shared: width of what all tokens pass through beside them, 0 for none.
+    gate: of their own, or None."""
 
     count: int
     size: int

@@ -64,8 +64,9 @@ def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
-    """Rope settings; a rotary dimension that differs from the head's becomes a partial factor. attn_factor multiplies
-    yarn's own factor of attention, where Hugging Face's attention_factor replaces it."""
+    """Rope settings; a rotary dimension that differs from the head's becomes a partial factor.
+
+    attn_factor multiplies yarn's own factor of attention, where Hugging Face's attention_factor replaces it."""
     heads, hidden = file.get("attention.head_count", 1), file.get("embedding_length", 1)
     head_dim = file.get("attention.key_length") or hidden // heads
     rope: dict[str, Any] = {"partial_rotary_factor": file.get("rope.dimension_count", head_dim) / head_dim}

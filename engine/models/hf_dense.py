@@ -63,9 +63,10 @@ def outputs_first(module: nn.Module) -> torch.Tensor | None:
 
 @torch.no_grad()
 def pack_modules(model: Any, forms: DenseForms, stored_as: StoredAs | None = None) -> None:
-    """Put our layers in the place of the model's: of each whose weight the operations keep in a form of their own. What
-    shares its weight with the embedding of tokens shares its form, too. One is packed after the other, so that each
-    weight is in memory twice only while it is."""
+    """Put our layers in the place of the model's: of each whose weight the operations keep in a form of their own.
+
+    What shares its weight with the embedding of tokens shares its form, too. One is packed after the other, so that
+    each weight is in memory twice only while it is."""
     dense = _Dense(forms, stored_as)
     words = model.get_input_embeddings()
     tied = words.weight if type(words) is nn.Embedding and words.max_norm is None else None

@@ -31,8 +31,9 @@ class Text:
 
 
 class EncoderModel(Computing):
-    """Not thread-safe; the engine thread calls it under `torch.inference_mode()`. classifies: it has a head, and
-    answers with its logits alone."""
+    """Not thread-safe; the engine thread calls it under `torch.inference_mode()`.
+
+    classifies: it has a head, and answers with its logits alone."""
 
     def __init__(self, module: Any, info: ModelInfo, device: torch.device, ops: Ops, *, classifies: bool) -> None:
         self.info = info
@@ -81,8 +82,9 @@ def load_encoder(
     ops: Ops,
     progress: Callable[[float], None] | None = None,
 ) -> EncoderModel:
-    """Load through AutoModel, or with its head. Raises ConfigError with transformers' reason, or naming what is
-    missing."""
+    """Load through AutoModel, or with its head.
+
+    Raises ConfigError with transformers' reason, or naming what is missing."""
     facts = read_facts(source)
     if not facts.max_model_len:
         raise ConfigError(f"{source.path} does not name the model's longest text", param="model")

@@ -105,8 +105,10 @@ def _packed(source: ModelSource, device: torch.device, dtype: torch.dtype, forms
 def _load_quantised(
     source: ModelSource, weights: Any, forms: DenseForms, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """The module of a checkpoint whose layers in codes we read ourselves. transformers reads the rest into a kind of
-    module that has them already, of the same name, for it renames tensors by that."""
+    """The module of a checkpoint whose layers in codes we read ourselves.
+
+    transformers reads the rest into a kind of module that has them already, of the same name, for it renames tensors by
+    that."""
     transformers = transformers_module()
     config = transformers.AutoConfig.from_pretrained(source.path, local_files_only=True)
     for name in ("quantization_config", "compression_config"):
@@ -130,6 +132,7 @@ def _load_quantised(
 
 def _load_module(source: ModelSource, dtype: torch.dtype, kind: Any = None, **extra: Any) -> Any:
     """The module with every weight from the checkpoint: transformers itself would fill what is missing with noise.
+
     kind: of the module, None: what the config says."""
     transformers = transformers_module()
     is_file = source.kind == "gguf"

@@ -55,8 +55,9 @@ def _near(values: torch.Tensor, weight: torch.Tensor) -> bool:
 def coded_layers(
     skeleton: Any, weights: QuantisedWeights, forms: DenseForms, dtype: torch.dtype, device: torch.device
 ) -> dict[str, DenseModule]:
-    """The layers of a model without weights, by name, that a quantised checkpoint holds in codes. Raises ConfigError:
-    one is none of the model's dense layers, or its tensors do not fit."""
+    """The layers of a model without weights, by name, that a quantised checkpoint holds in codes.
+
+    Raises ConfigError: one is none of the model's dense layers, or its tensors do not fit."""
     names = weights.coded()
     if not names:
         raise ConfigError("its config says that it is quantised, and its files hold no codes", param="model")

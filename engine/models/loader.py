@@ -55,13 +55,14 @@ def load_model(
     weights_fd: int = -1,
     part: RankAssignment | None = None,
 ) -> Model:
-    """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
-    decoder where it supports the architecture). quantization: auto (block formats of a GGUF and codes of a quantised
-    checkpoint run as stored where the operations can, in bfloat16), none, or int8 (dense layers quantised per channel).
-    load_format: auto, or dummy: weights that are made, for our own decoder. max_model_len: no sequence will be longer
-    (tokens; 0: the model's own limit, which `info` tells in any case). progress receives the loaded fraction, 0 to 1.
-    weights_fd: of memory in which processes that load the same have one copy (`runtime.shared_file`), or -1.
-    part: the one of our own decoder that a rank loads, or None.
+    """The model of `source` in `dtype` (None: `auto_dtype`).
+
+    impl: kvferry (own decoder), transformers, or auto (own decoder where it supports the architecture). quantization:
+    auto (block formats of a GGUF and codes of a quantised checkpoint run as stored where the operations can, in
+    bfloat16), none, or int8 (dense layers quantised per channel). load_format: auto, or dummy: weights that are made,
+    for our own decoder. max_model_len: no sequence will be longer (tokens; 0: the model's own limit, which `info` tells
+    in any case). progress receives the loaded fraction, 0 to 1. weights_fd: of memory in which processes that load the
+    same have one copy (`runtime.shared_file`), or -1. part: the one of our own decoder that a rank loads, or None.
     Raises ConfigError naming what is missing or unsupported, whatever else was raised on the way."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")

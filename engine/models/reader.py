@@ -71,8 +71,9 @@ class TensorReader:
         return out
 
     def stack(self, parts: Rows, columns: int | None, factor: float = 1.0) -> torch.Tensor:
-        """[sum of rows, columns], or one-dimensional. factor: what the tensors are multiplied with in place of what
-        comes out of them."""
+        """[sum of rows, columns], or one-dimensional.
+
+        factor: what the tensors are multiplied with in place of what comes out of them."""
         tail = () if columns is None else (columns,)
         out = torch.empty(sum(rows for _, rows in parts), *tail, dtype=self.dtype, device=self._device)
         start = 0

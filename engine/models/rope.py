@@ -19,8 +19,9 @@ from kvferry.protocol.errors import ConfigError
 def rope_tables(
     rope: RopeConfig, length: int, device: torch.device, divisors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), float32 [length, rope.dim / 2]. divisors [rope.dim / 2]: per-frequency factors that a GGUF carries in
-    place of llama3's settings."""
+    """(cos, sin), float32 [length, rope.dim / 2].
+
+    divisors [rope.dim / 2]: per-frequency factors that a GGUF carries in place of llama3's settings."""
     frequencies, scale = _frequencies(rope, length)
     if divisors is not None:
         frequencies = frequencies / divisors.float().cpu()

@@ -14,8 +14,10 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. kind is one of ROPE_KINDS; original_max_len is the context before stretching; the other fields
-    are of the kinds that name them, with Hugging Face's meanings and defaults."""
+    """Rotary embedding.
+
+    kind is one of ROPE_KINDS; original_max_len is the context before stretching; the other fields are of the kinds that
+    name them, with Hugging Face's meanings and defaults."""
 
     theta: float
     dim: int

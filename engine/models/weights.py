@@ -66,8 +66,9 @@ class Weights(Protocol):
     """Source of a decoder's tensors."""
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        """Write the tensor into `out` (contiguous, any dtype and device). Raises ConfigError: missing, of another
-        shape, of an unsupported type, or unreadable."""
+        """Write the tensor into `out` (contiguous, any dtype and device).
+
+        Raises ConfigError: missing, of another shape, of an unsupported type, or unreadable."""
 
     def stored(self, name: str, shape: tuple[int, int]) -> Stored | None:
         """The tensor as stored, if that is a block format or codes; else None. Raises ConfigError as `read`."""

@@ -97,8 +97,9 @@ def packed(call: Call, numbers: Numbers | None = None) -> bytes:
 
 @torch.inference_mode()
 def follow(part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
-    """Do what the first rank says, to the pool `kv`: all of it where it is shared, or this rank's own. Ends by what
-    `hear` raises."""
+    """Do what the first rank says, to the pool `kv`: all of it where it is shared, or this rank's own.
+
+    Ends by what `hear` raises."""
     kv = part.of_pool(kv)
     while True:
         call: Call = _Unpickler(io.BytesIO(hear()), part.adapters).load()

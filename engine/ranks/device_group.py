@@ -30,21 +30,24 @@ def device_of(rank: int, first: torch.device) -> torch.device:
 
 
 class DeviceGroup:
-    """Implements `engine.ranks.group.Group` of tensors on `device`, once it is connected. A sum is the same on all
-    ranks, for each number is added up in one place; in which order, depends on that place."""
+    """Implements `engine.ranks.group.Group` of tensors on `device`, once it is connected.
+
+    A sum is the same on all ranks, for each number is added up in one place; in which order, depends on that place."""
 
     apart = True
 
     def __init__(self, rank: int, ranks: int, device: torch.device, meeting_fd: int) -> None:
         """meeting_fd: of a file that all ranks have, empty before the first one connects; it may be closed at once.
+
         Raises OSError."""
         self.rank, self.ranks = rank, ranks
         self._device, self._meeting_fd = device, os.dup(meeting_fd)
         self._backend: Any = None
 
     def connect(self) -> None:
-        """Returns once all ranks are connected, and a sum of theirs is right. Raises ConfigError: they are not in
-        time."""
+        """Returns once all ranks are connected, and a sum of theirs is right.
+
+        Raises ConfigError: they are not in time."""
         try:
             store = _dist.FileStore(f"/proc/self/fd/{self._meeting_fd}", self.ranks)
             self._backend = self._nccl(store) if self._device.type == "cuda" else self._gloo(store)
@@ -56,8 +59,10 @@ class DeviceGroup:
             raise ConfigError(f"the {self.ranks} ranks add up wrong numbers: {found[0]}", param=FLAG)
 
     def close(self) -> None:
-        """End what is connected. Not while anybody brings something; of a group that was left, the descriptor stays.
-        NCCL's ends with the process: it may wait for ranks that are gone."""
+        """End what is connected.
+
+        Not while anybody brings something; of a group that was left, the descriptor stays. NCCL's ends with the
+        process: it may wait for ranks that are gone."""
         if self._backend is not None and self._device.type == "cpu":
             self._backend = None
             os.close(self._meeting_fd)

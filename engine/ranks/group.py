@@ -12,8 +12,10 @@ import torch
 
 
 class Group(Protocol):
-    """One rank's way to the others. All ranks call the same operations, with as many numbers, in the same order. Raises
-    where another rank is gone; after that the group is of no use.
+    """One rank's way to the others.
+
+    All ranks call the same operations, with as many numbers, in the same order. Raises where another rank is gone;
+    after that the group is of no use.
 
     rank   which one this is, of `ranks`
     apart  each rank has a pool of its own, of its heads; otherwise all share one, which is whole

@@ -51,8 +51,9 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class ShardedNorm:
-    """RMS norms of q and k that go over the heads of all ranks, of which each has as many. q_norm, k_norm: of the
-    rank's own."""
+    """RMS norms of q and k that go over the heads of all ranks, of which each has as many.
+
+    q_norm, k_norm: of the rank's own."""
 
     q_norm: torch.Tensor
     k_norm: torch.Tensor

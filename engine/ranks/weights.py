@@ -85,8 +85,9 @@ class ShardWeights:
         return StoredRows(rows.kind, self._columns(rows.data))
 
     def peaks(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        """See `engine.models.reader.Peaks`. Raises ConfigError where that would cut a run of inputs that is quantised
-        with one scale."""
+        """See `engine.models.reader.Peaks`.
+
+        Raises ConfigError where that would cut a run of inputs that is quantised with one scale."""
         cut = self._cut(name, shape)
         if cut is None or cut.dim == 0:
             return None

@@ -72,8 +72,9 @@ class CoreLock:
         return False
 
     def hurry(self) -> None:
-        """Anyone who has them should not keep them for the whole of a turn while others wait. Soon forgotten. From any
-        thread."""
+        """Anyone who has them should not keep them for the whole of a turn while others wait.
+
+        Soon forgotten. From any thread."""
         self._urgent_ns.value = time.monotonic_ns() + _URGENT_NS
 
     def calm(self) -> None:

@@ -42,15 +42,17 @@ class CoreTurns:
         self._since = self._waited_s = self.waited_s = 0.0
 
     def hurry(self) -> None:
-        """Something urgent came for this engine: it wants the cores soon, for that or for what it computes before. From
-        any thread."""
+        """Something urgent came for this engine: it wants the cores soon, for that or for what it computes before.
+
+        From any thread."""
         if self._cores is not None:
             self._cores.hurry()
 
     @contextmanager
     def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
-        """Wait for the cores, and have them inside; whole: all the time; urgent: others should not let it wait. Yields
-        what is to be asked between layers instead of `wanted`."""
+        """Wait for the cores, and have them inside; whole: all the time; urgent: others should not let it wait.
+
+        Yields what is to be asked between layers instead of `wanted`."""
         if self._cores is None:
             yield wanted
             return

@@ -25,8 +25,9 @@ class OtherForm(Exception):
 
 
 def write(descriptor: int, kernels: Kernels, form: str, make: Callable[[], object]) -> None:
-    """Fill the empty file with what `make` returns, whose layers these kernels pack. form: what `read` must ask for.
-    Raises OSError and MemoryError: there is no room."""
+    """Fill the empty file with what `make` returns, whose layers these kernels pack.
+
+    form: what `read` must ask for. Raises OSError and MemoryError: there is no room."""
     kernels.pack_into(descriptor)
     try:
         rest = io.BytesIO()

@@ -24,8 +24,10 @@ _PANEL = 32
 
 
 class PackedLinear:
-    """y = x @ weight.T + bias of bfloat16 x [n, in] over stored rows [.., in]. BF16 is multiplied as it is; for all
-    other kinds x is quantised to int8 per row and 32 inputs. A row's result does not depend on the other rows."""
+    """y = x @ weight.T + bias of bfloat16 x [n, in] over stored rows [.., in].
+
+    BF16 is multiplied as it is; for all other kinds x is quantised to int8 per row and 32 inputs. A row's result does
+    not depend on the other rows."""
 
     __slots__ = ("in_features", "kernels", "kinds", "out_features", "weights")
 
@@ -84,8 +86,10 @@ def whole_panels(parts: Sequence[StoredRows]) -> bool:
 
 
 class PackedLayers:
-    """The part of the row `cpu` that makes dense layers, once at load. kernels: what packs them and runs them;
-    row_bytes: of a kind and a number of inputs, below zero for what is not packed."""
+    """The part of the row `cpu` that makes dense layers, once at load.
+
+    kernels: what packs them and runs them; row_bytes: of a kind and a number of inputs, below zero for what is not
+    packed."""
 
     def __init__(self, kernels: Kernels, row_bytes: Callable[[str, int], int]) -> None:
         self.kernels = kernels

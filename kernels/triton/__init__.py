@@ -73,9 +73,10 @@ def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
 
 
 class TritonOps(TorchShared):
-    """Ops on Triton kernels, in float32, bfloat16 and float16 with float32 accumulation. Holds the last batch's
-    launches; not thread-safe. `processors`: multiprocessors to fill, None: those of the device. capture: what records
-    decode steps, None: CUDA graphs where there is a device and `graphs`."""
+    """Ops on Triton kernels, in float32, bfloat16 and float16 with float32 accumulation.
+
+    Holds the last batch's launches; not thread-safe. `processors`: multiprocessors to fill, None: those of the device.
+    capture: what records decode steps, None: CUDA graphs where there is a device and `graphs`."""
 
     name = "triton"
     capabilities = Capabilities(codes=True, unit=4)

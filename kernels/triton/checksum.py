@@ -82,8 +82,9 @@ def scramble_kernel(blocks, secret, sums, out, whole, kibs, words):
 
 
 def digests(blocks: Sequence[torch.Tensor]) -> list[int]:
-    """XXH3, 0 to 2^64 - 1, of each of the blocks: contiguous uint8 [bytes] of one size. What is small or no multiple
-    of 8 goes over the host. Waits for the device's current stream."""
+    """XXH3, 0 to 2^64 - 1, of each of the blocks: contiguous uint8 [bytes] of one size.
+
+    What is small or no multiple of 8 goes over the host. Waits for the device's current stream."""
     size = blocks[0].numel()
     if size < LEAST_BYTES or size % 8:
         return [xxh3_64_intdigest(block.cpu().numpy().data) for block in blocks]

@@ -199,8 +199,9 @@ def unrolled(form: CodedForm, columns: int) -> tuple[int, int]:
 
 
 def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: torch.Tensor, processors: int) -> None:
-    """x [n, in] @ weight.T + bias into out [n, out], both dense along their last dimension. On a device of so many
-    multiprocessors."""
+    """x [n, in] @ weight.T + bias into out [n, out], both dense along their last dimension.
+
+    On a device of so many multiprocessors."""
     x = x if form.order is None else x.index_select(1, form.order)
     x = x if x.stride(-1) == 1 else x.contiguous()
     (rows, columns), outputs = x.shape, len(form.codes)

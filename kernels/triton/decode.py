@@ -46,8 +46,10 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Program (part, K/V head): the heads of the group share each read of K and V. The running softmax of a sequence's
-    first part begins with the sinks. There are programs for as many parts as there may be."""
+    """Program (part, K/V head): the heads of the group share each read of K and V.
+
+    The running softmax of a sequence's first part begins with the sinks. There are programs for as many parts as there
+    may be."""
     part, kv_head = tl.program_id(0), tl.program_id(1)
     if part >= tl.load(items):
         return
@@ -97,8 +99,9 @@ def decode(
     division: Division,
     tile: Tile,
 ) -> None:
-    """Attention of the plan's decodes into the front of `out` [T, heads, dim], contiguous. division: of these
-    decodes by tiles of the tile's keys, within the window."""
+    """Attention of the plan's decodes into the front of `out` [T, heads, dim], contiguous.
+
+    division: of these decodes by tiles of the tile's keys, within the window."""
     heads, dim = q.shape[1:]
     _, _, kv_heads, slots, _ = kv_layer.shape
     words = pool_words(kv_layer)

@@ -71,8 +71,9 @@ def whole(bits, LESS: tl.constexpr):
 
 @triton.jit
 def four_bits(bytes, HIGH: tl.constexpr, KIND: tl.constexpr, MINIMA: tl.constexpr):
-    """bfloat16 of the upper or lower four bits of uint8, four at a time, as `number` has them. For NVIDIA's
-    instructions alone."""
+    """bfloat16 of the upper or lower four bits of uint8, four at a time, as `number` has them.
+
+    For NVIDIA's instructions alone."""
     if KIND == "FP4":
         floats: tl.constexpr = _UPPER_FLOATS if HIGH else _LOWER_FLOATS
         return _by(bytes, floats)

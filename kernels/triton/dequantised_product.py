@@ -69,8 +69,9 @@ def unpack_kernel(
 
 
 def unpacked_rows(form: CodedForm, kind: str, first: int, end: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Weights [end - first, columns] of the outputs [first, end), inputs in the form's order. kind: how kernels read
-    the form's codes."""
+    """Weights [end - first, columns] of the outputs [first, end), inputs in the form's order.
+
+    kind: how kernels read the form's codes."""
     count, scales, minima = end - first, form.scales, form.minima or form.scales
     weight = torch.empty(count, columns, dtype=dtype, device=form.codes.device)
 

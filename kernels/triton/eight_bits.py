@@ -16,8 +16,9 @@ BY_HARDWARE = tl.constexpr(-448)
 
 @triton.jit
 def half(bits):
-    """float16 of uint8 in e4m3, over 256: its bits but for the offset of the exponent. What is no number is none
-    here."""
+    """float16 of uint8 in e4m3, over 256: its bits but for the offset of the exponent.
+
+    What is no number is none here."""
     wide = bits.to(tl.uint16)
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
 

@@ -30,8 +30,10 @@ the output; to how many something is added; which of the drawn tokens is new, to
 
 @triton.jit(do_not_specialize=["count", "vocab", "stride_row"])
 def note_kernel(logits, counts, table, drawn, count, vocab, stride_row, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (adjusted row): adds to its logits, and counts its new tokens. Behind the table's rows [count, COLUMNS]
-    lie its new tokens, the prompt's first, then to which tokens something is added, then what."""
+    """Program (adjusted row): adds to its logits, and counts its new tokens.
+
+    Behind the table's rows [count, COLUMNS] lie its new tokens, the prompt's first, then to which tokens something is
+    added, then what."""
     own = table + tl.program_id(0) * COLUMNS
     row, place = tl.load(own).to(tl.int64), tl.load(own + 1).to(tl.int64)
     prompt, output, added = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
@@ -77,8 +79,10 @@ def penalise_kernel(logits, counts, table, vocab, stride_row, COLUMNS: tl.conste
 
 @dataclass(slots=True)
 class _Place:
-    """What is known of one request's adjustments. row: of the counts, -1: it has none; upto: tokens that were counted;
-    additions: by whether the output is too short to end."""
+    """What is known of one request's adjustments.
+
+    row: of the counts, -1: it has none; upto: tokens that were counted; additions: by whether the output is too short
+    to end."""
 
     row: int
     upto: int

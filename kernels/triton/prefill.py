@@ -43,8 +43,10 @@ def prefill_kernel(
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Program (tile of rows, K/V head, sequence). Row r of a sequence is head r % GROUP of query token r // GROUP, so
-    the heads that share a K/V head share its reads at any group size. Later tiles, the longest, start first."""
+    """Program (tile of rows, K/V head, sequence).
+
+    Row r of a sequence is head r % GROUP of query token r // GROUP, so the heads that share a K/V head share its reads
+    at any group size. Later tiles, the longest, start first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head, seq = tl.program_id(1), tl.program_id(2) + first_seq
     start = tl.load(query_start + seq)
@@ -101,8 +103,9 @@ def prefill(
     max_rows: int,
     tile: Tile,
 ) -> None:
-    """Attention of the plan's chunks into the back of `out` [T, heads, dim], contiguous. `max_rows`: query tokens of
-    the longest chunk times the heads per K/V head."""
+    """Attention of the plan's chunks into the back of `out` [T, heads, dim], contiguous.
+
+    `max_rows`: query tokens of the longest chunk times the heads per K/V head."""
     heads, dim = q.shape[1:]
     _, _, kv_heads, slots, _ = kv_layer.shape
     words = pool_words(kv_layer)

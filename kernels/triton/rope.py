@@ -57,9 +57,10 @@ def store(
     BLOCK_REST: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied. PEAK: as
-    `kernels.quantised_cache.quantise`, of numbers as the source's format rounds them. What is no finite number makes
-    the scale of its vector none."""
+    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied.
+
+    PEAK: as `kernels.quantised_cache.quantise`, of numbers as the source's format rounds them. What is no finite number
+    makes the scale of its vector none."""
     head, every = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HEADS)
     dims, rest = tl.arange(0, BLOCK_HALF)[None, :], 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     place = target + head * stride_target

@@ -124,8 +124,10 @@ def gumbel(index, low, high):
 
 @triton.jit(do_not_specialize=["count"])
 def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Program (row). logits: overwritten; tiles: uint8 of their shape, for the kernel's own use; table: int32 [count,
-    COLUMNS], masks behind it, of which the first forbids nothing."""
+    """Program (row).
+
+    logits: overwritten; tiles: uint8 of their shape, for the kernel's own use; table: int32 [count, COLUMNS], masks
+    behind it, of which the first forbids nothing."""
     row = tl.program_id(0)
     own = table + row * COLUMNS
     temperature = tl.load(own).to(tl.float32, bitcast=True)

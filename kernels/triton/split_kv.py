@@ -23,9 +23,11 @@ SPAN = tl.constexpr(2)
 def divide_kernel(
     total_len, items, spans, num_seqs, spare, window, KEYS: tl.constexpr, LEAST: tl.constexpr, SEQS: tl.constexpr
 ):
-    """One program. items: int32 [1 + parts, ITEM], the number of parts first; spans: int32 [num_seqs, SPAN]. A part has
-    at least LEAST tiles of KEYS positions, and as many as all parts have if `spare` of them beyond one a sequence are
-    enough: num_seqs + spare parts bound the sum of the roundings up."""
+    """One program.
+
+    items: int32 [1 + parts, ITEM], the number of parts first; spans: int32 [num_seqs, SPAN]. A part has at least LEAST
+    tiles of KEYS positions, and as many as all parts have if `spare` of them beyond one a sequence are enough: num_seqs
+    + spare parts bound the sum of the roundings up."""
     seq = tl.arange(0, SEQS)
     live = seq < num_seqs
     length = tl.load(total_len + seq, mask=live, other=0)
@@ -82,8 +84,9 @@ def store_mean(
 def merge_kernel(
     partial, partial_log, out, spans, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Program (sequence, head): the parts' means weighted by their sums of weights. No part is empty, so the largest
-    logarithm is finite."""
+    """Program (sequence, head): the parts' means weighted by their sums of weights.
+
+    No part is empty, so the largest logarithm is finite."""
     seq, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(spans + seq * SPAN), tl.load(spans + seq * SPAN + 1)
     if count < 2:
@@ -108,9 +111,11 @@ def merge_kernel(
 
 
 class Division:
-    """The parts of a batch's sequences, divided on the device once for all layers. total_len: int32 [sequences],
-    positions that each attends to, the last `window` of them if it is above 0; keys: positions of a tile; spare: parts
-    beyond one a sequence. items, spans: as `divide_kernel` leaves them; count: parts at most."""
+    """The parts of a batch's sequences, divided on the device once for all layers.
+
+    total_len: int32 [sequences], positions that each attends to, the last `window` of them if it is above 0; keys:
+    positions of a tile; spare: parts beyond one a sequence. items, spans: as `divide_kernel` leaves them; count: parts
+    at most."""
 
     def __init__(self, total_len: torch.Tensor, keys: int, spare: int, window: int = 0) -> None:
         num_seqs = len(total_len)

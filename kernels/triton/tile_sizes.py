@@ -55,8 +55,10 @@ def spare_parts(heads: int, processors: int, each: int = DECODE_PARTS) -> int:
 
 
 def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
-    """Tile of a decode program: the heads that share a K/V head by `keys` positions. Several programs on a
-    multiprocessor overlap what each reads; on an H100 stages that read ahead are slower, since fewer fit."""
+    """Tile of a decode program: the heads that share a K/V head by `keys` positions.
+
+    Several programs on a multiprocessor overlap what each reads; on an H100 stages that read ahead are slower, since
+    fewer fit."""
     rows, dim = power_of_two(group, 16), power_of_two(head_dim, 16)
     if element_bytes == 4:
         return _float32_tile(rows, dim)
@@ -70,14 +72,17 @@ def latent_tile(rank: int, element_bytes: int) -> Tile:
 
 
 def fills(rows: int, heads: int, processors: int) -> bool:
-    """The tallest tiles give every multiprocessor some of a chunk of so many rows. The longest chunk of a step decides
-    alone: a longer one never has a lower tile, so warming up the longest compiles what any other may need."""
+    """The tallest tiles give every multiprocessor some of a chunk of so many rows.
+
+    The longest chunk of a step decides alone: a longer one never has a lower tile, so warming up the longest compiles
+    what any other may need."""
     return rows * heads >= TALLEST_ROWS * PROGRAMS_PER_PROCESSOR * processors
 
 
 def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = False, tall: bool = False) -> Tile:
-    """Tile of a prefill program when the longest chunk has `rows` rows. coded: K/V is in 8 bits, which registers must
-    have room for; tall: see `fills`."""
+    """Tile of a prefill program when the longest chunk has `rows` rows.
+
+    coded: K/V is in 8 bits, which registers must have room for; tall: see `fills`."""
     dim = power_of_two(head_dim, 16)
     if element_bytes == 4:
         return _float32_tile(min(32, power_of_two(rows, 16)), dim)
@@ -89,6 +94,7 @@ def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = 
 
 def product_tile(rows: int, inputs: int, element_bytes: int) -> Tile:
     """Tile of a program of a product with codes: rows by outputs (`keys`), with so many inputs at a step of its loop.
+
     The order of sums is the same in both heights."""
     if element_bytes == 4:
         return Tile(16, 32, inputs, warps=4, stages=2)

@@ -90,8 +90,9 @@ class Catalog(Generic[G]):
         return next(iter(self._order.values()), None)
 
     def enter(self, group: G) -> tuple[list[bytes], list[bytes]]:
-        """It is there now, and in use. Rows of the blocks that came with it, and of those that went with an older group
-        of its name."""
+        """It is there now, and in use.
+
+        Rows of the blocks that came with it, and of those that went with an older group of its name."""
         old = self._order.get(group.name)
         lost = self.leave(old) if old is not None else []
         came = self._enter(group)

@@ -32,8 +32,9 @@ class DiskTier(LocalTier[Group]):
 def open_disk(
     path: str, name: str, size: int, fingerprint: str, block_bytes: int, copies: Copies | None = None
 ) -> DiskTier:
-    """The tier of the first directory below the path that no other process has. copies: how blocks are reached that are
-    not bytes of the host. Raises ConfigError."""
+    """The tier of the first directory below the path that no other process has.
+
+    copies: how blocks are reached that are not bytes of the host. Raises ConfigError."""
     directory, lock_file = disk_directories.take(path, name, fingerprint)
     try:
         return DiskTier(directory, lock_file, size, fingerprint, block_bytes, copies)

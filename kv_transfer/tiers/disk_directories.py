@@ -46,8 +46,9 @@ def take(path: str, name: str, fingerprint: str) -> tuple[Path, IO[bytes]]:
 
 
 def _make_private(directory: Path, base: Path) -> None:
-    """Raises OSError for one that is somebody else's: who can write into it can change what the model computes. Anyone
-    who has the base has all that is below it."""
+    """Raises OSError for one that is somebody else's: who can write into it can change what the model computes.
+
+    Anyone who has the base has all that is below it."""
     directory.mkdir(mode=0o700, exist_ok=True)
     told = directory.lstat()
     if not stat.S_ISDIR(told.st_mode) or told.st_uid not in (os.geteuid(), base.stat().st_uid):

@@ -30,8 +30,10 @@ LONGEST = 64
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A whole file. parent: hash of the block before its first one, empty at the beginning of a chain; hashes, sums: of
-    its blocks, in their order; start: bytes in front of the first one."""
+    """A whole file.
+
+    parent: hash of the block before its first one, empty at the beginning of a chain; hashes, sums: of its blocks, in
+    their order; start: bytes in front of the first one."""
 
     path: Path
     parent: bytes
@@ -95,8 +97,9 @@ def size_of(fingerprint: str, hashes: Sequence[bytes], block_bytes: int) -> int:
 
 
 def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Group:
-    """A new file of blocks (contiguous bytes, all of one length), for its owner alone. Raises OSError; nothing is left
-    of it then."""
+    """A new file of blocks (contiguous bytes, all of one length), for its owner alone.
+
+    Raises OSError; nothing is left of it then."""
     block_bytes = memoryview(blocks[0]).nbytes
     sums = array("q", (checksum(block) for block in blocks))
     lead = block_header.packed(fingerprint, block_bytes, parent, hashes, sums)
@@ -115,8 +118,9 @@ def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: by
 
 
 def read(group: Group, first: int, blocks: Sequence[Any]) -> None:
-    """Into these blocks (writable contiguous bytes) what the file has from its block `first` on. Raises OSError, and
-    BlocksCorrupt for what is not as it was written."""
+    """Into these blocks (writable contiguous bytes) what the file has from its block `first` on.
+
+    Raises OSError, and BlocksCorrupt for what is not as it was written."""
     with _opened(group.path) as file:
         file.seek(group.start + first * group.block_bytes)
         for index, block in enumerate(blocks, first):
@@ -126,9 +130,10 @@ def read(group: Group, first: int, blocks: Sequence[Any]) -> None:
 
 
 def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]:
-    """The whole files of this kind that are there, those first that were used longest ago. What else looks like one,
-    or was being written, is removed; what is no file, or cannot be read, stays. Raises OSError where the directory
-    itself cannot be read."""
+    """The whole files of this kind that are there, those first that were used longest ago.
+
+    What else looks like one, or was being written, is removed; what is no file, or cannot be read, stays. Raises
+    OSError where the directory itself cannot be read."""
     with os.scandir(directory) as entries:
         names = [entry.name for entry in entries if entry.name.endswith((SUFFIX, UNFINISHED))]
     seen: list[tuple[int, Path]] = []

@@ -29,8 +29,9 @@ class Shelf:
 
 
 class Arena:
-    """Rows of memory, of a block each: implements kv_transfer.tiers.store.Backing. What lies there has no checksums: it
-    is as near to the process as its pool."""
+    """Rows of memory, of a block each: implements kv_transfer.tiers.store.Backing.
+
+    What lies there has no checksums: it is as near to the process as its pool."""
 
     most = 64
 

@@ -95,6 +95,7 @@ class LocalTier(Generic[G]):
 
     def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], done: Callable[[int], None]) -> bool:
         """Write consecutive blocks of a chain, behind the block `parent` (empty: from its beginning), which is here.
+
         They must stay as they are until `done` is called, on a thread of this tier, with how many were written. False:
         too much waits, and nothing is done."""
         write = Write(list(hashes), parent, list(blocks), done)

@@ -24,8 +24,9 @@ PAGE = 1000
 
 
 class Objects:
-    """Below one address. Awaited on one asyncio loop; raises what obstore raises, NotFound for what is not there, and
-    TimeoutError."""
+    """Below one address.
+
+    Awaited on one asyncio loop; raises what obstore raises, NotFound for what is not there, and TimeoutError."""
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError. Nothing is asked of the store yet."""

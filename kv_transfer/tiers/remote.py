@@ -49,8 +49,9 @@ class RemoteTier:
     def __init__(
         self, objects: Objects, size: int, fingerprint: str, block_bytes: int, copies: Copies | None = None
     ) -> None:
-        """size: bytes of all objects of the kind at most, whichever node wrote them; 0: no bound. copies: how blocks
-        are reached that are not bytes of the host. Raises MemoryError."""
+        """size: bytes of all objects of the kind at most, whichever node wrote them; 0: no bound.
+
+        copies: how blocks are reached that are not bytes of the host. Raises MemoryError."""
         self._objects, self._fingerprint, self._block_bytes = objects, fingerprint, block_bytes
         self.folder = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         self._pace, self.known = ReadRates(block_bytes, rate=RATE), Known()
@@ -111,8 +112,10 @@ class RemoteTier:
     def write(
         self, group: Group, blocks: Sequence[Any], copied: Callable[[], None], done: Callable[[bool], None]
     ) -> bool:
-        """Write a group. Its blocks must stay as they are until `copied` is called; then `done` with whether they are
-        there. False: too much waits, and nothing is done."""
+        """Write a group.
+
+        Its blocks must stay as they are until `copied` is called; then `done` with whether they are there. False: too
+        much waits, and nothing is done."""
         size = len(blocks) * self._block_bytes
         with self._lock:
             if time.monotonic() < self._shut_until or self._held + size > HELD or not self.known.begin(group):

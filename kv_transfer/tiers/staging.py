@@ -10,8 +10,10 @@ STAGED = 64 << 20
 
 
 class Copies(Protocol):
-    """Between the blocks of a pool on a device and the memory of the host. From any thread. A call returns once all is
-    copied, and holds up nothing that the device computes; what it reads or writes, no step under way may write."""
+    """Between the blocks of a pool on a device and the memory of the host.
+
+    From any thread. A call returns once all is copied, and holds up nothing that the device computes; what it reads or
+    writes, no step under way may write."""
 
     def room(self, blocks: int) -> Sequence[Any]:
         """Writable bytes of the host, as long as a block each, which copies are quick with. Raises MemoryError."""

@@ -54,8 +54,9 @@ class Backing(Protocol[G]):
         """Write a new group; nothing is left of it where this raises."""
 
     def read(self, group: G, first: int, blocks: Sequence[Any]) -> None:
-        """Into these what the group has from its block `first` on. Raises BlocksCorrupt for what is not as it was
-        written."""
+        """Into these what the group has from its block `first` on.
+
+        Raises BlocksCorrupt for what is not as it was written."""
 
     def used(self, group: G) -> None:
         """It was read."""
@@ -129,8 +130,9 @@ class Store(Generic[G]):
         self._tell((), gone)
 
     def tidy(self) -> None:
-        """Remove what left, and what could not be removed before, up to the first that still cannot. Where groups are
-        written alone, so that none is taken for another of its name."""
+        """Remove what left, and what could not be removed before, up to the first that still cannot.
+
+        Where groups are written alone, so that none is taken for another of its name."""
         while self._stuck and self._removed(self._stuck.popleft()):
             pass
         while self._doomed:
@@ -161,8 +163,9 @@ class Store(Generic[G]):
             return self._backing.write(hashes, parent, blocks)
 
     def _make_room(self, wanted: int, parent: bytes = b"", below: int | None = None) -> None:
-        """For a group of so many bytes, behind that block; below: where there is no room for so many. Raises OSError
-        where all that is left is what it stands behind, or cannot be removed."""
+        """For a group of so many bytes, behind that block; below: where there is no room for so many.
+
+        Raises OSError where all that is left is what it stands behind, or cannot be removed."""
         self.tidy()
         self._require_removed(wanted, below)
         room = min(self._size, self._size if below is None else below) - wanted

@@ -40,8 +40,10 @@ class UnloadAdapterBody(RequestBody):
 
 
 class LoadAdapterBody(UnloadAdapterBody):
-    """POST /v1/load_lora_adapter. `lora_path`: a directory in PEFT's layout, on the machines of the nodes; `model`:
-    whose nodes; without, the first model's."""
+    """POST /v1/load_lora_adapter.
+
+    `lora_path`: a directory in PEFT's layout, on the machines of the nodes; `model`: whose nodes; without, the first
+    model's."""
 
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
 

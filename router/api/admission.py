@@ -57,8 +57,10 @@ class AdmittedRequest:
         self._goes_on = True
 
     def end(self) -> None:
-        """Settle what was used. A client that left before its first token had its prompt computed all the same: it is
-        given nothing back, or leaving in time would be a way past all limits."""
+        """Settle what was used.
+
+        A client that left before its first token had its prompt computed all the same: it is given nothing back, or
+        leaving in time would be a way past all limits."""
         used = self._used()
         self._meter.leave()
         unseen = self._left and self._turn is not None and not used.prompt
@@ -86,8 +88,9 @@ class AdmittedRequest:
         return self.call
 
     async def turn(self, turns: SchedulerSlots, size: Size) -> Slot:
-        """Wait until the nodes have room. Raises RateLimited when the tenant's tokens are used up; Overloaded when the
-        turn would come too late."""
+        """Wait until the nodes have room.
+
+        Raises RateLimited when the tenant's tokens are used up; Overloaded when the turn would come too late."""
         charge = size.prompt + size.sequences * min(size.most_output, int(FIRST_OUTPUT))
         self._meter.charge(charge)
         self._charged = charge

@@ -30,8 +30,9 @@ T = TypeVar("T")
 
 
 class BeamGeneration(Generation):
-    """The n best beams of each prompt are its choices, best first. Each comes as one piece when its search has ended;
-    log-probabilities of the prompt come with the first."""
+    """The n best beams of each prompt are its choices, best first.
+
+    Each comes as one piece when its search has ended; log-probabilities of the prompt come with the first."""
 
     def __init__(self, pool: ServedModel, prompts: Sequence[RequestSpec], body: GenerationBody) -> None:
         super().__init__(pool, prompts, body.text_options(), n=body.n or 1)

@@ -15,8 +15,9 @@ SHOWN = (
 
 
 def across_origins(app: ASGIApp, settings: RouterSettings) -> ASGIApp:
-    """The application, with preflights answered and origins named where the settings allow any. It stands before the
-    door: a preflight carries no key."""
+    """The application, with preflights answered and origins named where the settings allow any.
+
+    It stands before the door: a preflight carries no key."""
     origins = _listed(settings.allowed_origins)
     if not origins:
         return app

@@ -35,8 +35,10 @@ class Answer:
         self._held: WriteBuffer | None = None
 
     async def fold(self, first: ChoicePiece, rest: AsyncIterator[ChoicePiece], responder: Responder) -> None:
-        """Write the pieces as events, or collect them. Nothing is written before `first` is there; what came together
-        is written together (see `write_buffer`), and what comes last with the end."""
+        """Write the pieces as events, or collect them.
+
+        Nothing is written before `first` is there; what came together is written together (see `write_buffer`), and
+        what comes last with the end."""
         if not self._streams:
             self.take(*first)
             self.generation.listen(self.take)

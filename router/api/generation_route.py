@@ -37,8 +37,10 @@ class InflightLimit:
         self.count = 0
 
     def check(self, own: int = 0) -> None:
-        """Raises Overloaded when there is no place: before a body, nobody need send it. `own`: requests of the same
-        tenant, of which there may be no more than places are left: one tenant alone never takes all."""
+        """Raises Overloaded when there is no place: before a body, nobody need send it.
+
+        `own`: requests of the same tenant, of which there may be no more than places are left: one tenant alone never
+        takes all."""
         if self.count >= self._limit or own > self._limit - self.count:
             raise Overloaded(f"{self.count} requests are in progress, the limit of this router", retry_after=1.0)
 
@@ -66,8 +68,10 @@ Described = TypeVar("Described", bound=Placed)
 
 
 class GenerationRoute(Generic[Described]):
-    """ASGI application of an endpoint whose work the nodes do. It sees the client leave at any point, and cancels all
-    dispatches then. Headers wait for the first output: errors before it have a status."""
+    """ASGI application of an endpoint whose work the nodes do.
+
+    It sees the client leave at any point, and cancels all dispatches then. Headers wait for the first output: errors
+    before it have a status."""
 
     def __init__(
         self,

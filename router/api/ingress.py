@@ -29,6 +29,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 class Ingress:
     """ASGI middleware: what it wraps finds the request's Call in the scope, under CALL; its id goes on every response.
+
     Where there are API keys clients must present one outside OPEN_PATHS; it tells whose request it is. A POST to one of
     `exchanges` goes there directly: what routing and its layers cost, they would cost for every token. Who is refused
     too often is throttled."""

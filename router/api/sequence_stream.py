@@ -16,8 +16,9 @@ from kvferry.router.text.transcript import Piece, Transcript
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence under way: `index` in the response, made from prompt number `prompt`. Its transcript begins with its
-    first output: until then the nodes should not wait for it."""
+    """One sequence under way: `index` in the response, made from prompt number `prompt`.
+
+    Its transcript begins with its first output: until then the nodes should not wait for it."""
 
     index: int
     prompt: int
@@ -54,8 +55,10 @@ class Whole(Protocol):
 
 
 class SequenceStream:
-    """The pieces of one choice. No generator, though it reads like one: each token passes here, and the event loop
-    keeps account of every generator."""
+    """The pieces of one choice.
+
+    No generator, though it reads like one: each token passes here, and the event loop keeps account of every generator.
+    """
 
     def __init__(self, choice: Choice, outputs: AsyncGenerator[Output], whole: Whole) -> None:
         self._choice, self._outputs, self._whole = choice, outputs, whole

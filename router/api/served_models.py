@@ -133,8 +133,9 @@ class ServedModel:
         return self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt)
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
-        """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context. An asked 0
-        (echo only) still takes one. Raises ContextLengthExceeded."""
+        """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context.
+
+        An asked 0 (echo only) still takes one. Raises ContextLengthExceeded."""
         bound_field, asked = body.output_bound()
         limit = self.max_model_len
         room = limit - prompt_len
@@ -149,6 +150,7 @@ class ServedModel:
 
     def _params(self, body: GenerationBody, max_tokens: int, bad_words: BadWords) -> SamplingParams:
         """Parameters of a prompt's first choice; the model's own defaults stand in for what the body leaves out.
+
         Without a seed in the body one is drawn here, so that a retried attempt continues the same text."""
         facts = self.text.facts
         top = body.top()

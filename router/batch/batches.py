@@ -47,8 +47,9 @@ class Batches:
     def serve(
         self, app: ASGIApp, endpoints: Collection[str], live: Callable[[], int], realm: Callable[[str], str]
     ) -> None:
-        """`app` answers rows: those that POST to `endpoints`. `live`: requests in progress, rows included. `realm`: a
-        tenant's, for its rows' calls."""
+        """`app` answers rows: those that POST to `endpoints`.
+
+        `live`: requests in progress, rows included. `realm`: a tenant's, for its rows' calls."""
         self._app, self._endpoints, self._live, self._realm = app, tuple(endpoints), live, realm
 
     def files(self, tenant: str) -> FileStore:

@@ -65,16 +65,18 @@ class StoredFile:
 
 
 class FileStore:
-    """One tenant's files below `root`, at most `limit` bytes of them together. Safe to use from several threads and
-    processes: a file is there as a whole or not at all."""
+    """One tenant's files below `root`, at most `limit` bytes of them together.
+
+    Safe to use from several threads and processes: a file is there as a whole or not at all."""
 
     def __init__(self, root: Path, tenant: str, limit: int) -> None:
         self.folder = root / tenant_folder(tenant) / "files"
         self._limit = limit
 
     def add(self, content: BinaryIO, filename: str, purpose: str) -> StoredFile:
-        """Copies `content` from where it stands. Raises RequestTooLarge when the tenant has no room left, and
-        DiskFailed; nothing is left of it then."""
+        """Copies `content` from where it stands.
+
+        Raises RequestTooLarge when the tenant has no room left, and DiskFailed; nothing is left of it then."""
         file_id = f"file-{uuid.uuid4().hex}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -32,8 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """One batch, whose lock its owner holds. `run` returns when it ended. It raises CancelledError when this process
-    ends, OSError or DiskFailed when the disk fails: then another run goes on from what is on disk.
+    """One batch, whose lock its owner holds.
+
+    `run` returns when it ended. It raises CancelledError when this process ends, OSError or DiskFailed when the disk
+    fails: then another run goes on from what is on disk.
 
     width  how many rows may be in progress now
     """
@@ -198,8 +200,10 @@ class Runner:
         await asyncio.shield(writing)
 
     async def _finish(self, ended: str) -> None:
-        """Make files of the outputs. Each is known by its id on disk before it counts as made: anyone who goes on after
-        this process makes none twice."""
+        """Make files of the outputs.
+
+        Each is known by its id on disk before it counts as made: anyone who goes on after this process makes none
+        twice."""
         batch = self._batch
         if ended == "completed":
             batch.move("finalizing")

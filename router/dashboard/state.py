@@ -23,9 +23,11 @@ class Blocks(BaseModel):
 
 
 class Node(BaseModel):
-    """`state` as the metrics tell it. trouble: why nothing new goes there, as far as this router knows: unreachable,
-    stalled, suspected, quarantined; or nothing. `streams`: requests of this router there; `most_running`: 0 where the
-    node does not tell. The rates are those that it learned."""
+    """`state` as the metrics tell it.
+
+    trouble: why nothing new goes there, as far as this router knows: unreachable, stalled, suspected, quarantined; or
+    nothing. `streams`: requests of this router there; `most_running`: 0 where the node does not tell. The rates are
+    those that it learned."""
 
     id: str
     role: str
@@ -112,10 +114,11 @@ class Transfer(BaseModel):
 
 
 class Asked(BaseModel):
-    """A request, or one sequence of it. prefill: empty where the decode node computes the prompt; seconds: since it
-    arrived, until it ended; ago_s: since it ended, where it has; rungs: attempts after the first; outcome: running,
-    done, cancelled (its client left), or an error's code. id and tenant are empty where they are another
-    tenant's."""
+    """A request, or one sequence of it.
+
+    prefill: empty where the decode node computes the prompt; seconds: since it arrived, until it ended; ago_s: since it
+    ended, where it has; rungs: attempts after the first; outcome: running, done, cancelled (its client left), or an
+    error's code. id and tenant are empty where they are another tenant's."""
 
     id: str
     tenant: str

@@ -38,8 +38,10 @@ TAIL_S = 5.0
 
 
 class Attempt:
-    """Launched on construction, over after `close`. In between it posts TokenDeltas of this attempt and at most one
-    Failure; nothing is posted after `close`. Never raises for a node's fault.
+    """Launched on construction, over after `close`.
+
+    In between it posts TokenDeltas of this attempt and at most one Failure; nothing is posted after `close`. Never
+    raises for a node's fault.
 
     prefill, decode   the entries of the placement's nodes, alive and reachable since nothing was awaited meanwhile
     expected          its blocks, as others are told of them until they are computed

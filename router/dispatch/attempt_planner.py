@@ -101,8 +101,9 @@ class AttemptPlanner:
             self._context.deaths.move(self._suspect, nodes)
 
     def failed(self, failure: Failure, others: Collection[NodeKey]) -> str:
-        """Apply the retry policy and return its step. `others`: where another attempt goes on. Raises the error if no
-        other attempt can help."""
+        """Apply the retry policy and return its step.
+
+        `others`: where another attempt goes on. Raises the error if no other attempt can help."""
         died = isinstance(failure.error, NodeDied)
         culprit = node_key(failure.culprits[0])
         if died:

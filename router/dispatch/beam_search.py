@@ -17,8 +17,9 @@ from kvferry.protocol.messages import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Output tokens with their log-probabilities; `score` orders beams. `parent`: which of the live beams of the step
-    before it extends."""
+    """Output tokens with their log-probabilities; `score` orders beams.
+
+    `parent`: which of the live beams of the step before it extends."""
 
     entries: tuple[TokenLogprobs, ...] = ()
     cumulative: float = 0.0

@@ -32,9 +32,10 @@ BACKGROUND_CALLS_S = 1.0
 
 
 class RouterCluster:
-    """Joins node table, token streams, index and client. Name what is served with `pool`, then `await open()` in the
-    loop that will serve, `await close()` when every dispatch has ended (or `async with`). Source and index stay the
-    caller's to close.
+    """Joins node table, token streams, index and client.
+
+    Name what is served with `pool`, then `await open()` in the loop that will serve, `await close()` when every
+    dispatch has ended (or `async with`). Source and index stay the caller's to close.
 
     local_tokens   see RouterSettings.local_prefill_tokens
     buddies        see RouterSettings.buddies
@@ -43,8 +44,7 @@ class RouterCluster:
     token          shows the nodes that this router is of their cluster
     patience_s     how long a request waits for a node when none can take it
 
-    nodes, request_log what is known of the nodes, and remembered of what went to them
-    """
+    nodes, request_log what is known of the nodes, and remembered of what went to them"""
 
     def __init__(
         self,
@@ -99,8 +99,9 @@ class RouterCluster:
         await self._client.call(node, "POST /role", pack(ChangeRole(role, rest_s)), ROLE_S, None, None)
 
     async def open(self) -> None:
-        """Read the registry once and begin to follow it; token streams open in the background. Never fails: without
-        nodes or registry the cluster is simply not ready."""
+        """Read the registry once and begin to follow it; token streams open in the background.
+
+        Never fails: without nodes or registry the cluster is simply not ready."""
         self._clock.start()
         await self.nodes.start()
 

@@ -20,9 +20,11 @@ from kvferry.router.request_log import RequestLog
 
 
 class DispatchContext(Protocol):
-    """The nodes of a model and what is known of them. patience_s: how long a request waits for a node when none can
-    take it. held: those that do. retries, hedges: what may be tried again of requests without a token, and tried twice
-    at once. request log: what is remembered for those who watch."""
+    """The nodes of a model and what is known of them.
+
+    patience_s: how long a request waits for a node when none can take it. held: those that do. retries, hedges: what
+    may be tried again of requests without a token, and tried twice at once. request log: what is remembered for those
+    who watch."""
 
     group: ModelNodes
     metrics: RouterMetrics
@@ -54,8 +56,10 @@ class DispatchContext(Protocol):
         forerunner: Attempt | None = None,
         hashes: Sequence[bytes] = (),
     ) -> Attempt:
-        """Book the placement and begin; nothing may be awaited since `place`. A MigrationAttempt where there is a
-        forerunner, whose node drains. hashes: of the full blocks that are to be computed, if they are known."""
+        """Book the placement and begin; nothing may be awaited since `place`.
+
+        A MigrationAttempt where there is a forerunner, whose node drains. hashes: of the full blocks that are to be
+        computed, if they are known."""
 
     def doubt(self, late: Placement) -> None:
         """An attempt placed so has no first token when it should have."""

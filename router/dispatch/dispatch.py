@@ -111,8 +111,9 @@ class RequestDispatch:
             self._sink.end()
 
     async def _next(self) -> Event | Timer | None:
-        """The next event of an attempt that is under way. Raises what ends the request: its deadline, its
-        cancellation."""
+        """The next event of an attempt that is under way.
+
+        Raises what ends the request: its deadline, its cancellation."""
         event = await self._inbox.next()
         if self._over:
             raise Cancelled("the request was cancelled")

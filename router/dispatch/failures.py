@@ -18,8 +18,10 @@ Work = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt ended without finishing. `culprits`: the node to blame, as far as the router can tell, or the prefill
-    and the decode node that do not reach each other; `works`: what the first of them was to do for it then."""
+    """An attempt ended without finishing.
+
+    `culprits`: the node to blame, as far as the router can tell, or the prefill and the decode node that do not reach
+    each other; `works`: what the first of them was to do for it then."""
 
     attempt: int
     error: KvferryError

@@ -28,9 +28,11 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One sequence to work on for `call`. `request_id` begins with the call's id and tells its sequences apart.
-    `fork_of`: one whose tokens these begin with; it is placed beside it while that costs least. `adapter`:
-    id of the one that the model is computed with. `newcomer`: to be served before others' (see Job)."""
+    """One sequence to work on for `call`.
+
+    `request_id` begins with the call's id and tells its sequences apart. `fork_of`: one whose tokens these begin with;
+    it is placed beside it while that costs least. `adapter`: id of the one that the model is computed with. `newcomer`:
+    to be served before others' (see Job)."""
 
     call: RequestContext
     request_id: str
@@ -89,8 +91,10 @@ class Enough(Exception):
 
 
 class Dispatch(Protocol):
-    """One request under way. Iterate it for Outputs; it raises a KvferryError if the request cannot be finished.
-    `route` and `fork` are set before the first Output is yielded."""
+    """One request under way.
+
+    Iterate it for Outputs; it raises a KvferryError if the request cannot be finished. `route` and `fork` are set
+    before the first Output is yielded."""
 
     route: Route | None
 
@@ -106,8 +110,10 @@ class Dispatch(Protocol):
         Enough it ends, as after `cancel(enough=True)`."""
 
     async def cancel(self, *, enough: bool = False) -> None:
-        """Drop the request everywhere. `enough`: it ends well, its client has all that it asked for, as at a stop
-        string; otherwise the client has left. Returns at once if it already ended."""
+        """Drop the request everywhere.
+
+        `enough`: it ends well, its client has all that it asked for, as at a stop string; otherwise the client has
+        left. Returns at once if it already ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +136,9 @@ class Adapters(Protocol):
         """Return adapter ids by name."""
 
     async def change(self, change: ChangeAdapter) -> None:
-        """Have every node load or unload an adapter; on return it can be asked for, or not any more. Raises the error
-        of a node that refused, with all as it was; NoNodes without nodes."""
+        """Have every node load or unload an adapter; on return it can be asked for, or not any more.
+
+        Raises the error of a node that refused, with all as it was; NoNodes without nodes."""
 
 
 class Cluster(Protocol):

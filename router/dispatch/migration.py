@@ -44,8 +44,10 @@ class Migration:
         return self._successor.placement.decode if self._successor else None
 
     async def begin(self, number: int, make_job: Callable[[str], Job]) -> bool:
-        """The node of attempt `number` drains: have it hand its stream over. Whether a successor was made; if not, and
-        whenever one fails, it is tried again for as long as the attempt runs there."""
+        """The node of attempt `number` drains: have it hand its stream over.
+
+        Whether a successor was made; if not, and whenever one fails, it is tried again for as long as the attempt runs
+        there."""
         reuse = await self._planner.reuse()
         if self.concerns(number):  # it is asked again once the stream is there
             self._again(number)

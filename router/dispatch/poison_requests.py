@@ -33,8 +33,10 @@ MEMORY_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """A request, as far as deaths go. losses: nodes that died under it since it last got on; works: how many had each
-    work to do for it; delivered: its output tokens when the last one died; nodes: those where it is now."""
+    """A request, as far as deaths go.
+
+    losses: nodes that died under it since it last got on; works: how many had each work to do for it; delivered: its
+    output tokens when the last one died; nodes: those where it is now."""
 
     losses: int = 0
     works: Counter[Work] = field(default_factory=Counter)
@@ -77,8 +79,9 @@ class PoisonRequests:
         self.move(suspect, ())
 
     def died(self, node: NodeKey, works: Collection[Work], suspect: Suspect, delivered: int) -> None:
-        """The process died while the request was there, for these works, with so many of its tokens delivered. Raises
-        FatalRequest if none but the request can have killed it."""
+        """The process died while the request was there, for these works, with so many of its tokens delivered.
+
+        Raises FatalRequest if none but the request can have killed it."""
         there = self._suspects(node)
         suspect.losses += 1
         suspect.works.update(works)

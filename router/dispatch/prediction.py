@@ -40,9 +40,10 @@ class Prediction:
             self._attempts[number] = (self._attempts[number][0], reason)
 
     def missed(self, number: int, reuse: Reuse) -> Counter[str]:
-        """Tokens that were predicted and not reused, by reason, now that attempt `number` has delivered. A token that
-        was predicted where that went is missing for what the node says of it; one that was not, for what ended the
-        last attempt that was to find it."""
+        """Tokens that were predicted and not reused, by reason, now that attempt `number` has delivered.
+
+        A token that was predicted where that went is missing for what the node says of it; one that was not, for what
+        ended the last attempt that was to find it."""
         missed: Counter[str] = Counter()
         there, _ = self._attempts.get(number, (self.tokens, ""))
         at, until = reuse.cached_len, min(self.tokens, there)

@@ -8,8 +8,10 @@ OTHERS = "there are nodes of another wire version, and none of this one that can
 
 
 class Readiness:
-    """The whole of `Cluster.trouble`. Nodes of another wire version do not tell of which model they are: one node that
-    can decode, of any model, shows that those of this version have come."""
+    """The whole of `Cluster.trouble`.
+
+    Nodes of another wire version do not tell of which model they are: one node that can decode, of any model, shows
+    that those of this version have come."""
 
     def __init__(self, nodes: NodeTable) -> None:
         self._nodes = nodes

@@ -30,6 +30,7 @@ MAX_STEP_FAILURES = 2
 @dataclass(slots=True)
 class RetryPolicy:
     """The state of one request's retries since it last got on: which nodes and pairs it avoids, which it insists on.
+
     What failed before that is left to the suspicion that all requests share."""
 
     excluded: set[NodeKey] = field(default_factory=set)
@@ -43,8 +44,10 @@ class RetryPolicy:
     _delivered: int = 0
 
     def climb(self, failure: Failure, delivered: int, prefills: Collection[NodeKey]) -> str:
-        """Decide the next attempt and name its step. `delivered`: output tokens the client has; `prefills`: live nodes
-        that could prefill. Raises the failure's error if no other attempt can help."""
+        """Decide the next attempt and name its step.
+
+        `delivered`: output tokens the client has; `prefills`: live nodes that could prefill. Raises the failure's error
+        if no other attempt can help."""
         error, *keys = failure.error, *map(node_key, failure.culprits)
         if not error.retryable:
             raise error

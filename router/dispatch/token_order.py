@@ -10,8 +10,10 @@ from kvferry.protocol.messages import TokenDelta
 
 @dataclass(slots=True)
 class OrderedTokens:
-    """`tokens` are those handed out so far, `finished` whether the last one was among them. Deltas of one attempt may
-    come early, twice or overlapping; `restart` forgets what came early when another attempt takes over."""
+    """`tokens` are those handed out so far, `finished` whether the last one was among them.
+
+    Deltas of one attempt may come early, twice or overlapping; `restart` forgets what came early when another attempt
+    takes over."""
 
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
@@ -28,8 +30,10 @@ class OrderedTokens:
         return True
 
     def push(self, delta: TokenDelta) -> Iterable[TokenDelta]:
-        """Take a delta. Those that are now due, trimmed to begin where the last one ended: to be looked at at once, for
-        each is handed out as it is looked at."""
+        """Take a delta.
+
+        Those that are now due, trimmed to begin where the last one ended: to be looked at at once, for each is handed
+        out as it is looked at."""
         if delta.index == len(self.tokens) and not self._early and not self.finished:
             return (self._take(delta),)
         return self._due(delta)

@@ -14,9 +14,11 @@ from kvferry.router.dispatch.token_order import OrderedTokens
 
 
 class TokenSink:
-    """Hears the attempts of one dispatch. What its reader waits for, and what does nothing but go on with the sequence,
-    is told to who listens, as `output` makes it of the delta; all else goes to the mail, and so does what a listener
-    raises: it must end no request but its own."""
+    """Hears the attempts of one dispatch.
+
+    What its reader waits for, and what does nothing but go on with the sequence, is told to who listens, as `output`
+    makes it of the delta; all else goes to the mail, and so does what a listener raises: it must end no request but its
+    own."""
 
     def __init__(
         self,

@@ -32,8 +32,10 @@ class GroupAdapters:
         nodes.listen(self._follow)
 
     async def change(self, change: ChangeAdapter) -> None:
-        """Have every node load or unload an adapter; on return it can be asked for, or not any more. Raises what a
-        node refused it with: then those that loaded it now have unloaded it again. Raises NoNodes without nodes."""
+        """Have every node load or unload an adapter; on return it can be asked for, or not any more.
+
+        Raises what a node refused it with: then those that loaded it now have unloaded it again. Raises NoNodes without
+        nodes."""
         nodes = [entry.lease for entry in self._group.members if entry.lease.state == "ready"]
         if not nodes:
             raise no_nodes(self._group.name.first)

@@ -26,8 +26,9 @@ class Part(NamedTuple):
 
 
 class CapacitySummary:
-    """`total`: the sum of the nodes' parts: whether anything can be placed is known without asking each node. `views`:
-    of those of the group that can be reached. `placed` counts the bookings ever made."""
+    """`total`: the sum of the nodes' parts: whether anything can be placed is known without asking each node.
+
+    `views`: of those of the group that can be reached. `placed` counts the bookings ever made."""
 
     def __init__(self, model: str) -> None:
         self.model = model

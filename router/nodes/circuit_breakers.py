@@ -102,8 +102,10 @@ class BreakerTable(Generic[S]):
 
 
 class CircuitBreakers:
-    """Shared by all dispatches. `clock`: seconds, monotonic. `any`: whether there is anything to ask or to tell.
-    `on_quarantine` hears of every quarantine that begins."""
+    """Shared by all dispatches.
+
+    `clock`: seconds, monotonic. `any`: whether there is anything to ask or to tell. `on_quarantine` hears of every
+    quarantine that begins."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, on_quarantine: Callable[[], None] | None = None

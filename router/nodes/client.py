@@ -30,10 +30,12 @@ Address = tuple[str, int]
 
 
 class NodeClient:
-    """Calls to nodes by lease. Every call raises NodeLost when the node cannot be reached, says nothing for its time or
-    what makes no sense, NodeDied when it breaks off; the node's own KvferryError when it refuses.
-    token: what the cluster's nodes want to be shown, asked for at each call, or nothing; silence_s: how long a token
-    stream may be silent; clock: seconds for all silence, during which this process was awake."""
+    """Calls to nodes by lease.
+
+    Every call raises NodeLost when the node cannot be reached, says nothing for its time or what makes no sense,
+    NodeDied when it breaks off; the node's own KvferryError when it refuses. token: what the cluster's nodes want to be
+    shown, asked for at each call, or nothing; silence_s: how long a token stream may be silent; clock: seconds for all
+    silence, during which this process was awake."""
 
     def __init__(
         self,
@@ -56,8 +58,9 @@ class NodeClient:
             self._forget(address)
 
     async def prefill(self, node: NodeLease, request: PrefillRequest, deliver: Callable[[Any], None]) -> None:
-        """Send the attempt and deliver the messages of its answer as they come; returns when the answer ends. It may
-        stay silent while the request waits in the node's queue, so no silence is too long here."""
+        """Send the attempt and deliver the messages of its answer as they come; returns when the answer ends.
+
+        It may stay silent while the request waits in the node's queue, so no silence is too long here."""
 
         def answer(message: Any) -> None:
             deliver(check_answer(message))
@@ -78,8 +81,10 @@ class NodeClient:
                 return
 
     async def move(self, node: NodeLease, request: MoveRequest) -> None:
-        """Returns once the stream's new node has it; that may take as long as its blocks do. NodeLost: the call broke,
-        and whether the stream moves is open; any other error is the node's word that it does not."""
+        """Returns once the stream's new node has it; that may take as long as its blocks do.
+
+        NodeLost: the call broke, and whether the stream moves is open; any other error is the node's word that it does
+        not."""
         await self.call(node, "POST /attempts/move", pack(request), None, None, None)
 
     async def stream(

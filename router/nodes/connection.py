@@ -29,8 +29,9 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     async def exchange(self, request: bytes, silence_s: float | None, opened: Told, deliver: Told) -> None:
-        """Send, and read the answer to its end: `opened` when it is accepted, `deliver` for every message in it. Raises
-        the node's KvferryError where it refuses, what a callback raised, OSError (TimeoutError is one) where the
+        """Send, and read the answer to its end: `opened` when it is accepted, `deliver` for every message in it.
+
+        Raises the node's KvferryError where it refuses, what a callback raised, OSError (TimeoutError is one) where the
         connection breaks or is silent for `silence_s`, HttpParserError where no HTTP is spoken. After an error, or a
         cancel, the connection is closed and nobody is told anything any more."""
         self._silence_s, self._opened, self._deliver = silence_s, opened, deliver

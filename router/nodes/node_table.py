@@ -173,8 +173,9 @@ class NodeTable:
         return {lease.node_id: lease for lease in told if lease.epoch >= linked.get(lease.node_id, 0)}
 
     def _sound(self, leases: list[NodeLease]) -> list[NodeLease]:
-        """Those that can be reckoned with: one that cannot must not end the following of all. A node that is known
-        stays as it was known."""
+        """Those that can be reckoned with: one that cannot must not end the following of all.
+
+        A node that is known stays as it was known."""
         odd = [lease for lease in leases if not is_sound(lease)]
         if odd and not self._told_unsound:
             log.warning("a lease makes no sense: %r", odd[0])

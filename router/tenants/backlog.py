@@ -54,8 +54,10 @@ class Backlog:
         return ((1 - full) * self._waiting().prompt + self._held.tokens) / self._rate
 
     def decode_nodes(self) -> float:
-        """Nodes for them beside those that there are. Full nodes of which fewer would be enough for what comes, once
-        the queue is gone, are counted back: they say themselves that they are full."""
+        """Nodes for them beside those that there are.
+
+        Full nodes of which fewer would be enough for what comes, once the queue is gone, are counted back: they say
+        themselves that they are full."""
         full, decodes, waiting = self._look(), self._capacity().decodes, self._waiting()
         most = waiting.sequences / self._seats
         more = decodes * (waiting.ratio - 1 + waiting.seconds / DRAIN_S) if waiting.sequences and decodes else 0.0

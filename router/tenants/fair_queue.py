@@ -43,6 +43,7 @@ class FairQueue:
 
     def enter(self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0) -> Slot:
         """A request of so many sequences and prompt tokens, with at most `most_output` output tokens for each sequence.
+
         Lower priorities go first within a tenant."""
         lane = self._lanes.get(tenant.name)
         if lane is None:

@@ -11,9 +11,11 @@ from kvferry.runtime.watched_file import WatchedFile
 
 
 class Keyring:
-    """Keys are looked up by their hash: how long that takes says nothing that leads to a key. `guards` is whether
-    clients need one; `tenants` are the live ones by name, NOBODY among them where it has a key. Raises ConfigError when
-    the file cannot be read at first; a file that breaks later is logged, and what it said before holds."""
+    """Keys are looked up by their hash: how long that takes says nothing that leads to a key.
+
+    `guards` is whether clients need one; `tenants` are the live ones by name, NOBODY among them where it has a key.
+    Raises ConfigError when the file cannot be read at first; a file that breaks later is logged, and what it said
+    before holds."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._own = {key_hash(settings.api_key.encode()): NOBODY} if settings.api_key else {}

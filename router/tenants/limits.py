@@ -23,8 +23,9 @@ class RateLimited(Overloaded):
 
 
 class Bucket:
-    """`limit` tokens that come back over a minute, without steps. It may owe: what was taken for a request is known
-    only when the request ends. A limit of 0 is none."""
+    """`limit` tokens that come back over a minute, without steps.
+
+    It may owe: what was taken for a request is known only when the request ends. A limit of 0 is none."""
 
     def __init__(self, limit: int, now: float) -> None:
         self.limit = limit

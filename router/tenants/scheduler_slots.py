@@ -110,8 +110,10 @@ class SchedulerSlots:
         self._look: asyncio.TimerHandle | None = None
 
     async def take(self, tenant: Tenant, call: RequestContext, size: Size) -> Slot:
-        """A turn, when it has come; `end` must follow, and `began` may before. Raises Overloaded as soon as it cannot
-        come before the call's deadline, and when too many of the tenant's wait."""
+        """A turn, when it has come; `end` must follow, and `began` may before.
+
+        Raises Overloaded as soon as it cannot come before the call's deadline, and when too many of the tenant's wait.
+        """
         self._flow.came(size.sequences, self._clock())
         turn = self._queue.enter(tenant, size.sequences, size.prompt, size.most_output, call.priority)
         self._deal()

@@ -13,8 +13,9 @@ from kvferry.router.tenants.tenant import NOBODY, Tenant
 
 
 class TenantRegistry:
-    """`keyring` is the caller's to keep up with its file. Meters are kept for as long as there is a tenant of the name,
-    or a request of it in progress."""
+    """`keyring` is the caller's to keep up with its file.
+
+    Meters are kept for as long as there is a tenant of the name, or a request of it in progress."""
 
     def __init__(self, settings: RouterSettings, keyring: Keyring | None = None) -> None:
         self.keyring = keyring or Keyring(settings)

@@ -32,8 +32,10 @@ def detokenizer(
     skip_special_tokens: bool = True,
     shown: Mapping[int, str] = _NOTHING,
 ) -> Detokenizer:
-    """One sequence's detokenizer. `prompt` is what the output continues: it decides about a leading space. `shown` is
-    what stands for some special tokens, whether others are skipped or not."""
+    """One sequence's detokenizer.
+
+    `prompt` is what the output continues: it decides about a leading space. `shown` is what stands for some special
+    tokens, whether others are skipped or not."""
     hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
     if tokenizer.byte_level:
         return ByteDetokenizer(tokenizer, hidden.union(shown), shown)

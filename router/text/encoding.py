@@ -66,8 +66,10 @@ class Encoder:
         return encode(text, add_special_tokens=add_special_tokens)
 
     async def encode(self, texts: Sequence[str], bound: Bound, *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. Raises ContextLengthExceeded for one that certainly has more than `bound.tokens`;
-        InvalidRequest for one that is too long to be truncated here, and for too many of them."""
+        """Token ids of each text.
+
+        Raises ContextLengthExceeded for one that certainly has more than `bound.tokens`; InvalidRequest for one that is
+        too long to be truncated here, and for too many of them."""
         for text in texts:
             self._check_length(text, bound)
         encode = partial(self._text.encode, add_special_tokens=add_special_tokens)

@@ -30,8 +30,10 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """called: what clients call it. template: None when the model has none and none was given. Safe to use from several
-    threads; encoding releases the GIL.
+    """called: what clients call it.
+
+    template: None when the model has none and none was given. Safe to use from several threads; encoding releases the
+    GIL.
 
     tool_call_parser, reasoning_parser  how the model calls tools and marks its reasoning: auto, none, or a family
     """

@@ -32,8 +32,10 @@ class TokenizerThreads:
         self._short, self._long = _Lane(min(4, max(1, cores // 2))), _Lane(max(1, min(4, cores // 4)))
 
     async def run(self, call: Callable[..., T], *args: Any, size: int = SHORT, of: int = 0) -> T:
-        """The result of `call(*args)`, from a thread. size: characters that it looks at; of: those of all that it is a
-        piece of, after which its turn comes. Raises Overloaded when too much is waiting."""
+        """The result of `call(*args)`, from a thread.
+
+        size: characters that it looks at; of: those of all that it is a piece of, after which its turn comes. Raises
+        Overloaded when too much is waiting."""
         lane = self._short if size <= SHORT else self._long
         return await lane.run(partial(call, *args), size, max(size, of))
 

@@ -40,8 +40,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """Part of a call of a tool. `index`: which of the answer's calls; `id` and `name` come with its first part;
-    `arguments` is JSON text that follows what came before."""
+    """Part of a call of a tool.
+
+    `index`: which of the answer's calls; `id` and `name` come with its first part; `arguments` is JSON text that
+    follows what came before."""
 
     index: int
     id: str = ""
@@ -86,8 +88,10 @@ class Piece:
 
 
 class Transcript:
-    """Feed it a dispatch's Outputs in order. `completion_tokens` counts what was taken; after a Piece with a
-    finish_reason nothing more may be fed. `reasoning_tokens`: None where nothing looks for them."""
+    """Feed it a dispatch's Outputs in order.
+
+    `completion_tokens` counts what was taken; after a Piece with a finish_reason nothing more may be fed.
+    `reasoning_tokens`: None where nothing looks for them."""
 
     reasoning_tokens: int | None = None
 

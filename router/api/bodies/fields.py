@@ -114,8 +114,10 @@ def told(must: str) -> GetPydanticSchema:
 
 @with_config(ConfigDict(extra="allow"))
 class Message(TypedDict):
-    """One message of a chat. Which roles there are depends on the model's template too: `TextModel.render` checks them.
-    Further fields are the template's to read."""
+    """One message of a chat.
+
+    Which roles there are depends on the model's template too: `TextModel.render` checks them. Further fields are the
+    template's to read."""
 
     role: Annotated[str, Field(description=f"{', '.join(ROLES)}, or a role that the model's chat template names")]
     content: NotRequired[Annotated[str | list[Any] | None, told("must be a string or a list of parts")]]

@@ -46,8 +46,10 @@ class BodyReader:
         self._pace = ParsePacing()
 
     async def read(self, request: Request) -> bytes:
-        """The request's body, once it may be parsed. Raises UnsupportedMedia; RequestTooLarge, as soon as the header
-        says so; Overloaded when too much is arriving; Cancelled when the client leaves meanwhile."""
+        """The request's body, once it may be parsed.
+
+        Raises UnsupportedMedia; RequestTooLarge, as soon as the header says so; Overloaded when too much is arriving;
+        Cancelled when the client leaves meanwhile."""
         check_encoding(request)
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._longest:
@@ -90,8 +92,9 @@ def parse(kind: type[Body], data: bytes) -> Body:
 
 
 def _objects(value: Any) -> int:
-    """How many lists and objects a JSON value is made of; those in excess of MAX_OBJECTS are not looked for. Brackets
-    in its texts are none."""
+    """How many lists and objects a JSON value is made of; those in excess of MAX_OBJECTS are not looked for.
+
+    Brackets in its texts are none."""
     found, waiting = 0, [value]
     while waiting and found <= MAX_OBJECTS:
         items = waiting.pop()

@@ -40,8 +40,10 @@ async def asked(call: RequestContext, body: CountBody, pools: ServedModels) -> M
 
 
 def chat(body: CountBody) -> MessagesChat:
-    """A conversation that ends with the assistant's words is to be continued where they end. Models that can think,
-    and whose template can be told, think only when they are asked to. Raises InvalidRequest naming the field."""
+    """A conversation that ends with the assistant's words is to be continued where they end.
+
+    Models that can think, and whose template can be told, think only when they are asked to. Raises InvalidRequest
+    naming the field."""
     choice, last = body.tool_choice, body.messages[-1]
     continues = last.role == "assistant"
     config = body.output_config

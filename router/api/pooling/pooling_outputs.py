@@ -140,8 +140,9 @@ async def encoded(pool: ServedModel, prompts: Sequence[Prompt], field: str, trun
 async def encoded_pairs(
     pool: ServedModel, pairs: Sequence[tuple[str, str]], field: str, truncate: int | None
 ) -> list[tuple[list[int], int]]:
-    """Token ids of each pair, and where its second text begins, whose end is what `truncate` cuts. Raises
-    InvalidRequest naming the field."""
+    """Token ids of each pair, and where its second text begins, whose end is what `truncate` cuts.
+
+    Raises InvalidRequest naming the field."""
     limit = pool.max_model_len
     bound = Bound(limit, field, truncated=truncate is not None)
     made: list[tuple[list[int], int]] = []

@@ -187,8 +187,9 @@ class ResponseAnswer(Answer):
 
 
 def _usage(chat: dict[str, Any]) -> dict[str, Any]:
-    """The chat's usage in the words of this API. No one asks for writes to the cache here: all that is computed may
-    be reused."""
+    """The chat's usage in the words of this API.
+
+    No one asks for writes to the cache here: all that is computed may be reused."""
     reasoning = chat.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     cached = chat["prompt_tokens_details"]["cached_tokens"]
     return {

@@ -50,9 +50,10 @@ class Background:
     async def begin(
         self, admitted: AdmittedRequest, pool: ServedModel, chat: ResponsesChat, generation: Generation
     ) -> Answer | None:
-        """Generate behind the client's back, if it asked for that; None otherwise. The request's visit goes on with its
-        place among those in progress, and waits for its turn. Raises InvalidRequest or RegistryUnavailable where the
-        response could not be fetched."""
+        """Generate behind the client's back, if it asked for that; None otherwise.
+
+        The request's visit goes on with its place among those in progress, and waits for its turn. Raises
+        InvalidRequest or RegistryUnavailable where the response could not be fetched."""
         asked, call = chat.asked, admitted.call
         if not asked.body.background:
             return None
@@ -71,8 +72,9 @@ class Background:
         return BackgroundResponse(generation, begun)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """The response, which ends now if this router generates it, in whichever of its processes. Raises NotFound, and
-        InvalidRequest for one that cannot be cancelled here."""
+        """The response, which ends now if this router generates it, in whichever of its processes.
+
+        Raises NotFound, and InvalidRequest for one that cannot be cancelled here."""
         await self.drop(tenant, response_id)
         response = (await self._responses.get(tenant, response_id)).response
         if not response["background"]:

@@ -17,8 +17,9 @@ _OWN_ID = re.compile(r"(msg|fc|rs|in)_(.+)_(\d{1,6})")
 
 
 def normal(given: str | Sequence[Any], name: str) -> list[Item]:
-    """A request's `input` as items in the form in which they are listed: each with an id, messages with parts. `name`
-    makes ids of items that have none. Raises InvalidRequest naming the field at fault."""
+    """A request's `input` as items in the form in which they are listed: each with an id, messages with parts.
+
+    `name` makes ids of items that have none. Raises InvalidRequest naming the field at fault."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}] if given else []
     return [_normal(item, f"input[{place}]", f"in_{name}_{place}") for place, item in enumerate(given)]

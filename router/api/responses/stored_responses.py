@@ -112,8 +112,9 @@ class StoredResponses:
         return kept
 
     async def _resolved(self, tenant: str, items: list[Item]) -> tuple[list[Item], int]:
-        """The items, with those that references name in their places, and the bytes of the records they are in. An item
-        is named once: a short request could ask for any number of a long one."""
+        """The items, with those that references name in their places, and the bytes of the records they are in.
+
+        An item is named once: a short request could ask for any number of a long one."""
         found: dict[str, StoredResponse] = {}
         named: set[str] = set()
         size = 0

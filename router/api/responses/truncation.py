@@ -10,8 +10,9 @@ from kvferry.router.text.encoding import Bound
 
 
 async def fitted(asked: ResponsesRequest, pool: ServedModel) -> ResponsesChat:
-    """The chat without as few of its oldest turns as leave room for the output that was asked for, or one token. What
-    the system said stays, and so does the last turn, whatever its length."""
+    """The chat without as few of its oldest turns as leave room for the output that was asked for, or one token.
+
+    What the system said stays, and so does the last turn, whatever its length."""
     whole = [*asked.history, *asked.items]
     starts = [place for place, item in enumerate(whole) if item["type"] == "message" and item["role"] == "user"]
     cuts = [0, *(place for place in starts if place)]

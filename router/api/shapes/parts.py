@@ -20,8 +20,10 @@ Step = tuple[Literal["open", "grow", "end"], "Part", str, list[Entry]]
 
 @dataclass(slots=True)
 class Part:
-    """`index` counts all parts of the answer. `number`, `call_id` and `name` are a call's: which of the answer's calls
-    it is, and what it is called; its `text` is its arguments, in JSON."""
+    """`index` counts all parts of the answer.
+
+    `number`, `call_id` and `name` are a call's: which of the answer's calls it is, and what it is called; its `text` is
+    its arguments, in JSON."""
 
     index: int
     kind: str
@@ -48,8 +50,10 @@ class Part:
 
 
 class Parts:
-    """Feed it a choice's pieces in order. `all` are the parts so far; `finish_reason` and `stop_reason` are there after
-    the last piece. Calls come one after another: a call that grows is the last that was opened."""
+    """Feed it a choice's pieces in order.
+
+    `all` are the parts so far; `finish_reason` and `stop_reason` are there after the last piece. Calls come one after
+    another: a call that grows is the last that was opened."""
 
     def __init__(self) -> None:
         self.all: list[Part] = []

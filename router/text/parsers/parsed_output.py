@@ -13,8 +13,10 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class Parser(Protocol):
-    """The concatenation of what all `feed` and `finish` find depends on the text alone, not on its cuts. Nothing
-    raises, whatever the text. Text is held back only while it may become a call; `finish` gives back what is left."""
+    """The concatenation of what all `feed` and `finish` find depends on the text alone, not on its cuts.
+
+    Nothing raises, whatever the text. Text is held back only while it may become a call; `finish` gives back what is
+    left."""
 
     def feed(self, text: str) -> Found: ...
 

@@ -67,8 +67,9 @@ PLAIN = Parsing()
 
 
 class Stage:
-    """Stands for a transcript: feed it Outputs, it gives Pieces. Counts as reasoning every token up to the mark that
-    ends it."""
+    """Stands for a transcript: feed it Outputs, it gives Pieces.
+
+    Counts as reasoning every token up to the mark that ends it."""
 
     def __init__(self, transcript: Transcript, parsing: Parsing, reader: Reader) -> None:
         self._transcript = transcript
