@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021): adds low-rank products to dense layers for the tokens that ask for them."""
+"""Computation of LoRA adapters (Hu et al. 2021) in dense layers: low-rank products, added for tokens that use one."""
 
 from __future__ import annotations
 

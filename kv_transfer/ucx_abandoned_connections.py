@@ -1,4 +1,4 @@
-"""Closed connections whose memory UCX has not released yet."""
+"""Closed UCX connections that still hold memory, because UCX may write into it until it confirms the close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of processes."""
+"""Identity of a process of the cluster: its node id and the epoch of its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalised path of a request."""
+"""HTTP path of a request, normalised, without the prefix that a reverse proxy adds (--root-path)."""
 
 from __future__ import annotations
 

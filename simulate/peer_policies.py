@@ -1,4 +1,4 @@
-"""Routing policies of other routers by their published rules and default weights.
+"""Routing policies of other projects' routers (vLLM, SGLang, llm-d), simulated by their published rules and weights.
 
 They know more than theirs do: each sees the queues of all nodes as they are, not as they were scraped.
 """

@@ -1,4 +1,4 @@
-"""Pauses of running streams in favour of a new prompt, where prefill runs on the same cores.
+"""Short pauses of decode in favour of a new prompt, where prefill and decode processes share the same CPU cores.
 
 Two processes that compute on the same cores at once are slower than one after the other, since threads wait for each
 other awake, and a prompt beside a flood of streams gets what these leave. A newcomer's tenant has had less of the

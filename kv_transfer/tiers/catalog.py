@@ -1,4 +1,4 @@
-"""Catalog of the blocks and groups of a tier, with its eviction order.
+"""In-memory catalog of the KV blocks that a tier (memory, disk, object store) holds, with their eviction order.
 
 A chain loses its end first, so that what remains still begins at the beginning."""
 

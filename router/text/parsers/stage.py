@@ -1,4 +1,4 @@
-"""Parsing stage behind the transcript: text pieces become text, reasoning and tool calls."""
+"""Parsing of streamed output text into answer text, reasoning and tool calls, as tokens arrive."""
 
 from __future__ import annotations
 
