@@ -1,10 +1,10 @@
-"""Measures a cluster of a prefill and a decode process on this machine's GPUs, of a model of random weights.
+"""Measures a cluster on this machine's GPUs, of a model of random weights: in one process, and apart in two.
 
     python -m benchmarks.gpu_cluster [--tiny] [--rows FILE]
 
 Prompts are random, so none of them is cached; outputs are of a fixed length. Both processes take turns on one GPU where
-there is one: its figures say that blocks arrive and how, and nothing of what separate prefill and decode GPUs gain. The
-server's log, which tells the lanes of UCX with UCX_PROTO_INFO=y, stays beside the rows.
+there is one: their figures say that blocks arrive and how, and nothing of what separate prefill and decode GPUs gain.
+The servers' log, which tells the lanes of UCX with UCX_PROTO_INFO=y, stays beside the rows.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ class Sizes:
     loads: tuple[tuple[int, int, int], ...]
 
 
-FULL = Sizes(LARGE, ("--device", "cuda"), ((1, 2048, 128), (1, 8192, 16), (32, 2048, 128)))
+FULL = Sizes(LARGE, ("--device", "cuda"), ((1, 2048, 128), (1, 8192, 16), (32, 2048, 128), (64, 256, 128)))
 SMALL = Sizes(TINY, ("--device", "cpu", "--kv-cache-gib", "0.05", "--threads", "1"), ((1, 40, 8), (3, 40, 8)))
+
+
+LAYOUTS = {"one process": ("--prefill", "0", "--decode", "1"), "1 + 1": ("--prefill", "1", "--decode", "1")}
 
 
 def launch(model: Path, options: Sequence[str], port: int) -> Launch:
     serve = (sys.executable, "-m", "kvferry.cli.main", "serve", "--port", str(port), "--log-level", "warning")
-    given = ("--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16", "--prefill", "1", "--decode", "1")
+    given = ("--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16")
     return Launch((*serve, *given, *options), "/ready?nodes=1")
 
 
@@ -56,21 +59,21 @@ async def load(target: Target, streams: int, prompt: int, output: int, vocab: in
     return list(done), time.perf_counter() - began
 
 
-def measure(server: Server, sizes: Sizes, rows: Rows) -> None:
-    rows.put("until ready", f"{server.ready_s:.1f} s")
+def measure(server: Server, sizes: Sizes, rows: Rows, layout: str) -> None:
+    rows.put(f"{layout}: until ready", f"{server.ready_s:.1f} s")
     vocab = sizes.config["vocab_size"]
     asyncio.run(load(server.target, 1, sizes.loads[0][1] + 1, 4, vocab))
     for streams, prompt, output in sizes.loads:
         done, took = asyncio.run(load(server.target, streams, prompt, output, vocab))
         first = statistics.median(each.first_s for each in done)
-        what = f"{streams} x {prompt} in, {output} out"
+        what = f"{layout}: {streams} x {prompt} in, {output} out"
         apart = statistics.median((each.arrivals[-1] - each.arrivals[0]) / (output - 1) for each in done)
         figure = f"first token {first * 1e3:.0f} ms, others {apart * 1e3:.1f} ms apart, "
         figure += f"{streams * output / took:.0f} tokens/s"
         rows.put(what, figure)
-        print(f"{what:30} {figure}", flush=True)
+        print(f"{what:45} {figure}", flush=True)
     for name, value in hidden_percent(server).items():
-        rows.put(name.replace("_", " "), f"{value:.0f} %")
+        rows.put(f"{layout}: {name.replace('_', ' ')}", f"{value:.0f} %")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,13 +81,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", type=Path)
     asked = parser.parse_args(arguments)
-    sizes, port = SMALL if asked.tiny else FULL, free_port()
+    sizes = SMALL if asked.tiny else FULL
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_model(folder / "model", sizes.config)
-        log = asked.rows.with_name("cluster.server.log") if asked.rows else folder / "log"
-        with running(launch(model, sizes.options, port), port, log) as server:
-            measure(server, sizes, Rows("cluster", asked.rows))
+        for layout, processes in LAYOUTS.items():
+            port = free_port()
+            file = f"cluster.server.{processes[1]}.log"
+            log = asked.rows.with_name(file) if asked.rows else folder / file
+            with running(launch(model, (*processes, *sizes.options), port), port, log) as server:
+                measure(server, sizes, Rows("cluster", asked.rows), layout)
 
 
 if __name__ == "__main__":
