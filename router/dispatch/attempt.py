@@ -40,8 +40,7 @@ TAIL_S = 5.0
 class Attempt:
     """One attempt, launched on construction and over after `close`.
 
-    In between it posts the TokenDeltas of this attempt and at most one Failure. It posts nothing after `close`. It
-    never raises for a fault of a node.
+    It posts its TokenDeltas and at most one Failure until then, and never raises for a fault of a node.
 
     prefill, decode  entries of the placement's nodes, alive and reachable since nothing was awaited after placement
     expected         its prompt's blocks, visible to other placements until they are computed

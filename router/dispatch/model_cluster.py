@@ -124,10 +124,7 @@ class ModelCluster:
         }
 
     async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
-        """Return the leading blocks held, by node id and by other names of the index.
-
-        Combines the blocks known to be `held`, the prefixes in flight and the index, or this router's memory if that is
-        slow."""
+        """Return the leading blocks held, by node id or other index name, in flight ones included; see `Prefixes`."""
         nodes = self.group.names
         if not hashes or not nodes:
             return {}
@@ -144,8 +141,7 @@ class ModelCluster:
     def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
         """Place an attempt, given the result of `reuse`; raises what `placement.place` raises.
 
-        Reserves nothing: the caller must not await between this and `launch`. Nodes and pairs with open breakers are a
-        last resort; a migration never uses them, since its stream can stay."""
+        Reserves nothing: do not await between this and `launch`. Uses open breakers last, and never for migrations."""
         demand = replace(
             demand,
             local_tokens=self._local_tokens,
