@@ -19,7 +19,7 @@ _PULSE = attrgetter(*(field.name for field in fields(Pulse)))
 
 
 def is_sound(lease: NodeLease) -> bool:
-    """Return whether all fields have their types, counts and rates are finite and at least 0, and block_size positive."""
+    """Return whether all fields have their types, numbers are finite and at least 0, and block_size is positive."""
     return (
         all(type(text) is str for text in _TEXTS(lease))
         and lease.role in ("prefill", "decode")

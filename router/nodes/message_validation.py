@@ -129,7 +129,7 @@ def _sound(value: Any) -> bool:
 
 @cache
 def _parts(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    """What reads the fields of a message."""
+    """Return a function that reads all fields of a message type."""
     names = [field.name for field in fields(kind)]
     if len(names) > 1:
         return attrgetter(*names)

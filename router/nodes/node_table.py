@@ -128,8 +128,10 @@ class NodeTable:
 
     @property
     def pause_s(self) -> float:
-        """Until the next question: short until the first nodes are there, for a cluster that starts waits for this;
-        long while there is no answer."""
+        """Return the seconds until the next read of the registry.
+
+        Short until the first nodes appear, since a starting cluster waits for them; longer while the registry is
+        silent."""
         starting = not self.entries or self.clock() - self._first_seen_at < STARTING_S
         pause_s = self._poll_s / 5 if starting else self._poll_s
         return min(pause_s * 2.0 ** min(self.contact.failures, 10), max(LONGEST_PAUSE_S, pause_s))

@@ -32,7 +32,7 @@ class RegistryHealth:
 
     @property
     def silent_s(self) -> float:
-        """Since the last answer."""
+        """Return the seconds since the last answer."""
         return self._clock() - self._answered_at
 
     def answered(self) -> None:
