@@ -17,7 +17,7 @@ from kvferry.runtime.tracing import TRACER, Span
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of a request so far: of its prompts, those of them that were cached, and those put out."""
+    """Tokens of a request so far: of its prompts, of these from caches, and of its outputs."""
 
     prompt: int = 0
     cached: int = 0

@@ -42,9 +42,11 @@ class BeamGeneration(Generation):
 
     @property
     def size(self) -> Size:
+        """Return the size of the request's work, with one sequence for each beam."""
         return replace(super().size, sequences=len(self.prompts) * self._width)
 
     async def pieces(self) -> AsyncGenerator[ChoicePiece]:
+        """Yield each choice's whole output when its prompt's search ends."""
         try:
             searches = [self._task(self._search(group[0], len(group))) for group in self._groups]
             for group, search in zip(self._groups, searches, strict=True):

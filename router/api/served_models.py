@@ -37,8 +37,7 @@ BadWords = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Everything behind one served model: its text side, its limits, the nodes that compute it, and the queue of those
-    that want them. With an adapter (name, id) it is computed with that."""
+    """One served model: its text side, limits, nodes and queue; `adapter` (name, id) selects a LoRA adapter."""
 
     text: TextModel
     cluster: Cluster
