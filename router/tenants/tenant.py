@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""A tenant's name stands in logs, labels and headers as it is."""
+"""Valid tenant names, which appear unescaped in logs, labels and headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Tenant:
 
 
 NOBODY = Tenant("")
-"""Who asks where there are no tenants: clients of a router without keys, or with the one key of its settings."""
+"""Tenant of all clients of a router without keys, or with the single key of its settings."""
 
 
 def namespace(tenant: str, salt: str) -> str:
-    """Return the namespace that roots block hashes beside the model."""
+    """Return the namespace that roots block hashes in addition to the model."""
     return f"{len(tenant)}:{tenant}{salt}" if tenant or salt else ""

@@ -19,7 +19,7 @@ UNMOVED_BY: dict[str, Any] = {
     "logit_bias": {}, "allowed_token_ids": None, "bad_words": [], "min_tokens": 0, "repetition_penalty": 1.0,
     "frequency_penalty": 0.0, "presence_penalty": 0.0,
 }  # fmt: skip
-"""Fields that beam search refuses unless they have these neutral values, since it uses the model's own log-probabilities.
+"""Fields that beam search, which uses the model's own log-probabilities, refuses unless they have these values.
 
 As in vLLM, it ignores temperature, top_p, top_k, min_p and seed, because it does not sample."""
 

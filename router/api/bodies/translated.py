@@ -18,9 +18,10 @@ from kvferry.router.text.text_model import TextModel
 class TranslatedChat(ChatBody):
     """Chat translated from a request of another API.
 
-    names    the other API's names of the chat's fields; `bound_field` bounds its output, `prompt_field` holds its prompt
-    asked    the original request, for the shape of the answer
-    earlier  bytes of conversation that the request refers to
+    names         the other API's names of the chat's fields
+    bound_field   its field that bounds the output; `prompt_field` holds the prompt
+    asked         the original request, for the shape of the answer
+    earlier       bytes of conversation that the request refers to
     """
 
     asked: Any = None

@@ -69,7 +69,7 @@ class Background:
         place = (call.tenant, asked.id)
         task = self._running[place] = asyncio.create_task(self._run(admitted, pool, answer, generation), name=asked.id)
         task.add_done_callback(lambda _: self._ended(place, admitted))
-        await asyncio.sleep(0)  # let the task start before it can be cancelled: a task that never started would not store its end
+        await asyncio.sleep(0)  # a task cancelled before it starts would not store its end
         return BackgroundResponse(generation, begun)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:

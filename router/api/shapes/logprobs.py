@@ -22,7 +22,7 @@ class LogprobWriter:
         self._ids_as_tokens = ids_as_tokens
 
     def chat(self, entries: Sequence[Entry], top: int) -> dict[str, Any]:
-        """Return `choices[].logprobs` of chat: one object per token with its UTF-8 bytes and the `top` likeliest tokens."""
+        """Return `choices[].logprobs` of chat: per token an object with its UTF-8 bytes and the `top` likeliest."""
         return {
             "content": [
                 {
@@ -73,7 +73,9 @@ class LogprobWriter:
         return {**likely, self._legacy_token(found.token_id): _finite(found.logprob)}
 
     def _legacy_token(self, token_id: int) -> str:
-        r"""Return the token's text, or `bytes:\xe2\x82` for an incomplete character, as OpenAI does, to keep it unique."""
+        r"""Return the token's text, or `bytes:\xe2\x82` for an incomplete character, as OpenAI does.
+
+        This keeps tokens unique."""
         if self._ids_as_tokens:
             return f"token_id:{token_id}"
         data = self._tokenizer.token_bytes(token_id)

@@ -19,10 +19,10 @@ Step = tuple[Literal["open", "grow", "end"], "Part", str, list[Entry]]
 
 @dataclass(slots=True)
 class Part:
-    """`index` counts all parts of the answer.
+    """One part of an answer; `index` counts all parts.
 
-    `number`, `call_id` and `name` are a call's: which of the answer's calls it is, and what it is called; its `text` is
-    its arguments, in JSON."""
+    For a call, `number` is its index among the answer's calls, `name` its function, and `text` its arguments in JSON.
+    """
 
     index: int
     kind: str
