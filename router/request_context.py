@@ -12,8 +12,8 @@ CALL = "kvferry.call"
 class RequestContext:
     """Context of a client's request; times are seconds of this process's monotonic clock.
 
-    id        the client's x-request-id or a random one; used in the response's header and body, in all log lines, and as
-              the prefix of the request's id on the wire
+    id        the client's x-request-id or a random one; used in the response's header and body, in all log lines, and
+              as the prefix of the request's id on the wire
     arrival   time when the request's head was read
     deadline  time by which its last token must be out
     tenant    name of the tenant; empty without tenants

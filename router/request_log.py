@@ -25,11 +25,13 @@ LONGEST_TOLD = 200
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Record of one dispatch.
+    """Record of one dispatch, with times of the request log's clock.
 
-    Times are of the request log's clock. prefill, decode: node ids, as far as it is placed; cached: of the prompt;
-    rungs: attempts after the first; outcome: empty while it is under way, then done, cancelled (its client left) or an
-    error's code."""
+    prefill, decode  node ids, empty until placed
+    cached           prompt tokens reused
+    `rungs`          attempts after the first
+    outcome          empty while running, then done, cancelled (its client left) or an error code
+    """
 
     request_id: str
     tenant: str
@@ -50,7 +52,7 @@ class RequestRecord:
 
     @property
     def output(self) -> int:
-        """Output tokens so far."""
+        """Return the number of output tokens so far."""
         return self._output or len(self._tokens)
 
     def sent(self, placement: Placement, *, onward: bool = False) -> None:

@@ -24,9 +24,9 @@ _ID = re.compile(r"batch_[0-9a-f]{32}")
 
 @dataclass(slots=True)
 class Batch:
-    """Batch as the API shows it, with its `tenant`.
+    """Batch as the API shows it, with its `tenant`; times are seconds since 1970.
 
-    Times are seconds since 1970. Only who holds its lock changes it once it is made."""
+    After creation only the holder of its lock changes it."""
 
     id: str
     endpoint: str

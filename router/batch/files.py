@@ -51,9 +51,7 @@ def disk_failed(what: str, error: OSError) -> DiskFailed:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """File as the API shows it.
-
-    created_at: seconds since 1970. created_at: seconds since 1970."""
+    """File as the API shows it; `created_at` is in seconds since 1970."""
 
     id: str
     bytes: int
@@ -134,8 +132,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """While room is counted and taken: two files that arrive together, in whatever processes, may not have the
-        same."""
+        """Lock the folder while the size is checked and taken, across threads and processes."""
         folder = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)

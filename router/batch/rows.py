@@ -20,7 +20,7 @@ MAX_ERRORS = 100
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request; `body` is JSON as bytes, without a wish for priority: a batch is behind all others."""
+    """One request; `body` is JSON bytes without a priority, since batches run after all other requests."""
 
     custom_id: str
     body: bytes
@@ -28,7 +28,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class InvalidRow:
-    """A line that is no request. `line` counts from 1."""
+    """Invalid line of a batch's input; `line` counts from 1."""
 
     line: int
     message: str

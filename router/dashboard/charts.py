@@ -14,7 +14,7 @@ CHART, COLUMNS = (600.0, 120.0), 120
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of a bar, in percent."""
+    """Part of a bar; `at` and `width` are in percent."""
 
     kind: str
     count: int
@@ -37,7 +37,7 @@ def bar(blocks: Blocks) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One kind of a stacked chart: a path of its columns, and the sum of them."""
+    """One kind of a stacked chart: the path of its columns, and their sum."""
 
     kind: str
     total: int

@@ -20,7 +20,7 @@ LEFT, RIGHT = -1, 1
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A node, by its upper left corner."""
+    """Box of a node, by its upper left corner."""
 
     name: str
     told: str

@@ -22,7 +22,7 @@ EVERY_S, KEPT = 5.0, 121
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One reading of all counters that are shown over time, since the router's start."""
+    """One reading of all counters shown over time, since the router's start."""
 
     at: float
     statuses: Sums[str]

@@ -107,7 +107,7 @@ class FairQueue:
 
     @property
     def work(self) -> float:
-        """Tokens of work of all that wait."""
+        """Return the work of all waiting slots, in tokens."""
         return sum(lane.work for lane in self._lanes.values())
 
     def ahead(self, turn: Slot) -> float:

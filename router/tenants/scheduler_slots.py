@@ -39,7 +39,7 @@ WORTH_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of one request: sequences, tokens of its prompts, and the most output tokens of a sequence."""
+    """Size of one request: sequences, prompt tokens, and the most output tokens per sequence."""
 
     sequences: int
     prompt: int

@@ -11,12 +11,13 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Limits are of each router; 0 turns one off.
+    """Tenant with its limits, which apply per router; 0 means no limit.
 
-    requests_per_minute, tokens_per_minute  tokens: of prompts and outputs together
-    concurrent                              generating requests in progress
-    priority                                class: as long as a tenant of a lower number waits, those of higher wait too
-    share                                   weight in the fair queue among tenants of its class
+    requests_per_minute  rate of requests
+    tokens_per_minute    rate of prompt and output tokens together
+    concurrent           generating requests in progress
+    priority             class; higher numbers wait as long as a tenant of a lower number waits
+    share                weight in the fair queue among tenants of its class
     """
 
     name: str

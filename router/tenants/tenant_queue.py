@@ -60,12 +60,11 @@ class TenantQueue:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A request's place in the queue, then among those under way.
+    """A request's place in the queue, then among those in flight.
 
-    sequences, prompt, output  what it brings: sequences, prompt tokens expected to be computed, output tokens expected
+    sequences, prompt, output  sequences, and expected prompt tokens to compute and output tokens
     work                       the same in tokens of work
-    newcomer                   as it began its tenant had been given little beside others, and had not half of the work
-                               that is under way of theirs: the nodes should serve it before those
+    newcomer                   the nodes should serve it first, as its tenant had received little work when it began
     """
 
     lane: TenantQueue

@@ -1,4 +1,4 @@
-"""Parser for Llama 3 calls: `{"name": ..., "parameters": {...}}`, plain or behind `<|python_tag|>`; several by `;`."""
+"""Parser for Llama 3 calls: `{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; several by `;`."""
 
 from __future__ import annotations
 
