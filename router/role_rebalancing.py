@@ -23,7 +23,7 @@ LOOK_S, HOLD_S = 0.5, 3.0
 """Interval of checks, and time for which a change must be wanted so that a burst causes none, in seconds."""
 
 Ask = Callable[[NodeLease, str, float], Awaitable[None]]
-"""Asks a node to take a role if roles have rested for so many seconds; raises KvferryError."""
+"""Asks a node to take a role if roles have rested for the given seconds; raises KvferryError."""
 
 
 class RoleRebalancer:

@@ -1,4 +1,4 @@
-"""CORS policy of the server."""
+"""CORS middleware, configured by the router's settings."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ STREAMED: Responses = {200: {"headers": _ID, "content": {"text/event-stream": {"
 class Application(FastAPI):
     """FastAPI application whose OpenAPI schema includes models that no route declares.
 
-    `bodies` are used by `takes`, `told` by `answers`. For declared models FastAPI would build validators that are never
-    used."""
+    `takes` refers to the models in `bodies`, `answers` to those in `told`. For declared models FastAPI would build
+    unused validators."""
 
     def __init__(self, bodies: Iterable[type[BaseModel]], told: Iterable[type[BaseModel]], **settings: Any) -> None:
         super().__init__(title="kvferry", version=VERSION, **settings)

@@ -118,10 +118,10 @@ class Endpoint:
     """A generating endpoint: its path, body and answer.
 
     summary, answer, error  documentation: summary, and models of an answer and an error
-    body   request as received
-    asked  translates the body into a chat, if it is not one itself; raises KvferryError
-    shape  builds the answer after the first piece
-    later  runs the request in the background and returns an answer that says so, or None; raises KvferryError
+    body                    request as received
+    asked                   translates the body into a chat, if it is not one itself; raises KvferryError
+    shape                   builds the answer after the first piece
+    later                   runs the request in the background and returns an answer, or None; raises KvferryError
     """
 
     path: str

@@ -55,7 +55,7 @@ class InflightLimit:
         self.count += 1
 
     def leave(self) -> None:
-        """Count a request no more."""
+        """Stop counting a request."""
         self.count -= 1
 
 

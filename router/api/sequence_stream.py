@@ -18,7 +18,7 @@ from kvferry.router.text.transcript import Piece, Transcript
 class Choice:
     """One sequence of a response: `index` in the response, made from prompt number `prompt`.
 
-    Its transcript is created at the first output, to keep that work out of the nodes' waiting time."""
+    Its transcript is created at the first output, so that the nodes do not wait for that work."""
 
     index: int
     prompt: int

@@ -90,7 +90,7 @@ class ServedModel:
     def spec(
         self, call: RequestContext, request_id: str, token_ids: Sequence[int], work: Work, cache_salt: str | None
     ) -> RequestSpec:
-        """Return the request of one checked prompt."""
+        """Return the request of one validated prompt."""
         realm = namespace(call.realm, cache_salt or "")
         return RequestSpec(call, request_id, tuple(token_ids), work, realm, adapter=self.adapter[1])
 

@@ -31,7 +31,7 @@ _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class DiskFailed(KvferryError):
-    """The data directory cannot be written or read."""
+    """The data directory cannot be read or written."""
 
     code, retryable = "storage_failed", False
 

@@ -45,7 +45,7 @@ class SnapshotBuilder:
     def state(self, viewer: str | None = None) -> State:
         """Return the current state.
 
-        `viewer` is the tenant who looks and sees no names of others' requests; None sees all."""
+        `viewer` is the tenant that requests it and sees no names of others' requests; None sees all."""
         table, request_log = self._cluster.nodes, self._cluster.request_log
         now = request_log.clock()
         left = table.breakers.left()

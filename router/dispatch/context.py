@@ -49,9 +49,7 @@ class DispatchContext(Protocol):
         """Record that these nodes hold the blocks of an attempt's prompt."""
 
     def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
-        """Place the next attempt, given the result of `reuse`.
-
-        Raises NoNodes, Overloaded or ContextLengthExceeded."""
+        """Place the next attempt, given the result of `reuse`; raise NoNodes, Overloaded or ContextLengthExceeded."""
 
     def launch(
         self,

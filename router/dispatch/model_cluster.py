@@ -66,7 +66,7 @@ class Shared:
 
 
 class ModelCluster:
-    """Implements `router.dispatch.interface.Cluster` and `router.dispatch.context.DispatchContext` for one model."""
+    """Places and launches attempts on one model's nodes. Implements `interface.Cluster`, `context.DispatchContext`."""
 
     def __init__(self, group: ModelNodes, shared: Shared) -> None:
         self.nodes, self.group = shared.nodes, group

@@ -1,4 +1,4 @@
-"""Requests that wait because no node can take them."""
+"""Bookkeeping of requests that wait because no node can take them."""
 
 from __future__ import annotations
 

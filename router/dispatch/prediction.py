@@ -1,4 +1,4 @@
-"""Predicted prefix reuse of a request, and reasons for misses."""
+"""Predicted versus actual prefix reuse of a request, with the reasons for misses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readiness of a starting router: it knows enough nodes to replace the one before it."""
+"""Readiness of a starting router: true once it knows enough nodes to replace its predecessor."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from kvferry.router.dispatch.failures import Failure
 from kvferry.router.nodes.node_entry import node_key
 
 MAX_FAILURES = 8
-"""Largest number of failures without progress."""
+"""Number of failures without progress after which the request fails."""
 MAX_PREFILL_FAILURES = 3
 """Number of prefill failures after which the decode node computes the prompt."""
 MAX_STEP_FAILURES = 2
-"""Number of nodes whose step may fail with a request; a third node would fail too."""
+"""Number of failed steps after which the request fails, since it would break a third node's step too."""
 
 
 @dataclass(slots=True)

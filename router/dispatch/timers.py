@@ -76,7 +76,7 @@ class Timers:
         self._look()
 
     def launched(self, late_s: float) -> None:
-        """Note that an attempt begins, whose first token is expected within `late_s` seconds."""
+        """Note the start of an attempt and expect its first token within `late_s` seconds."""
         self._progress = self._loop.time()
         self._late_at, self.late = self._progress + late_s, False
         self._look()

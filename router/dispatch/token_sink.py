@@ -1,4 +1,4 @@
-"""Direct path of tokens to the client's stream, without waking a task for each token."""
+"""Fast path of tokens from attempts to the client's stream, without waking a task for each token."""
 
 from __future__ import annotations
 

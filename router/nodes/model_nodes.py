@@ -1,4 +1,4 @@
-"""Nodes of one model in the node table."""
+"""Nodes of one model, grouped by fingerprint; placement uses one group."""
 
 from __future__ import annotations
 

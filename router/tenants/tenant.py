@@ -1,4 +1,4 @@
-"""Tenant: a name with its API keys and limits."""
+"""Tenant: its name, limits, priority class and share of the nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queue of one tenant: its waiting requests, its running ones and its concurrency window."""
+"""Queue of one tenant: its waiting requests, its requests in flight and its part of the window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vocabulary of a model for the grammar library."""
+"""Conversion of a model's tokenizer into the vocabulary of the grammar library."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class LengthBound:
             self._free += "".join(char for char in _SPACES if char not in self._free)
 
     def most(self, tokens: int) -> int | None:
-        """Return the largest number of characters for so many tokens; None if there is no bound."""
+        """Return the largest number of characters for `tokens` tokens; None if there is no bound."""
         return None if self._per_token is None else math.ceil(tokens * self._per_token)
 
     def least(self, text: str) -> int:

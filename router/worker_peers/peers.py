@@ -1,4 +1,4 @@
-"""Peers of a router process, each on a Unix socket of its own.
+"""Questions and answers between the router processes of one port, over Unix sockets.
 
 A question is a line of JSON with its name and arguments. The answer is everything until the end of the connection."""
 
@@ -88,7 +88,7 @@ END = b"\n."
 
 
 async def ask(folder: Path, number: int, name: str, *words: object, within_s: float = ASK_S) -> bytes | None:
-    """Ask router process `number`; None if it does not answer within so many seconds."""
+    """Ask router process `number`; None if it does not answer within `within_s` seconds."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(place(folder, number))

@@ -101,7 +101,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
         raise NotImplementedError
 
     def sequences(self) -> int:
-        """Return how many sequences each prompt generates, of which the n best are shown."""
+        """Return how many sequences each prompt generates; the n best of them are shown."""
         return self.best_of or self.n or 1
 
     def prompt_top(self) -> int | None:

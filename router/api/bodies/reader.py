@@ -19,7 +19,7 @@ MAX_VALUES = 2**20
 MAX_OBJECTS = 2**15
 """Largest number of lists and objects among the values, most of which are validated one by one."""
 AT_ONCE = 32
-"""Number of bodies of maximum length whose total size bounds all bodies in memory."""
+"""Bound of all arriving bodies, as a multiple of the longest body."""
 
 READ_AT = "kvferry.read_at"
 """Key in the ASGI scope for the time when the body was read and admitted, in seconds of the monotonic clock."""

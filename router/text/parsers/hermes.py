@@ -52,7 +52,7 @@ class ObjectParser(CallParser):
 
 
 class HermesParser(ObjectParser):
-    """Parses Hermes and Qwen tool calls."""
+    """Parser of Hermes and Qwen tool calls."""
 
     opens: ClassVar[tuple[str, ...]] = (BEGIN,)
 

@@ -9,7 +9,7 @@ _BETWEEN = ";,"
 
 
 class Llama3JsonParser(ObjectParser):
-    """Parses Llama 3 tool calls in JSON."""
+    """Parser of Llama 3 tool calls in JSON."""
 
     opens = (TAG,)
     opens_first = ("{",)

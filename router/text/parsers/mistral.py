@@ -14,7 +14,7 @@ _BEGUN = re.compile(r"\s*[a-zA-Z0-9_-]{0,64}\s*(?:\[[A-Z_]{0,8}\]?\w{0,64}){0,2}
 
 
 class MistralParser(ObjectParser):
-    """Parses Mistral tool calls."""
+    """Parser of Mistral tool calls."""
 
     opens = (BEGIN,)
     id_len = 9

@@ -36,7 +36,7 @@ def held_from(text: str, markers: Collection[str]) -> int:
 
 
 def new_id(length: int = 0) -> str:
-    """Return a new call id: like OpenAI's, or so many letters and digits."""
+    """Return a new call id: like OpenAI's, or `length` letters and digits."""
     return (
         "".join(random.choices(_ALPHABET, k=length)) if length else "call_" + "".join(random.choices(_ALPHABET, k=24))
     )

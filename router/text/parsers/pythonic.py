@@ -21,7 +21,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser(CallParser):
-    """Parses pythonic tool calls."""
+    """Parser of pythonic tool calls."""
 
     opens = (BEGIN,)
     opens_first = ("[",)
