@@ -26,8 +26,9 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 async def answering(
     sock: socket.socket, leaving: Server, scrape: Callable[[], Awaitable[bytes]], tls: dict[str, Any], limits: Limits
 ) -> AsyncIterator[None]:
-    """While the server of the listening socket is `leaving`, its place is taken on that very socket: no connection is
-    refused in between. The socket's last owner closes it. scrape: what /metrics answers."""
+    """Answer new connections on the listening socket while its server is `leaving`.
+
+    No connection is refused in between. The socket's last owner closes it. `scrape` returns the answer to /metrics."""
     config = uvicorn.Config(
         _app(scrape), **tls, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_graceful_shutdown=1,
@@ -53,7 +54,7 @@ async def answering(
 
 
 def _app(scrape: Callable[[], Awaitable[bytes]]) -> FastAPI:
-    """Alive, not ready, to be scraped; what else is asked is asked in vain."""
+    """Return an application that is alive, not ready, and scrapable, and that rejects all other requests."""
     app = make_app(lambda: (200, {"status": "draining"}), lambda: "it is draining")
 
     @app.get("/metrics")

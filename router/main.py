@@ -1,4 +1,4 @@
-"""Entry point of `kvferry router`."""
+"""Entry point of `kvferry router`: starts and stops the router process."""
 
 from __future__ import annotations
 
@@ -46,27 +46,30 @@ from kvferry.runtime.supervisor_status import SupervisorStatus
 log = logging.getLogger(__name__)
 
 GARBAGE = 50_000
-"""Objects that are made before the garbage collector looks for cycles among them: requests leave none, and a thousand
-that run at once hold more than the default, so that it would look through them all the time. What is there before the
-first request is never looked through."""
+"""Garbage collection threshold, in objects allocated.
+
+Requests create no reference cycles. A thousand running requests hold more objects than the default threshold, so the
+collector would scan them constantly. Objects that exist before the first request are never scanned (`gc.freeze`)."""
 SWITCH_S = 0.001
-"""What a thread that renders or tokenises may keep the interpreter from the event loop."""
+"""Interpreter switch interval: how long a rendering or tokenising thread may delay the event loop, in seconds."""
 HURRY_S = 2.0
-"""What running requests get after SIGINT or a second signal."""
+"""Time for running requests after SIGINT or a second signal, in seconds."""
 IDLE_S = 30.0
-"""Idle client connections are kept this long: longer than clients keep them, so that none is reused as it closes."""
+"""Idle time of a client connection, in seconds.
+
+It exceeds the idle time of common clients, so that no client reuses a connection while it closes."""
 
 
 class Store(NodeSource, BlockLookup, Protocol):
-    """Registry, index and response store that the router needs."""
+    """Node registry and block index, as far as the router needs them."""
 
 
 async def serve_router(settings: RouterSettings) -> None:
     """Run a router until SIGTERM or SIGINT.
 
-    After SIGTERM nothing new is taken (see `draining`) and requests under way may finish within `request_timeout`;
-    SIGINT or a second signal gives them two seconds. Raises ConfigError when the port, the model or Redis cannot be
-    used; a Redis that does not answer yet is waited for while serving."""
+    After SIGTERM it accepts no new requests (see `draining`), and running requests may finish within `request_timeout`.
+    SIGINT or a second signal gives them HURRY_S. Raises ConfigError if the port, the model or Redis cannot be used. If
+    Redis does not answer yet, the router serves and waits for it."""
     sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(GARBAGE)
     stop = StopSignal()
@@ -85,7 +88,7 @@ async def serve_router(settings: RouterSettings) -> None:
 
 
 def kept_responses(settings: RouterSettings) -> RedisResponses | None:
-    """Return the store of responses; None where none are stored."""
+    """Return the store of responses; None if responses are not stored."""
     if not settings.response_ttl:
         return None
     share = settings.response_store_mib * 2**20
@@ -159,9 +162,7 @@ async def run_router(
 
 
 def tls(settings: RouterSettings) -> dict[str, Any]:
-    """Return uvicorn's TLS options.
-
-    Raises ConfigError for files without a certificate."""
+    """Return uvicorn's TLS options; raise ConfigError for key or CA files without a certificate."""
     if not settings.ssl_certfile:
         if given := [name for name in ("ssl_keyfile", "ssl_ca_certs") if getattr(settings, name)]:
             raise ConfigError(f"--{given[0].replace('_', '-')} needs --ssl-certfile", param=given[0])
@@ -175,7 +176,7 @@ def tls(settings: RouterSettings) -> dict[str, Any]:
 
 
 def load(config: uvicorn.Config) -> None:
-    """Read what the configuration names. Raises ConfigError."""
+    """Read the files that the configuration names; raise ConfigError."""
     try:
         config.load()
     except OSError as error:
@@ -201,8 +202,9 @@ async def _until_ended(
     stop: StopSignal,
     last: contextlib.AbstractAsyncContextManager[None],
 ) -> None:
-    """Return when the server ended: by itself, after its last request, or `HURRY_S` after it was hurried; from the
-    signal on `last` is open."""
+    """Return when the server has ended, with `last` open from the stop signal on.
+
+    It ends by itself, after its last request, or HURRY_S after a request to hurry."""
     asked = asyncio.create_task(stop.asked.wait())
     await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
     asked.cancel()

@@ -1,7 +1,6 @@
 """Bounded log of recent requests, transfers and events, shown on the dashboard.
 
-Bounded, and written to a few times for each request: never for a token.
-"""
+It is written a few times for each request, but never for a token."""
 
 from __future__ import annotations
 
@@ -19,18 +18,20 @@ from kvferry.router.dispatch.interface import RequestSpec, Route
 log = logging.getLogger(__name__)
 
 RECENT, NOTES, SHIPS = 200, 200, 4096
-"""So many that ended, that happened, that went from node to node are kept: the latest."""
+"""Number of ended requests, events and ships that are kept, latest last."""
 LONGEST_TOLD = 200
-"""Characters of what is told of an event: nodes wrote some of it."""
+"""Longest description of an event, in characters; nodes may supply part of it."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Record of one dispatch.
+    """Record of one dispatch, with times of the request log's clock.
 
-    Times are of the request log's clock. prefill, decode: node ids, as far as it is placed; cached: of the prompt;
-    rungs: attempts after the first; outcome: empty while it is under way, then done, cancelled (its client left) or an
-    error's code."""
+    prefill, decode  node ids, empty until placed
+    cached           prompt tokens reused
+    `rungs`          attempts after the first
+    outcome          empty while running, then done, cancelled (its client left) or an error code
+    """
 
     request_id: str
     tenant: str
@@ -51,24 +52,23 @@ class RequestRecord:
 
     @property
     def output(self) -> int:
-        """Output tokens so far."""
+        """Return the number of output tokens so far."""
         return self._output or len(self._tokens)
 
     def sent(self, placement: Placement, *, onward: bool = False) -> None:
-        """An attempt was placed so. `onward`: a stream goes on there, and its prompt was computed before."""
+        """Record the nodes of an attempt; `onward`: a stream moves there whose prompt is already computed."""
         if not onward:
             self.prefill = placement.prefill.node_id if placement.prefill else ""
         self.decode = placement.decode.node_id if placement.decode else ""
 
     def end(self, outcome: str, now: float) -> None:
-        """The tokens are let go of: a record may be kept for long."""
+        """Record the end, and release the tokens, since records are kept for long."""
         self.outcome, self.ended_at = outcome, now
         self._output, self._tokens = len(self._tokens), ()
 
 
 class LoggedEvent(NamedTuple):
-    """Something that happened: a step of the retry policy, under a request and with the nodes that are to blame, or a
-    node that came, drained or went."""
+    """Event: a step of the retry policy with its request and the nodes at fault, or a change of a node."""
 
     at: float
     kind: str
@@ -79,7 +79,7 @@ class LoggedEvent(NamedTuple):
 
 
 class Shipped(NamedTuple):
-    """A ship that was acknowledged."""
+    """Acknowledged ship of blocks."""
 
     at: float
     prefill: str
@@ -90,7 +90,9 @@ class Shipped(NamedTuple):
 
 
 class RequestLog:
-    """`running` are the dispatches under way, the oldest first; `recent`, `notes` and `ships` end with the latest."""
+    """Recent activity of the router.
+
+    `running` holds the running dispatches, oldest first. `recent`, `notes` and `ships` end with the latest entry."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -101,7 +103,7 @@ class RequestLog:
         self.ships: deque[Shipped] = deque(maxlen=SHIPS)
 
     def begin(self, spec: RequestSpec, model: str, tokens: Sequence[int]) -> RequestRecord:
-        """A dispatch begins; `end` must follow. tokens: those that it has put out, which grow."""
+        """Record the begin of a dispatch; the caller must call `end`. `tokens` is the growing list of its output."""
         call, work = spec.call, type(spec.work).__name__.lower()
         record = RequestRecord(
             spec.request_id, call.tenant, model, work, len(spec.token_ids), call.arrival, self.clock(), _tokens=tokens
@@ -110,13 +112,13 @@ class RequestLog:
         return record
 
     def first(self, record: RequestRecord, route: Route) -> None:
-        """Its first token came, on this route."""
+        """Record the first token and the route of a dispatch."""
         record.first_at = self.clock()
         record.prefill, record.decode = route.prefill or "", route.decode or ""
         record.cached = route.reuse.cached_len
 
     def rung(self, record: RequestRecord | None, rung: str, nodes: Sequence[str], told: str = "") -> None:
-        """Another attempt of it follows, or runs beside."""
+        """Record a retry, a hedge or a migration of a dispatch."""
         if record is None:
             return
         record.rungs += 1
@@ -125,7 +127,7 @@ class RequestLog:
         )
 
     def end(self, record: RequestRecord | None, outcome: str) -> None:
-        """It ended; only the first word about that counts."""
+        """Record the end of a dispatch; only the first call counts."""
         if record in self.running:
             del self.running[record]
             record.end(outcome, self.clock())
@@ -136,7 +138,7 @@ class RequestLog:
         self.notes.append(LoggedEvent(self.clock(), kind, (node_id,), told[:LONGEST_TOLD]))
 
     def shipped(self, placement: Placement, told: ShipDone) -> None:
-        """The blocks of an attempt placed so arrived."""
+        """Record that the blocks of an attempt on this placement arrived."""
         log.debug(
             "%s shipped %d blocks in %.4f s, %.4f s exposed",
             told.request_id, told.blocks, told.ship_s, told.exposed_s,

@@ -1,7 +1,7 @@
-"""The router asks nodes to change their roles (`--elastic`), where the pools of a model need it.
+"""Rebalancing of node roles (`--elastic`): asks nodes to change roles when a model's pools are out of balance.
 
-Any router may: nodes see to it that one change is made at a time, that each role keeps a node, and that roles rest.
-"""
+Any router may ask. The nodes ensure that changes happen one at a time, that each role keeps a node, and that roles rest
+after a change."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ from kvferry.router.api.served_models import ServedModel
 log = logging.getLogger(__name__)
 
 LOOK_S, HOLD_S = 0.5, 3.0
-"""Between two looks, and for how long a change must have been wanted: a burst is not answered by another cluster."""
+"""Interval of checks, and time for which a change must be wanted so that a burst causes none, in seconds."""
 
 Ask = Callable[[NodeLease, str, float], Awaitable[None]]
-"""A node to take a role, if roles have rested for so many seconds. Raises KvferryError."""
+"""Asks a node to take a role if roles have rested for the given seconds; raises KvferryError."""
 
 
 class RoleRebalancer:
-    """Role rebalancing of one router, over all its models.
-
-    rest_s: how long roles stay as they are after a change."""
+    """Role rebalancing of one router, over all its models; roles rest for `rest_s` seconds after a change."""
 
     def __init__(
         self, pools: Iterable[ServedModel], ask: Ask, rest_s: float, clock: Callable[[], float] = time.monotonic
@@ -38,7 +36,7 @@ class RoleRebalancer:
         self._since: dict[str, tuple[str, float]] = {}
 
     async def look(self) -> None:
-        """Ask for what has been wanted long enough."""
+        """Check all models once, and ask for changes that have been wanted long enough."""
         for pool in self._pools:
             change = self._wanted(pool)
             role = change.role if change else ""
@@ -51,7 +49,7 @@ class RoleRebalancer:
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Looks all the time, within."""
+        """Check regularly until the end of the block."""
         task = asyncio.create_task(self._run(), name="balance")
         try:
             yield

@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shapes."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's request and response format."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from kvferry.router.api.documentation import Responses, errors, takes
 from kvferry.router.api.served_models import ServedModels
 
 MAX_PATH = 4096
-"""Characters of an adapter's path."""
+"""Longest path of an adapter, in characters."""
 
 CHANGING: Responses = errors(400, 403, 404, 413, 415, 429, 500, 503)
+"""Documented errors of both routes."""
 
 
 class Forbidden(InvalidRequest):
@@ -34,16 +35,16 @@ class Changed(BaseModel):
 
 
 class UnloadAdapterBody(RequestBody):
-    """POST /v1/unload_lora_adapter. `model`: whose adapter it is; without, of the model that has it."""
+    """Body of POST /v1/unload_lora_adapter; without `model`, the model that has the adapter is meant."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 class LoadAdapterBody(UnloadAdapterBody):
-    """POST /v1/load_lora_adapter.
+    """Body of POST /v1/load_lora_adapter.
 
-    `lora_path`: a directory in PEFT's layout, on the machines of the nodes; `model`: whose nodes; without, the first
-    model's."""
+    `lora_path` is a directory in PEFT's layout on the machines of the nodes. Without `model`, the first model is meant.
+    """
 
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
 
@@ -52,7 +53,7 @@ ADAPTER_BODIES = (LoadAdapterBody, UnloadAdapterBody)
 
 
 def adapter_routes(pools: ServedModels, reader: BodyReader, allowed: bool) -> APIRouter:
-    """Refused unless they are `allowed`: a client names a path that the nodes will read."""
+    """Return the routes; they answer 403 unless `allowed`, since a client names a path that the nodes read."""
     router = APIRouter(responses=CHANGING)
 
     def check() -> None:

@@ -17,7 +17,7 @@ from kvferry.runtime.tracing import TRACER, Span
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of a request so far: of its prompts, those of them that were cached, and those put out."""
+    """Tokens of a request so far: of its prompts, of these from caches, and of its outputs."""
 
     prompt: int = 0
     cached: int = 0
@@ -25,10 +25,10 @@ class TokenUsage:
 
 
 class AdmittedRequest:
-    """Admission of one request that uses nodes.
+    """Context manager of one request that uses nodes, from its limits to the settlement of its tokens.
 
-    It lasts as long as the block that it is the context of, or, told to `go_on`, until its `end`. The block raises
-    RateLimited at its beginning. In there `turn` waits for the nodes, and `began` tells that the first token is out."""
+    Entering raises RateLimited. Inside, `turn` waits for nodes, and `began` reports the first token. The admission ends
+    with the block, or at `end` after `go_on`."""
 
     def __init__(
         self, call: RequestContext, tenant_registry: TenantRegistry, metrics: RouterMetrics, span: Span
@@ -53,14 +53,14 @@ class AdmittedRequest:
             self.end()
 
     def go_on(self) -> None:
-        """It outlives its block: `end` must be called."""
+        """Let the admission continue after its block; the caller must call `end`."""
         self._goes_on = True
 
     def end(self) -> None:
-        """Settle what was used.
+        """Settle the tokens used.
 
-        A client that left before its first token had its prompt computed all the same: it is given nothing back, or
-        leaving in time would be a way past all limits."""
+        A client that leaves before its first token is not refunded for its prompt, which was computed. Otherwise
+        leaving in time would evade all limits."""
         used = self._used()
         self._meter.leave()
         unseen = self._left and self._turn is not None and not used.prompt
@@ -74,7 +74,7 @@ class AdmittedRequest:
 
     @property
     def running(self) -> int:
-        """The tenant's requests in progress, where there are other tenants."""
+        """Return the tenant's requests in progress, or 0 if there is only one tenant."""
         return self._meter.running if self._tenant_registry.several() else 0
 
     def headers(self) -> Mapping[str, str]:
@@ -82,15 +82,15 @@ class AdmittedRequest:
         return self._meter.headers()
 
     def prefer(self, priority: int | None) -> RequestContext:
-        """The call, which asks for this priority among its tenant's."""
+        """Set the request's priority among its tenant's requests and return its context."""
         if priority:
             self.call = replace(self.call, priority=priority)
         return self.call
 
     async def turn(self, turns: SchedulerSlots, size: Size) -> Slot:
-        """Wait until the nodes have room.
+        """Wait for a scheduler slot on the nodes.
 
-        Raises RateLimited when the tenant's tokens are used up; Overloaded when the turn would come too late."""
+        Raises RateLimited if the tenant's tokens are used up, and Overloaded if the slot would come too late."""
         charge = size.prompt + size.sequences * min(size.most_output, int(FIRST_OUTPUT))
         self._meter.charge(charge)
         self._charged = charge
@@ -103,20 +103,20 @@ class AdmittedRequest:
         return self._turn
 
     def began(self, used: Callable[[], TokenUsage]) -> None:
-        """The first token is out; `used` tells what was used, then and in the end."""
+        """Record the first token; `used` returns the tokens used, now and at the end."""
         self._used = used
         if self._turns and self._turn:
             now = used()
             self._turns.began(self._turn, 1 - now.cached / max(1, now.prompt))
 
     def over(self, status: int) -> None:
-        """The request was answered: its span ends."""
+        """End the request's span after its answer."""
         used = self._used()
         self._span.tell(status=status, prompt_tokens=used.prompt, cached_tokens=used.cached, output_tokens=used.output)
         self._span.end("" if status < 500 else str(status))
 
     def refused(self, error: KvferryError) -> None:
-        """Count it, if it is the router itself that sends the request away."""
+        """Count the error if the router itself rejects the request."""
         if isinstance(error, RateLimited):
             self._metrics.refused.labels("rate").inc()
         elif isinstance(error, Overloaded) and not self._turn:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Error(BaseModel):
-    """OpenAI's error object. `param` names the field at fault."""
+    """OpenAI's error object; `param` names the invalid field."""
 
     message: str
     type: str
@@ -23,7 +23,7 @@ class ErrorAnswer(BaseModel):
 
 
 class Usage(BaseModel):
-    """`prompt_tokens_details.cached_tokens`: tokens of the prompt that were not computed again."""
+    """Token counts; `prompt_tokens_details.cached_tokens` counts prompt tokens that were not computed again."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -35,7 +35,7 @@ class Usage(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """`arguments` is JSON text, of an object; it may be cut where the answer ended by its length."""
+    """Called function; `arguments` is the JSON text of an object, possibly cut if the answer reached its length."""
 
     name: str
     arguments: str
@@ -50,7 +50,7 @@ class ToolCall(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """`reasoning` and `reasoning_content` are the same text under two names that clients know."""
+    """Assistant message; `reasoning` and `reasoning_content` hold the same text for different clients."""
 
     role: Literal["assistant"]
     content: str | None
@@ -165,7 +165,7 @@ class Health(BaseModel):
 
 
 class Ready(BaseModel):
-    """`nodes`: how many of each role could take a request now, of all models; `models`: the same by model."""
+    """Readiness: nodes that can take a request now, by role for all models and for each model."""
 
     status: str
     nodes: dict[str, int]

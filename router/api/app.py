@@ -61,11 +61,11 @@ from kvferry.runtime.rejection_throttle import RejectionThrottle
 
 ENCODING = (400, 404, 413, 415, 429, 500)
 GENERATING = (*ENCODING, 503, 504)
-"""Statuses of errors, by what a route does."""
+"""Error statuses of routes that only encode text, and of routes that generate."""
 
 
 def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpoint, ...]:
-    """All that generate: a line each."""
+    """Return all generating endpoints, one line each."""
     return (
         Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
         Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
@@ -95,11 +95,17 @@ def create_app(
     peers: WorkerPeers | None = None,
     throttle: RejectionThrottle | None = None,
 ) -> ASGIApp:
-    """The application that serves the models of `pools` to those in `tenant_registry`, or in the settings as they are
-    now, and keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed, without
-    `board` there is no dashboard. `peers`: who shares the port; `throttle`: what refusals wait for, if
-    for anything. Raises ConfigError for keys that
-    cannot be read."""
+    """Build the application that serves the models of `pools` to the tenants of `tenant_registry`.
+
+    The tenants default to those of the settings. It starts and stops nothing that it is given. Raises ConfigError for
+    unreadable keys.
+
+    kept      stores responses
+    batches   batch jobs; None: none resume
+    board     dashboard; None: no dashboard
+    peers     other processes on the same port
+    throttle  delay of rejections; None: no delay
+    """
     tenant_registry, batches, peers = (
         tenant_registry or TenantRegistry(settings),
         batches or Batches(settings),
@@ -141,7 +147,7 @@ def create_app(
 
 
 def _guarded() -> dict[str, Any]:
-    """What is documented of routes that ask for a key; the Door has asked for it before."""
+    """Return the documentation of routes that need a key; Ingress has already checked the key."""
     bearer = HTTPBearer(scheme_name="key", auto_error=False)
     return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
 
@@ -161,7 +167,7 @@ def _working(exchanges: Mapping[str, GeneratingRoute | PoolingRoute], refusals: 
 
 
 class _Exchanged(Response):
-    """Answers by an exchange, which reads and writes for itself."""
+    """Response that delegates to a route which reads and writes for itself."""
 
     def __init__(self, exchange: ASGIApp) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """Beam-search generation for all prompts of a request.
 
-A step is a request of one token for each live beam, which forks from the beam it extends: it shares that one's blocks,
-copies what both have of the last, and computes one token. So a search of w beams and t tokens costs one prompt and some
-w * t tokens to compute, each with a way from the router to a node and back; drawing w sequences costs that way once.
-"""
+Each step sends a request of one token for each live beam. It forks from the beam that it extends, shares its blocks,
+copies the last partial block and computes one token. A search of w beams and t tokens therefore costs one prompt, about
+w * t computed tokens, and as many round trips to a node. Sampling w sequences needs one round trip each."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ T = TypeVar("T")
 
 
 class BeamGeneration(Generation):
-    """The n best beams of each prompt are its choices, best first.
+    """Generation whose choices are the n best beams of each prompt, best first.
 
-    Each comes as one piece when its search has ended; log-probabilities of the prompt come with the first."""
+    Each choice arrives as one piece when its search ends. Log-probabilities of the prompt come with the first."""
 
     def __init__(self, pool: ServedModel, prompts: Sequence[RequestSpec], body: GenerationBody) -> None:
         super().__init__(pool, prompts, body.text_options(), n=body.n or 1)
@@ -43,9 +42,11 @@ class BeamGeneration(Generation):
 
     @property
     def size(self) -> Size:
+        """Return the size of the request's work, with one sequence for each beam."""
         return replace(super().size, sequences=len(self.prompts) * self._width)
 
     async def pieces(self) -> AsyncGenerator[ChoicePiece]:
+        """Yield each choice's whole output when its prompt's search ends."""
         try:
             searches = [self._task(self._search(group[0], len(group))) for group in self._groups]
             for group, search in zip(self._groups, searches, strict=True):
@@ -58,7 +59,7 @@ class BeamGeneration(Generation):
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _search(self, leader: Choice, count: int) -> tuple[list[Beam], Output]:
-        """The `count` best beams of the leader's prompt, and what its first step brought."""
+        """Return the `count` best beams of the leader's prompt, and the output of its first step."""
         spec = leader.spec
         params = spec.params
         search = BeamSearch(self._width, len(spec.token_ids), params.max_tokens, params.ending_token_ids, self._penalty)
@@ -81,7 +82,7 @@ class BeamGeneration(Generation):
     async def _step(
         self, leader: Choice, request_id: str, beam: Beam, fork_of: Fork | None
     ) -> tuple[Output, TokenLogprobs, Fork | None]:
-        """What the nodes tell of the token behind a beam, and what its extensions fork from."""
+        """Return a step's output, the candidates for the token after the beam, and the fork for its extensions."""
         spec, asked = leader.spec, leader.spec.params
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2 * self._width, ignore_eos=True)
         if not beam.entries:
@@ -105,7 +106,7 @@ class BeamGeneration(Generation):
         raise KvferryError("a step of the beam search ended without a token")
 
     def _piece(self, choice: Choice, beam: Beam, first: Output | None) -> Piece:
-        """All of a beam's output."""
+        """Return a beam's whole output as one piece."""
         transcript = choice.transcript = self.transcript(choice.spec)
         shown = None
         if self._top is not None:
@@ -122,7 +123,7 @@ class BeamGeneration(Generation):
         return transcript.add(output)
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Held until it ends, and cancelled with the pieces."""
+        """Start a task that is kept until it ends and cancelled with the pieces."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -11,17 +11,17 @@ from kvferry.router.dispatch.timers import EventQueue
 from kvferry.router.text.transcript import Piece
 
 AT_ONCE = 16
-"""Dispatches that begin before other requests get a turn of the event loop."""
+"""Number of dispatches started before other requests get a turn of the event loop."""
 
 
 class ChoiceMerge:
     """Merged stream of all choices of a request.
 
-    Raises the KvferryError of the first dispatch that fails; `aclose` must follow.
+    Raises the KvferryError of the first dispatch that fails. The caller must call `aclose`.
 
-    groups   a prompt's choices each: the first starts first, the others when its first token is there, as its forks
+    groups   choices of each prompt; the first starts first, and its first token starts the others as its forks
     follow   starts a choice
-    at_once  dispatches that may be under way at a time
+    at_once  largest number of dispatches in flight
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class ChoiceMerge:
             try:
                 raise item
             finally:
-                del item  # which holds this frame now
+                del item  # the traceback refers to this frame
         self._left -= item.finish_reason is not None
         return choice, item
 
     def listen(self, listener: Listener | None) -> None:
-        """See Following.listen."""
+        """Set or remove the listener; see SequenceStream.listen."""
         self._listener = listener
 
     async def aclose(self) -> None:
-        """End the dispatches that have not ended. No tasks and errors are kept: they keep what they ran in."""
+        """End all running dispatches, and release tasks and errors, which keep their frames alive."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -86,7 +86,7 @@ class ChoiceMerge:
             self._inbox.post((choice, error))
 
     def _hear(self, choice: Choice, piece: Piece) -> None:
-        """A piece that no task of its choice woke for."""
+        """Pass on a piece that arrived without waking its choice's task."""
         if self._listener is not None and self._inbox.awaited:
             self._listener(choice, piece)
         else:

@@ -1,4 +1,4 @@
-"""CORS policy of the server."""
+"""CORS middleware, configured by the router's settings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ SHOWN = (
     "x-request-id", "x-kvferry-route", "retry-after",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )  # fmt: skip
-"""Headers of answers that pages may read."""
+"""Response headers that pages of other origins may read."""
 
 
 def across_origins(app: ASGIApp, settings: RouterSettings) -> ASGIApp:
-    """The application, with preflights answered and origins named where the settings allow any.
+    """Wrap the application with CORS handling if the settings allow any origin.
 
-    It stands before the door: a preflight carries no key."""
+    It stands before Ingress, since a preflight carries no key."""
     origins = _listed(settings.allowed_origins)
     if not origins:
         return app

@@ -16,7 +16,7 @@ from kvferry.router.api.answers import ErrorAnswer
 from kvferry.runtime.rejection import RETRY_AFTER_S
 
 Responses = dict[int | str, dict[str, Any]]
-"""What FastAPI takes as `responses`, by status."""
+"""FastAPI's `responses` argument, by status."""
 
 _REFERENCE = "#/components/schemas/{model}"
 _ID = {"x-request-id": {"description": "the request's id", "schema": {"type": "string"}}}
@@ -25,6 +25,7 @@ _LATER = {
 }
 
 ANSWERED: Responses = {200: {"headers": _ID}}
+"""Documentation of a successful answer."""
 _EVENT = {
     "type": "object",
     "description": "one event of the stream; its data is JSON, or [DONE] in the last",
@@ -32,12 +33,14 @@ _EVENT = {
     "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
 }
 STREAMED: Responses = {200: {"headers": _ID, "content": {"text/event-stream": {"schema": _EVENT}}}}
-"""Of an endpoint whose answer may come as events."""
+"""Documentation of an endpoint that may answer with server-sent events."""
 
 
 class Application(FastAPI):
-    """A FastAPI whose description also has the models of `bodies`, for routes that `takes` describes, and of `told`,
-    that `answers` describes: of each that a route names, FastAPI would make a validator that nothing uses."""
+    """FastAPI application whose OpenAPI schema includes models that no route declares.
+
+    `takes` refers to the models in `bodies`, `answers` to those in `told`. For declared models FastAPI would build
+    unused validators."""
 
     def __init__(self, bodies: Iterable[type[BaseModel]], told: Iterable[type[BaseModel]], **settings: Any) -> None:
         super().__init__(title="kvferry", version=VERSION, **settings)
@@ -46,14 +49,14 @@ class Application(FastAPI):
         self._describing, self._described = asyncio.Lock(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Before the description is shown it is made on a thread: it takes half a second and more."""
+        """Serve a request; build the schema on a thread first if it is requested, which takes over half a second."""
         if not self._described and scope.get("path", "").endswith(str(self.openapi_url)):
             async with self._describing:
                 await asyncio.to_thread(self.openapi)
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
-        """Made when it is first asked for."""
+        """Return the schema, built at the first call."""
         if not self._described:
             described = super().openapi()
             _, found = models_json_schema(self._models, ref_template=_REFERENCE)
@@ -64,7 +67,7 @@ class Application(FastAPI):
 
 
 def takes(body: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route whose endpoint parses the body for itself."""
+    """Return the `openapi_extra` of a route whose endpoint parses its body itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _reference(body)}}}}
 
 
@@ -73,20 +76,22 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
 
 
 def path_parameter(name: str) -> dict[str, Any]:
-    """`openapi_extra` of a route whose endpoint reads a path parameter for itself: to declared ones FastAPI adds an
-    answer of status 422 that never comes."""
+    """Return the `openapi_extra` of a route whose endpoint reads a path parameter itself.
+
+    For declared parameters FastAPI documents a status 422 that never occurs."""
     return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
 def query_parameters(most: int, **more: dict[str, Any]) -> dict[str, Any]:
-    """`openapi_extra` of a list whose endpoint reads its query for itself: `limit` up to `most`, `after`, and others
-    with their schemas."""
+    """Return the `openapi_extra` of a list whose endpoint reads its query itself.
+
+    Documents `limit` up to `most`, `after`, and the parameters `more` with their schemas."""
     known = {"limit": {"type": "integer", "minimum": 1, "maximum": most}, "after": {"type": "string"}, **more}
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in known.items()]}
 
 
 def answers(model: type[BaseModel], *statuses: int) -> Responses:
-    """Describe the answers with these statuses, with Retry-After where clients should come back."""
+    """Describe the answers with these statuses, with Retry-After for those that clients should retry."""
     content = {"application/json": {"schema": _reference(model)}}
     return {
         status: {"content": content, "headers": {**_ID, **(_LATER if status in RETRY_AFTER_S else {})}}

@@ -1,4 +1,4 @@
-"""Interface of an endpoint, and the accumulation of a generation's pieces into its answer."""
+"""Interface of a generating endpoint, and the assembly of a generation's pieces into its answer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from kvferry.router.text.transcript import Piece
 
 
 class Answer:
-    """Answer of a generation: events as the pieces arrive, or one body after the last.
+    """Answer of a generation: events as the pieces arrive, or one body after the last piece.
 
-    Kinds of answers say how either looks; `fold` takes all pieces, in the order in which they come, and `finish` sends
-    what then remains."""
+    Subclasses define the format. `fold` takes all pieces in their order, and `finish` sends the rest."""
 
     def __init__(self, generation: Generation, *, streams: bool) -> None:
         self.generation = generation
@@ -35,10 +34,10 @@ class Answer:
         self._held: WriteBuffer | None = None
 
     async def fold(self, first: ChoicePiece, rest: AsyncIterator[ChoicePiece], responder: Responder) -> None:
-        """Write the pieces as events, or collect them.
+        """Write the pieces as events, or collect them for one body.
 
-        Nothing is written before `first` is there; what came together is written together (see `write_buffer`), and
-        what comes last with the end."""
+        Writes nothing before `first`. Pieces that arrive together are written together (see `write_buffer`), and the
+        last ones with the end."""
         if not self._streams:
             self.take(*first)
             self.generation.listen(self.take)
@@ -67,16 +66,17 @@ class Answer:
             self.generation.listen(None)
 
     async def settle(self) -> None:
-        """Finish what must happen after the last piece, before the client learns of the end.
+        """Finish all work that must precede the end of the answer; never raise.
 
-        Never raises. The last events go out with the end, so `flush` before anything is waited for here."""
+        The last events go out with the end, so call `flush` before waiting for anything here."""
 
     async def flush(self) -> None:
-        """Write what is held back."""
+        """Write the events held back."""
         if self._held is not None:
             await self._held.flush()
 
     async def finish(self, responder: Responder) -> None:
+        """Send the last events, or the whole body."""
         if self._streams:
             last = await self._held.last() if self._held is not None else b""
             await responder.write(last + self.closing(), more=False)
@@ -84,19 +84,19 @@ class Answer:
             await responder.whole(200, self.body(), self._route())
 
     def opening(self) -> bytes:
-        """First events of a stream."""
+        """Return the first events of a stream."""
         return b""
 
     def events(self, choice: Choice, piece: Piece) -> bytes:
-        """Events for a piece; empty when it has nothing to tell."""
+        """Return the events of a piece; empty if it shows nothing."""
         raise NotImplementedError
 
     def closing(self) -> bytes:
-        """Last events of a stream."""
+        """Return the last events of a stream."""
         raise NotImplementedError
 
     def failing(self, error: KvferryError) -> bytes:
-        """Last events of a stream that ends by an error."""
+        """Return the last events of a stream that an error ends."""
         return event(error.body())
 
     def take(self, choice: Choice, piece: Piece) -> None:
@@ -104,24 +104,24 @@ class Answer:
         raise NotImplementedError
 
     def body(self) -> dict[str, Any]:
-        """The whole answer, after the last piece."""
+        """Return the whole answer, after the last piece."""
         raise NotImplementedError
 
     def _route(self) -> dict[str, str]:
-        """The header that tells where the first choice went."""
+        """Return the header with the route of the first choice."""
         route = self.generation.route
         return {} if route is None else {"x-kvferry-route": str(route)}
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A generating endpoint: where it is, what it takes, and how it answers.
+    """A generating endpoint: its path, body and answer.
 
-    summary, answer, error  for its description: the models of a whole answer and of an error
-    body   the request as it comes
-    asked  what it asks of a model, where the body does not say so by itself. Raises KvferryError
-    shape  makes what shows the answer to what was asked, once there is something to show
-    later  takes over what the client does not wait for; an answer that says so, or None. Raises KvferryError
+    summary, answer, error  documentation: summary, and models of an answer and an error
+    body                    request as received
+    asked                   translates the body into a chat, if it is not one itself; raises KvferryError
+    shape                   builds the answer after the first piece
+    later                   runs the request in the background and returns an answer, or None; raises KvferryError
     """
 
     path: str

@@ -1,8 +1,7 @@
 """Generation of one HTTP request: starts the dispatch of all its sequences, counts usage, cancels the rest.
 
-What a dispatch yields becomes a Piece in `SequenceStream`: the transcript makes text of it. Where calls of tools or
-reasoning may be in the text, a stage of parsers stands behind the transcript, before the shape that shows the piece.
-"""
+`SequenceStream` turns each Output of a dispatch into a Piece. The transcript makes text of it, and for tool calls or
+reasoning a stage of parsers follows, before the answer's shape."""
 
 from __future__ import annotations
 
@@ -30,14 +29,12 @@ _SEEDS = 2**64
 
 
 class Generation:
-    """`prompts` are specs of the first choice of each prompt; of each, n choices are made, whose seeds are seed + i.
+    """Generation of n choices for each prompt, with seeds seed + i.
 
-    turn: that it was given; set before `pieces`. Without one all of it may be at the nodes at once.
-
-    The first choices start first; the others of a prompt when its first token is there, as forks of that choice: they
-    share its blocks and compute no token of the prompt but the last. `close` must be called in the end, whatever
-    happened, behind that of the pieces; it cancels what has not ended.
-    """
+    `prompts` are the specs of the first choice of each prompt. `turn` is the scheduler slot, set before `pieces`;
+    without one, all choices may run at once. The first choices start first. A prompt's other choices start at its first
+    token as forks: they share its blocks and compute only its last token. The caller must call `close` after closing
+    the pieces; it cancels what still runs."""
 
     def __init__(
         self,
@@ -66,9 +63,7 @@ class Generation:
         self._groups = [self.choices[at : at + n] for at in range(0, len(self.choices), n)]
 
     def pieces(self) -> Pieces:
-        """Iterate over the choices' pieces as they arrive.
-
-        Raises the KvferryError of the first dispatch that fails."""
+        """Iterate over the choices' pieces as they arrive; raise the error of the first dispatch that fails."""
         if self.turn is not None and self.turn.newcomer:
             for leader, *_ in self._groups:
                 leader.spec = replace(leader.spec, newcomer=True)
@@ -81,40 +76,41 @@ class Generation:
         return self._pieces
 
     def listen(self, listener: Listener | None) -> None:
-        """Pieces that come while the next one is waited for go there instead, and no task wakes for them; not those of
-        beams. `pieces` was asked for."""
+        """Send pieces directly to `listener` while the iteration waits, without waking a task; not for beams.
+
+        Call it after `pieces`."""
         if self._pieces is not None:
             self._pieces.listen(listener)
 
     async def close(self) -> None:
-        """Cancel every dispatch that has not ended."""
+        """Cancel every dispatch that still runs."""
         self._pieces = None
         if left := [choice for choice in self.choices if not choice.ended]:
             await asyncio.gather(*map(self.cancel, left), return_exceptions=True)
 
     @property
     def route(self) -> Route | None:
-        """Return the route of the first choice, known once its first piece is there."""
+        """Return the route of the first choice, known from its first piece on."""
         dispatch = self.choices[0].dispatch
         return dispatch.route if dispatch is not None else None
 
     @property
     def size(self) -> Size:
-        """Return the size of its work."""
+        """Return the size of the request's work."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
         works = [spec.work for spec in self.prompts]
         longest = max(work.params.max_tokens for work in works if isinstance(work, Generate))
         return Size(len(self.choices), prompt, longest)
 
     def used(self) -> TokenUsage:
-        """So far; each prompt counts once."""
+        """Return the tokens used so far; each prompt counts once."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
         output = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
         routes = (leader.dispatch.route for leader, *_ in self._groups if leader.dispatch is not None)
         return TokenUsage(prompt, sum(route.reuse.cached_len for route in routes if route is not None), output)
 
     def usage(self) -> dict[str, Any]:
-        """The API's usage object so far."""
+        """Return the API's usage object so far."""
         used = self.used()
         usage: dict[str, Any] = {
             "prompt_tokens": used.prompt,
@@ -133,6 +129,7 @@ class Generation:
         return SequenceStream(choice, aiter(choice.dispatch), self)
 
     def transcript(self, spec: RequestSpec) -> Transcript | Stage:
+        """Return a new transcript of a sequence, with parsers if needed."""
         assert isinstance(spec.work, Generate)
         tokenizer = self._pool.text.tokenizer
         transcript = Transcript(tokenizer, spec.token_ids, spec.work.params, self._options)
@@ -141,11 +138,13 @@ class Generation:
         return Stage(transcript, self._parsing, self._parsing.reader(tokenizer, spec.token_ids))
 
     async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
+        """Cancel a choice's dispatch if it still runs."""
         if choice.dispatch is not None and not choice.ended:
             choice.ended = True
             await choice.dispatch.cancel(enough=enough)
 
     def count_first(self, now: float, route: Route | None) -> None:
+        """Count a prompt, and observe the time to first token at the first call."""
         if not self._started:
             self._started = True
             self.metrics.ttft.observe(now - self.prompts[0].call.arrival)
@@ -154,13 +153,13 @@ class Generation:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Seed of the request's choice number `choice` (0 keeps the seed), within 64 signed bits."""
+    """Return the seed of choice number `choice`, wrapped to 64 signed bits; choice 0 keeps the seed."""
     half = _SEEDS // 2
     return (seed + choice + half) % _SEEDS - half
 
 
 def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
-    """Specs of a prompt's choices. Log-probabilities of the prompt are the same for all: only the first asks."""
+    """Return the specs of a prompt's choices; only the first asks for log-probabilities of the prompt."""
     assert isinstance(first.work, Generate)
     works = [replace(first.work, params=_later(first.work.params, i)) for i in range(1, n)]
     return [first] + [

@@ -29,31 +29,33 @@ logger = logging.getLogger(__name__)
 
 
 class InflightLimit:
-    """Bounds the generating requests in progress, from the end of their bodies on: a client that is slow to send one
-    takes nobody's place. `count` is how many there are."""
+    """Limit of generating requests in progress; `count` is their number.
+
+    A request counts from the end of its body on, so that a slow sender occupies no place."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.count = 0
 
     def check(self, own: int = 0) -> None:
-        """Raises Overloaded when there is no place: before a body, nobody need send it.
+        """Raise Overloaded if the limit is reached; call it before the body is read.
 
-        `own`: requests of the same tenant, of which there may be no more than places are left: one tenant alone never
-        takes all."""
+        `own` counts the tenant's requests in progress. It may not exceed the free places, so one tenant never takes
+        all."""
         if self.count >= self._limit or own > self._limit - self.count:
             raise Overloaded(f"{self.count} requests are in progress, the limit of this router", retry_after=1.0)
 
     def enter(self, own: int = 0) -> None:
-        """Raises Overloaded; otherwise `leave` must follow."""
+        """Count a request, or raise Overloaded; the caller must call `leave`."""
         self.check(own)
         self.count += 1
 
     def go_on(self) -> None:
-        """Keep the place of a request for work that outlives it; `leave` must follow for each."""
+        """Count a request once more for work that continues after its answer; call `leave` for each."""
         self.count += 1
 
     def leave(self) -> None:
+        """Stop counting a request."""
         self.count -= 1
 
 
@@ -61,17 +63,19 @@ class Placed(Protocol):
     """Interface of an endpoint for its route."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """Return the path of the endpoint."""
+        ...
 
 
 Described = TypeVar("Described", bound=Placed)
 
 
 class GenerationRoute(Generic[Described]):
-    """ASGI application of an endpoint whose work the nodes do.
+    """ASGI application of an endpoint whose work runs on nodes.
 
-    It sees the client leave at any point, and cancels all dispatches then. Headers wait for the first output: errors
-    before it have a status."""
+    It notices a disconnect of the client at any point and then cancels all dispatches. It sends headers with the first
+    output, so that earlier errors get a status."""
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class GenerationRoute(Generic[Described]):
             responder.over()
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Finishing:
-        """All of the work but the last bytes: once those are out, the server reports the client as gone."""
+        """Do all work but the last bytes, after which the server reports the client as gone."""
         raise NotImplementedError
 
 
@@ -156,7 +160,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         return answer
 
     async def _asked(self, call: RequestContext, data: bytes) -> tuple[GenerationBody, int]:
-        """What the body asks of a model, and the bytes of all that it names."""
+        """Return what the body asks of a model, and the size in bytes of everything it refers to."""
         request = parse(self.endpoint.body, data)
         if self.endpoint.asked is not None:
             chat = await self.endpoint.asked(call, request, self._pools)
@@ -166,6 +170,6 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
 
 
 def count_error(metrics: RouterMetrics, error: KvferryError) -> None:
-    """If it is not the client's mistake."""
+    """Count an error unless the client caused it."""
     if error.status == 429 or error.status >= 500:
         metrics.errors.labels(str(error.status), error.code).inc()

@@ -26,7 +26,7 @@ class MethodNotAllowed(InvalidRequest):
 
 
 def shown(error: KvferryError, path: str) -> dict[str, Any]:
-    """The body that tells of an error on this path: OpenAI's, but where another API is spoken."""
+    """Return the body of an error, in Anthropic's format on its paths and in OpenAI's on all others."""
     if path == messages.PLACE or path.startswith(messages.PLACE + "/"):
         return messages.message_error(error)
     return error.body()
@@ -39,7 +39,7 @@ def error_response(error: KvferryError, path: str) -> Response:
 
 
 def _local(request: Request) -> str:
-    """The path below the root that a proxy shows."""
+    """Return the path below the proxy's root path."""
     root: str = request.scope.get("root_path", "")
     return request.url.path.removeprefix(root)
 
@@ -68,7 +68,7 @@ HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     HTTPException: _framework,
     Exception: _unexpected,
 }
-"""What makes the application answer every error in the API's shape."""
+"""Exception handlers that answer every error in the API's format."""
 
 
 def _translated(error: HTTPException, request: Request) -> KvferryError:

@@ -23,16 +23,17 @@ from kvferry.runtime.rejection_throttle import RejectionThrottle
 from kvferry.runtime.request_path import Root
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics", "/dashboard"))
+"""Paths that need no API key."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Ingress:
-    """ASGI middleware: what it wraps finds the request's Call in the scope, under CALL; its id goes on every response.
+    """ASGI middleware that authenticates requests, stores their RequestContext in the scope, and adds x-request-id.
 
-    Where there are API keys clients must present one outside OPEN_PATHS; it tells whose request it is. A POST to one of
-    `exchanges` goes there directly: what routing and its layers cost, they would cost for every token. Who is refused
-    too often is throttled."""
+    With API keys, clients must present one outside OPEN_PATHS; it identifies the tenant. A POST to one of `exchanges`
+    goes to it directly, since each layer of routing would cost time for every token. Clients with too many rejected
+    requests are throttled."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Ingress:
         await (exchange or self._app)(scope, receive, stamped)
 
     async def _settle(self, scope: Scope, status: int, call: RequestContext) -> None:
-        """Before a response: a refusal waits where its sender has had too many."""
+        """Delay a rejection whose client has had too many."""
         if self._throttle is None:
             return
         if status < 400:
@@ -97,8 +98,10 @@ class Ingress:
                 await asyncio.sleep(delay_s)
 
     def _tenant(self, headers: Headers) -> Tenant | None:
-        """Whose request it is; None where it had to tell and did not: by `Authorization: Bearer KEY`, or by
-        `x-api-key`, which clients of the Messages API send. Header values arrive decoded as latin-1."""
+        """Return the tenant of a request; None if a valid key is required and missing.
+
+        The key is in `Authorization: Bearer KEY`, or in `x-api-key`, which clients of the Messages API send. Header
+        values arrive decoded as latin-1."""
         keyring = self._tenant_registry.keyring
         if not keyring.guards:
             return NOBODY
@@ -108,6 +111,6 @@ class Ingress:
 
 
 def _traceparent(headers: Headers) -> str:
-    """The client's, if it is one."""
+    """Return the client's traceparent if it is valid, else an empty string."""
     given = headers.get("traceparent", "")
     return given if given and _TRACEPARENT.fullmatch(given) else ""

@@ -20,11 +20,13 @@ from kvferry.router.worker_peers.peers import WorkerPeers
 from kvferry.runtime.rejection import retry_headers
 
 ASKED = ("1", "true")
+"""Values of the query parameter `nodes` that mean true."""
 NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "boolean"}}
+"""OpenAPI description of the query parameter `nodes`."""
 
 
 def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> APIRouter:
-    """Open to anyone who asks: see OPEN_PATHS. Whichever process of several answers, it answers for all of them."""
+    """Return the routes, which need no key (OPEN_PATHS); each process answers for all that share its port."""
     router = APIRouter()
 
     async def own_metrics() -> bytes:
@@ -75,7 +77,7 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> A
 
 
 def trouble(pools: ServedModels, placing: bool) -> str:
-    """Return why this process takes no requests, or could place none now; empty where it does."""
+    """Return why this process takes no requests, or can place none now; empty if it can."""
     if pools.trouble or not placing:
         return pools.trouble
     serving = any(counts["decode"] for counts in pools.ready().values())
@@ -83,7 +85,7 @@ def trouble(pools: ServedModels, placing: bool) -> str:
 
 
 async def _troubles(peers: WorkerPeers, placing: bool) -> str:
-    """As `trouble`, of those that share the port."""
+    """Return the first trouble of the other processes on the port; empty if there is none."""
     for number, told in (await peers.ask("trouble", placing)).items():
         if told is None:
             return f"no answer from router process {number}"

@@ -1,4 +1,4 @@
-"""Response of a generation on the wire: headers, body or SSE events, and errors."""
+"""HTTP response of a generation: headers, body or SSE events, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Responder:
     """Response to one request to `path`.
 
-    After `begin_stream` errors can only be told in the stream. `more` are headers of every answer, asked for as it
+    After `begin_stream` errors appear only inside the stream. `more` returns additional headers, read when the response
     begins."""
 
     send: Send
@@ -32,23 +32,25 @@ class Responder:
     _failing: Callable[[KvferryError], bytes] | None = None
 
     async def begin_stream(self, headers: Mapping[str, str], failing: Callable[[KvferryError], bytes]) -> None:
-        """`failing` makes the last events of a stream that an error ends."""
+        """Begin a stream of events; `failing` returns its last events after an error."""
         self._failing = failing
         await self._start(200, _EVENTS, {**_STREAM_HEADERS, **headers})
 
     def write(self, data: bytes, *, more: bool = True) -> Awaitable[None]:
+        """Send a part of the body."""
         return self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def whole(self, status: int, value: Any, headers: Mapping[str, str]) -> None:
+        """Send a complete answer with `value` as JSON."""
         await self.json(status, dump(value), headers)
 
     async def json(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
-        """A whole body that is JSON already."""
+        """Send a complete answer whose body is JSON already."""
         await self._start(status, _JSON, {**headers, "content-length": str(len(data))})
         await self.write(data, more=False)
 
     async def fail(self, error: KvferryError) -> None:
-        """Tell the client, in the way that is left; nothing is told to a client that went away."""
+        """Send an error as a response or as events; send nothing to a client that has left."""
         if isinstance(error, Cancelled):
             return
         if not self._started:
@@ -57,7 +59,7 @@ class Responder:
             await self.write(self._failing(error), more=False)
 
     def over(self) -> None:
-        """All is told: what told it is not held any longer."""
+        """Drop the reference to the answer after its end."""
         self._failing = None
 
     async def _start(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
@@ -70,6 +72,8 @@ class Responder:
 
 
 class Finishing(Protocol):
-    """An answer of which only the last bytes are still to be sent."""
+    """Answer whose last bytes are still to be sent."""
 
-    async def finish(self, responder: Responder) -> None: ...
+    async def finish(self, responder: Responder) -> None:
+        """Send the last bytes."""
+        ...

@@ -16,9 +16,9 @@ from kvferry.router.text.transcript import Piece, Transcript
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence under way: `index` in the response, made from prompt number `prompt`.
+    """One sequence of a response: `index` in the response, made from prompt number `prompt`.
 
-    Its transcript begins with its first output: until then the nodes should not wait for it."""
+    Its transcript is created at the first output, so that the nodes do not wait for that work."""
 
     index: int
     prompt: int
@@ -33,39 +33,47 @@ Listener = Callable[[Choice, Piece], None]
 
 
 class Pieces(Protocol):
-    """An asynchronous iterator that may be left early; `aclose` must follow."""
+    """Asynchronous iterator of pieces that may be left early; the caller must call `aclose`."""
 
     def __aiter__(self) -> AsyncIterator[ChoicePiece]: ...
 
     def __anext__(self) -> Awaitable[ChoicePiece]: ...
 
-    def aclose(self) -> Awaitable[None]: ...
+    def aclose(self) -> Awaitable[None]:
+        """End the iteration."""
+        ...
 
 
 class Whole(Protocol):
-    """All of the request that a choice is of."""
+    """The request that a choice belongs to."""
 
     metrics: ModelMetrics
 
-    def transcript(self, spec: RequestSpec) -> Transcript | Stage: ...
+    def transcript(self, spec: RequestSpec) -> Transcript | Stage:
+        """Return a new transcript of a sequence."""
+        ...
 
-    def count_first(self, now: float, route: Route | None) -> None: ...
+    def count_first(self, now: float, route: Route | None) -> None:
+        """Count the first output of a choice."""
+        ...
 
-    async def cancel(self, choice: Choice, *, enough: bool = False) -> None: ...
+    async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
+        """Cancel a choice's dispatch."""
+        ...
 
 
 class SequenceStream:
-    """The pieces of one choice.
+    """Pieces of one choice.
 
-    No generator, though it reads like one: each token passes here, and the event loop keeps account of every generator.
-    """
+    It is an iterator class rather than a generator: every token passes through it, and the event loop tracks
+    generators."""
 
     def __init__(self, choice: Choice, outputs: AsyncGenerator[Output], whole: Whole) -> None:
         self._choice, self._outputs, self._whole = choice, outputs, whole
         self._last, self._finished = 0.0, False
         self._listener: Listener | None = None
         self._end: Piece | None = None
-        """Of a text that ended while it was heard."""
+        """Last piece, if the text ended while the listener was active."""
 
     def __aiter__(self) -> SequenceStream:
         return self
@@ -85,8 +93,10 @@ class SequenceStream:
         raise KvferryError("the request ended without a finish reason")
 
     def listen(self, listener: Listener | None) -> None:
-        """Pieces that come while the next one is waited for go there instead (see Dispatch.listen), but for the last
-        one: a text that ends before its dispatch ends that at once. Behind it nothing comes, and nothing is held."""
+        """Send pieces directly to `listener` while the iteration waits for the next one (see Dispatch.listen).
+
+        The last piece is not sent there: a text that ends before its dispatch ends the dispatch at once. Does nothing
+        after the end."""
         assert self._choice.dispatch
         if self._finished:
             return
@@ -119,5 +129,5 @@ class SequenceStream:
         return piece
 
     async def aclose(self) -> None:
-        """Left to the collector, the dispatch would be ended by a task of its own."""
+        """Close the token stream; left to the garbage collector, an extra task would end the dispatch."""
         await self._outputs.aclose()

@@ -32,12 +32,12 @@ _FIELDS = (
 )  # fmt: skip
 
 BadWords = tuple[tuple[int, ...], ...]
+"""Token sequences that outputs may not contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Everything behind one served model: its text side, its limits, the nodes that compute it, and the queue of those
-    that want them. With an adapter (name, id) it is computed with that."""
+    """One served model: its text side, limits, nodes and queue; `adapter` (name, id) selects a LoRA adapter."""
 
     text: TextModel
     cluster: Cluster
@@ -45,10 +45,10 @@ class ServedModel:
     encoder: Encoder
     turns: SchedulerSlots = field(default_factory=SchedulerSlots)
     checker: Checker | None = None
-    """Tries grammars before nodes compile them; None: grammars are refused."""
+    """Tests grammars before nodes compile them; None: grammars are refused."""
     adapter: tuple[str, str] = ("", "")
     backlog: Backlog | None = None
-    """What waits here for its nodes; None: nobody asks."""
+    """Requests waiting here for the nodes; None: not measured."""
 
     @property
     def name(self) -> str:
@@ -57,15 +57,15 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together: the nodes' limit once one is known, never above the model's."""
+        """Return the limit of prompt and output tokens: the model's, or the nodes' if known and lower."""
         info = self.cluster.info()
         own = self.text.facts.max_model_len
         return min(own, info.max_model_len) if info is not None else own
 
     async def specs(self, call: RequestContext, body: GenerationBody, size: int = 0) -> list[RequestSpec]:
-        """Return the first sequence of each of the body's prompts.
+        """Return the first sequence of each of the body's prompts; raise InvalidRequest naming the field.
 
-        Reading the body took so many bytes. Raises InvalidRequest naming the field."""
+        `size` is the body's size in bytes; long ones are processed on another thread."""
         if self.text.task.kind != "generate":
             raise InvalidRequest(f"the model {self.name!r} does not generate: {self.text.task.told}", param="model")
         long = size >= LONG_CHARS
@@ -90,7 +90,7 @@ class ServedModel:
     def spec(
         self, call: RequestContext, request_id: str, token_ids: Sequence[int], work: Work, cache_salt: str | None
     ) -> RequestSpec:
-        """Return the request of one checked prompt."""
+        """Return the request of one validated prompt."""
         realm = namespace(call.realm, cache_salt or "")
         return RequestSpec(call, request_id, tuple(token_ids), work, realm, adapter=self.adapter[1])
 
@@ -101,7 +101,7 @@ class ServedModel:
             raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)
 
     async def _grammar(self, call: RequestContext, body: GenerationBody, prompt: Sequence[int]) -> Grammar | None:
-        """What outputs must match, of this prompt and all others, tried. Raises InvalidRequest naming the field."""
+        """Return the tested grammar of all outputs, or None; raise InvalidRequest naming the field."""
         asked = body.grammar(self.text, prompt)
         if asked is None:
             return None
@@ -133,9 +133,9 @@ class ServedModel:
         return self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt)
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
-        """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context.
+        """Return max_tokens: the requested number, else the shape's default, else the rest of the context.
 
-        An asked 0 (echo only) still takes one. Raises ContextLengthExceeded."""
+        A requested 0 (echo only) still takes one. Raises ContextLengthExceeded."""
         bound_field, asked = body.output_bound()
         limit = self.max_model_len
         room = limit - prompt_len
@@ -149,9 +149,9 @@ class ServedModel:
         return needed
 
     def _params(self, body: GenerationBody, max_tokens: int, bad_words: BadWords) -> SamplingParams:
-        """Parameters of a prompt's first choice; the model's own defaults stand in for what the body leaves out.
+        """Return the parameters of a prompt's first choice, with the model's defaults for omitted ones.
 
-        Without a seed in the body one is drawn here, so that a retried attempt continues the same text."""
+        Without a seed in the body it draws one, so that a retried attempt continues the same text."""
         facts = self.text.facts
         top = body.top()
         given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
@@ -173,14 +173,14 @@ class ServedModel:
 
 
 def request_names(call: RequestContext, prompts: int) -> list[str]:
-    """Return the ids of the requests that a call makes of so many prompts."""
+    """Return the ids of the requests that a call with that many prompts makes."""
     return [call.id] if prompts == 1 else [f"{call.id}-p{number}" for number in range(prompts)]
 
 
 def pool_of(
     text: TextModel, cluster: Cluster, metrics: RouterMetrics, settings: RouterSettings, tenant_registry: TenantRegistry
 ) -> ServedModel:
-    """Build what serves one model to those tenants."""
+    """Build the served model for these tenants."""
     turns = SchedulerSlots(cluster.capacity, metrics, shared=tenant_registry.several, most_queued=settings.max_queued)
     backlog = Backlog(lambda: turns.waiting, cluster.held, cluster.capacity)
     metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.held)
@@ -196,7 +196,7 @@ def pool_of(
 
 
 class ServedModels:
-    """All served models; their names are distinct. Without a name the first model is meant."""
+    """All served models by distinct names; without a name the first model is meant."""
 
     def __init__(self, first: ServedModel, *others: ServedModel) -> None:
         self.first = first
@@ -207,7 +207,7 @@ class ServedModels:
         return iter(self._pools)
 
     async def aclose(self) -> None:
-        """End the processes that try grammars."""
+        """End the processes that test grammars."""
         await asyncio.gather(*(pool.checker.close() for pool in self._pools if pool.checker is not None))
 
     def ready(self) -> dict[str, dict[str, int]]:
@@ -216,21 +216,19 @@ class ServedModels:
 
     @property
     def trouble(self) -> str:
-        """Return why the router is not ready, for the first such model (see `Cluster.trouble`); empty: it is ready."""
+        """Return why the router is not ready, for the first such model (see `Cluster.trouble`); empty if ready."""
         return next(filter(None, [pool.cluster.trouble() for pool in self]), "")
 
     def names(self) -> list[str]:
-        """Return the names of all models, with their adapters behind them."""
+        """Return the names of all models, with their adapters after them."""
         return [name for pool in self for name in (*pool.text.called.all, *pool.cluster.adapters.ids)]
 
     def serves(self, name: str) -> bool:
-        """Return whether a model, not an adapter, is called so."""
+        """Return whether a model, not an adapter, has this name."""
         return name in self._named
 
     def pool(self, model: str | None) -> ServedModel:
-        """Return the model, or the model with an adapter, of this name.
-
-        Raises ModelNotFound."""
+        """Return the model, or the model with an adapter, of this name; raise ModelNotFound."""
         if not model:
             return self.first
         pool = self._named.get(model)

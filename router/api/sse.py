@@ -1,4 +1,4 @@
-"""Server-sent events."""
+"""Encoding of server-sent events."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 from pydantic_core import to_json
 
 DONE = b"data: [DONE]\n\n"
+"""Last event of an OpenAI stream."""
 
 
 def dump(value: Any) -> bytes:
-    """Compact JSON in UTF-8."""
+    """Encode a value as compact JSON in UTF-8."""
     return to_json(value)
 
 
 def event(value: Any) -> bytes:
-    """One event whose data is `value` in JSON."""
+    """Encode one event whose data is `value` in JSON."""
     return b"data: " + dump(value) + b"\n\n"
 
 
 def named(value: dict[str, Any]) -> bytes:
-    """One event under the name that its data has as `type`."""
+    """Encode one event named after its data's `type`."""
     return f"event: {value['type']}\n".encode() + event(value)
 
 
 class TextEvent:
-    """An event that is the same every time except for one text in it: nearly every chunk of a stream is one.
+    """Event template with one variable text, for the most frequent chunks of a stream.
 
-    `shape` holds the placeholder SLOT where the text belongs, once. `under` is the event's name, if it has one.
-    """
+    `shape` holds the placeholder SLOT once, in the text's place. `under` is the event's name, if any."""
 
     SLOT = "\x00slot\x00"
     _SLOT = dump(SLOT)
@@ -39,4 +39,5 @@ class TextEvent:
         self._head = (f"event: {under}\n".encode() if under else b"") + self._head
 
     def fill(self, text: str) -> bytes:
+        """Return the event with this text."""
         return self._head + encode_basestring(text).encode() + self._tail

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's request and response format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.router.text.encoding import LONG_CHARS, Bound
 
 
 class TokenizeBody(ChatPrompt):
-    """POST /tokenize: a prompt, or messages to render first."""
+    """Body of POST /tokenize: a prompt, or messages to render first."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -22,18 +22,19 @@ class TokenizeBody(ChatPrompt):
     return_token_strs: bool | None = False
 
     def check(self) -> None:
+        """Raise InvalidRequest unless exactly one of prompt and messages is given."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
 
 
 class DetokenizeBody(RequestBody):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     tokens: Detokenized
 
 
 async def tokenize(pools: ServedModels, data: bytes) -> dict[str, Any]:
-    """Token ids of a prompt, or of messages rendered by the chat template. Raises InvalidRequest."""
+    """Return the token ids of a prompt, or of messages in the chat template; raise InvalidRequest."""
     body = parse(TokenizeBody, data)
     pool = pools.pool(body.model)
     if body.prompt is not None:
@@ -65,7 +66,7 @@ def describe(pools: ServedModels) -> dict[str, Any]:
 
 
 async def detokenize(pools: ServedModels, data: bytes) -> dict[str, Any]:
-    """The text of token ids, special tokens included. Raises InvalidRequest."""
+    """Return the text of token ids, special tokens included; raise InvalidRequest."""
     body = parse(DetokenizeBody, data)
     pool = pools.pool(body.model)
     pool.check_ids(body.tokens, "tokens")

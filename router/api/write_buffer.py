@@ -1,9 +1,8 @@
 """Write buffer of a stream: coalesces tokens that arrive together into one write.
 
-A write to a socket costs as much as the rest of what a token takes here. What is added in one turn of the loop is
-written in the next: a router that keeps up writes each token by itself; one that is behind finds several tokens of a
-stream at once.
-"""
+A socket write costs as much as all other work for a token in the router. Data added in one turn of the event loop is
+written in the next. A router that keeps up therefore writes each token separately; one that is behind finds several
+tokens of a stream at once."""
 
 from __future__ import annotations
 
@@ -16,24 +15,24 @@ from typing import Any
 from kvferry.router.api.responder import Responder
 
 MOST_BYTES = 64 * 1024
-"""Held back at most, and one event; the client's pace is asked for then."""
+"""Bytes held back before the writer must wait for the client."""
 
 
 class WriteBuffer:
-    """Bytes of one stream, written by themselves, without a task while the client takes them."""
+    """Buffer of one stream; it writes by itself, without a task while the client keeps up."""
 
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()
-        """Of the request: what is heard is added in that of its node's stream."""
+        """Context of the request: additions may run in the context of a node's stream."""
         self._parts: list[bytes] = []
         self._size = 0
         self._waiting: asyncio.Future[None] | None = None
-        """A write that the client must be waited for, or that failed."""
+        """A write that waits for the client, or that failed."""
 
     def add(self, data: bytes) -> bool:
-        """Return whether more may be added before `flush` was awaited."""
+        """Append data; return whether more may be added before `flush` was awaited."""
         if data:
             if not self._parts:
                 self._loop.call_soon(self._write, context=self._context)
@@ -42,19 +41,19 @@ class WriteBuffer:
         return self._waiting is None and self._size < MOST_BYTES
 
     async def flush(self) -> None:
-        """Returns once the client's connection has taken all."""
+        """Write everything; return once the client's connection has taken it."""
         if data := await self.last():
             await self._responder.write(data)
 
     async def last(self) -> bytes:
-        """Return the unwritten rest once all before it is written, for a caller that writes it with more."""
+        """Wait for earlier writes and return the unwritten rest, which the caller writes with more data."""
         while (waiting := self._waiting) is not None:
             await waiting
-            self._written(waiting)  # whose turn may not have come yet
+            self._written(waiting)  # its callback may not have run yet
         return self._take()
 
     def drop(self) -> None:
-        """Discard the buffer: its client is gone."""
+        """Discard the data: the client has left."""
         self._take()
         if self._waiting is not None:
             self._waiting.cancel()
@@ -79,7 +78,7 @@ class WriteBuffer:
             self._waiting.add_done_callback(self._written)
 
     def _written(self, waiting: asyncio.Future[None]) -> None:
-        """Go on with what came meanwhile, unless the write failed, which anyone who flushes is told."""
+        """Write the data added meanwhile, unless the write failed; `flush` raises its error."""
         if waiting is self._waiting and not waiting.cancelled() and waiting.exception() is None:
             self._waiting = None
             self._write()
@@ -87,7 +86,7 @@ class WriteBuffer:
 
 @coroutine
 def _resumed(step: Generator[Any, Any, None], waits: Any) -> Generator[Any, Any, None]:
-    """The rest of a step that has begun to wait."""
+    """Run the rest of a step that has begun to wait."""
     try:
         while True:
             try:

@@ -1,1 +1,1 @@
-"""Batches and files of clients on disk, and their execution."""
+"""Batches and uploaded files on disk, and the execution of batches."""

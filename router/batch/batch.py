@@ -1,4 +1,4 @@
-"""Persistent state of one batch: its description, answers and owner."""
+"""Persistent state of one batch: its description, progress and lock."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from kvferry.protocol.errors import NotFound
 from kvferry.router.batch.files import write_whole
 
 ENDED = ("completed", "failed", "cancelled", "expired")
+"""Final states of a batch."""
 WINDOW_S = 24 * 3600
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 
 
 @dataclass(slots=True)
 class Batch:
-    """Batch as the API shows it, with its `tenant`.
+    """Batch as the API shows it, with its `tenant`; times are seconds since 1970.
 
-    Times are seconds since 1970. Only who holds its lock changes it once it is made."""
+    After creation only the holder of its lock changes it."""
 
     id: str
     endpoint: str
@@ -50,48 +51,50 @@ class Batch:
 
     @classmethod
     def new(cls, endpoint: str, file_id: str, tenant: str, metadata: dict[str, str] | None) -> Batch:
+        """Create a batch that is to be validated."""
         now = int(time.time())
         return cls(
             f"batch_{uuid.uuid4().hex}", endpoint, file_id, now, now + WINDOW_S, metadata=metadata, tenant=tenant
         )
 
     def move(self, status: str) -> None:
-        """Into another state, now."""
+        """Change the state and record the time."""
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
     def fail(self, errors: list[dict[str, Any]]) -> None:
+        """Change to the state failed, with these errors."""
         self.move("failed")
         self.errors = {"object": "list", "data": errors}
 
     def shown(self) -> dict[str, Any]:
+        """Return the batch as the API shows it."""
         told = {"object": "batch", **asdict(self)}
         del told["tenant"]
         return told
 
 
 class BatchFolder:
-    """Folder of one tenant's batches below `root`.
-
-    Its methods block on disk I/O. Blocks, as disks do."""
+    """Folder of one tenant's batches below `root`; its methods block on disk I/O."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "batches"
 
     def create(self, batch: Batch) -> None:
+        """Create the batch's folder and save the batch."""
         self.folder(batch.id).mkdir(parents=True, mode=0o700)
         self.save(batch)
 
     def folder(self, batch_id: str) -> Path:
+        """Return the path of a batch's folder."""
         return self.root / batch_id
 
     def save(self, batch: Batch) -> None:
+        """Save the batch atomically."""
         write_whole(self.folder(batch.id) / "batch.json", json.dumps(asdict(batch)))
 
     def get(self, batch_id: str) -> Batch:
-        """Return a batch as last saved; cancelling where that was requested.
-
-        Raises NotFound."""
+        """Return a batch as last saved, or as cancelling if that was requested; raise NotFound."""
         try:
             if not _ID.fullmatch(batch_id):
                 raise FileNotFoundError
@@ -103,7 +106,7 @@ class BatchFolder:
         return batch
 
     def all(self) -> list[Batch]:
-        """Newest first, of those that can be read."""
+        """Return all readable batches, newest first."""
         batches = []
         for path in self.root.glob("batch_*/batch.json"):
             with contextlib.suppress(NotFound):
@@ -111,18 +114,19 @@ class BatchFolder:
         return sorted(batches, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     def forget(self, batch_id: str) -> None:
-        """One that has ended; the files that it read and wrote stay."""
+        """Delete an ended batch; its input and output files stay."""
         shutil.rmtree(self.folder(batch_id), ignore_errors=True)
 
     def cancel(self, batch_id: str) -> None:
-        """Ask anyone who runs it, in whatever process, to cancel it."""
+        """Ask the process that runs the batch to cancel it."""
         (self.folder(batch_id) / "cancel").touch()
 
     def cancelling(self, batch_id: str) -> bool:
+        """Return whether a cancellation was requested."""
         return (self.folder(batch_id) / "cancel").exists()
 
     def lock(self, batch_id: str) -> IO[bytes] | None:
-        """The right to run it, until what is returned is closed or the process ends; None if another has it."""
+        """Lock the batch until the returned file is closed or the process ends; None if another holder has it."""
         lock = (self.folder(batch_id) / "lock").open("ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,19 +18,21 @@ from kvferry.router.batch.files import DiskFailed, FileStore, disk_failed, tenan
 from kvferry.router.batch.runner import Runner
 
 MOST = 64
-"""Batches of one tenant that have not ended."""
+"""Largest number of unfinished batches per tenant."""
 MOST_ENDED = 1000
-"""Of one tenant are told of; the oldest are forgotten."""
+"""Largest number of ended batches kept per tenant; the oldest are deleted."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
-"""Until a batch whose disk failed is tried again."""
+"""Longest pause before a batch is retried after a disk error, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class Batches:
-    """`serve` says what answers their rows; entered as a context, it resumes what an earlier process left and no
-    process runs now. On leaving, what runs stops where it is."""
+    """Batches of one router.
+
+    `serve` sets the application that answers their rows. On entering the context it resumes unfinished batches that no
+    other process runs. On leaving, running batches stop and stay resumable."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._root = Path(settings.data_dir).expanduser() / settings.cluster
@@ -47,19 +49,21 @@ class Batches:
     def serve(
         self, app: ASGIApp, endpoints: Collection[str], live: Callable[[], int], realm: Callable[[str], str]
     ) -> None:
-        """`app` answers rows: those that POST to `endpoints`.
+        """Set the application that answers rows, which are POST requests to `endpoints`.
 
-        `live`: requests in progress, rows included. `realm`: a tenant's, for its rows' calls."""
+        `live` returns the number of requests in progress, rows included. `realm` returns a tenant's cache realm."""
         self._app, self._endpoints, self._live, self._realm = app, tuple(endpoints), live, realm
 
     def files(self, tenant: str) -> FileStore:
+        """Return a tenant's files."""
         return FileStore(self._root, tenant, self._limit)
 
     def folder(self, tenant: str) -> BatchFolder:
+        """Return a tenant's batches."""
         return BatchFolder(self._root / tenant_folder(tenant))
 
     async def create(self, tenant: str, endpoint: str, file_id: str, metadata: dict[str, str] | None) -> Batch:
-        """Raises InvalidRequest, NotFound for the file, Overloaded, DiskFailed."""
+        """Create and start a batch; raise InvalidRequest, NotFound for the file, Overloaded or DiskFailed."""
         if endpoint not in self._endpoints:
             raise InvalidRequest(f"endpoint must be one of {', '.join(sorted(self._endpoints))}", param="endpoint")
         folder, files = self.folder(tenant), self.files(tenant)
@@ -79,7 +83,7 @@ class Batches:
         return batch
 
     async def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """Raises NotFound; InvalidRequest for one that has ended; DiskFailed."""
+        """Cancel a batch; raise NotFound, InvalidRequest if it has ended, or DiskFailed."""
         folder = self.folder(tenant)
         batch = await asyncio.to_thread(folder.get, batch_id)
         if batch.status in ENDED:
@@ -89,7 +93,7 @@ class Batches:
         except OSError as error:
             raise disk_failed("the batch cannot be cancelled", error) from error
         if batch_id not in self._tasks:
-            self._start(batch, folder)  # nobody may be running it
+            self._start(batch, folder)  # in case no process runs it
         return await asyncio.to_thread(folder.get, batch_id)
 
     async def __aenter__(self) -> Batches:
@@ -114,7 +118,7 @@ class Batches:
         task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def _run(self, batch: Batch, folder: BatchFolder) -> None:
-        """A disk that fails ends no batch: it goes on from what is kept there once that can be written again."""
+        """Run a batch, and resume it from its saved state when a failing disk works again."""
         wait, known = FIRST_WAIT_S, batch
         while True:
             began = time.monotonic()
@@ -132,7 +136,7 @@ class Batches:
             except NotFound:
                 logger.warning("%s cannot be read any more", batch.id)
                 return
-            if known.status in ENDED:  # by another process
+            if known.status in ENDED:  # ended by another process
                 return
 
     async def _run_once(self, batch: Batch, folder: BatchFolder) -> None:
@@ -148,7 +152,7 @@ class Batches:
             ).run()  # fmt: skip
 
     def _width(self) -> int:
-        """How many rows each batch may have in progress: its share of those allowed, less one for each live request."""
+        """Return how many rows each batch may run: its part of the allowed rows, less one for each live request."""
         live = max(0, self._live() - self._rows)
         return (self._most_rows - live) // max(1, len(self._tasks))
 

@@ -1,6 +1,6 @@
 """Files of clients on disk: content and description side by side, separate for each tenant.
 
-Everything here blocks: call it outside the event loop."""
+All functions block: call them outside the event loop."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, Requ
 
 log = logging.getLogger(__name__)
 PURPOSES = ("batch", "batch_output")
+"""Purposes of files: batch inputs and outputs."""
 MOST = 10_000
-"""Files of one tenant, whatever their size."""
+"""Largest number of files per tenant."""
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class DiskFailed(KvferryError):
-    """The data directory cannot be written or read."""
+    """The data directory cannot be read or written."""
 
     code, retryable = "storage_failed", False
 
 
 class DiskFull(DiskFailed):
-    """It has no room left, whatever a tenant may have there."""
+    """The disk is full, independent of the tenant's limit."""
 
     status, code = 507, "insufficient_storage"
 
 
 def disk_failed(what: str, error: OSError) -> DiskFailed:
-    """A disk's error as the API tells it; where it was is the operator's business. what: that cannot be done."""
+    """Log a disk error and return the API's error, without the path; `what` names the failed operation."""
     kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskFailed
     log.warning("%s: %s; --data-dir says where", what, error)
     return kind(f"{what}: {error.strerror or reason(error)}")
@@ -50,9 +51,7 @@ def disk_failed(what: str, error: OSError) -> DiskFailed:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """File as the API shows it.
-
-    created_at: seconds since 1970. created_at: seconds since 1970."""
+    """File as the API shows it; `created_at` is in seconds since 1970."""
 
     id: str
     bytes: int
@@ -61,22 +60,23 @@ class StoredFile:
     purpose: str
 
     def shown(self) -> dict[str, object]:
+        """Return the file as the API shows it."""
         return {"object": "file", **asdict(self), "status": "processed", "status_details": None, "expires_at": None}
 
 
 class FileStore:
-    """One tenant's files below `root`, at most `limit` bytes of them together.
+    """Files of one tenant below `root`, at most `limit` bytes in total.
 
-    Safe to use from several threads and processes: a file is there as a whole or not at all."""
+    Safe for several threads and processes: a file exists completely or not at all."""
 
     def __init__(self, root: Path, tenant: str, limit: int) -> None:
         self.folder = root / tenant_folder(tenant) / "files"
         self._limit = limit
 
     def add(self, content: BinaryIO, filename: str, purpose: str) -> StoredFile:
-        """Copies `content` from where it stands.
+        """Store the rest of `content` as a file.
 
-        Raises RequestTooLarge when the tenant has no room left, and DiskFailed; nothing is left of it then."""
+        Raises RequestTooLarge if the tenant's limit is exceeded, and DiskFailed; both leave nothing behind."""
         file_id = f"file-{uuid.uuid4().hex}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -101,25 +101,23 @@ class FileStore:
             raise disk_failed("the file cannot be kept", error) from error
 
     def all(self) -> list[StoredFile]:
-        """Newest first."""
+        """Return all files, newest first."""
         found = [file for path in self.folder.glob("file-*.json") if (file := self._read(path)) is not None]
         return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def get(self, file_id: str, param: str = "file_id") -> StoredFile:
-        """Raises NotFound."""
+        """Return a file's description; raise NotFound."""
         stored = self._read(self._description(file_id)) if _ID.fullmatch(file_id) else None
         if stored is None:
             raise NotFound(f"there is no file {file_id!r}", param=param)
         return stored
 
     def path(self, file_id: str, param: str = "file_id") -> Path:
-        """Return the path of a file's content.
-
-        Raises NotFound."""
+        """Return the path of a file's content; raise NotFound."""
         return self._content(self.get(file_id, param).id)
 
     def open(self, file_id: str) -> tuple[BinaryIO, int]:
-        """Its content, which stays readable when the file is deleted meanwhile, and how long it is. Raises NotFound."""
+        """Open a file and return it with its size in bytes; raise NotFound. It stays readable if deleted meanwhile."""
         try:
             content = self.path(file_id).open("rb")
         except FileNotFoundError:
@@ -127,15 +125,14 @@ class FileStore:
         return content, os.fstat(content.fileno()).st_size
 
     def delete(self, file_id: str) -> None:
-        """Raises NotFound."""
+        """Delete a file; raise NotFound."""
         self.get(file_id)
         self._description(file_id).unlink(missing_ok=True)
         self._content(file_id).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """While room is counted and taken: two files that arrive together, in whatever processes, may not have the
-        same."""
+        """Lock the folder while the size is checked and taken, across threads and processes."""
         folder = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
@@ -172,13 +169,13 @@ class FileStore:
 
 
 def check_purpose(purpose: str) -> None:
-    """Raises InvalidRequest. Outputs are made here and not uploaded."""
+    """Raise InvalidRequest unless clients may upload files of this purpose; outputs are created here."""
     if purpose != "batch":
         raise InvalidRequest(f"purpose: {purpose!r} is not supported by this server, only 'batch'", param="purpose")
 
 
 def tenant_folder(tenant: str) -> str:
-    """A name that is safe as a folder's, whatever the tenant is called."""
+    """Return a safe folder name for any tenant name."""
     return hashlib.sha256(tenant.encode()).hexdigest()[:16] if tenant else "default"
 
 
@@ -188,7 +185,7 @@ def tenant_folders(root: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Readers see the old text or the new one. Raises OSError, and leaves nothing then."""
+    """Write a file atomically: readers see the old text or the new one. Raises OSError and then leaves nothing."""
     partly = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         with partly.open("w") as out:

@@ -13,7 +13,7 @@ from kvferry.router.request_context import CALL, RequestContext
 
 
 async def ask(app: ASGIApp, path: str, call: RequestContext, body: bytes) -> tuple[int, dict[str, str], Any]:
-    """POST `body`, which is JSON: the answer's status, its headers in lower case, and its JSON."""
+    """POST a JSON body to the application; return the status, the lower-case headers and the JSON answer."""
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "server": None, "client": None,

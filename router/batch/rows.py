@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 MAX_ROWS = 50_000
+"""Largest number of rows in a batch."""
 LONGEST_ROW = 16 * 2**20
-"""Bytes of one line: reading it holds the interpreter's lock, and so the event loop, for a moment."""
+"""Longest line, in bytes; reading one holds the interpreter lock and so delays the event loop."""
 MAX_ERRORS = 100
-"""As many wrong lines are told of."""
+"""Largest number of invalid lines reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request; `body` is JSON as bytes, without a wish for priority: a batch is behind all others."""
+    """One request; `body` is JSON bytes without a priority, since batches run after all other requests."""
 
     custom_id: str
     body: bytes
@@ -27,7 +28,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class InvalidRow:
-    """A line that is no request. `line` counts from 1."""
+    """Invalid line of a batch's input; `line` counts from 1."""
 
     line: int
     message: str
@@ -35,11 +36,12 @@ class InvalidRow:
     code: str = "invalid_request"
 
     def shown(self) -> dict[str, Any]:
+        """Return the error as the API shows it."""
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
 def read_rows(path: Path, endpoint: str) -> Iterator[Row | InvalidRow]:
-    """Every line of the file that is not blank, up to the first that is too long. Blocks."""
+    """Yield every line that is not blank, up to the first that is too long; blocks."""
     seen: set[str] = set()
     with path.open("rb") as lines:
         for number, line in enumerate(iter(partial(lines.readline, LONGEST_ROW + 1), b""), start=1):
@@ -85,7 +87,7 @@ def _row(number: int, line: bytes, endpoint: str) -> Row | InvalidRow:
 
 
 def answer_row(custom_id: str, status: int, request_id: str, body: Any) -> dict[str, Any]:
-    """A row of an output or an error file."""
+    """Return a row of an output or error file."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
 
@@ -97,7 +99,7 @@ def unanswered_row(custom_id: str, code: str, message: str) -> dict[str, Any]:
 
 
 def answered(path: Path) -> set[str]:
-    """Ids in an output that was partly written. A line that broke off is cut from it. Blocks."""
+    """Return the ids in a partly written output, and cut off an incomplete last line; blocks."""
     if not path.exists():
         return set()
     found, whole = set(), 0

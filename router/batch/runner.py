@@ -22,9 +22,9 @@ from kvferry.router.batch.rows import MAX_ERRORS, InvalidRow, Row, answer_row, a
 from kvferry.router.request_context import RequestContext
 
 LATER = (429, 503)
-"""Statuses of a request that may be tried again: there is no room, or no node, now."""
+"""Statuses after which a row is tried again: no capacity or no node now."""
 PRIORITY = 1_000_000
-"""Of a batch's calls: anyone who says nothing is served before them."""
+"""Priority of a batch's calls: all calls with default priority are served before them."""
 SAVE_S = 0.5
 LONGEST_WAIT_S = 30.0
 
@@ -32,13 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """One batch, whose lock its owner holds.
-
-    `run` returns when it ended. It raises CancelledError when this process ends, OSError or DiskFailed when the disk
-    fails: then another run goes on from what is on disk.
-
-    width  how many rows may be in progress now
-    """
+    """Runner of one batch, whose lock the owner holds; `width` returns how many rows may run now."""
 
     def __init__(
         self,
@@ -61,6 +55,10 @@ class Runner:
         self._outputs = {ok: folder.folder(batch.id) / f"{'output' if ok else 'errors'}.jsonl" for ok in (True, False)}
 
     async def run(self) -> None:
+        """Run the batch to its end.
+
+        Raises CancelledError when the process ends, and OSError or DiskFailed if the disk fails. Another run then
+        resumes from the saved state."""
         batch = self._batch
         try:
             path = await asyncio.to_thread(self._files.path, batch.input_file_id)
@@ -88,7 +86,7 @@ class Runner:
         await asyncio.shield(self._save())
 
     def _validate(self, path: Path) -> list[dict[str, Any]]:
-        """Errors of the lines at fault; counts the others."""
+        """Return the errors of invalid lines, and count the valid ones."""
         wrong, total = [], 0
         for row in read_rows(path, self._batch.endpoint):
             total += isinstance(row, Row)
@@ -102,7 +100,7 @@ class Runner:
         return wrong
 
     async def _answer_all(self, path: Path, done: set[str]) -> str:
-        """Returns the state in which the batch ends."""
+        """Answer all rows and return the state in which the batch ends."""
         tasks: set[asyncio.Task[None]] = set()
         rows = read_rows(path, self._batch.endpoint)
         left: Iterator[Row] = (row for row in rows if isinstance(row, Row) and row.custom_id not in done)
@@ -115,7 +113,7 @@ class Runner:
                 if self._running >= max(1, self._width()):
                     self._freed.clear()
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(SAVE_S):  # not wait_for, which may lose a cancellation
+                        async with asyncio.timeout(SAVE_S):  # wait_for may lose a cancellation
                             await self._freed.wait()
                     continue
                 row = await asyncio.to_thread(next, left, None)
@@ -147,7 +145,7 @@ class Runner:
             self._failure = task.exception()
 
     def _ending(self) -> str:
-        """Why no further row is to be begun: cancelled, expired, or the empty string."""
+        """Return why no further row may begin: cancelled, expired, or an empty string."""
         if self._folder.cancelling(self._batch.id):
             if self._batch.status != "cancelling":
                 self._batch.move("cancelling")
@@ -182,7 +180,7 @@ class Runner:
         )
 
     async def _write(self, row: dict[str, Any], *, ok: bool) -> None:
-        """A row once begun is written and counted, also when nobody waits for it any more."""
+        """Write and count a row, even if the caller is cancelled meanwhile."""
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
         def append() -> None:
@@ -200,10 +198,9 @@ class Runner:
         await asyncio.shield(writing)
 
     async def _finish(self, ended: str) -> None:
-        """Make files of the outputs.
+        """Publish the outputs as files.
 
-        Each is known by its id on disk before it counts as made: anyone who goes on after this process makes none
-        twice."""
+        Each file's id is saved before the next step, so that a later run does not publish it again."""
         batch = self._batch
         if ended == "completed":
             batch.move("finalizing")
@@ -214,7 +211,7 @@ class Runner:
                 try:
                     await self._save()
                 except OSError:
-                    if made is not None:  # nobody will know of it
+                    if made is not None:  # its id could not be saved
                         setattr(batch, field, None)
                         with contextlib.suppress(OSError, NotFound):
                             await asyncio.to_thread(self._files.delete, made)

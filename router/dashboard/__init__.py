@@ -1,1 +1,1 @@
-"""Dashboard and the cluster state behind it, which `kvferry top` shows, too."""
+"""Dashboard, and the cluster state behind it, which `kvferry top` also shows."""

@@ -9,12 +9,12 @@ from itertools import accumulate
 from kvferry.router.dashboard.state import Blocks, Counts
 
 CHART, COLUMNS = (600.0, 120.0), 120
-"""Width and height of a chart, and how many points fit in."""
+"""Width and height of a chart, and its largest number of points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of a bar, in percent."""
+    """Part of a bar; `at` and `width` are in percent."""
 
     kind: str
     count: int
@@ -23,7 +23,9 @@ class Part:
 
 
 def bar(blocks: Blocks) -> list[Part]:
-    """A block pool, what is in use first. A node that counts wrong has parts for all that it counts."""
+    """Return the bar of a block pool, blocks in use first.
+
+    A node whose counts exceed its total gets a bar for the counted sum."""
     kinds = {"active": blocks.active, "granted": blocks.granted, "cached": blocks.cached, "free": blocks.free}
     scale = 100 / max(1, blocks.total, sum(kinds.values()))
     ends = accumulate(kinds.values())
@@ -35,7 +37,7 @@ def bar(blocks: Blocks) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One kind of a stacked chart: a path of its columns, and the sum of them."""
+    """One kind of a stacked chart: the path of its columns, and their sum."""
 
     kind: str
     total: int
@@ -43,7 +45,7 @@ class Series:
 
 
 def stacked(columns: Sequence[Mapping[str, int]]) -> tuple[list[Series], int]:
-    """The latest at the right edge. Also the highest column's sum, which fills the height."""
+    """Return a stacked chart with the latest column at the right edge, and the highest column's sum."""
     columns = columns[-COLUMNS:]
     highest = max((sum(column.values()) for column in columns), default=0)
     width, height = CHART[0] / COLUMNS, CHART[1] / max(1, highest)
@@ -60,7 +62,7 @@ def stacked(columns: Sequence[Mapping[str, int]]) -> tuple[list[Series], int]:
 
 
 def hit_line(points: Sequence[Counts]) -> str:
-    """The hit rate where there were prompts, as a path over a chart."""
+    """Return the hit rate as a path over a chart, for the points with prompts."""
     points, path, drawn = points[-COLUMNS:], "", False
     width = CHART[0] / COLUMNS
     for number, point in enumerate(points):

@@ -9,18 +9,18 @@ from math import sqrt
 from kvferry.router.dashboard.state import Node, Transfer
 
 SIDE, ROW, BOX, GAP = 8, 54, (150, 38), 250
-"""Nodes on one side, at most; the height of a row, a box, the room between the sides."""
+"""Largest number of nodes on one side, row height, box size, and gap between the sides; sizes in SVG units."""
 APART, LABEL, THICK = 15, 80, (1.5, 8.0)
-"""Of arrows: how far those at one box keep apart, the room for a label, and how thick the thinnest and the thickest."""
+"""Distance of arrows at one box, width of a label, and smallest and largest width of an arrow."""
 BESIDE = 110
-"""Room at the right for arrows from one decode node to another, and at the left for those between prefill nodes."""
+"""Margin for arrows between nodes of one role: at the left for prefill nodes, at the right for decode nodes."""
 LEFT, RIGHT = -1, 1
 """Edges of a box."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A node, by its upper left corner."""
+    """Box of a node, by its upper left corner."""
 
     name: str
     told: str
@@ -29,12 +29,13 @@ class Box:
     y: float
 
     def at(self, edge: int) -> float:
+        """Return the x position of an edge."""
         return self.x + (BOX[0] if edge == RIGHT else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """From one box to another, with its label's place."""
+    """Arrow from one box to another, with the position of its label."""
 
     transfer: Transfer
     path: str
@@ -45,7 +46,7 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Diagram of transfers; `left_out`: number of nodes that do not fit."""
+    """Diagram of transfers; `left_out` is the number of nodes that do not fit."""
 
     width: float
     height: float
@@ -56,7 +57,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A transfer, and at which edges of which boxes it begins and ends."""
+    """A transfer with the boxes and edges where it begins and ends."""
 
     transfer: Transfer
     begins: tuple[str, int]
@@ -64,7 +65,7 @@ class _Line:
 
 
 def transfers(nodes: Sequence[Node], found: Sequence[Transfer]) -> Picture:
-    """Nodes with transfers come first where there are too many."""
+    """Lay out the diagram; if there are too many nodes, those with transfers take precedence."""
     busy = dict.fromkeys(name for each in found for name in (each.source, each.target))
     sides = [_side([node for node in nodes if node.role == role], busy) for role in ("prefill", "decode")]
     column = {node.id: number for number, side in enumerate(sides) for node in side}
@@ -97,7 +98,7 @@ def _load(node: Node) -> str:
 
 
 def _line(each: Transfer, column: Mapping[str, int]) -> _Line:
-    """Across the middle, or out at the side where both nodes stand in one column."""
+    """Return the line of a transfer: across the middle, or outside if both nodes are in one column."""
     source, target = column[each.source], column[each.target]
     begins, ends = (RIGHT, LEFT) if source < target else (LEFT, RIGHT)
     if source == target:
@@ -106,14 +107,13 @@ def _line(each: Transfer, column: Mapping[str, int]) -> _Line:
 
 
 def _beside(lines: Sequence[_Line], column: Mapping[str, int], number: int) -> int:
-    """Room for arrows between nodes of that column."""
+    """Return the margin for arrows between nodes of that column."""
     pairs = [(column[line.transfer.source], column[line.transfer.target]) for line in lines]
     return BESIDE if (number, number) in pairs else 0
 
 
 def _arrows(lines: Sequence[_Line], boxes: Mapping[str, Box]) -> list[Arrow]:
-    """Those at one edge of a box begin and end below each other, in the order of their other ends; where one ends is
-    its label."""
+    """Return the arrows, ordered at each edge by the position of their other ends, with labels at the targets."""
     most = max((line.transfer.bytes_per_s for line in lines), default=0.0)
     arrows = []
     for line in lines:
@@ -129,7 +129,7 @@ def _arrows(lines: Sequence[_Line], boxes: Mapping[str, Box]) -> list[Arrow]:
 
 
 def _height(line: _Line, place: tuple[str, int], lines: Sequence[_Line], boxes: Mapping[str, Box]) -> float:
-    """Where it begins or ends at that edge, among all that do."""
+    """Return the y position of a line's end at that edge, among all lines there."""
     others = [each for each in lines if place in (each.begins, each.ends)]
 
     def order(each: _Line) -> tuple[float, str, str]:

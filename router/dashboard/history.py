@@ -17,12 +17,12 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.dashboard.state import Counts
 
 EVERY_S, KEPT = 5.0, 121
-"""So often they are read, and so many readings are kept: of ten minutes."""
+"""Interval of readings in seconds, and number of readings kept (ten minutes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One reading of all counters that are shown over time, since the router's start."""
+    """One reading of all counters shown over time, since the router's start."""
 
     at: float
     statuses: Sums[str]
@@ -66,7 +66,7 @@ class History:
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
-        """Read them until the end of the block."""
+        """Take readings until the end of the block."""
         task = asyncio.create_task(self._follow(), name="history")
         try:
             yield
@@ -81,11 +81,11 @@ class History:
             await asyncio.sleep(EVERY_S)
 
     def keep(self) -> None:
-        """Read them once."""
+        """Take a reading."""
         self._readings.append(self._read())
 
     def told(self) -> tuple[list[Counts], Counts]:
-        """From one reading to the next, up to now; and in all since the router started."""
+        """Return the counts between consecutive readings up to now, and the counts since the router started."""
         now = self._read()
         points = [after.since(before, now.at, self._began) for before, after in pairwise([*self._readings, now])]
         return points, now.since(None, now.at, self._began)
@@ -117,6 +117,6 @@ def sums(metric: Counter, *labels: str) -> Sums[str]:
 
 
 def total(metric: Counter | Gauge | Histogram, ending: str = "_total") -> float:
-    """Over all labels, of its samples whose name ends so."""
+    """Sum a metric over all labels, from the samples whose name has this ending."""
     samples = (sample for family in metric.collect() for sample in family.samples)
     return sum(sample.value for sample in samples if sample.name.endswith(ending))

@@ -11,13 +11,13 @@ from kvferry.router.dashboard.snapshot import EVENTS, RECENT, RUNNING
 from kvferry.router.dashboard.state import Counts, Event, Node, State, Suspect, Transfer
 
 OF_NODES = ("joined", "lost", *NODE_STATES, "incompatible")
-"""Kinds of events that every router sees."""
+"""Kinds of events that every router process sees."""
 
 
 def merged(own: State, others: Sequence[State], count: int) -> State:
-    """Merge the states of all processes: shared facts as this one sees them, own counts added.
+    """Merge the states of all `count` processes, some of which may be missing.
 
-    `count`: of processes, some of which may not have told."""
+    Shared facts are taken from this process, and each process's own counts are added."""
     states = [own, *others]
     told = f"{len(states)} of {count}" if len(states) < count else f"{count}"
     newest_first = zip_longest(*(reversed(state.points) for state in states))
@@ -43,21 +43,21 @@ def merged(own: State, others: Sequence[State], count: int) -> State:
 
 
 def _beside(points: Sequence[Counts]) -> Counts:
-    """The sum of what was counted at the same time: over as many seconds as one of them, on average."""
+    """Sum counts of the same period; age and duration are averaged."""
     return Counts.of(points).model_copy(
         update={"ago_s": fmean(point.ago_s for point in points), "seconds": fmean(point.seconds for point in points)}
     )
 
 
 def _node(node: Node, others: Sequence[State]) -> Node:
-    """With the streams of all, and trouble that any of them has with it."""
+    """Return a node with the streams of all processes, and the first trouble that any reports."""
     seen = [each for state in others for each in state.nodes if (each.id, each.role) == (node.id, node.role)]
     trouble = node.trouble or next((each.trouble for each in seen if each.trouble), "")
     return node.model_copy(update={"streams": node.streams + sum(each.streams for each in seen), "trouble": trouble})
 
 
 def _transfers(states: Sequence[State]) -> list[Transfer]:
-    """Ships are each one's own; copies and moves are told by nodes, of all routers."""
+    """Merge transfers: ships are per process and added; copies and moves come from nodes, for all routers."""
     ships: dict[tuple[str, str], list[Transfer]] = {}
     for each in (each for state in states for each in state.transfers if each.kind == "ship"):
         ships.setdefault((each.source, each.target), []).append(each)
@@ -77,13 +77,13 @@ def _transfers(states: Sequence[State]) -> list[Transfer]:
 
 
 def _events(own: State, others: Sequence[State]) -> list[Event]:
-    """What befell requests of all; what nodes did, all of them saw."""
+    """Merge events: those of requests from all processes, those of nodes from this one."""
     found = [*own.events, *(event for state in others for event in state.events if event.kind not in OF_NODES)]
     return sorted(found, key=lambda event: event.ago_s)[:EVENTS]
 
 
 def _suspects(states: Sequence[State]) -> list[Suspect]:
-    """Once each, for as long as who suspects it longest."""
+    """Merge suspects: each once, with the longest remaining time."""
     found: dict[tuple[str, str, str], Suspect] = {}
     for suspect in (suspect for state in states for suspect in state.suspects):
         key = (suspect.kind, suspect.prefill, suspect.decode)

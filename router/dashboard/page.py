@@ -15,12 +15,13 @@ from kvferry.router.page.policy import headers
 
 _FOLDER = Path(__file__).parent
 ASKS = '<p class="quiet">This router asks for an API key before it shows anything.</p>'
+"""Text of the dashboard page if it needs an API key."""
 LATELY_S = 60.0
-"""Speeds are of so long, shares of all that is remembered."""
+"""Period of the displayed rates, in seconds; percentages cover the whole history."""
 
 
 def whole_page(state: State | None) -> Response:
-    """With the state in it, for those without a script; None: what the script fetches needs a key."""
+    """Return the page, with the state for browsers without scripts; None if the data needs a key."""
     shell = _templates().get_template("dashboard.html")
     inner = Markup(ASKS) if state is None else Markup(view(state))
     return HTMLResponse(shell.render(view=inner), headers=headers(_shell()))

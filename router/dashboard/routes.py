@@ -1,6 +1,6 @@
-"""Routes of the dashboard.
+"""HTTP routes of the dashboard: page, JSON state and HTML view.
 
-The page is open, like the chat page. Its data needs a key where keys are set, and a tenant's key shows no names of
+The page is open, like the chat page. Its data needs a key if keys are set. A tenant's key does not show the names of
 other tenants' requests."""
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from kvferry.router.tenants.keyring import Keyring
 from kvferry.router.worker_peers.peers import WorkerPeers
 
 FRESH = {"cache-control": "no-store"}
+"""Headers that forbid caching."""
 
 
 class DashboardRoutes:
-    """Dashboard of all processes that share the port, shown as one."""
+    """Dashboard of all processes that share the port, merged into one."""
 
     def __init__(self, board: SnapshotBuilder, peers: WorkerPeers) -> None:
         self._board, self._peers = board, peers
@@ -41,7 +42,7 @@ class DashboardRoutes:
 
 
 def shown(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
-    """Return the data routes, which need a key where keys are set."""
+    """Return the data routes, which need a key if keys are set."""
     router = APIRouter()
 
     async def state(request: Request) -> State:
@@ -59,7 +60,7 @@ def shown(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
 
 
 def page(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
-    """The page around it."""
+    """Return the route of the page around the data."""
     router = APIRouter()
 
     @router.get("/dashboard", summary="A page that shows the cluster live", response_class=HTMLResponse)

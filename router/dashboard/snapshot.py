@@ -20,16 +20,16 @@ from kvferry.router.request_log import LoggedEvent, RequestLog, RequestRecord, S
 T = TypeVar("T")
 
 NODES, RUNNING, RECENT, EVENTS = 256, 20, 40, 40
-"""So many of each are shown."""
+"""Largest number of nodes, running requests, recent requests and events shown."""
 TRANSFERS_S = 20.0
-"""Ships of so long are shown; of less, where more of them were than are remembered."""
+"""Period of the ships shown, in seconds; shorter if more ships happened than are kept."""
 
 
 class SnapshotBuilder:
-    """Snapshots of one router.
+    """Builder of one router's snapshots.
 
-    `state` costs time by what is shown, when it is asked for; beside that the board costs a look at the counters every
-    few seconds, while `followed`."""
+    `state` does its work on demand, in proportion to what is shown. Beyond that, only the counters are read every few
+    seconds within `followed`."""
 
     def __init__(self, cluster: RouterCluster, metrics: RouterMetrics) -> None:
         self._cluster, self._metrics = cluster, metrics
@@ -39,14 +39,13 @@ class SnapshotBuilder:
         cluster.nodes.listen(self._follow)
 
     def followed(self) -> AbstractAsyncContextManager[None]:
-        """Remember how the counters grow, until the end of the block."""
+        """Record the growth of the counters until the end of the block."""
         return self._history.followed()
 
     def state(self, viewer: str | None = None) -> State:
         """Return the current state.
 
-        `viewer`: the tenant who looks and sees no names of others' requests; None: may see all. `viewer`: the tenant
-        who looks, who is told no names of others' requests; None: may see all."""
+        `viewer` is the tenant that requests it and sees no names of others' requests; None sees all."""
         table, request_log = self._cluster.nodes, self._cluster.request_log
         now = request_log.clock()
         left = table.breakers.left()
@@ -103,13 +102,13 @@ class SnapshotBuilder:
             )
 
     def _states(self) -> dict[NodeKey, str]:
-        """Of all nodes of served models, as the metrics tell them."""
+        """Return the states of all nodes of served models, as in the metrics."""
         members = {entry.key for group in self._cluster.nodes.groups for entry in group.members}
         entries = self._cluster.nodes.entries
         return {key: entry.lease.state if key in members else "incompatible" for key, entry in entries.items()}
 
     def _follow(self) -> None:
-        """The nodes changed."""
+        """Log the changes after the nodes changed."""
         states, request_log = self._states(), self._cluster.request_log
         for key, state in states.items():
             if key not in self._known:
@@ -137,7 +136,7 @@ def _trouble(entry: NodeEntry, left: RemainingPauses) -> str:
 
 
 def _ships(request_log: RequestLog, now: float) -> tuple[list[Transfer], float]:
-    """Ships by pair; and of how many seconds they are."""
+    """Return the ships by pair, and the period in seconds that they cover."""
     ships = list(request_log.ships)
     full = len(ships) == request_log.ships.maxlen
     seconds = min(TRANSFERS_S, now - ships[0].at) if full else TRANSFERS_S
@@ -160,7 +159,7 @@ def _ships(request_log: RequestLog, now: float) -> tuple[list[Transfer], float]:
 
 
 def _sent(entries: Iterable[NodeEntry]) -> Iterator[Transfer]:
-    """Copies and moves, as nodes tell them."""
+    """Yield the copies and moves that nodes report."""
     for entry in entries:
         for row in entry.lease.sent:
             yield Transfer(
@@ -174,7 +173,7 @@ def _sent(entries: Iterable[NodeEntry]) -> Iterator[Transfer]:
 
 
 def _busiest(transfers: list[Transfer]) -> list[Transfer]:
-    """The most bytes first, but ships before all."""
+    """Return the transfers with the most bytes, ships before all others."""
     return sorted(transfers, key=lambda each: (each.kind != "ship", -each.bytes_per_s))[:NODES]
 
 

@@ -1,8 +1,7 @@
 """State of the cluster as the dashboard and `GET /dashboard/state` show it, seen from one router.
 
-Loads, pools and rates are what nodes last said of themselves, of all routers' work; requests, streams, ships and events
-are this router's own. Times are seconds, `ago_s` back from the picture.
-"""
+Loads, pools and rates are the nodes' latest reports, which cover the work of all routers. Requests, streams, ships and
+events are this router's own. Times are in seconds; `ago_s` counts back from the snapshot."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ class Blocks(BaseModel):
 
 
 class Node(BaseModel):
-    """`state` as the metrics tell it.
+    """Node as this router sees it; `state` is the one in the metrics.
 
-    trouble: why nothing new goes there, as far as this router knows: unreachable, stalled, suspected, quarantined; or
-    nothing. `streams`: requests of this router there; `most_running`: 0 where the node does not tell. The rates are
-    those that it learned."""
+    `trouble` is why it gets no new work from this router: unreachable, stalled, suspected, quarantined, or empty.
+    `streams` counts this router's requests there. `most_running` is 0 if the node does not report it. Rates are
+    learned."""
 
     id: str
     role: str
@@ -48,10 +47,14 @@ class Node(BaseModel):
 class Counts(BaseModel):
     """Counters over the last `seconds`.
 
-    prompt: tokens of prompts by where they came from; predicted: those of them that were expected to be reused; missed:
-    those of these that were not, by reason; first_token_s: the mean time to them, where there were `first_tokens`;
-    failed: requests answered by a status of 500 or more; refused: requests answered by 429 or such a status, by it and
-    the error's code; rungs: attempts after the first ones of requests, by step of the retry policy."""
+    prompt         prompt tokens by source
+    predicted      prompt tokens predicted to be reused
+    missed         predicted tokens that were not reused, by reason
+    first_token_s  mean time to first token of the `first_tokens` requests
+    failed         requests answered with a status of 500 or above
+    refused        requests answered with 429 or such a status, by status and error code
+    rungs          attempts after the first, by step of the retry policy
+    """
 
     ago_s: float
     seconds: float
@@ -68,7 +71,7 @@ class Counts(BaseModel):
 
     @classmethod
     def of(cls, points: Sequence[Counts]) -> Counts:
-        """The sum of several, which follow each other."""
+        """Return the sum of consecutive periods."""
         firsts = sum(point.first_tokens for point in points)
         waited_s = sum(point.first_tokens * (point.first_token_s or 0.0) for point in points)
         sums: dict[str, Counter[str]] = {name: Counter() for name in ("prompt", "missed", "refused", "rungs")}
@@ -89,20 +92,21 @@ class Counts(BaseModel):
 
     @property
     def reused(self) -> int:
+        """Return the prompt tokens that were not computed."""
         return sum(tokens for source, tokens in self.prompt.items() if source != "computed")
 
     @property
     def hit_rate(self) -> float | None:
-        """None without a prompt."""
+        """Return the reused fraction of the prompt tokens; None without prompts."""
         total = sum(self.prompt.values())
         return self.reused / total if total else None
 
 
 class Transfer(BaseModel):
-    """Transfers from one node to another in the last seconds: see State.transfers_s.
+    """Transfers from one node to another in the last seconds (see State.transfers_s).
 
-    kind: ship (a prompt of this router's requests), copy (of running streams, to who would go on with them) or move (of
-    streams whose node drains); both of these are of all routers. seconds: a ship's, on average."""
+    `kind` is ship (a prompt of this router), copy (running streams, to the node that would take over) or move (streams
+    of a draining node); copies and moves cover all routers. `seconds` is a ship's mean duration."""
 
     kind: str = "ship"
     source: str
@@ -116,9 +120,13 @@ class Transfer(BaseModel):
 class Asked(BaseModel):
     """A request, or one sequence of it.
 
-    prefill: empty where the decode node computes the prompt; seconds: since it arrived, until it ended; ago_s: since it
-    ended, where it has; rungs: attempts after the first; outcome: running, done, cancelled (its client left), or an
-    error's code. id and tenant are empty where they are another tenant's."""
+    prefill  empty if the decode node computes the prompt
+    seconds  from arrival to end, or until now
+    ago_s    time since its end, None while running
+    rungs    attempts after the first
+    outcome  running, done, cancelled (its client left), or an error code
+
+    `id` and `tenant` are empty for requests of other tenants."""
 
     id: str
     tenant: str
@@ -138,8 +146,9 @@ class Asked(BaseModel):
 
 
 class Event(BaseModel):
-    """A step of the retry policy, with the nodes that are to blame, or what a node did: joined, ready, draining,
-    incompatible, role (it has another one), lost."""
+    """Event: a step of the retry policy with the nodes at fault, or a change of a node.
+
+    Changes of nodes: joined, ready, draining, incompatible, role (changed), lost."""
 
     ago_s: float
     kind: str
@@ -150,10 +159,10 @@ class Event(BaseModel):
 
 
 class Suspect(BaseModel):
-    """Node or pair that receives nothing new.
+    """Node or pair that receives nothing new for `seconds` more.
 
-    kind: `node`, `ships` between nodes, or `quarantine` after too many corrupt ships; an empty name stands for all
-    nodes. seconds: time left. For how many seconds still."""
+    `kind` is `node`, `ships` between nodes, or `quarantine` after too many corrupt ships. An empty name means all
+    nodes."""
 
     kind: str
     prefill: str
@@ -162,9 +171,15 @@ class Suspect(BaseModel):
 
 
 class State(BaseModel):
-    """`registry`: whether it answers; `queued`: requests that wait at the router for their turn; `nodes` are no more
-    than are shown, of `nodes_total`; `points` go up to now, `total` counts since the router started; `running` are the
-    oldest of `running_total`, `recent` and `events` begin with the latest."""
+    """State of the cluster, seen from one router.
+
+    registry    true if the registry answers
+    queued      requests that wait for a slot in the router
+    nodes       the shown ones of `nodes_total`
+    points      counts by period up to now; `total` counts since the router started
+    running     the oldest of `running_total` requests
+    recent      ended requests, latest first, like `events`
+    """
 
     router: str
     version: str

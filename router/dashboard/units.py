@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def seconds(value: float | None) -> str:
-    """Three figures at most, of the unit that fits; a dash where there is no value."""
+    """Format a duration with at most three digits in a suitable unit; a dash for None."""
     if value is None:
         return "–"
     if value < 1:
@@ -19,7 +19,7 @@ def seconds(value: float | None) -> str:
 
 
 def count(value: float) -> str:
-    """In thousands and millions where it is large."""
+    """Format a count, in thousands, millions or billions if large."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 10 * size or (value >= size and unit != "k"):
             return f"{value / size:.3g} {unit}"
@@ -35,10 +35,10 @@ def rate(bytes_per_s: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """Format a share as a percentage; a dash where there is no value."""
+    """Format a fraction as a percentage; a dash for None."""
     return "–" if value is None else f"{100 * value:.0f} %" if value in (0, 1) else f"{100 * value:.1f} %"
 
 
 def named(value: str) -> str:
-    """A name as it was given, but for what would move the cursor or show as nothing."""
+    """Return a name with unprintable characters replaced."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in value)

@@ -34,18 +34,18 @@ from kvferry.router.request_log import RequestLog
 from kvferry.runtime.tracing import TRACER
 
 TAIL_S = 5.0
-"""How long the prefill node's answer may outlive its request before the connection is closed."""
+"""Longest time the prefill node's answer may continue after its request ended, in seconds."""
 
 
 class Attempt:
-    """Launched on construction, over after `close`.
+    """One attempt, launched on construction and over after `close`.
 
-    In between it posts TokenDeltas of this attempt and at most one Failure; nothing is posted after `close`. Never
-    raises for a node's fault.
+    It posts its TokenDeltas and at most one Failure until then, and never raises for a fault of a node.
 
-    prefill, decode   the entries of the placement's nodes, alive and reachable since nothing was awaited meanwhile
-    expected          its blocks, as others are told of them until they are computed
-    breakers         hears of nodes and pairs that failed, and of those that work; `decoding`: tokens come from decode
+    prefill, decode  entries of the placement's nodes, alive and reachable since nothing was awaited after placement
+    expected         its prompt's blocks, visible to other placements until they are computed
+    breakers         receives failures and successes of nodes and pairs
+    decoding         true once tokens came from the decode node
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Attempt:
         self._task: asyncio.Task[None] | None = background_calls.send(self._begin())
 
     def close(self, *, cancel: bool) -> None:
-        """Give everything back. `cancel`: the request has not ended, so tell the nodes to drop it."""
+        """Release everything; `cancel` also tells the nodes to drop the unfinished request."""
         if self._task is None:
             return
         task, self._task = self._task, None
@@ -101,15 +101,17 @@ class Attempt:
 
     @property
     def age_s(self) -> float:
+        """Return the seconds since the launch."""
         return time.monotonic() - self._launched_at
 
     def stall(self) -> None:
-        """No token came within the attempt's share of the deadline: give it up."""
+        """Fail the attempt: no token came within its share of the deadline."""
         place = self.placement
         node = place.decode if self._first_seen else place.prefill or place.decode
         self._unreachable(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
 
     def delta(self, delta: TokenDelta) -> None:
+        """Handle a token delta from the decode node's stream."""
         if delta.attempt != self.job.attempt or self._over:
             return
         if not suits(delta, self.job):
@@ -123,15 +125,18 @@ class Attempt:
         self._post(delta)
 
     def failed(self, failure: AttemptFailed) -> None:
+        """Handle a failure that the decode node reported for this attempt."""
         assert self.placement.decode
         if failure.attempt == self.job.attempt:
             self._reported(error_of(failure), self.placement.decode)
 
     def lost(self, error: KvferryError) -> None:
+        """Fail the attempt: the decode node or its stream is lost."""
         assert self.placement.decode
         self._fail(error, self.placement.decode)
 
     def drains(self) -> None:
+        """Post that the decode node drains."""
         if not self._over:
             self._post(Drains(self.job.attempt))
 
@@ -139,8 +144,7 @@ class Attempt:
         return self._prefill(self._prefill_node) if self._prefill_node else self._generate()
 
     def _book(self) -> None:
-        """A prefill node is booked for the prompt's tokens, a decode node for its blocks until it runs there; both for
-        the request."""
+        """Reserve the prompt's tokens on the prefill node and the blocks on the decode node, until they are in use."""
         total = len(self.job.token_ids)
         uncached = max(0, total - self.placement.cached_len)
         if prefill := self._prefill_node:
@@ -155,13 +159,13 @@ class Attempt:
         self._expected.over()
 
     def _prefill_lost(self, error: NodeLost) -> None:
-        """Its lease ended."""
+        """Fail the attempt if the prefill node's lease ended before its part was done."""
         assert self.placement.prefill
         if not self._done_by(self.placement.prefill):
             self._fail(error, self.placement.prefill)
 
     def _reported(self, error: KvferryError, reporter: NodeLease) -> None:
-        """A node's answer was an error: post it, unless the prefill node reports after it had done its part."""
+        """Post an error that a node reported, unless the prefill node had already done its part."""
         if self._done_by(reporter):
             return
         culprits = blamed(error, reporter, self.placement, decoding=self.decoding)
@@ -173,7 +177,7 @@ class Attempt:
         self._fail(error, *culprits)
 
     def _unreachable(self, error: KvferryError, node: NodeLease | None) -> None:
-        """A node does not answer, or a call to it failed."""
+        """Fail the attempt: a node does not answer, or a call to it failed."""
         assert node
         if self._done_by(node):
             return
@@ -190,7 +194,7 @@ class Attempt:
             self._post(failure(self.job.attempt, error, culprits, self.placement, decoding=self.decoding))
 
     async def _prefill(self, node: NodeEntry) -> None:
-        lease, decode = node.lease, self.placement.decode  # which may have another role when the call ends
+        lease, decode = node.lease, self.placement.decode  # the lease may have another role when the call ends
         request = PrefillRequest(self.job, decode.target if decode else None)
         try:
             await self._client.prefill(lease, request, self._answer)
@@ -209,7 +213,7 @@ class Attempt:
             self._broke(error, lease)
 
     def _broke(self, error: Exception, node: NodeLease) -> None:
-        """A call ended with an error: the node's own, or of the way there."""
+        """Handle the exception of a call: an error of the node, or of the connection to it."""
         told = known(error, node)
         if isinstance(told, NodeLost):
             self._unreachable(told, node)
@@ -217,7 +221,7 @@ class Attempt:
             self._reported(told, node)
 
     def _answer(self, message: Any) -> None:
-        """A message of the prefill node's answer."""
+        """Handle a message of the prefill node's answer."""
         if isinstance(message, FirstToken) and not suits(message.delta, self.job):
             self._senseless(self.placement.prefill)
         elif isinstance(message, FirstToken):

@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class AttemptPlanner:
-    """Chosen anew for each attempt. `delivered`: the output tokens that are out, which grow; `end` must be called."""
+    """Chooses the nodes of each attempt of a request; the owner must call `end`.
+
+    `delivered` is the growing list of output tokens sent to the client."""
 
     def __init__(self, spec: RequestSpec, context: DispatchContext, delivered: list[int]) -> None:
         self.patience = Backoff(context.patience_s)
@@ -37,22 +39,21 @@ class AttemptPlanner:
 
     @property
     def hashes(self) -> Sequence[bytes]:
-        """Return the hashes of the full blocks of all tokens, as of `reuse`."""
+        """Return the hashes of the full blocks of all tokens, as computed by `reuse`."""
         return self._hashes
 
     async def reuse(self) -> dict[str, int]:
-        """Leading blocks of all tokens so far that nodes hold, by node id."""
+        """Return the leading blocks of all tokens so far that nodes hold, by node id."""
         group = self._context.group.members
         token_ids = self._spec.token_ids + tuple(self._delivered)
         self._hashes = jobs.hashes(self._spec, token_ids, group[0].lease) if group else ()
         return await self._context.reuse(self._hashes, self._held)
 
     def place(self, reuse: dict[str, int], left_s: float) -> Placement | None:
-        """Place the next attempt; None: nothing can take it now, and it waits.
+        """Place the next attempt; return None if nothing can take it now and it must wait.
 
-        None: nothing can take it now, and it waits, for a node or for room. A cluster that would be late says so to
-        newcomers at once, and so does one that is full and for which many wait already. Raises NoNodes, Overloaded and
-        ContextLengthExceeded."""
+        A request that never ran is rejected at once if the cluster would be too late, or if it is full and many
+        requests already wait. Raises NoNodes, Overloaded and ContextLengthExceeded."""
         demand = self._demand()
         try:
             self._pay()
@@ -72,8 +73,9 @@ class AttemptPlanner:
         return placement
 
     def elsewhere(self, late: Placement, reuse: dict[str, int]) -> Placement | None:
-        """On none of the nodes of an attempt that is late, else not on that which computes its prompt; None where that
-        cannot be."""
+        """Place a hedged attempt away from a late attempt's nodes, or at least from the one computing its prompt.
+
+        Returns None if that is impossible."""
         keys = [node_key(node) for node in (late.prefill, late.decode) if node]
         demand = replace(self._demand(), pinned=None)
         for avoided in (keys, keys[:1]):
@@ -82,8 +84,9 @@ class AttemptPlanner:
         return None
 
     def onward(self, leaving: Placement, avoided: Collection[NodeKey], reuse: dict[str, int]) -> Placement | None:
-        """To another decode node than the one that drains, where its stream goes on; None: there is none now, or those
-        that there are cannot read its blocks, as in a rollout that changes the fingerprint."""
+        """Place a stream on another decode node than the draining one; None if no node can take it now.
+
+        Nodes of another fingerprint cannot read its blocks, as in a rollout that changes the fingerprint."""
         assert leaving.decode
         if all(entry.lease.fingerprint != leaving.decode.fingerprint for entry in self._context.group.members):
             return None
@@ -96,14 +99,14 @@ class AttemptPlanner:
         return None
 
     def goes_to(self, nodes: Collection[NodeKey]) -> None:
-        """Its attempts are there now."""
+        """Record the nodes on which the request's attempts run now."""
         if self._suspect.losses:
             self._context.deaths.move(self._suspect, nodes)
 
     def failed(self, failure: Failure, others: Collection[NodeKey]) -> str:
-        """Apply the retry policy and return its step.
+        """Apply the retry policy after a failure and return the name of its step.
 
-        `others`: where another attempt goes on. Raises the error if no other attempt can help."""
+        `others` are the nodes of an attempt that still runs. Raises the error if no other attempt can help."""
         died = isinstance(failure.error, NodeDied)
         culprit = node_key(failure.culprits[0])
         if died:
@@ -114,18 +117,18 @@ class AttemptPlanner:
         return self._retry_policy.climb(failure, len(self._delivered), prefills)
 
     def got_on(self) -> None:
-        """Tokens came."""
+        """Record progress: tokens arrived."""
         self.patience.rest()
         if self._suspect.losses and self._suspect.cleared_by(len(self._delivered)):
             self._context.deaths.clear(self._suspect)
 
     def computed(self, node: NodeLease, other: NodeLease | None) -> None:
-        """The prompt, there: it is held there for a while, whatever the index knows, and at the other to which it is
-        shipped."""
+        """Record that `node` computed the prompt and holds it for a while, as does `other`, to which it was shipped."""
         self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
         self._context.remember(self._hashes, [each for each in (node, other) if each])
 
     def end(self) -> None:
+        """Stop waiting and clear suspicions at the end of the dispatch."""
         self._context.held.leave(self)
         if self._suspect.losses:
             self._context.deaths.clear(self._suspect)
@@ -147,7 +150,7 @@ class AttemptPlanner:
         )
 
     def _pay(self) -> None:
-        """For trying again what has not begun and whose node did not die: then nothing is done twice but by chance."""
+        """Spend retry budget if no token is out and no node died; raise Overloaded if the budget is empty."""
         if self._unpaid and not self._context.retries.spend():
             raise Overloaded("too much is tried again at once", retry_after=1.0)
         self._unpaid = False

@@ -8,29 +8,31 @@ from typing import Any
 
 
 class BackgroundCalls:
-    """Calls that nobody waits for (cancels, tails of answers). Held here so that they run to their end."""
+    """Calls that no task awaits, such as cancels and tails of answers; references are kept so that they complete."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a call and return its task."""
         task = asyncio.create_task(call)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def bound(self, task: asyncio.Task[None], limit_s: float) -> None:
-        """Let the call go on for so long."""
+        """Cancel the task if it still runs after `limit_s` seconds."""
         if not task.done():
             timer = asyncio.get_running_loop().call_later(limit_s, task.cancel)
             task.add_done_callback(lambda _: timer.cancel())
 
     @property
     def open(self) -> int:
+        """Return the number of running calls."""
         return len(self._tasks)
 
     async def finish(self, limit_s: float) -> None:
-        """Wait for all, then drop the rest."""
+        """Wait up to `limit_s` seconds for all calls, then cancel the rest."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=limit_s)
         rest = set(self._tasks)

@@ -1,9 +1,8 @@
 """Beam search algorithm over next-token log-probabilities, without nodes and text.
 
-Each step extends every live beam by its `2 * width` likeliest tokens; beams that end are set aside, the `width` best of
-the others live on. A beam's score is its cumulative log-probability over its length to the power of the length penalty;
-the length counts the prompt and leaves out the ending token, as vLLM has it.
-"""
+Each step extends every live beam by its `2 * width` likeliest tokens. Beams that end are set aside; the `width` best of
+the others stay live. A beam's score is its cumulative log-probability divided by its length to the power of the length
+penalty. As in vLLM, the length counts the prompt and excludes the ending token."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from kvferry.protocol.messages import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Output tokens with their log-probabilities; `score` orders beams.
+    """Output tokens of a beam with their log-probabilities; `score` orders beams.
 
-    `parent`: which of the live beams of the step before it extends."""
+    `parent` is the index of the beam that it extends among the live beams of the previous step."""
 
     entries: tuple[TokenLogprobs, ...] = ()
     cumulative: float = 0.0
@@ -29,11 +28,14 @@ class Beam:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
+        """Return the beam's token ids."""
         return tuple(entry.token_id for entry in self.entries)
 
 
 class BeamSearch:
-    """Goes on while there are `live` beams. ending: tokens that end a beam; prompt_len and max_tokens count tokens."""
+    """State of one beam search; it continues while `live` holds beams.
+
+    `ending` are the tokens that end a beam; `prompt_len` and `max_tokens` count tokens."""
 
     def __init__(
         self, width: int, prompt_len: int, max_tokens: int, ending: Sequence[int], length_penalty: float
@@ -45,7 +47,7 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Return how many of the likeliest next tokens the search needs for each beam."""
+        """Return how many likeliest next tokens the search needs for each beam."""
         return 2 * self._width
 
     def advance(self, found: Sequence[TokenLogprobs]) -> None:
@@ -67,7 +69,7 @@ class BeamSearch:
             self.live = []
 
     def best(self, count: int) -> list[Beam]:
-        """The best beams, in order, once none is live."""
+        """Return the best `count` beams in order; no beam may be live."""
         assert not self.live
         return self._ended[:count]
 
@@ -80,8 +82,10 @@ class BeamSearch:
         return cumulative / math.pow(max(1, self._prompt_len + output_len), self._penalty)
 
     def _decided(self) -> bool:
-        """Return whether no live beam can come among the best any more: its sum only falls, so that at most its length
-        helps it, at the longest or at once."""
+        """Return whether no live beam can reach the best beams any more.
+
+        A beam's cumulative log-probability only falls, so its score is bounded by the current sum at the current or the
+        maximum length."""
         if not self.live or len(self._ended) < self._width:
             return False
         now = len(self.live[0].entries)

@@ -1,4 +1,4 @@
-"""All models' nodes as the router sees them."""
+"""Router's view of all nodes of all models: node table, node client, token streams and prefix lookup."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from kvferry.router.request_log import RequestLog
 from kvferry.runtime.suspend_aware_clock import LoopClock
 
 RETRIES, HEDGES = (0.1, 10.0, 100.0), (0.1, 0.5, 10.0)
-"""Of all requests the share that may be tried again and twice at once; how many a second at least, and at most in one
-go: a small cluster must get over the loss of a node."""
+"""Budgets for retries and hedges: share of all requests, minimum per second, and maximum burst.
+
+The minimum lets a small cluster recover from the loss of a node."""
 ROLE_S = 5.0
-"""How long a node may take to look whether it may change its role."""
+"""Longest time a node may take to answer a role change, in seconds."""
 BACKGROUND_CALLS_S = 1.0
-"""How long closing waits for cancels still under way."""
+"""Longest time `close` waits for running cancels, in seconds."""
 
 
 class RouterCluster:
-    """Joins node table, token streams, index and client.
+    """Nodes of all served models, with the services that their clusters share.
 
-    Name what is served with `pool`, then `await open()` in the loop that will serve, `await close()` when every
-    dispatch has ended (or `async with`). Source and index stay the caller's to close.
+    Declare each served model with `pool`, then `await open()` in the loop that will serve, and `await close()` after
+    every dispatch has ended (or use `async with`). The caller closes source and index.
 
-    local_tokens   see RouterSettings.local_prefill_tokens
-    buddies        see RouterSettings.buddies
-    fetch          see RouterSettings.fetch
-    lookup_s       bounds the question to the index
-    token          shows the nodes that this router is of their cluster
-    patience_s     how long a request waits for a node when none can take it
+    local_tokens        see RouterSettings.local_prefill_tokens
+    buddies             see RouterSettings.buddies
+    fetch               see RouterSettings.fetch
+    lookup_s            limit of one index lookup, in seconds
+    token               returns the secret that authenticates this router to the nodes
+    patience_s          how long a request waits when no node can take it, in seconds
 
-    nodes, request_log what is known of the nodes, and remembered of what went to them"""
+    nodes, request_log  live nodes, and recent events for the dashboard
+    """
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class RouterCluster:
         self.nodes.listen(self._follow)
 
     def pool(self, name: ModelName) -> ModelCluster:
-        """The nodes of one more served model: those that announce it."""
+        """Add a served model and return its cluster: the nodes that announce the name."""
         return ModelCluster(self.nodes.add(ModelNodes(name)), self._shared)
 
     @property
@@ -95,17 +97,18 @@ class RouterCluster:
         return self._client.router_id
 
     async def change_role(self, node: NodeLease, role: str, rest_s: float) -> None:
-        """Ask a node to take a role. Raises what it refuses it with, and NodeLost."""
+        """Ask a node to take a role; raise NodeLost, or the error with which the node refuses."""
         await self._client.call(node, "POST /role", pack(ChangeRole(role, rest_s)), ROLE_S, None, None)
 
     async def open(self) -> None:
-        """Read the registry once and begin to follow it; token streams open in the background.
+        """Read the registry once and start following it; token streams open in the background.
 
-        Never fails: without nodes or registry the cluster is simply not ready."""
+        Never fails: without nodes or registry the cluster is not ready."""
         self._clock.start()
         await self.nodes.start()
 
     async def close(self) -> None:
+        """Stop following the registry, finish running cancels, and close all connections."""
         await self.nodes.stop()
         await self._background_calls.finish(BACKGROUND_CALLS_S)
         await self._streams.close()
@@ -120,5 +123,5 @@ class RouterCluster:
         await self.close()
 
     def _follow(self) -> None:
-        """The nodes changed: hold a stream to each."""
+        """Keep one token stream to each node after the nodes changed."""
         self._streams.keep(self.nodes.entries.values())

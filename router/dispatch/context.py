@@ -20,11 +20,15 @@ from kvferry.router.request_log import RequestLog
 
 
 class DispatchContext(Protocol):
-    """The nodes of a model and what is known of them.
+    """Services that one model's cluster provides to its dispatches.
 
-    patience_s: how long a request waits for a node when none can take it. held: those that do. retries, hedges: what
-    may be tried again of requests without a token, and tried twice at once. request log: what is remembered for those
-    who watch."""
+    patience_s    how long a request waits when no node can take it, in seconds
+    held          requests that wait for a node
+    deaths        poison-request detection
+    retries       budget for retries of requests without a first token
+    hedges        budget for hedged attempts
+    request_log   recent requests and events for the dashboard
+    """
 
     group: ModelNodes
     metrics: RouterMetrics
@@ -37,16 +41,15 @@ class DispatchContext(Protocol):
     request_log: RequestLog
 
     async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
-        """Leading blocks held, by node id, at least those that are known to be `held`; no others when that cannot be
-        known in time."""
+        """Return the leading blocks that nodes hold, by node id; at least those in `held`.
+
+        If the index does not answer in time, the result holds no other nodes."""
 
     def remember(self, hashes: Sequence[bytes], nodes: Sequence[NodeLease]) -> None:
-        """These nodes have the blocks of an attempt's prompt."""
+        """Record that these nodes hold the blocks of an attempt's prompt."""
 
     def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
-        """Place the next attempt, given the result of `reuse`.
-
-        Raises NoNodes, Overloaded or ContextLengthExceeded."""
+        """Place the next attempt, given the result of `reuse`; raise NoNodes, Overloaded or ContextLengthExceeded."""
 
     def launch(
         self,
@@ -56,19 +59,19 @@ class DispatchContext(Protocol):
         forerunner: Attempt | None = None,
         hashes: Sequence[bytes] = (),
     ) -> Attempt:
-        """Book the placement and begin; nothing may be awaited since `place`.
+        """Reserve the placement and start the attempt; the caller must not await between `place` and this call.
 
-        A MigrationAttempt where there is a forerunner, whose node drains. hashes: of the full blocks that are to be
-        computed, if they are known."""
+        Returns a MigrationAttempt if `forerunner` is given, the attempt whose node drains. `hashes` are those of the
+        full blocks that will be computed, if known."""
 
     def doubt(self, late: Placement) -> None:
-        """An attempt placed so has no first token when it should have."""
+        """Suspect the nodes of a placement whose attempt is late with its first token."""
 
     def able(self, role: str, besides: NodeKey | None = None, adapter: str = "") -> set[NodeKey]:
-        """Nodes that could take an attempt with the adapter of that id; `besides` even if a connection to it failed."""
+        """Return the nodes that could take an attempt with this adapter id, including `besides` despite its failure."""
 
     def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
-        """Return the origin of the prompt's tokens as the node reported it, if that adds up."""
+        """Return the node's account of the prompt's tokens if it adds up, else one without reuse."""
 
     def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:
-        """The first token came, from an attempt placed as `last`, `waited_s` after its launch."""
+        """Record the first token of an attempt placed as `last`, `waited_s` seconds after its launch."""

@@ -1,8 +1,7 @@
 """Dispatch of one request: places it, starts attempts, and retries elsewhere until its last token.
 
-Whatever fails on the way, the outputs are one sequence: a new attempt gets the prompt plus the tokens already handed
-out and goes on from there, and tokens of older attempts are ignored.
-"""
+Failures do not break the output sequence: a new attempt gets the prompt plus the tokens already delivered and continues
+after them. Tokens of older attempts are ignored."""
 
 from __future__ import annotations
 
@@ -34,13 +33,13 @@ log = logging.getLogger(__name__)
 
 
 LATE, LATE_S = 3.0, 1.0
-"""An attempt is late with its first token after so many times what was expected, and so many seconds at least."""
+"""An attempt is late after LATE times its expected time to first token, but not before LATE_S seconds."""
 
 
 class RequestDispatch:
-    """Implements `router.dispatch.interface.Dispatch`.
+    """Dispatch of one request. Implements `router.dispatch.interface.Dispatch`.
 
-    Nothing is reserved, sent or timed before the first iteration; nothing is left when the iteration ends."""
+    It reserves, sends and times nothing before the first iteration, and leaves nothing running after the iteration."""
 
     def __init__(self, spec: RequestSpec, context: DispatchContext) -> None:
         self.route: Route | None = None
@@ -61,7 +60,7 @@ class RequestDispatch:
 
     @property
     def fork(self) -> Fork | None:
-        """Its prompt is where it decodes, or where it ended before that."""
+        """Return the fork data: the node that decodes the request, or the prefill node if it ended there."""
         if self.route is None:
             return None
         leader = self._hedged.leader
@@ -111,9 +110,9 @@ class RequestDispatch:
             self._sink.end()
 
     async def _next(self) -> Event | Timer | None:
-        """The next event of an attempt that is under way.
+        """Return the next event of a running attempt, or None for an event without effect.
 
-        Raises what ends the request: its deadline, its cancellation."""
+        Raises the error that ends the request: its deadline, its cancellation, or a listener's exception."""
         event = await self._inbox.next()
         if self._over:
             raise Cancelled("the request was cancelled")
@@ -124,11 +123,11 @@ class RequestDispatch:
             try:
                 raise event
             finally:
-                del event  # which holds this frame now
+                del event  # The traceback refers to this frame; break the cycle.
         return event
 
     async def _launch(self) -> None:
-        """Place and begin the next attempt. From the choice to the booking nothing is awaited."""
+        """Place and start the next attempt, without an await between placement and reservation."""
         assert self._timers
         reuse = await self._planner.reuse()
         while (placement := self._planner.place(reuse, self._timers.left_s)) is None:
@@ -141,8 +140,9 @@ class RequestDispatch:
         self._begin(self._wire_id, placement)
 
     async def _hedge(self) -> None:
-        """The attempt is late: begin another beside it, elsewhere, under a name of its own, so that each is cancelled
-        without the other. The first token wins."""
+        """Start a second attempt on other nodes if the first is late; the first token decides between them.
+
+        The second attempt has a request id of its own, so that each can be cancelled without the other."""
         late = self._hedged.leader
         if late is None or not self._timers or not self._timers.late or self._inbox:
             return
@@ -168,13 +168,13 @@ class RequestDispatch:
         log.debug("%s attempt %d: %s", name, job.attempt, placement)
 
     def _job(self, name: str) -> Job:
-        """Of the next attempt."""
+        """Build the job of the next attempt."""
         assert self._timers
         delivered = tuple(self._sequence.tokens)
         return jobs.job(self._spec, name, self._attempts, delivered, self._context.router_id, self._timers.left_s)
 
     async def _bequeath(self, number: int) -> None:
-        """The node of that attempt drains."""
+        """Start a migration: the node of attempt `number` drains."""
         if self._migration is None:
             self._migration = Migration(self._hedged, self._planner, self._context, self._sink.hear)
         leaves = self._hedged.leader.placement.decode if self._hedged.leader else None
@@ -184,7 +184,7 @@ class RequestDispatch:
             self._context.request_log.rung(self._record, "move", ends, "its node drains")
 
     def _fail(self, failure: Failure) -> None:
-        """Give up the attempt. One that runs beside it is the next."""
+        """Give up a failed attempt and apply the retry policy; a hedged attempt may still run."""
         if self._migration and self._migration.settles(failure):
             if self._record and self._hedged.leader:
                 self._record.sent(self._hedged.leader.placement, onward=True)

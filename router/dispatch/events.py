@@ -10,7 +10,7 @@ from kvferry.router.dispatch.failures import Failure
 
 @dataclass(frozen=True, slots=True)
 class Drains:
-    """The node where an attempt streams takes nothing new, and will end."""
+    """The node of a streaming attempt drains: it accepts no new work and will exit."""
 
     attempt: int
 

@@ -14,14 +14,15 @@ from kvferry.protocol.messages import AttemptFailed
 log = logging.getLogger(__name__)
 
 Work = Literal["prefill", "decode"]
+"""Phases of a request that a node computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt ended without finishing.
+    """End of an attempt that did not finish.
 
-    `culprits`: the node to blame, as far as the router can tell, or the prefill and the decode node that do not reach
-    each other; `works`: what the first of them was to do for it then."""
+    `culprits` holds the node at fault as far as the router can tell, or the prefill and decode node that do not reach
+    each other. `works` are the phases that the first culprit had to compute."""
 
     attempt: int
     error: KvferryError
@@ -34,8 +35,8 @@ def blamed(
 ) -> tuple[NodeLease, ...]:
     """Return the nodes at fault for an error that the live node `reporter` reports.
 
-    A refused grant is the decode node's doing. A node or a transfer that it misses: either of the two, or what lies
-    between, unless all blocks had come and it was decoding."""
+    The decode node is at fault for a refused grant. For a missing node or transfer, either node or the network between
+    them may be at fault, so both are returned, unless the decode node had all blocks and was decoding."""
     prefill, decode = placement.prefill, placement.decode
     if prefill is None or decode is None:
         return (reporter,)
@@ -51,7 +52,7 @@ def failure(
 ) -> Failure:
     """Build the failure of an attempt on that placement.
 
-    A decode node without a prefill node computes the prompt too."""
+    A decode node without a prefill node also computes the prompt."""
     works: set[Work] = {"prefill"}
     if placement.decode and culprits[0].node_id == placement.decode.node_id:
         works = {"decode"} if placement.prefill or decoding else {"prefill", "decode"}
@@ -67,7 +68,9 @@ def error_of(failure: AttemptFailed) -> KvferryError:
 
 
 def known(error: Exception, node: NodeLease) -> KvferryError:
-    """The error, or one in place of a mistake of our own: a request that waits for an answer must get one."""
+    """Return a KvferryError as it is; log any other exception and return an internal error in its place.
+
+    A request that waits for an answer must get one even after a bug of the router."""
     if isinstance(error, KvferryError):
         return error
     log.error("the call to %s failed", node.node_id, exc_info=error)

@@ -10,14 +10,14 @@ from kvferry.router.nodes.node_entry import node_key
 class HedgedAttempts:
     """Running attempts of a request; the first token decides between them.
 
-    `runners`: by their numbers, looked up for every token. `runners`: by their numbers, looked at for every token."""
+    `runners` maps attempt numbers to attempts; it is read for every token."""
 
     def __init__(self) -> None:
         self.runners: dict[int, Attempt] = {}
 
     @property
     def leader(self) -> Attempt | None:
-        """The one that won, or the older one."""
+        """Return the winner, or the oldest running attempt."""
         return next(iter(self.runners.values()), None)
 
     @property
@@ -27,27 +27,29 @@ class HedgedAttempts:
         return frozenset(node_key(node) for place in places for node in (place.prefill, place.decode) if node)
 
     def enter(self, attempt: Attempt) -> None:
+        """Add a running attempt."""
         self.runners[attempt.job.attempt] = attempt
 
     def win(self, number: int) -> None:
-        """It made a token: the others are dropped."""
+        """Drop all attempts but `number`, which delivered a token."""
         for other in self.runners.keys() - {number}:
             self.leave(other)
 
     def succeed(self, number: int, successor: Attempt) -> None:
-        """The node of the one has handed it over to the other's: that runs in its place."""
+        """Replace an attempt by its successor after the handover."""
         self.runners.pop(number).close(cancel=False)
         self.enter(successor)
 
     def leave(self, number: int) -> None:
-        """It failed or lost."""
+        """Cancel an attempt that failed or lost."""
         self.runners.pop(number).close(cancel=True)
 
     def stall(self) -> None:
+        """Fail all attempts for missing progress."""
         for runner in self.runners.values():
             runner.stall()
 
     def close(self, *, cancel: bool) -> None:
-        """The request ended, or is given up."""
+        """Close all attempts: the request ended or is given up."""
         for runner in self.runners.values():
             runner.close(cancel=cancel)

@@ -1,9 +1,8 @@
 """Prefixes in flight: prompts sent to nodes that have not computed them yet.
 
-The index tells only what is computed. Of requests that share a prefix and come faster than that, each would look for
-the shortest queue and compute it anew; an engine looks into its cache when a prompt's turn comes, and anyone who
-follows one with the same prefix finds it there.
-"""
+The index lists only computed blocks. Without this table, requests that share a prefix and arrive faster than it is
+computed would each choose the shortest queue and compute it again. An engine checks its cache when a prompt's turn
+comes, so a request that follows another to the same node finds the prefix there."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from kvferry.cluster_state.prefixes import longest
 from kvferry.placement.types import NodeKey
 
 LOOKED_AT = 64
-"""Prompts that begin alike, the last ones sent: more of them would tell nothing new."""
+"""Largest number of earlier prompts compared with a new one, latest first."""
 
 
 class ExpectedPrefix:
-    """Blocks of one prompt on their way into a node's cache, until `over`: computed, or given up."""
+    """Blocks of one prompt that a node will have in its cache, until `over`."""
 
     __slots__ = ("_rows", "hashes", "node")
 
@@ -28,7 +27,7 @@ class ExpectedPrefix:
             rows.setdefault(hashes[0], {})[self] = None
 
     def over(self) -> None:
-        """May be called again."""
+        """Remove the prompt: it is computed or given up. May be called repeatedly."""
         row = self._rows.get(self.hashes[0], {}) if self.hashes else {}
         row.pop(self, None)
         if self.hashes and not row:
@@ -36,21 +35,21 @@ class ExpectedPrefix:
 
 
 Rows = dict[bytes, dict[ExpectedPrefix, None]]
-"""Prompts by their first block, the last one sent last."""
+"""Prompts by their first block, in the order they were sent."""
 
 
 class InflightPrefixes:
-    """All of them. Sending one costs the same whatever its length."""
+    """All prefixes in flight; adding one costs the same for any length."""
 
     def __init__(self) -> None:
         self._rows: Rows = {}
 
     def sent(self, hashes: Sequence[bytes], node: NodeKey) -> ExpectedPrefix:
-        """A prompt of these full blocks is to be computed there."""
+        """Record that a prompt of these full blocks will be computed on the node."""
         return ExpectedPrefix(hashes, node, self._rows)
 
     def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
-        """Leading blocks that will be held, by node id, of nodes given with their epoch."""
+        """Return the leading blocks that will be held, by node id, for nodes given with their epoch."""
         found: dict[str, int] = {}
         for each in islice(reversed(self._rows.get(hashes[0], {}) if hashes else {}), LOOKED_AT):
             node_id, epoch = each.node
@@ -61,5 +60,5 @@ class InflightPrefixes:
 
 
 def _shared(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:
-    """Leading blocks that are equal; a block's hash tells of all before it."""
+    """Return the number of equal leading blocks by bisection; a block's hash covers all blocks before it."""
     return longest(min(len(hashes), len(others)), lambda place: hashes[place] == others[place])

@@ -20,7 +20,7 @@ from kvferry.router.request_context import RequestContext
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Request that others may fork from: its name on the wire, and the node that has its blocks, as far as known."""
+    """Running request that others may fork from: its id on the wire, and the node that has its blocks, if known."""
 
     request_id: str
     node: NodeKey | None
@@ -28,11 +28,13 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One sequence to work on for `call`.
+    """One token sequence to process for the API call `call`.
 
-    `request_id` begins with the call's id and tells its sequences apart. `fork_of`: one whose tokens these begin with;
-    it is placed beside it while that costs least. `adapter`: id of the one that the model is computed with. `newcomer`:
-    to be served before others' (see Job)."""
+    `request_id` begins with the call's id and is unique among the call's sequences.
+    `fork_of`    a request with the same first tokens; placement prefers its node while that is cheapest
+    `adapter`    id of the LoRA adapter, empty for the base model
+    `newcomer`   served ahead of other tenants' requests (see Job)
+    """
 
     call: RequestContext
     request_id: str
@@ -45,19 +47,19 @@ class RequestSpec:
 
     @property
     def params(self) -> SamplingParams:
-        """Return the sampling parameters of work that generates."""
+        """Return the sampling parameters; the work must generate tokens."""
         assert isinstance(self.work, Generate), self.work
         return self.work.params
 
 
 @dataclass(slots=True)
 class Output:
-    """Not frozen for the sake of speed, like TokenDelta.
+    """Next output tokens of a request, each exactly once and in order, across all attempts and nodes.
 
-    Next output tokens of a request, each exactly once and in order, whatever attempts and nodes they came from.
-    finish_reason (stop, length, closed) comes with the last Output; `stop_token` is the ending token if one was drawn
-    and is then the last of token_ids. `prompt_logprobs` come with the first Output when asked for; `vector` (float32,
-    little-endian) is the one Output of work that generates nothing."""
+    `finish_reason` (stop, length, closed) comes with the last Output. `stop_token` is the token that ended the output,
+    if one was drawn; it is then the last of `token_ids`. `prompt_logprobs` come with the first Output when requested.
+    `vector` (float32, little-endian) is the single Output of work that generates nothing. Not frozen for speed, like
+    TokenDelta."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -69,10 +71,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Route of a request for the header `x-kvferry-route`.
+    """Nodes and token counts of a request, formatted for the header `x-kvferry-route`.
 
-    Node ids (prefill None: prefilled on decode; decode None: finished on prefill), tokens that were reused and
-    computed, and how many of the reused came from a third node."""
+    `prefill` and `decode` are node ids. `prefill` is None if the decode node computed the prompt; `decode` is None if
+    the request finished on the prefill node. `reuse` counts the tokens that were reused, computed, and fetched from a
+    third node."""
 
     prefill: str | None
     decode: str | None
@@ -87,40 +90,39 @@ class Route:
 
 
 class Enough(Exception):
-    """Raised by who listens to a dispatch: its client has all that it asked for, as at a stop string."""
+    """Raised by the listener of a dispatch when its client has all that it asked for, as at a stop string."""
 
 
 class Dispatch(Protocol):
-    """One request under way.
+    """One running request.
 
-    Iterate it for Outputs; it raises a KvferryError if the request cannot be finished. `route` and `fork` are set
+    Iterate it for Outputs; the iteration raises a KvferryError if the request cannot finish. `route` and `fork` are set
     before the first Output is yielded."""
 
     route: Route | None
 
     @property
     def fork(self) -> Fork | None:
-        """Return what other requests need to fork from it."""
+        """Return the data that other requests need to fork from this one."""
 
     def __aiter__(self) -> AsyncGenerator[Output]: ...
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
-        """Outputs that come while the next one is waited for go to `listener` instead, in their order and at once, as
-        far as they are tokens and nothing else; the last one never does. What it raises, the iteration raises; after
-        Enough it ends, as after `cancel(enough=True)`."""
+        """Send outputs directly to `listener`, in order, while the iteration waits for the next one.
+
+        Only outputs that carry nothing but tokens take this path; the last output never does. The iteration raises what
+        the listener raises. After Enough it ends as after `cancel(enough=True)`."""
 
     async def cancel(self, *, enough: bool = False) -> None:
-        """Drop the request everywhere.
+        """Cancel the request on all nodes.
 
-        `enough`: it ends well, its client has all that it asked for, as at a stop string; otherwise the client has
-        left. Returns at once if it already ended."""
+        `enough=True` ends it as a success: the client has all that it asked for, as at a stop string. Otherwise the
+        client has disconnected. Returns at once if the request has already ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterInfo:
-    """Facts on which all live nodes of a model agree.
-
-    `fingerprint` roots the block hashes."""
+    """Facts on which all live nodes of a model agree; `fingerprint` roots the block hashes."""
 
     model: str
     max_model_len: int
@@ -129,45 +131,45 @@ class ClusterInfo:
 
 
 class Adapters(Protocol):
-    """Adapters that a model's nodes hold."""
+    """LoRA adapters that a model's nodes hold."""
 
     @property
     def ids(self) -> Mapping[str, str]:
         """Return adapter ids by name."""
 
     async def change(self, change: ChangeAdapter) -> None:
-        """Have every node load or unload an adapter; on return it can be asked for, or not any more.
+        """Load or unload an adapter on every node; on return requests can, or no longer can, use it.
 
-        Raises the error of a node that refused, with all as it was; NoNodes without nodes."""
+        Raises the error of a node that refused, after restoring the previous state. Raises NoNodes without nodes."""
 
 
 class Cluster(Protocol):
     """The nodes of one model as the router sees them."""
 
     held: PendingRequests
-    """Requests that none of them can take now."""
+    """Requests that wait because no node can take them now."""
 
     @property
     def adapters(self) -> Adapters:
-        """Return the adapters of its nodes."""
+        """Return the adapters of the model's nodes."""
 
     def capacity(self) -> Capacity:
-        """Return the nodes' capacity, at most a second old; called for every request."""
+        """Return the nodes' capacity, at most one second old; called for every request."""
 
     def info(self) -> ClusterInfo | None:
-        """None until a node that can decode (or any at all, for max_tokens=1) has been seen."""
+        """Return the model's facts; None until a decode node has been seen (any node, for max_tokens=1)."""
 
     def leases(self) -> Sequence[NodeLease]:
         """Return the leases of all live nodes, whatever their state."""
 
     def ready(self) -> dict[str, int]:
-        """Nodes of each role that could take a request now. One can be placed as soon as there is a decode node."""
+        """Return how many nodes of each role can take a request now; placement needs at least one decode node."""
 
     def trouble(self) -> str:
-        """Return why this router may not replace the one before it.
+        """Return why this router may not replace its predecessor yet; empty once it may, and from then on.
 
-        The registry has not told it of the nodes yet, or it told of nodes of another wire version, which other routers
-        serve until a node of this version can decode. Once it is empty it stays so."""
+        Reasons: the registry has not listed the nodes yet, or it lists nodes of another wire version, which other
+        routers serve until a node of this version can decode."""
 
     def start(self, spec: RequestSpec) -> Dispatch:
-        """Begin a request. Raises Overloaded at once when the nodes are full."""
+        """Begin a request; raise Overloaded at once when the nodes are full."""

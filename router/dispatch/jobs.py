@@ -14,7 +14,7 @@ from kvferry.router.dispatch.interface import Output, RequestSpec
 def job(
     spec: RequestSpec, request_id: str, attempt: int, delivered: tuple[int, ...], router_id: str, left_s: float
 ) -> Job:
-    """Build the job of one attempt, which continues behind the delivered output tokens."""
+    """Build the job of one attempt, which continues after the delivered output tokens."""
     return Job(
         request_id=request_id,
         attempt=attempt,
@@ -32,7 +32,7 @@ def job(
 
 
 def hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> list[bytes]:
-    """Return the block hashes of prompt and delivered tokens; empty where nothing can be reused."""
+    """Return the block hashes of prompt and delivered tokens; empty if nothing can be reused."""
     if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
         return []
     return chain(root_hash(lease.fingerprint, spec.namespace, spec.adapter), token_ids, lease.block_size)
@@ -51,5 +51,5 @@ def output(delta: TokenDelta) -> Output:
 
 
 def _later(work: Work) -> Work:
-    """Of an attempt after the first output."""
+    """Return the work of an attempt after the first output: without prompt_logprobs, which are already delivered."""
     return replace(work, params=replace(work.params, prompt_logprobs=None)) if isinstance(work, Generate) else work

@@ -18,14 +18,13 @@ from kvferry.router.dispatch.migration_attempt import MigrationAttempt
 from kvferry.router.nodes.node_entry import node_key
 
 PAUSE_S = 0.5
-"""Before a stream is tried to be moved again: when no node could take it, or the one that was to did not."""
+"""Pause before another try to move a stream, after no node could take it or the chosen node failed, in seconds."""
 
 
 class Migration:
     """Migration of one dispatch's stream.
 
-    The successor is no runner until the attempt before it has delivered all its tokens. The successor is none of the
-    race's runners until the one before it has told all that it made."""
+    The successor does not count as a running attempt until its predecessor has delivered all its tokens."""
 
     def __init__(
         self, hedged: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext, post: Callable[[Event], None]
@@ -35,7 +34,7 @@ class Migration:
         self._unfit: set[NodeKey] = set()
 
     def concerns(self, number: int) -> bool:
-        """Return whether that is the successor's number."""
+        """Return whether `number` is the successor's attempt number."""
         return self._successor is not None and self._successor.job.attempt == number
 
     @property
@@ -44,12 +43,12 @@ class Migration:
         return self._successor.placement.decode if self._successor else None
 
     async def begin(self, number: int, make_job: Callable[[str], Job]) -> bool:
-        """The node of attempt `number` drains: have it hand its stream over.
+        """Start a successor for attempt `number`, whose node drains; return whether one was started.
 
-        Whether a successor was made; if not, and whenever one fails, it is tried again for as long as the attempt runs
-        there."""
+        Without a successor, or after one failed, it tries again for as long as the attempt runs on the draining node.
+        """
         reuse = await self._planner.reuse()
-        if self.concerns(number):  # it is asked again once the stream is there
+        if self.concerns(number):  # The successor's node drains too: ask again once the stream is there.
             self._again(number)
         if number not in self._hedged.runners or self._successor:
             return False
@@ -57,7 +56,7 @@ class Migration:
         placement = None
         if attempt is not None and attempt.job.attempt == number and attempt.decoding:
             if attempt.decode_node and not attempt.decode_node.drains:
-                return False  # it stays after all
+                return False  # the node no longer drains
             placement = self._planner.onward(attempt.placement, self._unfit, reuse)
         if attempt is None or placement is None:
             self._unfit.clear()
@@ -70,8 +69,10 @@ class Migration:
         return True
 
     def settles(self, failure: Failure) -> bool:
-        """Return whether what ended an attempt is a move, which came about or not, and nothing else is to be done for
-        it. One to an earlier successor, which was given up, is a failure like any other."""
+        """Return whether a failure belongs to the migration and needs no retry.
+
+        This holds for a completed move and for a failed one. A move to an earlier successor that was given up is an
+        ordinary failure."""
         successor = self._successor
         if successor is None:
             return False

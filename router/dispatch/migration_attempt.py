@@ -16,13 +16,13 @@ from kvferry.router.dispatch.failures import known
 from kvferry.router.nodes.node_entry import node_key
 
 UNTOLD_S = 5.0
-"""How long a move whose call broke may take to show what became of it."""
+"""Longest time to wait for the outcome of a move after its call broke, in seconds."""
 
 
 class MigrationAttempt(Attempt):
-    """Successor attempt whose tokens are held back until `inherit`, when all tokens of its predecessor are out.
+    """Successor attempt that holds its tokens back until `inherit`, when its predecessor has delivered all of its own.
 
-    It fails where it does not come to that. It fails where it does not come to that."""
+    It fails if the handover does not happen."""
 
     def __init__(
         self, forerunner: Attempt, job: Job, placement: Placement, post: Callable[[Event], None], **parts: Any
@@ -33,11 +33,12 @@ class MigrationAttempt(Attempt):
         super().__init__(job, nothing_to_compute, self._keep, **parts)
 
     def close(self, *, cancel: bool) -> None:
+        """Close the attempt; see Attempt.close."""
         super().close(cancel=cancel)
         self._tell = self._post
 
     def inherit(self) -> None:
-        """The forerunner's node has handed the stream over to this one."""
+        """Release the tokens held back: the draining node has handed over the stream."""
         kept, self._kept = self._kept or [], None
         for event in kept:
             self._tell(event)
@@ -56,12 +57,12 @@ class MigrationAttempt(Attempt):
         try:
             await self._client.move(source, MoveRequest(before.request_id, before.attempt, now.attempt, target.target))
         except NodeLost as error:
-            # It may be under way still: as a rule the forerunner's end, or the stream's, settles what became of it.
+            # The move may still run on the node: usually the end of the old attempt or stream decides its outcome.
             await asyncio.sleep(UNTOLD_S)
             if self._kept is not None or not self.decoding:
                 self._fail(TransferFailed(f"it is not known what became of the move: {error}"), source)
         except Exception as error:
-            # The node's own word that this move did not come about, even if the stream is gone from there.
+            # The node itself reports that the move failed, even if the stream is gone from it.
             if isinstance(error, BlocksCorrupt):
                 self._breakers.corrupt(node_key(source), node_key(target))
             culprit = target if self._kept is not None else source

@@ -1,6 +1,4 @@
-"""Nodes of one model as the router sees them: places and launches attempts.
-
-Implements `router.dispatch.interface.Cluster` and `router.dispatch.context.DispatchContext`."""
+"""Nodes of one model as the router sees them: places and launches attempts."""
 
 from __future__ import annotations
 
@@ -45,12 +43,12 @@ from kvferry.router.request_log import RequestLog
 log = logging.getLogger(__name__)
 
 CAPACITY_S = 0.5
-"""How long what the nodes take at once is taken for what it was."""
+"""Age after which the capacity is computed again, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """State that all models' clusters share; `RouterCluster` owns it and tells its fields."""
+    """State that all models' clusters share; owned by `RouterCluster`, which documents the fields."""
 
     nodes: NodeTable
     client: NodeClient
@@ -68,7 +66,7 @@ class Shared:
 
 
 class ModelCluster:
-    """One group of the node table, placed on."""
+    """Places and launches attempts on one model's nodes. Implements `interface.Cluster`, `context.DispatchContext`."""
 
     def __init__(self, group: ModelNodes, shared: Shared) -> None:
         self.nodes, self.group = shared.nodes, group
@@ -102,9 +100,8 @@ class ModelCluster:
         return self._capacity
 
     def start(self, spec: RequestSpec) -> RequestDispatch:
-        """The work begins with the first iteration. What is refused here is what full nodes could not take, whatever
-        its prompt, while many wait for them: one look at kept sums, however many nodes there are."""
-        room = self.group.room
+        """Return a dispatch, idle until its first iteration; raise Overloaded if nodes and queue are full."""
+        room = self.group.room  # maintained sums: the cost does not grow with the number of nodes
         if not self.held.roomy and (not spec.work.ends_on_prompt() or not room.total.prefills):
             refusal = room.refusal()
             if isinstance(refusal, Overloaded):
@@ -114,8 +111,7 @@ class ModelCluster:
         return RequestDispatch(spec, self)
 
     def able(self, role: str, besides: NodeKey | None = None, adapter: str = "") -> set[NodeKey]:
-        """Nodes that could take an attempt: ready, holding the adapter, and reachable as far as known; `besides` even
-        if it failed lately."""
+        """Return the ready and reachable nodes with the adapter; `besides` even if its breaker is open."""
         shut = self._shut().nodes
         return {
             entry.key
@@ -128,8 +124,7 @@ class ModelCluster:
         }
 
     async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
-        """Leading blocks held, by node id, and by other names of `index`: those known to be `held`, those under way,
-        and what the index tells; when that does not answer in time, what this router remembers."""
+        """Return the leading blocks held, by node id or other index name, in flight ones included; see `Prefixes`."""
         nodes = self.group.names
         if not hashes or not nodes:
             return {}
@@ -140,13 +135,13 @@ class ModelCluster:
         return found
 
     def remember(self, hashes: Sequence[bytes], nodes: Sequence[NodeLease]) -> None:
-        """The prompt of these blocks was computed there."""
+        """Record that these nodes computed the prompt of these blocks."""
         self._prefixes.note(hashes, tuple(map(node_key, nodes)))
 
     def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
-        """`held`: as `reuse` has it. Raises what `placement.place` raises. Nothing is booked yet: between this
-        and `launch` nothing may be awaited. What is suspected is used when there is nothing else, but by no stream that
-        moves, which runs on where it is."""
+        """Place an attempt, given the result of `reuse`; raises what `placement.place` raises.
+
+        Reserves nothing: do not await between this and `launch`. Uses open breakers last, and never for migrations."""
         demand = replace(
             demand,
             local_tokens=self._local_tokens,
@@ -170,7 +165,7 @@ class ModelCluster:
         self, job: Job, placement: Placement, post: Callable[[Event], None], forerunner: Attempt | None = None,
         hashes: Sequence[bytes] = (),
     ) -> Attempt:  # fmt: skip
-        """Book the placement and begin."""
+        """Reserve the placement and start the attempt."""
         if node := placement.prefill or placement.decode:
             job = replace(job, predicted=(placement.cached_len, node.epoch), holder=placement.holder)
         if forerunner is not None:
@@ -181,14 +176,16 @@ class ModelCluster:
         return Attempt(job, placement, post, **self._parts(placement, hashes))
 
     def doubt(self, late: Placement) -> None:
-        """An attempt placed so is late: what computes its prompt may not answer any more, unless it waits for room."""
+        """Suspect the node that computes a late attempt's prompt, unless its decode node is crowded."""
         decode = self.nodes.entries.get(node_key(late.decode)) if late.decode else None
         if (node := late.prefill or late.decode) and not (decode and crowded(decode.view)):
             self.nodes.breakers.node_failed(node_key(node), surely=False)
 
     def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:
-        """The first token came: compare what the placements promised with what happened. `last` is the placement of the
-        attempt which delivered, `waited_s` since its launch; `predicted` and `missed` as `Prediction` has them."""
+        """Compare the predicted reuse and waiting time with the observed ones at the first token.
+
+        `last` is the placement that delivered, `waited_s` after its launch; `predicted` and `missed`: see `Prediction`.
+        """
         self._reuse.count(predicted, reuse.cached_len, missed)
         self.worth.saw(reuse.cached_len, reuse.prompt_len)
         self.metrics.placement_regret.inc(max(0.0, waited_s - last.first_token_s))
@@ -198,9 +195,10 @@ class ModelCluster:
         )  # fmt: skip
 
     def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
-        """Return the origin of the prompt's tokens, as `node` reported it.
+        """Return the origin of the prompt's tokens as `node` reported it.
 
-        A wrong account fails no request: it is logged, counted, and taken as nothing reused, like none at all."""
+        A wrong account fails no request: it is logged, counted and, like a missing one, replaced by one without reuse.
+        """
         length = len(job.token_ids)
         if told is not None and told.balanced and told.prompt_len == length:
             return told
@@ -213,8 +211,9 @@ class ModelCluster:
         return self.nodes.breakers.shut() if self.nodes.breakers.any else OpenBreakers()
 
     def _buddy(self, prefill: NodeLease | None, decode: NodeLease) -> DecodeTarget | None:
-        """Who computes the prompt keeps what follows, too: it has the blocks before. Where the decode node computes it,
-        any other that works, of those that compute prompts if there are any."""
+        """Choose the node that keeps copies of the decode node's new full blocks.
+
+        The prefill node has the blocks before them; without one, any other working node, preferably of role prefill."""
         if prefill is not None:
             return prefill.target
         out = {node_key(decode), *self._shut().nodes}
@@ -223,7 +222,7 @@ class ModelCluster:
         return random.choice(best).target if best else None
 
     def _parts(self, placement: Placement, hashes: Sequence[bytes]) -> dict[str, Any]:
-        """What an attempt placed so is made of. hashes: of the blocks that it computes."""
+        """Return the arguments of an attempt on this placement; `hashes` are those of the blocks that it computes."""
         computes = placement.prefill or placement.decode
         assert computes
         return {
@@ -240,7 +239,7 @@ class ModelCluster:
         return self.nodes.entries[(lease.node_id, lease.epoch)] if lease else None
 
     def _follow(self) -> None:
-        """The nodes changed: describe those that work together now."""
+        """Update the model's facts after the nodes changed."""
         if leases := [entry.lease for entry in self.group.members]:
             self._info = ClusterInfo(
                 model=leases[0].model,

@@ -1,40 +1,42 @@
-"""Requests that wait because no node can take them."""
+"""Bookkeeping of requests that wait because no node can take them."""
 
 from __future__ import annotations
 
 MOST_FULL = 64
-"""So many wait for room in a cluster that is full; each looks for it a few times a second."""
+"""Largest number of requests that wait in a full cluster; each retries placement a few times a second."""
 
 
 class PendingRequests:
-    """Pending requests of one model's nodes.
+    """Waiting requests of one model, with their tokens.
 
-    Who waits is counted from `enter` to `leave`, each of which may come again."""
+    A request counts from `enter` to `leave`; both may be called repeatedly."""
 
     def __init__(self) -> None:
         self._tokens: dict[object, int] = {}
 
     def enter(self, who: object, tokens: int) -> None:
-        """It waits for a node, which has so many tokens to compute."""
+        """Count a request that waits for a node, with `tokens` to compute."""
         self._tokens[who] = tokens
 
     def takes(self, who: object) -> bool:
-        """Return whether it may wait, or waits already, in a cluster that is full."""
+        """Return whether the request may wait, or already waits, in a full cluster."""
         return who in self._tokens or self.roomy
 
     @property
     def roomy(self) -> bool:
-        """Return whether another may wait for room."""
+        """Return whether another request may wait."""
         return len(self._tokens) < MOST_FULL
 
     def leave(self, who: object) -> None:
-        """It waits no longer, if it did."""
+        """Remove the request if it waits."""
         self._tokens.pop(who, None)
 
     @property
     def requests(self) -> int:
+        """Return the number of waiting requests."""
         return len(self._tokens)
 
     @property
     def tokens(self) -> int:
+        """Return the tokens of all waiting requests."""
         return sum(self._tokens.values())

@@ -1,11 +1,9 @@
 """Poison-request detection: requests that were on a node when its process died are suspects.
 
-A request that was there once is a suspect, until it gets on: until some tokens have come from behind the place where
-it was. Suspects are kept apart as far as that costs little. One that was there twice is kept from all others. Anyone
-who is alone with its second death at the same work, or its third at any, is to blame; the others are innocent and go
-on: what breaks a node breaks the next at the same work, and who lost one to its prompt and another while it decoded was
-more likely there by chance, twice.
-"""
+A suspect is cleared when it has produced some tokens beyond the position of the death. Suspects avoid each other while
+that costs little; a suspect of two deaths avoids all others. The second death at the same phase, or the third at any,
+convicts a suspect that was alone on the node. A request that breaks nodes breaks them at the same phase; one that lost
+a node in prefill and another in decode was more likely there by chance. Other requests of a dead node continue."""
 
 from __future__ import annotations
 
@@ -19,24 +17,28 @@ from kvferry.protocol.errors import FatalRequest
 from kvferry.router.dispatch.failures import Work
 
 CLEARED_TOKENS = 4
-"""A request that got so far behind the place where its node died did not kill it. Fewer may have been made, and lost
-with the process."""
+"""Tokens beyond the position of a node's death that clear a request.
+
+Several are needed because tokens may have been computed and lost with the process."""
 MOST_ALIKE = 2
-"""Nodes that a request may lose at one work, and how many losses part it from all others."""
+"""Deaths at one phase that convict a request, and total deaths that separate it from all other suspects."""
 MOST_LOSSES = 3
-"""Nodes that a request may lose."""
+"""Total deaths that convict a request."""
 DOUBT_S = 0.5
-"""What it is worth not to share a node with a suspect."""
+"""Placement cost of sharing a node with a suspect, in seconds."""
 MEMORY_S = 10.0
-"""So long all that was on a node hears of one death."""
+"""Time a death's set of suspects is kept, in seconds; all its requests learn of the death within it."""
 
 
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """A request, as far as deaths go.
+    """Record of one request's node deaths.
 
-    losses: nodes that died under it since it last got on; works: how many had each work to do for it; delivered: its
-    output tokens when the last one died; nodes: those where it is now."""
+    losses     nodes that died under it since its last progress
+    works      number of deaths by the phase it was in
+    delivered  its output tokens at the last death
+    nodes      the nodes that it runs on now
+    """
 
     losses: int = 0
     works: Counter[Work] = field(default_factory=Counter)
@@ -44,16 +46,17 @@ class Suspect:
     nodes: set[NodeKey] = field(default_factory=set)
 
     def cleared_by(self, delivered: int) -> bool:
+        """Return whether `delivered` output tokens clear the request."""
         return self.losses > 0 and delivered >= self.delivered + CLEARED_TOKENS
 
     @property
     def damned(self) -> bool:
-        """Once it is alone with its last loss."""
+        """Return whether the request is convicted if it was alone with its last death."""
         return self.losses >= MOST_LOSSES or max(self.works.values(), default=0) >= MOST_ALIKE
 
 
 class PoisonRequests:
-    """Shared by all dispatches. `any`: whether there are suspects anywhere."""
+    """Suspects of all dispatches; `any` is true while there are suspects on any node."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.any = False
@@ -62,7 +65,7 @@ class PoisonRequests:
         self._died: dict[NodeKey, tuple[float, frozenset[Suspect]]] = {}
 
     def move(self, suspect: Suspect, nodes: Iterable[NodeKey]) -> None:
-        """It is there now, and nowhere else."""
+        """Record that the suspect runs on these nodes and no others."""
         for node in suspect.nodes:
             self._there[node].discard(suspect)
             if not self._there[node]:
@@ -73,15 +76,15 @@ class PoisonRequests:
         self.any = bool(self._there)
 
     def clear(self, suspect: Suspect) -> None:
-        """It got on, or ended."""
+        """Clear the suspect after progress or its end."""
         suspect.losses = 0
         suspect.works.clear()
         self.move(suspect, ())
 
     def died(self, node: NodeKey, works: Collection[Work], suspect: Suspect, delivered: int) -> None:
-        """The process died while the request was there, for these works, with so many of its tokens delivered.
+        """Record that a node's process died while the request was in these phases, with `delivered` output tokens.
 
-        Raises FatalRequest if none but the request can have killed it."""
+        Raises FatalRequest if only this request can have killed it."""
         there = self._suspects(node)
         suspect.losses += 1
         suspect.works.update(works)
@@ -90,12 +93,12 @@ class PoisonRequests:
             raise FatalRequest(f"{suspect.losses} nodes ended while they worked on this request; it is not tried again")
 
     def doubts(self, suspect: Suspect) -> Mapping[NodeKey, float]:
-        """In seconds, of nodes where others are that may kill them."""
+        """Return the placement cost, in seconds, of each node where other suspects run."""
         others = {node: len(there - {suspect}) for node, there in self._there.items()}
         return {node: DOUBT_S * count for node, count in others.items() if count}
 
     def barred(self, suspect: Suspect) -> set[NodeKey]:
-        """Return the nodes on which it may not run."""
+        """Return the nodes on which the request may not run."""
         if not suspect.losses:
             return set()
         worst = suspect.losses >= MOST_ALIKE
@@ -106,7 +109,7 @@ class PoisonRequests:
         }
 
     def _suspects(self, node: NodeKey) -> frozenset[Suspect]:
-        """Those on the node as it died: requests hear of it one by one, and go elsewhere."""
+        """Return the suspects on a node at its death, fixed at the first report; requests learn of it one by one."""
         now = self._clock()
         for other in [key for key, (at, _) in self._died.items() if now - at > MEMORY_S]:
             del self._died[other]

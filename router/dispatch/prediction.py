@@ -1,4 +1,4 @@
-"""Predicted prefix reuse of a request, and reasons for misses."""
+"""Predicted versus actual prefix reuse of a request, with the reasons for misses."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ REASONS: tuple[tuple[type[KvferryError], str], ...] = (
     (TransferFailed, "not_arrived"),
     (KvferryError, "refused"),
 )
-"""Why the prefix of an attempt was of no use, by the first kind of error that ended it."""
+"""Reason for an attempt's missed prefix reuse, by the first matching type of the error that ended it."""
 
 
 class Prediction:
-    """Predicted reuse of the attempts before the first token, by their numbers.
+    """Predicted reuse of the attempts before the first token, by attempt number.
 
-    tokens: what the first of them was predicted to find, which is what the request was predicted to."""
+    `tokens` is the prediction of the first attempt, which counts as the request's prediction."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._attempts: dict[int, tuple[int, str]] = {}
 
     def began(self, number: int, placement: Placement) -> None:
-        """One that ends without an error lost against another."""
+        """Record an attempt; if it ends without an error it counts as outrun by a hedge."""
         if not self._attempts:
             self.tokens = placement.cached_len
         self._attempts[number] = (placement.cached_len, "outrun")
 
     def ended(self, number: int, error: KvferryError) -> None:
+        """Record the error that ended an attempt."""
         if number in self._attempts:
             reason = next(reason for kind, reason in REASONS if isinstance(error, kind))
             self._attempts[number] = (self._attempts[number][0], reason)
 
     def missed(self, number: int, reuse: Reuse) -> Counter[str]:
-        """Tokens that were predicted and not reused, by reason, now that attempt `number` has delivered.
+        """Return the tokens that were predicted and not reused, by reason, after attempt `number` delivered.
 
-        A token that was predicted where that went is missing for what the node says of it; one that was not, for what
-        ended the last attempt that was to find it."""
+        For tokens predicted on the delivering node, the reason is the node's own. For the others, it is the error of
+        the last attempt that was predicted to reuse them."""
         missed: Counter[str] = Counter()
         there, _ = self._attempts.get(number, (self.tokens, ""))
         at, until = reuse.cached_len, min(self.tokens, there)

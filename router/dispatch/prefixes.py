@@ -15,25 +15,29 @@ from kvferry.protocol.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 MOST_REMEMBERED = 1 << 16
+"""Largest number of blocks remembered."""
 MOST_NODES = 8
-"""That are remembered of one block."""
+"""Largest number of nodes remembered per block."""
 TELL_S = 10.0
+"""Shortest time between two log lines about the index, in seconds."""
 DOUBT_S = 5.0
-"""After an outage: rows may be lost, until the nodes wrote them again."""
+"""Time after an index outage in which the router also uses its own memory, in seconds.
+
+Index rows may be lost until the nodes have written them again."""
 
 
 class BlockLookup(Protocol):
-    """The block index, as far as the router needs it."""
+    """Block index, as far as the router needs it."""
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
-        """Leading blocks held, by node id, for nodes given with their live epoch."""
+        """Return the leading blocks held, by node id, for nodes given with their live epoch."""
 
 
 class Remembered:
-    """Nodes that recently computed a block for this router, the last ones first.
+    """Nodes that recently computed a block for this router, latest first.
 
-    At most `most` blocks; the older half leaves at once. What a node dropped since is not known here; it computes it
-    again."""
+    Holds at most `most` blocks; the older half is dropped at once. Evictions on the nodes are not tracked: a node
+    computes an evicted block again."""
 
     def __init__(self, most: int = MOST_REMEMBERED) -> None:
         self._half = most // 2
@@ -44,7 +48,7 @@ class Remembered:
         return len(self._young) + len(self._old)
 
     def note(self, hashes: Sequence[bytes], nodes: tuple[NodeKey, ...]) -> None:
-        """These nodes hold a prompt of these blocks now."""
+        """Record that these nodes hold a prompt of these blocks."""
         blocks = hashes[: self._half]
         if len(self._young) + sum(block not in self._young for block in blocks) > self._half:
             self._old, self._young = self._young, {}
@@ -54,12 +58,14 @@ class Remembered:
             if not known:
                 self._young.update(dict.fromkeys(blocks[place:], nodes))
                 break
-            if known is not before:  # neighbours share theirs
+            if known is not before:  # neighbouring blocks share one tuple
                 before, merged = known, (*nodes, *(node for node in known if node not in nodes))[:MOST_NODES]
             self._young[block] = merged
 
     def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
-        """Leading blocks held, by node id, of nodes given with their epoch: who holds a block holds all before it."""
+        """Return the leading blocks held, by node id, for nodes given with their epoch.
+
+        A node that holds a block holds all blocks before it."""
         found: dict[str, int] = {}
         for length in range(len(hashes), 0, -1):
             for node_id, epoch in self._known(hashes[length - 1]):
@@ -74,7 +80,7 @@ class Remembered:
 
 
 class Prefixes:
-    """Asks the index within a time."""
+    """Prefix lookup in the block index within a time limit, with the router's own memory as fallback."""
 
     def __init__(
         self,
@@ -90,7 +96,7 @@ class Prefixes:
         self.note = self._remembered.note
 
     async def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int], up: bool = True) -> dict[str, int]:
-        """Leading blocks held, by node id, of nodes given with their epoch. `up`: whether it is worth asking."""
+        """Return the leading blocks held, by node id, for nodes given with their epoch; skip the index if not `up`."""
         found = await self._asked(hashes, nodes) if up else None
         now = self._clock()
         if found is None:
@@ -102,7 +108,7 @@ class Prefixes:
         return held
 
     async def _asked(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int] | None:
-        """None if there is no answer in time."""
+        """Ask the index; None if it does not answer in time."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._limit_s):
@@ -116,7 +122,7 @@ class Prefixes:
         return held
 
     def _tell(self, answers: bool, text: str) -> None:
-        """A line where this changed, and none more than every TELL_S: it may change with each request."""
+        """Log a change of the index's state, at most once every TELL_S seconds: it may change with each request."""
         now = self._clock()
         if answers != self._told and now >= self._told_at + TELL_S:
             log.log(logging.INFO if answers else logging.WARNING, text)

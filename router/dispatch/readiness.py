@@ -1,4 +1,4 @@
-"""Readiness of a starting router: it knows enough nodes to replace the one before it."""
+"""Readiness of a starting router: true once it knows enough nodes to replace its predecessor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ OTHERS = "there are nodes of another wire version, and none of this one that can
 
 
 class Readiness:
-    """The whole of `Cluster.trouble`.
+    """Implementation of `Cluster.trouble`: the reason why the router is not ready, or an empty string.
 
-    Nodes of another wire version do not tell of which model they are: one node that can decode, of any model, shows
-    that those of this version have come."""
+    Nodes of another wire version do not announce their model. One ready decode node of any model shows that nodes of
+    this version have started."""
 
     def __init__(self, nodes: NodeTable) -> None:
         self._nodes = nodes

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class RetryBudget:
-    """A bucket that each request fills by a share of one retry, and time by `floor_per_s`, up to `most`.
+    """Token bucket filled by `share` per request and `floor_per_s` per second, up to `most` retries.
 
-    requests   how many there were; counted by its owner
+    requests   number of requests so far, incremented by the owner
     """
 
     def __init__(
@@ -20,7 +20,7 @@ class RetryBudget:
         self._left, self._counted, self._at = most, 0, clock()
 
     def spend(self) -> bool:
-        """Return whether there may be one more."""
+        """Take one retry from the bucket; return whether there was one."""
         now = self._clock()
         earned = self._share * (self.requests - self._counted) + self._floor * (now - self._at)
         self._left, self._counted, self._at = min(self._most, self._left + earned), self.requests, now

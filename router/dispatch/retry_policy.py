@@ -1,7 +1,7 @@
-"""Retry policy after a failed attempt (DESIGN rule 8):
+"""Retry policy after a failed attempt: the nodes to avoid and the kind of the next attempt.
 
-same prefill again (before any byte, once) → another prefill, or pair → local prefill on decode → another decode
-"""
+The steps are: same prefill again (once, before any byte), another prefill or pair, local prefill on decode, another
+decode (rule 8 of docs/design/rules.md)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from kvferry.router.dispatch.failures import Failure
 from kvferry.router.nodes.node_entry import node_key
 
 MAX_FAILURES = 8
+"""Number of failures without progress after which the request fails."""
 MAX_PREFILL_FAILURES = 3
+"""Number of prefill failures after which the decode node computes the prompt."""
 MAX_STEP_FAILURES = 2
-"""Nodes that may find a request to break their steps: a third would, too."""
+"""Number of failed steps after which the request fails, since it would break a third node's step too."""
 
 
 @dataclass(slots=True)
 class RetryPolicy:
-    """The state of one request's retries since it last got on: which nodes and pairs it avoids, which it insists on.
+    """State of one request's retries since its last progress: nodes and pairs to avoid, and constraints.
 
-    What failed before that is left to the suspicion that all requests share."""
+    Nodes that failed before the last progress are left to the circuit breakers, which all requests share."""
 
     excluded: set[NodeKey] = field(default_factory=set)
     broken: set[Pair] = field(default_factory=set)
@@ -44,10 +46,10 @@ class RetryPolicy:
     _delivered: int = 0
 
     def climb(self, failure: Failure, delivered: int, prefills: Collection[NodeKey]) -> str:
-        """Decide the next attempt and name its step.
+        """Decide the next attempt and return the name of its step.
 
-        `delivered`: output tokens the client has; `prefills`: live nodes that could prefill. Raises the failure's error
-        if no other attempt can help."""
+        `delivered` counts the output tokens that the client has; `prefills` are the live nodes that could prefill.
+        Raises the failure's error if no other attempt can help."""
         error, *keys = failure.error, *map(node_key, failure.culprits)
         if not error.retryable:
             raise error
@@ -67,7 +69,7 @@ class RetryPolicy:
         return "wait_for_room" if isinstance(error, GrantRefused | Overloaded) else "another_decode"
 
     def forgive(self) -> None:
-        """Allow again what failed before, since nothing else is left."""
+        """Allow all failed nodes and pairs again, since nothing else is left."""
         self.excluded.clear()
         self.broken.clear()
 
@@ -78,7 +80,7 @@ class RetryPolicy:
         self._delivered = delivered
 
     def _after_pair(self, prefill: NodeKey, decode: NodeKey) -> str:
-        """Either may work with another; if not, the decode node needs nobody."""
+        """Avoid the pair, since each node may work with another; after repeated failures prefill on the decode node."""
         self.broken.add((prefill, decode))
         self._prefill_failures += 1
         if self._prefill_failures < MAX_PREFILL_FAILURES:

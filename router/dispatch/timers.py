@@ -12,15 +12,15 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 SHARE = 0.5
-"""Part of the remaining time an attempt may pass without a new token before the next one is tried."""
+"""Fraction of the remaining time that may pass without a new token before the attempt is given up."""
 LEAST_STALL_S = 0.25
-"""But not less: no attempt would get anywhere."""
+"""Shortest time without progress before a STALL, in seconds, so that each attempt can get somewhere."""
 
 
 class EventQueue(Generic[T]):
-    """Event queue with one reader; it is false while it is empty.
+    """Event queue with one reader; false while it is empty.
 
-    An asyncio.Queue costs four times as much, and every token passes here."""
+    An asyncio.Queue costs four times as much, and every token passes through here."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -32,16 +32,17 @@ class EventQueue(Generic[T]):
 
     @property
     def awaited(self) -> bool:
-        """Return whether its reader has all that was told and waits for more."""
+        """Return whether the reader has consumed all items and waits for the next one."""
         return self._waiter is not None and not self._waiter.done()
 
     def post(self, item: T) -> None:
+        """Append an item and wake the reader."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def next(self) -> T:
-        """The oldest, once there is one."""
+        """Remove and return the oldest item; wait until there is one."""
         while not self._items:
             self._waiter = self._loop.create_future()
             try:
@@ -60,9 +61,12 @@ class Timer(Enum):
 class Timers:
     """Timers of one dispatch, from its creation to `stop`.
 
-    `ring` is called with DEADLINE once and then no more; with STALL when a SHARE of the time that was left has passed
-    without progress; with LATE when an attempt has made none since it was launched: `late` holds until it does.
-    Progress costs no timer. deadline: of the loop's clock."""
+    `ring` is called with
+    - DEADLINE once, and nothing after it,
+    - STALL when SHARE of the remaining time has passed without progress,
+    - LATE when an attempt has made no progress within its expected time; `late` is true until it does.
+
+    `deadline` is a time of the loop's clock. Recording progress re-arms no timer."""
 
     def __init__(self, deadline: float, ring: Callable[[Timer], None]) -> None:
         self.deadline = deadline
@@ -72,20 +76,23 @@ class Timers:
         self._look()
 
     def launched(self, late_s: float) -> None:
-        """An attempt begins, whose first token should be there by then."""
+        """Note the start of an attempt and expect its first token within `late_s` seconds."""
         self._progress = self._loop.time()
         self._late_at, self.late = self._progress + late_s, False
         self._look()
 
     def progressed(self) -> None:
+        """Note that a token arrived."""
         self._progress, self._late_at, self.late = self._loop.time(), inf, False
 
     def stop(self) -> None:
+        """Cancel the pending timer."""
         if self._timer:
             self._timer.cancel()
 
     @property
     def left_s(self) -> float:
+        """Return the seconds until the deadline, at least 0."""
         return max(0.0, self.deadline - self._loop.time())
 
     def _look(self) -> None:
@@ -108,13 +115,12 @@ class Timers:
 
 
 class Backoff:
-    """Waiting time of a request while nothing can take it.
+    """Waiting time of a request that no node can take, with growing pauses between placements.
 
-    It is at most `most_s`, and at most half of the time that was left when it began to wait. `waiting`: whether it
-    does."""
+    The wait lasts at most `most_s` seconds, and at most SHARE of the time that was left when it began."""
 
     PAUSE_S = (0.05, 0.25)
-    """Shortest and longest pause between two looks for a node."""
+    """Shortest and longest pause between two placements, in seconds."""
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
@@ -123,20 +129,21 @@ class Backoff:
 
     @property
     def waiting(self) -> bool:
+        """Return whether the request waits for a node."""
         return self._until is not None
 
     def over(self, left_s: float) -> bool:
-        """Return whether it has waited long enough; begins to wait. `left_s`: until the request's deadline."""
+        """Start waiting; return whether the wait has lasted long enough, given `left_s` seconds to the deadline."""
         now = asyncio.get_running_loop().time()
         if self._until is None:
             self._until = now + min(self._most_s, SHARE * left_s)
         return now >= self._until
 
     def pause_s(self) -> float:
-        """Until the next look."""
+        """Return the seconds until the next placement, and double the pause."""
         pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, self.PAUSE_S[1])
         return pause_s
 
     def rest(self) -> None:
-        """Something took it, and it got on."""
+        """Reset after the request made progress."""
         self._until, self._pause_s = None, self.PAUSE_S[0]

@@ -10,9 +10,9 @@ from kvferry.protocol.messages import TokenDelta
 
 @dataclass(slots=True)
 class OrderedTokens:
-    """`tokens` are those handed out so far, `finished` whether the last one was among them.
+    """Output tokens delivered so far (`tokens`), and whether the last one was among them (`finished`).
 
-    Deltas of one attempt may come early, twice or overlapping; `restart` forgets what came early when another attempt
+    Deltas of one attempt may arrive early, twice or overlapping. `restart` drops early deltas when another attempt
     takes over."""
 
     tokens: list[int] = field(default_factory=list)
@@ -20,20 +20,20 @@ class OrderedTokens:
     _early: dict[int, TokenDelta] = field(default_factory=dict)
 
     def restart(self) -> None:
+        """Drop early deltas of the previous attempt."""
         self._early.clear()
 
     def goes_on(self, delta: TokenDelta) -> bool:
-        """Return whether a delta follows at once what is out, and more will; it is taken then."""
+        """Take a delta if it directly continues the delivered tokens and is not the last; return whether it did."""
         if not 0 < len(self.tokens) == delta.index or delta.finish_reason is not None or self._early:
             return False
         self.tokens += delta.token_ids
         return True
 
     def push(self, delta: TokenDelta) -> Iterable[TokenDelta]:
-        """Take a delta.
+        """Take a delta and return the deltas that are now due, trimmed to begin after the last delivered token.
 
-        Those that are now due, trimmed to begin where the last one ended: to be looked at at once, for each is handed
-        out as it is looked at."""
+        Consume the result at once: each delta counts as delivered when it is iterated."""
         if delta.index == len(self.tokens) and not self._early and not self.finished:
             return (self._take(delta),)
         return self._due(delta)
@@ -61,7 +61,7 @@ def _worth(delta: TokenDelta) -> tuple[int, bool]:
 
 
 def _tail(delta: TokenDelta, skip: int) -> TokenDelta | None:
-    """The delta without its first `skip` tokens; None if nothing new is left."""
+    """Return the delta without its first `skip` tokens; None if nothing new is left."""
     if skip == 0:
         return delta
     if skip > len(delta.token_ids) or (skip == len(delta.token_ids) and delta.finish_reason is None):

@@ -1,4 +1,4 @@
-"""Direct path of tokens to the client's stream, without waking a task for each token."""
+"""Fast path of tokens from attempts to the client's stream, without waking a task for each token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from kvferry.router.dispatch.token_order import OrderedTokens
 
 
 class TokenSink:
-    """Hears the attempts of one dispatch.
+    """Receives the events of one dispatch's attempts and passes plain tokens straight to the listener.
 
-    What its reader waits for, and what does nothing but go on with the sequence, is told to who listens, as `output`
-    makes it of the delta; all else goes to the mail, and so does what a listener raises: it must end no request but its
-    own."""
+    A delta goes to the listener, converted by `output`, if the reader waits for it and it only continues the sequence.
+    All other events go to the queue. So do exceptions of a listener, so that they end only its own request."""
 
     def __init__(
         self,
@@ -31,14 +30,15 @@ class TokenSink:
         self._inbox, self._sequence, self._hedged, self._output = mail, sequence, hedged, output
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
-        """See Dispatch.listen."""
+        """Set or remove the listener; see Dispatch.listen."""
         self._listener = listener
 
     def end(self) -> None:
-        """The dispatch is over: nothing is heard any more."""
+        """Stop passing tokens: the dispatch has ended."""
         self._listener, self._output = None, jobs.output
 
     def hear(self, event: Event) -> None:
+        """Handle an event of an attempt: pass it to the listener or post it to the queue."""
         if self._listener is None or not (isinstance(event, TokenDelta) and self._goes_on(event)):
             self._inbox.post(event)
             return

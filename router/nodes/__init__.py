@@ -1,1 +1,1 @@
-"""The router's view of nodes, and its connections to them."""
+"""Router's table of nodes, their health and load, and its HTTP connections to them."""

@@ -1,4 +1,4 @@
-"""LoRA adapters on a model's nodes, and loading of others."""
+"""LoRA adapters of a model's nodes: lookup by name, loading and unloading."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvferry.router.nodes.node_table import NodeTable
 log = logging.getLogger(__name__)
 
 READING_S = 120.0
-"""What reading an adapter from a disk may take a node."""
+"""Longest time a node may take to read an adapter from disk, in seconds."""
 
 
 class GroupAdapters:
     """Adapters of one model's nodes.
 
-    `ids`: by name the id of the adapter that most members hold by it; without members, what was so last."""
+    `ids` maps each name to the adapter id that most members hold under it. Without members it keeps its last value."""
 
     def __init__(self, group: ModelNodes, nodes: NodeTable, client: NodeClient) -> None:
         self.ids: Mapping[str, str] = {}
@@ -32,10 +32,10 @@ class GroupAdapters:
         nodes.listen(self._follow)
 
     async def change(self, change: ChangeAdapter) -> None:
-        """Have every node load or unload an adapter; on return it can be asked for, or not any more.
+        """Load or unload an adapter on every node; on return requests can, or no longer can, use it.
 
-        Raises what a node refused it with: then those that loaded it now have unloaded it again. Raises NoNodes without
-        nodes."""
+        Raises the error of a node that refused; nodes that had newly loaded the adapter have then unloaded it. Raises
+        NoNodes without nodes."""
         nodes = [entry.lease for entry in self._group.members if entry.lease.state == "ready"]
         if not nodes:
             raise no_nodes(self._group.name.first)

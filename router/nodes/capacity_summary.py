@@ -15,8 +15,12 @@ from kvferry.protocol.errors import KvferryError
 class Part(NamedTuple):
     """Contribution of one node to the CapacitySummary.
 
-    Nodes of each role that are ready, blocks that may still be asked of it, blocks asked of it beyond what it takes,
-    and blocks it gives back in a second."""
+    prefills       1 for a ready prefill node
+    decodes        1 for a ready decode node
+    spare_blocks   blocks that may still be requested from it
+    excess_blocks  blocks requested beyond its limit
+    freed_per_s    blocks that it frees per second
+    """
 
     prefills: int = 0
     decodes: int = 0
@@ -26,9 +30,12 @@ class Part(NamedTuple):
 
 
 class CapacitySummary:
-    """`total`: the sum of the nodes' parts: whether anything can be placed is known without asking each node.
+    """Sum of the nodes' capacities, from which a rejection follows without a scan of the nodes.
 
-    `views`: of those of the group that can be reached. `placed` counts the bookings ever made."""
+    total   sum of the nodes' parts
+    views   reachable nodes of the group as placement sees them
+    placed  number of reservations ever made
+    """
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -39,26 +46,28 @@ class CapacitySummary:
 
     @property
     def total(self) -> Part:
+        """Return the sum of all parts, after pending updates."""
         self.figure()
         return self._total
 
     @property
     def views(self) -> dict[NodeKey, NodeView]:
+        """Return the reachable nodes, after pending updates."""
         self.figure()
         return self._views
 
     def changed(self, figure: Callable[[], None]) -> None:
-        """A node has: `figure`, which tells by `change` what it is then, is called before anybody looks."""
+        """Schedule `figure` of a changed node; it runs before the next read and reports through `change`."""
         self._changed[figure] = None
 
     def figure(self) -> None:
-        """All that have changed."""
+        """Apply the pending updates."""
         changed, self._changed = self._changed, {}
         for figure in changed:
             figure()
 
     def change(self, key: NodeKey, view: NodeView | None, before: Part, after: Part) -> None:
-        """Update one node: its view, if it has one, and its part."""
+        """Update one node: its view, or None to remove it, and its part."""
         if view is not None:
             self._views[key] = view
         else:
@@ -74,7 +83,7 @@ class CapacitySummary:
             )
 
     def refusal(self) -> KvferryError | None:
-        """Return why no request that needs a decode node can be placed; None if one may be."""
+        """Return the reason why no request that needs a decode node can be placed; None if one may be."""
         total = self.total
         if not total.decodes:
             return no_nodes(self.model)

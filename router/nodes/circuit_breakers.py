@@ -1,9 +1,8 @@
 """Circuit breakers of nodes and of node pairs, with half-open probes, shared by all requests of a router.
 
-A subject is a node, or a pair of a prefill and a decode node whose link failed. One that failed is shut for a moment;
-then one attempt at a time tries it, and each that fails shuts it for twice as long. The first success forgets all but
-blocks that came corrupt (router/nodes/quarantine.py).
-"""
+A subject is a node, or a pair of a prefill and a decode node whose link failed. A failure opens the subject's breaker
+for a pause. After it, one attempt at a time probes the subject, and each failed probe doubles the pause. The first
+success clears the breaker, but not the count of corrupted blocks (router/nodes/quarantine.py)."""
 
 from __future__ import annotations
 
@@ -19,24 +18,22 @@ from kvferry.router.nodes.quarantine import Quarantine
 log = logging.getLogger(__name__)
 
 PAUSE_S = (2.0, 30.0)
-"""Shortest and longest time for which a subject is shut."""
+"""Shortest and longest pause of an open breaker, in seconds."""
 MEMORY_S = 60.0
-"""So long after its last failure a subject is as good as any other."""
+"""Time after the last failure at which a breaker is forgotten, in seconds."""
 
 S = TypeVar("S", NodeKey, Pair)
 
 
 class OpenBreakers(NamedTuple):
-    """Nodes and pairs with an open breaker.
-
-    Pairs as in `placement.types.Demand`. Pairs as in `placement.types.Demand`."""
+    """Nodes and pairs with an open breaker; pairs have the form of those in `placement.types.Demand`."""
 
     nodes: frozenset[NodeKey] = frozenset()
     pairs: frozenset[Pair] = frozenset()
 
 
 class RemainingPauses(NamedTuple):
-    """Seconds by subject: nodes, pairs whose ships fail, pairs in quarantine."""
+    """Remaining seconds per subject: nodes, pairs whose ships fail, and pairs in quarantine."""
 
     nodes: Mapping[NodeKey, float]
     pairs: Mapping[Pair, float]
@@ -47,8 +44,11 @@ class RemainingPauses(NamedTuple):
 class Breaker:
     """Circuit breaker of one subject that failed.
 
-    until: shut before; 0: never was. pause_s: for how long the next failure shuts it. doubted: whether it failed in a
-    way that may have been chance. tried: whether an attempt goes there to see."""
+    until    time until which it is open; 0 if it never opened
+    pause_s  pause that the next failure causes, in seconds
+    doubted  true after one failure that may have been chance
+    tried    true while an attempt probes the subject
+    """
 
     failed_at: float
     until: float = 0.0
@@ -79,15 +79,17 @@ class BreakerTable(Generic[S]):
             known.until, known.pause_s, known.tried = now + known.pause_s, min(2 * known.pause_s, PAUSE_S[1]), False
 
     def use(self, subject: S, now: float) -> None:
-        """An attempt goes there. If the time is over for which it was shut, it is the one that tries it."""
+        """Note that an attempt uses the subject; after the pause this attempt is the probe."""
         known = self._known.get(subject)
         if known is not None and 0 < known.until <= now:
             known.until, known.tried = now + known.pause_s, True
 
     def forget(self, subject: S) -> None:
+        """Clear the subject's breaker."""
         self._known.pop(subject, None)
 
     def shut(self, now: float) -> frozenset[S]:
+        """Return the subjects with an open breaker, and drop old breakers."""
         for subject in [each for each, known in self._known.items() if now - known.failed_at > MEMORY_S]:
             del self._known[subject]
         return frozenset(subject for subject, known in self._known.items() if known.until > now)
@@ -102,10 +104,12 @@ class BreakerTable(Generic[S]):
 
 
 class CircuitBreakers:
-    """Shared by all dispatches.
+    """Circuit breakers of all nodes and pairs, shared by all dispatches.
 
-    `clock`: seconds, monotonic. `any`: whether there is anything to ask or to tell. `on_quarantine` hears of every
-    quarantine that begins."""
+    clock          monotonic seconds
+    any            true while any breaker or quarantine exists
+    on_quarantine  called at the beginning of every quarantine
+    """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, on_quarantine: Callable[[], None] | None = None
@@ -117,12 +121,14 @@ class CircuitBreakers:
         self._pairs: BreakerTable[Pair] = BreakerTable()
 
     def node_failed(self, node: NodeKey, *, surely: bool = True) -> None:
-        """It cannot be reached, or does not answer. Not `surely`: it may be late only; another time shuts it."""
+        """Record that the node is unreachable or silent; unless `surely`, the breaker opens only at a repetition."""
         self.any = True
         self._nodes.fail(node, self._clock(), surely)
 
     def pair_failed(self, prefill: NodeKey, decode: NodeKey, *, surely: bool = True) -> None:
-        """Blocks do not come from the one to the other. Who fails with two is at fault with all."""
+        """Record that blocks do not get from one node to the other.
+
+        A node that fails with two peers is considered at fault for all its pairs."""
         self.any, now = True, self._clock()
         self._pairs.fail((prefill, decode), now, surely)
         failing = [pair for pair in self._pairs.failing() if None not in pair]
@@ -132,21 +138,23 @@ class CircuitBreakers:
             self._pairs.fail((prefill, None), now)
 
     def corrupt(self, sender: NodeKey, receiver: NodeKey) -> None:
-        """Blocks came from the one to the other with other bytes than were sent."""
+        """Record that blocks arrived with other bytes than were sent."""
         self.any = True
         self.quarantine.corrupt(sender, receiver)
 
     def node_works(self, node: NodeKey) -> None:
+        """Clear the node's breaker after a success."""
         self._nodes.forget(node)
         self._note()
 
     def pair_works(self, prefill: NodeKey, decode: NodeKey) -> None:
+        """Clear the breakers of the pair after a success."""
         for pair in _pairs(prefill, decode):
             self._pairs.forget(pair)
         self._note()
 
     def decodes(self, place: Placement) -> None:
-        """Tokens come from the decode node of an attempt placed so: it has all that it needs."""
+        """Record that the decode node of this placement delivers tokens, so it has received all blocks."""
         assert place.decode
         decode = (place.decode.node_id, place.decode.epoch)
         self.node_works(decode)
@@ -154,7 +162,7 @@ class CircuitBreakers:
             self.pair_works((place.prefill.node_id, place.prefill.epoch), decode)
 
     def use(self, prefill: NodeKey | None, decode: NodeKey | None) -> None:
-        """An attempt goes there."""
+        """Note that an attempt uses these nodes."""
         now = self._clock()
         for node in (prefill, decode):
             if node is not None:
@@ -164,13 +172,14 @@ class CircuitBreakers:
                 self._pairs.use(pair, now)
 
     def shut(self) -> OpenBreakers:
+        """Return the nodes and pairs that placement should avoid."""
         now = self._clock()
         shut = OpenBreakers(self._nodes.shut(now), self._pairs.shut(now) | self.quarantine.shut())
         self._note()
         return shut
 
     def left(self) -> RemainingPauses:
-        """Return for how many seconds nodes and pairs are still excluded."""
+        """Return the seconds for which nodes and pairs remain excluded."""
         now = self._clock()
         return RemainingPauses(self._nodes.left(now), self._pairs.left(now), self.quarantine.left())
 

@@ -1,8 +1,7 @@
 """HTTP client for node calls: opens all connections and translates errors.
 
-Every token of every request passes here, so there is no task, no queue and no timeout per chunk between the socket and
-who is told. A call that is cancelled closes its connection, whatever point it had reached.
-"""
+Every token of every request passes through it, so no task, queue or timeout per chunk stands between the socket and the
+callback. A cancelled call closes its connection at any point of the exchange."""
 
 from __future__ import annotations
 
@@ -24,18 +23,22 @@ from kvferry.router.nodes.message_validation import check_answer, check_frame
 from kvferry.runtime.cluster_secret import HEADER
 
 MAX_IDLE = 64
-"""Idle connections kept to one node."""
+"""Largest number of idle connections kept per node."""
 
 Address = tuple[str, int]
+"""Host and port of a node."""
 
 
 class NodeClient:
-    """Calls to nodes by lease.
+    """Calls to nodes, each addressed by its lease.
 
-    Every call raises NodeLost when the node cannot be reached, says nothing for its time or what makes no sense,
-    NodeDied when it breaks off; the node's own KvferryError when it refuses. token: what the cluster's nodes want to be
-    shown, asked for at each call, or nothing; silence_s: how long a token stream may be silent; clock: seconds for all
-    silence, during which this process was awake."""
+    Every call raises NodeLost if the node is unreachable, silent for too long or sends invalid data, NodeDied if the
+    connection breaks, and the node's own KvferryError if it refuses.
+
+    token      returns the cluster's secret for each call, or an empty string
+    silence_s  longest silence of a token stream, in seconds
+    clock      seconds for silence limits; it stops while this process is suspended
+    """
 
     def __init__(
         self,
@@ -53,14 +56,14 @@ class NodeClient:
         self._idle: dict[Address, list[Connection]] = {}
 
     async def aclose(self) -> None:
-        """Drop the idle connections. No call may be under way."""
+        """Close the idle connections; no call may be in flight."""
         for address in tuple(self._idle):
             self._forget(address)
 
     async def prefill(self, node: NodeLease, request: PrefillRequest, deliver: Callable[[Any], None]) -> None:
-        """Send the attempt and deliver the messages of its answer as they come; returns when the answer ends.
+        """Send the attempt, deliver the messages of its answer as they arrive, and return when the answer ends.
 
-        It may stay silent while the request waits in the node's queue, so no silence is too long here."""
+        No silence limit applies, since the answer is silent while the request waits in the node's queue."""
 
         def answer(message: Any) -> None:
             deliver(check_answer(message))
@@ -68,31 +71,35 @@ class NodeClient:
         await self.call(node, "POST /attempts/prefill", pack(request), None, None, answer)
 
     async def generate(self, node: NodeLease, request: GenerateRequest) -> None:
+        """Send an attempt to a decode node; its tokens arrive on the token stream."""
         await self.call(node, "POST /attempts/generate", pack(request), self._answer_s, None, None)
 
     async def cancel(self, node: NodeLease, request: CancelRequest) -> None:
+        """Tell a node to cancel an attempt."""
         await self.call(node, "POST /attempts/cancel", pack(request), self._answer_s, None, None)
 
     async def drop(self, node: NodeLease, request: CancelRequest) -> None:
-        """`cancel`, twice if need be; a node that cannot be told drops the request by its broken connection."""
+        """Cancel an attempt and ignore errors, with one retry; an unreachable node drops it with the broken stream."""
         for _ in range(2):
             with contextlib.suppress(KvferryError):
                 await self.cancel(node, request)
                 return
 
     async def move(self, node: NodeLease, request: MoveRequest) -> None:
-        """Returns once the stream's new node has it; that may take as long as its blocks do.
+        """Ask a node to move a stream; return once the new node has it, which takes as long as its blocks do.
 
-        NodeLost: the call broke, and whether the stream moves is open; any other error is the node's word that it does
-        not."""
+        NodeLost means that the call broke and the outcome is unknown. Any other error means that the stream does not
+        move."""
         await self.call(node, "POST /attempts/move", pack(request), None, None, None)
 
     async def stream(
         self, node: NodeLease, after: int | None, opened: Callable[[], None], deliver: Callable[[StepFrame], None]
     ) -> None:
-        """Read the node's stream for this router, from behind frame `after` on, or anew: `opened` once it is accepted,
-        `deliver` for every frame. Ends only with an error: NodeLost when it breaks or stays silent for `silence_s`
-        (heartbeats come more often), StreamGone where what follows `after` is not there any more."""
+        """Read the node's token stream for this router, resuming after frame `after` or from the start.
+
+        Calls `opened` once the node accepts, then `deliver` for every frame. Ends only with an error: NodeLost if the
+        stream breaks or is silent for `silence_s` (heartbeats are more frequent), StreamGone if the node no longer has
+        the frames after `after`."""
 
         def step(frame: Any) -> None:
             deliver(check_frame(frame))
@@ -103,13 +110,13 @@ class NodeClient:
         raise NodeLost(f"{node.node_id} closed the token stream")
 
     async def seen(self, node: NodeLease, number: int) -> None:
-        """The stream's frames up to this one have come."""
+        """Acknowledge the stream's frames up to `number`."""
         await self.call(node, f"POST /streams/{self.router_id}/seen", pack(Seen(number)), self._answer_s, None, None)
 
     async def call(
         self, node: NodeLease, what: str, body: bytes, silence_s: float | None, opened: Told, deliver: Told
     ) -> None:
-        """`what`: method and path."""
+        """Call a node; `what` is the method and path."""
         method, path = what.split()
         try:
             url = urlsplit(node.http_url)
@@ -140,7 +147,7 @@ class NodeClient:
         return None
 
     def _forget(self, address: Address) -> None:
-        """A connection broke: those that rest may have broken with it, and the next call is to find out by itself."""
+        """Close all idle connections of a node after one broke, so that the next call opens a new one."""
         for connection in list(self._idle.get(address, ())):
             connection.close()
 

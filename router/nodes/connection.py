@@ -1,4 +1,4 @@
-"""HTTP connection to a node and the parsing of its answers."""
+"""HTTP/1.1 connection to a node, with the parser of its answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from kvferry.protocol.wire import FrameReader
 from kvferry.router.nodes.message_validation import refusal_of
 
 KEEPALIVE_S = 2.0
-"""Idle connections are dropped before the nodes' server does it (5 s), so that none is used as it closes."""
+"""Idle time after which a connection closes, in seconds.
+
+It is below the node server's limit of 5 s, so that no call uses a connection while the server closes it."""
 MAX_REFUSAL_BYTES = MAX_HEAD_BYTES = 65_536
 
 Told = Callable[..., None] | None
+"""Optional callback."""
 
 
 class Connection(asyncio.Protocol):
-    """A connection to a node, for one exchange at a time. clock: seconds for silence."""
+    """A connection to a node, for one exchange at a time; `clock` returns seconds for the silence limit."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._loop, self._clock = asyncio.get_running_loop(), clock
@@ -29,11 +32,12 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     async def exchange(self, request: bytes, silence_s: float | None, opened: Told, deliver: Told) -> None:
-        """Send, and read the answer to its end: `opened` when it is accepted, `deliver` for every message in it.
+        """Send a request and read its answer to the end.
 
-        Raises the node's KvferryError where it refuses, what a callback raised, OSError (TimeoutError is one) where the
-        connection breaks or is silent for `silence_s`, HttpParserError where no HTTP is spoken. After an error, or a
-        cancel, the connection is closed and nobody is told anything any more."""
+        Calls `opened` when the node accepts and `deliver` for every message. Raises the node's KvferryError if it
+        refuses, a callback's exception, OSError (including TimeoutError) if the connection breaks or is silent for
+        `silence_s`, and HttpParserError if the answer is not HTTP. After an error or a cancel the connection is closed
+        and calls nothing more."""
         self._silence_s, self._opened, self._deliver = silence_s, opened, deliver
         self._parser, self._frames = httptools.HttpResponseParser(self), FrameReader()
         self._headers: dict[str, str] = {}
@@ -50,7 +54,7 @@ class Connection(asyncio.Protocol):
             error = await self._ended
         finally:
             self._ended = self._opened = self._deliver = None
-            del self._parser  # which holds this connection
+            del self._parser  # the parser refers to this connection
             self._move_on()
             if error is not None:
                 self._transport.abort()
@@ -58,10 +62,10 @@ class Connection(asyncio.Protocol):
             try:
                 raise error
             finally:
-                del error  # which holds this frame now
+                del error  # the traceback refers to this frame
 
     def rest(self, left: Callable[[], None]) -> None:
-        """Wait for the next exchange; `left` is called once when it begins or the connection closes instead."""
+        """Keep the connection idle; call `left` once, when the next exchange begins or the connection closes."""
         self._left, self._rested_at = left, self._loop.time()
         if self._transport.is_closing() or not self._stays:
             self.close()
@@ -69,7 +73,9 @@ class Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(KEEPALIVE_S, self.close)
 
     def wake(self) -> bool:
-        """End the rest. False: too late, also where a busy loop has not come to the timer; it is closed."""
+        """End the idle state; return False and close if the connection is closed or too old.
+
+        The age is checked here too, because a busy loop may not have run the timer yet."""
         if self._transport.is_closing() or self._loop.time() - self._rested_at > KEEPALIVE_S:
             self.close()
             return False
@@ -77,17 +83,21 @@ class Connection(asyncio.Protocol):
         return True
 
     def close(self) -> None:
+        """Close the connection."""
         self._move_on()
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Store the transport (asyncio.Protocol)."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """End the exchange with an error (asyncio.Protocol)."""
         self._move_on()
         self._end(exc or ConnectionResetError("the connection was closed"))
 
     def data_received(self, data: bytes) -> None:
+        """Parse received bytes (asyncio.Protocol)."""
         if self._ended is None or self._ended.done():
             self._transport.abort()
             return
@@ -104,14 +114,17 @@ class Connection(asyncio.Protocol):
             self._end(ConnectionError("a header without end"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Store a header (httptools callback)."""
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
+        """Note the status and report an accepted request (httptools callback)."""
         self._refused, self._head_bytes = self._parser.get_status_code() >= 400, None
         if self._opened and not self._refused:
             self._opened()
 
     def on_body(self, body: bytes) -> None:
+        """Deliver the messages of the body, or collect a refusal (httptools callback)."""
         if self._refused:
             self._refusal = (self._refusal + body)[:MAX_REFUSAL_BYTES]
         elif self._deliver:
@@ -119,6 +132,7 @@ class Connection(asyncio.Protocol):
                 self._deliver(message)
 
     def on_message_complete(self) -> None:
+        """End the exchange with its outcome (httptools callback)."""
         self._stays = self._parser.should_keep_alive()
         error = None
         if self._refused:
@@ -126,7 +140,7 @@ class Connection(asyncio.Protocol):
         self._end(error)
 
     def _watch(self) -> None:
-        """Look for silence; one timer at a time, set anew only when it fires."""
+        """Check for silence, with one timer that is set again only when it fires."""
         if self._silence_s is None:
             return
         left = self._heard + self._silence_s - self._clock()
@@ -136,7 +150,7 @@ class Connection(asyncio.Protocol):
             self._end(TimeoutError(f"silent for {self._silence_s:g} s"))
 
     def _move_on(self) -> None:
-        """Neither waiting for words nor at rest any more."""
+        """Leave the idle or waiting state and cancel its timer."""
         if self._timer:
             self._timer.cancel()
         left, self._timer, self._left = self._left, None, None
@@ -144,6 +158,6 @@ class Connection(asyncio.Protocol):
             left()
 
     def _end(self, error: BaseException | None) -> None:
-        """The outcome is the future's result, never its exception: nobody may be left to retrieve it."""
+        """Set the outcome as the future's result, not its exception, which might never be retrieved."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(error)

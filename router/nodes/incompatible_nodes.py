@@ -14,14 +14,14 @@ log = logging.getLogger(__name__)
 
 
 class IncompatibleNodes:
-    """roles: how many there are now of each role."""
+    """Nodes of another wire version; `roles` counts them by role."""
 
     def __init__(self) -> None:
         self.roles: Counter[str] = Counter()
         self._known: frozenset[IncompatibleLease] = frozenset()
 
     def see(self, nodes: Iterable[IncompatibleLease]) -> bool:
-        """They are in the registry now. Whether that changed anything."""
+        """Update the nodes from the registry; return whether anything changed."""
         seen = frozenset(nodes)
         for node in sorted(seen - self._known, key=lambda each: each.node_id):
             log.error(

@@ -19,7 +19,7 @@ _PULSE = attrgetter(*(field.name for field in fields(Pulse)))
 
 
 def is_sound(lease: NodeLease) -> bool:
-    """Every field of its type, counts and rates finite and not below zero, blocks of at least a token."""
+    """Return whether all fields have their types, numbers are finite and at least 0, and block_size is positive."""
     return (
         all(type(text) is str for text in _TEXTS(lease))
         and lease.role in ("prefill", "decode")
@@ -46,7 +46,7 @@ def is_sound(lease: NodeLease) -> bool:
 
 
 def is_same(lease: NodeLease, other: NodeLease) -> bool:
-    """Return whether both are of the same process."""
+    """Return whether both leases belong to the same process."""
     return (lease.node_id, lease.epoch) == (other.node_id, other.epoch)
 
 

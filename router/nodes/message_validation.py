@@ -1,4 +1,4 @@
-"""Validation of messages from nodes: malformed bytes must end no request but their own."""
+"""Validation of messages from nodes, so that malformed bytes end no request but their own."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from kvferry.protocol.wire import WireError, well_typed
 from kvferry.protocol.work import Generate
 
 MAX_ID = 2**31 - 1
-"""Of tokens and counts."""
+"""Largest token id or index."""
 MAX_RETRY_S = 3600.0
+"""Largest accepted Retry-After of a node, in seconds."""
 _PLAIN = frozenset((str, bytes, bool, type(None)))
 REASONS = (None, "stop", "length", "closed")
+"""Valid values of a delta's finish_reason."""
 
 
 def check_frame(frame: Any) -> StepFrame:
-    """A frame of a token stream. Raises WireError."""
+    """Return a validated frame of a token stream; raise WireError if it is invalid."""
     if not isinstance(frame, StepFrame) or type(frame.deltas) is not tuple or type(frame.failed) is not tuple:
         raise WireError(f"a {type(frame).__name__} on a token stream")
     if type(frame.number) is not int or frame.number < 0 or not (frame.pulse is None or _is_pulse(frame.pulse)):
@@ -42,7 +44,7 @@ def check_frame(frame: Any) -> StepFrame:
 
 
 def check_answer(message: Any) -> FirstToken | ShipDone | AttemptFailed:
-    """A message of a prefill's answer. Raises WireError."""
+    """Return a validated message of a prefill's answer; raise WireError if it is invalid."""
     if isinstance(message, FirstToken):
         _check_delta(message.delta)
         if well_typed(message) and _sound((message.queue_s, message.compute_s)):
@@ -53,7 +55,7 @@ def check_answer(message: Any) -> FirstToken | ShipDone | AttemptFailed:
 
 
 def refusal_of(status: int, body: bytes, retry_after: str | None) -> KvferryError:
-    """The error that a node's HTTP refusal says, whatever its bytes are."""
+    """Return the error of a node's HTTP refusal; accepts any bytes."""
     told = f"HTTP status {status}"
     try:
         error = from_body(json.loads(body), told)
@@ -66,8 +68,7 @@ def refusal_of(status: int, body: bytes, retry_after: str | None) -> KvferryErro
 
 
 def suits(delta: TokenDelta, job: Job) -> bool:
-    """Return whether a delta can be an answer to this job: no more tokens than it asks for, and what it asks for beside
-    them."""
+    """Return whether a delta can answer this job: at most max_tokens tokens, and the requested extras."""
     work, ends = job.work, delta.finish_reason is not None
     if not isinstance(work, Generate):
         return not delta.token_ids and (delta.vector is not None or not ends) and len(delta.vector or b"") % 4 == 0
@@ -82,7 +83,7 @@ def suits(delta: TokenDelta, job: Job) -> bool:
 
 
 def _check_delta(delta: Any) -> None:
-    """Called for every token: nearly all have nothing but tokens."""
+    """Raise WireError if a delta is invalid; called for every token, most of which carry nothing but tokens."""
     if type(delta) is TokenDelta and type(delta.token_ids) is tuple and type(delta.attempt) is int:
         plain = delta.logprobs is None and delta.prompt_logprobs is None
         if (
@@ -101,7 +102,7 @@ def _check_delta(delta: Any) -> None:
 
 
 def _are_ids(tokens: tuple[Any, ...]) -> bool:
-    """A loop: a generator costs more than the one token of nearly every delta."""
+    """Return whether all are valid token ids; a generator would cost more than the one token of most deltas."""
     for token in tokens:  # noqa: SIM110
         if type(token) is not int or not 0 <= token <= MAX_ID:
             return False
@@ -113,8 +114,7 @@ def _is_pulse(value: Any) -> bool:
 
 
 def _sound(value: Any) -> bool:
-    """Return whether a message's fields are of their types, all the way down, and its numbers finite and within
-    bounds."""
+    """Return whether all nested fields have their types, and numbers are finite and within bounds."""
     kind = type(value)
     if kind is int:
         return bool(-(2**63) <= value < 2**63)
@@ -129,7 +129,7 @@ def _sound(value: Any) -> bool:
 
 @cache
 def _parts(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    """What reads the fields of a message."""
+    """Return a function that reads all fields of a message type."""
     names = [field.name for field in fields(kind)]
     if len(names) > 1:
         return attrgetter(*names)

@@ -1,4 +1,4 @@
-"""Nodes of one model in the node table."""
+"""Nodes of one model, grouped by fingerprint; placement uses one group."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class ModelNodes:
-    """Only nodes of one fingerprint are placed on: those with a decode node that stays and the most members; the
-    present ones win a tie, then those started last.
+    """Nodes of one model, grouped by fingerprint; placement uses one group only.
 
-    name      of the model
-    members   those that can work together, draining ones included
-    room      what the members could still take
-    epochs    of the members, by their ids, and by `index.on_tier` of these
+    The group with a ready decode node and the most members wins. In a tie the current group wins, then the most
+    recently started one.
+
+    name     of the model
+    members  nodes of the group, draining ones included
+    room     capacity that the members have left
+    epochs   epochs of the members, by their ids and by `index.on_tier` of these
     """
 
     def __init__(self, name: ModelName) -> None:
@@ -38,7 +40,7 @@ class ModelNodes:
         self._fingerprint: str | None = None
 
     def keep(self, entries: Iterable[NodeEntry]) -> None:
-        """These are the model's live nodes now, of any fingerprint and state."""
+        """Update the model's live nodes, of any fingerprint and state, and choose the group."""
         entries = self._nodes = list(entries)
         sizes = Counter(entry.lease.fingerprint for entry in entries)
 
@@ -60,8 +62,9 @@ class ModelNodes:
                 log.warning("node %s has another fingerprint (%s): not used", entry.lease.node_id, fingerprint)
 
     def views(self, held: Mapping[str, int], adapter: str) -> list[NodeView]:
-        """The members that answer and hold the adapter, if one is asked for, with what they hold of a prompt: leading
-        blocks by node id, and by `index.on_tier` of it."""
+        """Return the reachable members, with the adapter if one is given, and what they hold of a prompt.
+
+        `held` counts leading blocks by node id, and by `index.on_tier` of it."""
         views = self.room.views.copy()
         for name in held:
             key = (owner(name), self.epochs.get(name, 0))
@@ -72,12 +75,12 @@ class ModelNodes:
 
     @property
     def names(self) -> dict[str, int]:
-        """Under which what members have, or may read, stands in the index, with their epochs."""
+        """Return the index names of blocks that members hold or can read, with their epochs."""
         shared = any(entry.lease.rates.store_block_s for entry in self.members)
         return {**self.epochs, ON_STORE: STORE_EPOCH} if shared else self.epochs
 
     def stored_len(self, held: Mapping[str, int], total_len: int) -> int:
-        """Leading tokens of so many that members find in the store that they share, in whole blocks, never the last."""
+        """Return the leading tokens that members find in their shared store: whole blocks, never the last token."""
         if not (blocks := held.get(ON_STORE, 0)) or not self.members:
             return 0
         size = self.members[0].lease.block_size
@@ -88,7 +91,7 @@ class ModelNodes:
         return [entry.lease for entry in self._nodes]
 
     def state(self, lease: NodeLease) -> str:
-        """Return a node's state, as metrics show it."""
+        """Return a node's state for the metrics."""
         return lease.state if lease.fingerprint == self._fingerprint else "incompatible"
 
 
@@ -106,7 +109,7 @@ def _holding(view: NodeView, held: Mapping[str, int]) -> NodeView:
 
 
 def tiers(lease: NodeLease) -> Iterator[tuple[str, float]]:
-    """Return the node's own tiers, quickest first: the name of their rows and the seconds to read a block."""
+    """Yield the node's own tiers, fastest first: the index name and the seconds to read a block."""
     rates = lease.rates
     for tier, block_s in zip(OWN_TIERS, (rates.host_block_s, rates.disk_block_s), strict=True):
         if block_s:
@@ -114,5 +117,5 @@ def tiers(lease: NodeLease) -> Iterator[tuple[str, float]]:
 
 
 def holds(lease: NodeLease, adapter: str) -> bool:
-    """Return whether the node has the adapter of this id; without one any has."""
+    """Return whether the node has the adapter of this id; true for the empty id."""
     return not adapter or any(each.id == adapter for each in lease.adapters)

@@ -1,4 +1,4 @@
-"""One live node: its lease, this router's reservations, and the listeners to its token stream."""
+"""One live node: its lease, this router's reservations, and the listeners on its token stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.router.nodes.reservations import Reservations
 log = logging.getLogger(__name__)
 
 STALL_S, STALL = 2.0, 10.0
-"""A step hangs that takes longer than STALL_S, and than STALL times what is usual on its node."""
+"""A step hangs if it takes longer than STALL_S seconds and than STALL times the node's usual step."""
 
 
 def node_key(lease: NodeLease) -> NodeKey:
@@ -28,28 +28,24 @@ def node_key(lease: NodeLease) -> NodeKey:
 
 
 class Listener(Protocol):
-    """Listener to one request on a node's token stream.
-
-    No call may block."""
+    """Listener for one request on a node's token stream; calls must not block."""
 
     def delta(self, delta: TokenDelta) -> None:
-        """New tokens, of any attempt of the request."""
+        """Receive new tokens, of any attempt of the request."""
 
     def failed(self, failure: AttemptFailed) -> None:
-        """The node gave up an attempt."""
+        """Receive the failure of an attempt on the node."""
 
     def lost(self, error: KvferryError) -> None:
-        """The stream broke: nothing more will come. The listener is detached."""
+        """Learn that the stream broke; the listener is detached."""
 
     def drains(self) -> None:
-        """The node drains: what runs there should go on elsewhere."""
+        """Learn that the node drains and the stream should move."""
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Reservation of one attempt on one node, until `release`.
-
-    `lost` is called once if the node is lost."""
+    """Reservation of one attempt on one node, until `release`; `lost` is called once if the node is lost."""
 
     tokens: int
     blocks: int
@@ -57,21 +53,27 @@ class Reservation:
     _entry: NodeEntry
 
     def settle(self) -> None:
-        """The prompt is computed, or the blocks are in use: from now on the lease alone speaks for them."""
+        """Drop the amounts: the prompt is computed or the blocks are in use, so the lease counts them."""
         self._entry._count(-self.tokens, -self.blocks, 0)
         self.tokens = self.blocks = 0
 
     def release(self) -> None:
+        """End the reservation; may be called repeatedly."""
         if self in self._entry.bookings:
             del self._entry.bookings[self]
             self._entry._count(-self.tokens, -self.blocks, -1)
 
 
 class NodeEntry:
-    """`view` is the node as a placement sees it that reuses nothing there; `open` whether its token stream is, `linked`
-    whether it is or may be again with nothing lost; `stalled` whether a thread of the node hangs; `reachable` whether
-    what is sent there is worked on, as far as its stream tells. corrupt: told of each ship to the node from another one
-    that was wrong."""
+    """Live node, with its load and the state of its token stream.
+
+    view       the node as placement sees it, without reuse
+    open       true while the token stream is open
+    linked     true while the stream is open or may resume without loss
+    stalled    true while a thread of the node hangs
+    reachable  true if the node processes requests, as far as its stream shows
+    corrupt    called for each wrong ship to this node, with sender and receiver
+    """
 
     def __init__(
         self,
@@ -90,20 +92,22 @@ class NodeEntry:
 
     @property
     def view(self) -> NodeView:
+        """Return the node as placement sees it, after pending updates."""
         self._room.figure()
         return self._view
 
     @property
     def idle(self) -> bool:
-        """No booking and no listener is left."""
+        """Return whether no reservation and no listener is left."""
         return not self.bookings and not self.listeners and self._book.empty
 
     @property
     def drains(self) -> bool:
+        """Return whether the node drains."""
         return self.lease.state == "draining"
 
     def renew(self, lease: NodeLease) -> None:
-        """The registry was read."""
+        """Update the lease after a read of the registry, and notify listeners when draining begins."""
         self._book.roll()
         began, self.lease = lease.state != self.lease.state, lease
         self._changed()
@@ -112,18 +116,18 @@ class NodeEntry:
                 listener.drains()
 
     def forget_load(self) -> None:
-        """The lease is too old to tell what the node does now."""
+        """Clear the load of a lease that is too old to describe the node."""
         total = self.lease.load.total_blocks
         self.lease = replace(self.lease, load=Load(total_blocks=total, free_blocks=total))
         self._changed()
 
     def join(self, grouped: bool) -> None:
-        """Return whether the node belongs to the group that is placed on."""
+        """Set whether the node belongs to the group used for placement."""
         self._grouped = grouped
         self._changed()
 
     def promise(self, tokens: int, blocks: int, lost: Callable[[NodeLost], None]) -> Reservation:
-        """Book a request from now on."""
+        """Reserve capacity for an attempt."""
         booking = Reservation(tokens, blocks, lost, self)
         self.bookings[booking] = None
         self._room.placed = self._placed = self._room.placed + 1
@@ -131,23 +135,23 @@ class NodeEntry:
         return booking
 
     def lose(self, error: NodeLost) -> None:
-        """The node is gone: tell everyone who booked it."""
+        """Notify all reservations that the node is gone."""
         self.join(False)
         for booking in list(self.bookings):
             booking.lost(error)
 
     def opened(self) -> None:
-        """The token stream is accepted."""
+        """Note that the node accepted the token stream."""
         self.open = self.linked = True
         self._changed()
 
     def pause(self) -> None:
-        """The token stream broke, and may go on where it broke off."""
+        """Note that the token stream broke and may resume."""
         self.open = False
         self._changed()
 
     def deal(self, frame: StepFrame) -> None:
-        """A frame of the token stream, for whom it concerns."""
+        """Pass a frame of the token stream to the listeners concerned."""
         if frame.pulse is not None:
             self._feel(frame.pulse)
         for delta in frame.deltas:
@@ -161,13 +165,15 @@ class NodeEntry:
             self._corrupt(each.sender, self.key)
 
     def broken(self, error: KvferryError) -> None:
-        """The token stream ended, and what was asked of the node with it."""
+        """Give up everything on the node after its token stream ended."""
         self.open = self.linked = self.stalled = False
         self._changed()
         self._give_up(error)
 
     def _feel(self, pulse: Pulse) -> None:
-        """An engine that hangs gives nothing more to anybody; a link that does breaks what it carries by itself."""
+        """Update `stalled`, and give up all requests if the engine hangs.
+
+        A hanging link alone needs no action here: it fails its own transfers."""
         hangs = pulse.engine_s > max(STALL_S, STALL * pulse.usual_s)
         stalled = hangs or pulse.link_s > STALL_S
         if stalled != self.stalled:
@@ -178,7 +184,7 @@ class NodeEntry:
             self._give_up(NodeLost(f"{self.key[0]}: a step has taken {pulse.engine_s:.1f} s"))
 
     def _give_up(self, error: KvferryError) -> None:
-        """Tell all who wait for the node. Listeners are detached."""
+        """Notify everyone who waits for the node, and detach the listeners."""
         listeners, self.listeners = self.listeners, {}
         for listener in listeners.values():
             listener.lost(error)
@@ -191,7 +197,7 @@ class NodeEntry:
         self._changed()
 
     def _figure(self) -> None:
-        """Tell the room, before anybody looks at it, what the node has become."""
+        """Recompute the node's view and part before the next read of the summary."""
         lease, load = self.lease, self.lease.load
         queued = blocks_for(load.waiting_tokens, lease.block_size) if lease.role == "decode" else 0
         tokens, blocks, requests = self._book.counted(

@@ -1,10 +1,9 @@
-"""The router's view of the live nodes.
+"""Router's table of live nodes, kept from the registry and the token streams.
 
-Membership comes from the registry; a node that comes back with another epoch is lost, as is one that loses its lease
-while no token stream vouches for it, and everything booked on it is told. While the registry does not answer, the last
-known nodes stay: whether they live is then seen by their connections alone. A registry that came back empty is not
-believed before its nodes had time to renew, and one that went back in time not against a stream.
-"""
+Membership comes from the registry. A node is lost if it returns with another epoch, or if its lease ends and its token
+stream is not linked; its reservations are then notified. While the registry does not answer, the last known nodes stay
+and only their connections show whether they live. The router waits for renewals before it believes an empty registry,
+and a registry that returned to an older state does not override a live stream."""
 
 from __future__ import annotations
 
@@ -36,27 +35,27 @@ log = logging.getLogger(__name__)
 
 
 class NodeSource(Protocol):
-    """The registry, as far as the router needs it. foreign: nodes of another wire version, as of the last answer."""
+    """Node registry, as far as the router needs it; `incompatible` holds nodes of another wire version."""
 
     incompatible: tuple[IncompatibleLease, ...]
 
     async def nodes(self) -> list[NodeLease]:
-        """Every node with a live lease. Raises when the registry cannot be reached."""
+        """Return every node with a live lease; raise if the registry is unreachable."""
 
 
 STARTING_S = 2.0
-"""After the first node appeared, others are expected."""
+"""Time after the first node in which more are expected, in seconds."""
 LONGEST_PAUSE_S = 2.0
-"""Between two questions to a registry that does not answer."""
+"""Longest pause between two reads of a registry that does not answer, in seconds."""
 
 
 class NodeTable:
     """Live nodes by (id, epoch).
 
-    entries   all live nodes of served models, of any fingerprint and state
-    groups    a model's each
-    contact   with the registry
-    suspicion what failed lately
+    entries   live nodes of served models, of any fingerprint and state
+    groups    nodes of each model
+    contact   health of the registry
+    breakers  recent failures
     """
 
     def __init__(
@@ -84,17 +83,19 @@ class NodeTable:
         self._empty, self._told_unsound = True, False
 
     async def start(self) -> None:
+        """Read the registry once and start polling it."""
         await self.refresh()
         self._task = asyncio.create_task(self._poll(), name="node-table")
 
     async def stop(self) -> None:
+        """Stop polling the registry."""
         if self._task:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     def add(self, group: ModelNodes) -> ModelNodes:
-        """Follow the nodes of one more model; before `start`."""
+        """Add a served model; call before `start`."""
         self.groups.append(group)
         return group
 
@@ -103,7 +104,7 @@ class NodeTable:
         self._listeners.append(changed)
 
     def suspect(self, entry: NodeEntry) -> None:
-        """The node does not answer: nothing new goes there for a moment."""
+        """Record that the node does not answer, which may open its breaker."""
         self.breakers.node_failed(entry.key)
 
     async def refresh(self) -> None:
@@ -127,8 +128,10 @@ class NodeTable:
 
     @property
     def pause_s(self) -> float:
-        """Until the next question: short until the first nodes are there, for a cluster that starts waits for this;
-        long while there is no answer."""
+        """Return the seconds until the next read of the registry.
+
+        Short until the first nodes appear, since a starting cluster waits for them; longer while the registry is
+        silent."""
         starting = not self.entries or self.clock() - self._first_seen_at < STARTING_S
         pause_s = self._poll_s / 5 if starting else self._poll_s
         return min(pause_s * 2.0 ** min(self.contact.failures, 10), max(LONGEST_PAUSE_S, pause_s))
@@ -166,16 +169,17 @@ class NodeTable:
                 changed()
 
     def _newest(self, leases: Iterable[NodeLease]) -> dict[str, NodeLease]:
-        """By node id. A lease older than a node whose stream flows is what a registry tells that went back to an older
-        state: it is none."""
+        """Return the newest lease per node id, ignoring leases older than a node with a live stream.
+
+        A registry that returned to an older state reports such leases."""
         linked = {node_id: epoch for (node_id, epoch), entry in self.entries.items() if entry.linked}
         told = sorted(leases, key=lambda lease: lease.epoch)
         return {lease.node_id: lease for lease in told if lease.epoch >= linked.get(lease.node_id, 0)}
 
     def _sound(self, leases: list[NodeLease]) -> list[NodeLease]:
-        """Those that can be reckoned with: one that cannot must not end the following of all.
+        """Return the valid leases, so that an invalid one does not stop the update of the others.
 
-        A node that is known stays as it was known."""
+        A known node with an invalid lease keeps its previous one."""
         odd = [lease for lease in leases if not is_sound(lease)]
         if odd and not self._told_unsound:
             log.warning("a lease makes no sense: %r", odd[0])
@@ -186,7 +190,7 @@ class NodeTable:
         return [lease for lease in leases if is_sound(lease)] + known
 
     def _states(self) -> dict[NodeKey, tuple[str, str, tuple[AdapterName, ...]]]:
-        """What is told when it changes, of each node."""
+        """Return the fields of each node whose change is reported to listeners."""
         leases = {key: entry.lease for key, entry in self.entries.items()}
         return {key: (lease.role, lease.state, lease.adapters) for key, lease in leases.items()}
 
@@ -198,7 +202,7 @@ class NodeTable:
         self._empty = empty
 
     def _is_lost(self, key: NodeKey, lease: NodeLease | None) -> bool:
-        """`lease`: the newest of the node's id."""
+        """Return whether a known node is lost, given the newest lease of its id."""
         if lease is not None:
             return lease.epoch != key[1]
         return self.clock() >= self._believe_absence_at and not self.entries[key].linked
@@ -210,7 +214,7 @@ class NodeTable:
         self.entries.pop(key).lose(lost)
 
     def _group(self, lease: NodeLease) -> ModelNodes | None:
-        """Whose model the node runs, by what it is called; None: nobody's, or it cannot be told."""
+        """Return the model that the node runs, by its names; None if none or several match."""
         name = _name(lease)
         for alike in (ModelName.shares, ModelName.resembles):
             if found := [group for group in self.groups if alike(group.name, name)]:
@@ -218,7 +222,7 @@ class NodeTable:
         return None
 
     def _tell_strangers(self, leases: Iterable[NodeLease]) -> None:
-        """The log has a line for each node that runs none of the models."""
+        """Log each node that runs none of the models, once."""
         strangers = {node_key(lease): lease for lease in leases if node_key(lease) not in self.entries}
         for key in strangers.keys() - self._strangers:
             served = ", ".join(repr(name) for group in self.groups for name in group.name.all)

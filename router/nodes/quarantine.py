@@ -1,12 +1,9 @@
 """Quarantine of node pairs between which blocks arrive corrupted.
 
-Blocks arrive with other bytes than were sent, or than the receiver computes itself: memory, a card or a wire is
-failing, or a node is misconfigured.
-
-A checksum finds the one and another attempt computes the blocks anew, so no client notices; but not all blocks need
-have a checksum, and what goes bad gets worse. Of the other a canary finds some. One corrupt ship may be chance, and
-what works in between proves nothing.
-"""
+Blocks arrive with other bytes than were sent or than the receiver computes itself. Memory, a card or a wire fails, or a
+node is misconfigured. Checksums find differences in transit, and another attempt computes the blocks again, so no
+client notices. Not all blocks need have a checksum, however, and faulty hardware gets worse. Canaries find some of the
+wrongly computed blocks. One corrupt ship may be chance; successes in between prove nothing."""
 
 from __future__ import annotations
 
@@ -20,12 +17,14 @@ from kvferry.placement.types import NodeKey, Pair
 log = logging.getLogger(__name__)
 
 MOST, WITHIN_S = 3, 600.0
-"""So many corrupt ships in that time end in a quarantine, which lasts as long."""
+"""Number of corrupt ships within WITHIN_S seconds that starts a quarantine, which lasts as long."""
 
 
 class Quarantine:
-    """`corrupt` counts for the pair, and for each of its nodes once that has it with more than one other; false while
-    nobody is in it. clock: seconds, monotonic; on_begin: told of every quarantine."""
+    """Corrupt ships and quarantines of pairs; false while nothing is in quarantine.
+
+    A corrupt ship counts for the pair, and for each of its nodes that has corrupt ships with more than one other node.
+    `clock` returns monotonic seconds; `on_begin` is called for every quarantine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, on_begin: Callable[[], None] | None = None) -> None:
         self._clock, self._on_begin = clock, on_begin
@@ -36,7 +35,7 @@ class Quarantine:
         return bool(self._until)
 
     def corrupt(self, prefill: NodeKey, decode: NodeKey) -> None:
-        """A ship from the one to the other was."""
+        """Count a corrupt ship from the first node to the second."""
         now = self._clock()
         self._seen.append((now, prefill, decode))
         recent = [(p, d) for at, p, d in self._seen if now - at <= WITHIN_S]

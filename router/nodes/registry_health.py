@@ -14,12 +14,14 @@ log = logging.getLogger(__name__)
 
 
 class RegistryHealth:
-    """up        whether the registry answered the last question
-    trouble   why it has never answered one; empty once it has
-    failures  questions in a row without an answer
+    """Health of the router's connection to the registry.
 
-    The log has a line per outage; one each ten seconds where the registry refuses us, which somebody has to mend.
-    """
+    up        true if the registry answered the last read
+    trouble   reason why it has never answered; empty once it has
+    failures  consecutive reads without an answer
+
+    Logs one line per outage, or one every ten seconds while the registry refuses this router, which an operator must
+    fix."""
 
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.up, self.failures = False, 0
@@ -30,17 +32,18 @@ class RegistryHealth:
 
     @property
     def silent_s(self) -> float:
-        """Since the last answer."""
+        """Return the seconds since the last answer."""
         return self._clock() - self._answered_at
 
     def answered(self) -> None:
+        """Record an answer."""
         if self.failures:
             log.info("registry answers again")
         self.up, self.failures, self.trouble, self._answered_at = True, 0, "", self._clock()
         self._metrics.registry_up.set(1)
 
     def failed(self, error: Exception, known: int) -> None:
-        """A question was not answered. known: nodes that are kept meanwhile."""
+        """Record a read without an answer, during which `known` nodes are kept."""
         if isinstance(error, RegistryRefuses):
             self._refused.warning("registry refuses this router, keeping %d nodes: %s", known, error)
         elif not self.failures:

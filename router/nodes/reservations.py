@@ -6,15 +6,14 @@ from collections import deque
 from collections.abc import Iterable
 
 LEASE_LAG_POLLS = 3
-"""Polls during which a lease may still describe the node as it was (renewed every second, polled twice a second)."""
+"""Number of polls for which a lease may lag behind (leases are renewed every second, polled twice a second)."""
 
 
 class Reservations:
-    """Sums of one node's bookings (tokens, blocks, requests), and the most they were while its lease could be written.
+    """Sums of one node's reservations (tokens, blocks, requests), and their peak since the lease may have been written.
 
-    A figure of the lease counts all routers' requests as they were up to `LEASE_LAG_POLLS` polls ago. What exceeds our
-    own peak of that time belongs to others: figure with bookings = max(0, leased - own peak) + own now.
-    """
+    A lease counts all routers' requests as they were up to `LEASE_LAG_POLLS` polls ago. The excess over this router's
+    own peak of that time belongs to other routers: total = max(0, leased - own peak) + own now."""
 
     def __init__(self) -> None:
         self._now = (0, 0, 0)
@@ -24,15 +23,17 @@ class Reservations:
 
     @property
     def empty(self) -> bool:
+        """Return whether nothing is reserved."""
         return self._now == (0, 0, 0)
 
     def add(self, tokens: int, blocks: int, requests: int) -> None:
+        """Add to the sums; negative amounts release."""
         self._now = (self._now[0] + tokens, self._now[1] + blocks, self._now[2] + requests)
         now, peak = self._now, self._peak
         self._peak = (max(now[0], peak[0]), max(now[1], peak[1]), max(now[2], peak[2]))
 
     def roll(self) -> None:
-        """A lease was read."""
+        """Move the peak window on after a read of the lease."""
         if self._peak == self._leased_peak == (0, 0, 0):
             return
         self._history.append(self._peak)
@@ -40,7 +41,7 @@ class Reservations:
         self._peak = self._now
 
     def counted(self, tokens: int, blocks: int, requests: int) -> tuple[int, int, int]:
-        """The lease's figures with the bookings counted once."""
+        """Return the lease's figures plus the reservations that it does not count yet."""
         own, peak = self._now, self._leased_peak
         return (
             max(0, tokens - peak[0]) + own[0],

@@ -1,9 +1,8 @@
-"""The standing token streams: one per node, carrying the output of all this router's requests there, and its pulse.
+"""Persistent token streams, one per node, with the output of all this router's requests there and its pulse.
 
-A stream that breaks is opened again behind its last frame: nobody notices. A node is lost, and with it all that was
-asked of it, once nobody listens at its address, once another process does, or after LOST times the silence that breaks
-a stream. Until then nothing new goes there.
-"""
+A broken stream is reopened after its last frame, without an effect on clients. A node and all its requests are lost if
+its address refuses connections, if another process answers there, or after LOST times the silence limit. Until then the
+node gets no new requests."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ log = logging.getLogger(__name__)
 LOST = 2.0
 """Multiple of the silence limit after which a stream counts as lost."""
 ACKNOWLEDGE_S = 1.0
-"""Between two words to a node about the frames that came."""
+"""Interval of acknowledgements to a node, in seconds."""
 
 
 class TokenStreams:
-    """Keeps a stream open to every node it is told of and hands its frames to the node's entry."""
+    """Keeps a token stream open to every node and passes its frames to the node's entry."""
 
     def __init__(self, client: NodeClient, *, first_backoff_s: float = 0.05, last_backoff_s: float = 2.0) -> None:
         self._client = client
@@ -36,7 +35,7 @@ class TokenStreams:
         self._streams: dict[NodeKey, tuple[NodeEntry, asyncio.Task[None]]] = {}
 
     def keep(self, nodes: Iterable[NodeEntry]) -> None:
-        """Hold streams to exactly these nodes: open the missing ones, close the others."""
+        """Open streams to exactly these nodes and close all others."""
         wanted = {entry.key: entry for entry in nodes}
         for key in [key for key in self._streams if key not in wanted]:
             entry, task = self._streams.pop(key)
@@ -48,16 +47,14 @@ class TokenStreams:
             self._streams[key] = (wanted[key], task)
 
     async def close(self) -> None:
-        """Close every stream; the nodes then cancel all that runs for this router."""
+        """Close every stream; the nodes then cancel all requests of this router."""
         tasks = [task for _, task in self._streams.values()]
         self.keep(())
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class TokenStream:
-    """Token stream of one node.
-
-    `_seen` is the number of the last frame, None while there is nothing to go on from."""
+    """Token stream of one node; `_seen` is the last frame's number, None if the stream cannot resume."""
 
     def __init__(self, client: NodeClient, entry: NodeEntry) -> None:
         self._client, self._entry = client, entry
@@ -65,7 +62,7 @@ class TokenStream:
         self._heard = 0.0
 
     async def read(self, first_s: float, last_s: float) -> None:
-        """Open it, and open it again, until cancelled; pauses grow from `first_s` to `last_s` while nobody answers."""
+        """Keep the stream open until cancelled, with pauses growing from `first_s` to `last_s` between failed tries."""
         acknowledging = asyncio.create_task(self._acknowledge())
         pause_s = 0.0
         try:
@@ -77,7 +74,7 @@ class TokenStream:
             acknowledging.cancel()
 
     async def _read_once(self) -> bool:
-        """Returns once it broke: whether it had been open."""
+        """Read the stream until it breaks; return whether it had been open."""
         opened = False
 
         def accepted() -> None:
@@ -106,7 +103,7 @@ class TokenStream:
         self._entry.deal(frame)
 
     def _ended(self, error: KvferryError) -> None:
-        """The stream broke, or was refused. Whether its node is lost, too."""
+        """Decide after a break or refusal whether the node is lost or the stream may resume."""
         if self._seen is None:
             return
         silent_s = self._client.clock() - self._heard
@@ -132,7 +129,7 @@ class TokenStream:
         self._entry.broken(error if isinstance(error, NodeLost) else NodeLost(f"{self._entry.key[0]}: {error}"))
 
     async def _acknowledge(self) -> None:
-        """The node keeps what this router may not have seen, and takes one that says nothing for frozen."""
+        """Acknowledge frames: the node keeps unacknowledged ones and takes a silent router for frozen."""
         while True:
             await asyncio.sleep(ACKNOWLEDGE_S)
             if self._entry.open and self._seen is not None:

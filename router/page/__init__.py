@@ -1,1 +1,1 @@
-"""The page at `/`, where a person can talk to the model."""
+"""Chat page at `/`, where a person can talk to the model."""

@@ -1,4 +1,4 @@
-"""The chat page: one file."""
+"""Response with the chat page, a single HTML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy of our pages: they load nothing from anywhere, run one script, and talk to this server only."""
+"""Content-Security-Policy of the HTML pages: no external resources, one script, requests to this server only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 
 @cache
 def headers(page: str) -> dict[str, str]:
-    """Return the Content-Security-Policy headers of a page: they name the hashes of its one script and style."""
+    """Return the security headers of a page, with the hashes of its one script and style."""
     policy = "; ".join((
         "default-src 'none'",
         f"script-src '{_hash(page, 'script')}'",

@@ -1,11 +1,11 @@
-"""Request arrival rate compared with the rate at which nodes start requests."""
+"""Rate of arriving sequences compared with the rate at which sequences start on nodes."""
 
 from __future__ import annotations
 
 import math
 
 MEMORY_S = 15.0
-"""Time constant: what came earlier counts ever less."""
+"""Time constant of the exponential decay of older sequences, in seconds."""
 
 
 class ArrivalRate:
@@ -15,16 +15,18 @@ class ArrivalRate:
         self._came = self._begun = self._at = 0.0
 
     def came(self, sequences: int, now: float) -> None:
+        """Count arriving sequences at time `now`."""
         self._pass(now)
         self._came += sequences
 
     def began(self, sequences: int, now: float) -> None:
+        """Count starting sequences at time `now`."""
         self._pass(now)
         self._begun += sequences
 
     @property
     def ratio(self) -> float:
-        """Above 1 the queue grows, below it shrinks. 1 where nothing comes, infinite where nothing begins."""
+        """Return arrivals divided by starts: above 1 the queue grows; 1 without arrivals, infinite without starts."""
         if not self._came:
             return 1.0
         return self._came / self._begun if self._begun else math.inf

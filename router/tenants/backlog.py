@@ -10,16 +10,17 @@ from kvferry.placement.capacity import Capacity
 from kvferry.protocol.lease import Rates
 
 DRAIN_S = 120.0
-"""In so long the nodes that are asked for shall have begun all that waits: what queued is not what comes."""
+"""Time within which the requested nodes should start all waiting requests, in seconds.
+
+It distinguishes a past burst from a lasting load."""
 SEATS = 64
-"""Of a decode node, as long as none was ever seen."""
+"""Sequences per decode node, until a decode node has been seen."""
 
 
 class Waiting(NamedTuple):
-    """Requests that wait for a slot: sequences, and prompt tokens to compute.
+    """Requests that wait for a slot: their sequences, and prompt tokens to compute.
 
-    seconds: until the last one's turn comes, as far as that can be said; ratio: of sequences that come to those that
-    begin."""
+    `seconds` estimates the time until the last one starts. `ratio` is that of arriving to starting sequences."""
 
     sequences: int = 0
     prompt: int = 0
@@ -28,47 +29,51 @@ class Waiting(NamedTuple):
 
 
 class Holds(Protocol):
-    """Requests that wait for a node, since none can take them."""
+    """Requests that wait because no node can take them."""
 
     @property
-    def requests(self) -> int: ...
+    def requests(self) -> int:
+        """Return the number of waiting requests."""
+        ...
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """Return the tokens of all waiting requests."""
+        ...
 
 
 class Backlog:
     """Backlog of one model's nodes for autoscaling.
 
-    Requests that wait for a slot count for seats as far as these are taken, and for prompts as far as they are not:
-    only the pool that is short should grow. Where there is no node at all, both should. What a node is, its rate and
-    its seats, is remembered from the last ones that were seen."""
+    Waiting requests count towards decode nodes in proportion to the occupied seats, and towards prefill nodes
+    otherwise, so that only the short pool grows. Without any node both grow. A node's rate and seats are remembered
+    from the last nodes seen."""
 
     def __init__(self, waiting: Callable[[], Waiting], held: Holds, capacity: Callable[[], Capacity]) -> None:
         self._waiting, self._held, self._capacity = waiting, held, capacity
         self._rate, self._seats = Rates().prefill_tokens_per_s, float(SEATS)
 
     def prefill_s(self) -> float:
-        """Seconds of one node for the prompts."""
+        """Return the waiting prompts in seconds of one prefill node."""
         full = self._look()
         return ((1 - full) * self._waiting().prompt + self._held.tokens) / self._rate
 
     def decode_nodes(self) -> float:
-        """Nodes for them beside those that there are.
+        """Return how many decode nodes the waiting requests need beyond the existing ones.
 
-        Full nodes of which fewer would be enough for what comes, once the queue is gone, are counted back: they say
-        themselves that they are full."""
+        The result may be negative. Full nodes report pressure themselves, and what exceeds the need of arrivals after
+        the queue is gone is subtracted."""
         full, decodes, waiting = self._look(), self._capacity().decodes, self._waiting()
         most = waiting.sequences / self._seats
         more = decodes * (waiting.ratio - 1 + waiting.seconds / DRAIN_S) if waiting.sequences and decodes else 0.0
         return full * min(most, more) + self._held.requests / self._seats
 
     def held(self) -> int:
-        """Requests that wait for a node."""
+        """Return the number of requests that wait for a node."""
         return self._held.requests
 
     def _look(self) -> float:
-        """Learn from the nodes that are there. Returns the share of their seats that is taken."""
+        """Update the remembered rate and seats from the present nodes; return the occupied fraction of their seats."""
         now = self._capacity()
         if now.prefills and now.prompt_per_s > 0:
             self._rate = now.prompt_per_s / now.prefills

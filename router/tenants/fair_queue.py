@@ -1,11 +1,9 @@
 """Start-time fair queue over tenants, weighted by tokens of work.
 
-Every request has a start tag: what its tenant had used before it, or what tenants are at now if that is more, so that
-anyone who comes after a pause has no credit and no debt. The least tag goes first. Between two tenants that both wait,
-the work they were given differs by no more than their largest requests, whatever they ask for (Goyal, Vin and Cheng,
-1996). Work is guessed when a request begins, by what the tenant's last ones took, and put right when it ends. Pure: no
-clock, no I/O.
-"""
+Every request has a start tag: its tenant's previous finish tag, or the current virtual time if that is later, so that
+idle tenants gain neither credit nor debt. The lowest tag goes first. Between two tenants that both wait, the work given
+differs by at most their largest requests (Goyal, Vin and Cheng, 1996). Work is estimated from the tenant's previous
+requests when a request begins, and corrected when it ends. The module is pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -16,23 +14,27 @@ from kvferry.router.tenants.tenant import Tenant
 from kvferry.router.tenants.tenant_queue import OUTPUT_WEIGHT, Slot, TenantQueue, Window
 
 LEARN = 0.2
-"""Weight of the newest request in what is expected of the next."""
+"""Weight of the newest request in the estimate for the next."""
 SMALLEST_PROMPT = 16
-"""Tokens: less than a step computes anyway counts as this."""
+"""Smallest prompt counted, in tokens: a step computes at least as many."""
 FEW_LEFT = 32
-"""Turns that left while they waited are dropped once there are more than this and half of all."""
+"""Abandoned slots are dropped once they exceed this number and half of a tenant's queue."""
 MEMORY = 8
-"""What a tenant was given is forgotten over so many times the work that is under way."""
+"""Work given to tenants is forgotten over this multiple of the work in flight."""
 LENIENT = 2
-"""A tenant is a newcomer until it was given so many times what another was: how much work a token is differs between
-machines and loads, and anyone who keeps to half of the nodes should never lose its place to an error of the count."""
+"""A tenant is a newcomer until it was given this multiple of another tenant's work.
+
+The margin absorbs estimation errors, since the cost of a token differs between machines and loads: a tenant that keeps
+to half of the nodes should not lose its place to them."""
 CROWD = 2
-"""Tenants with nothing under way may begin until this multiple of the window is full."""
+"""Tenants without requests in flight may start until this multiple of the window is used."""
 
 
 class FairQueue:
-    """`enter` makes a turn, `next` says whose begins, `compute` that its first token is out, `leave` ends it, begun or
-    not. `queued` counts those that wait. A tenant's lane is kept once it has one."""
+    """Queue of slots of all tenants; `queued` counts those that wait.
+
+    `enter` creates a slot, `next` returns the slot that begins, `compute` records its first token, and `leave` ends it,
+    begun or not. A tenant's queue is kept forever once created."""
 
     def __init__(self) -> None:
         self.queued = 0
@@ -42,7 +44,7 @@ class FairQueue:
         self._sequences = self._prompt = self._under_way = 0.0
 
     def enter(self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0) -> Slot:
-        """A request of so many sequences and prompt tokens, with at most `most_output` output tokens for each sequence.
+        """Add a request with its sequences, prompt tokens, and at most `most_output` output tokens per sequence.
 
         Lower priorities go first within a tenant."""
         lane = self._lanes.get(tenant.name)
@@ -61,7 +63,7 @@ class FairQueue:
         return turn
 
     def next(self, window: Window) -> Slot | None:
-        """The turn that begins now; None while nobody's may. O(tenants)."""
+        """Begin and return the next slot; None if none may begin. O(tenants)."""
         if not self.queued:
             return None
         for lane in self._in_order():
@@ -72,14 +74,14 @@ class FairQueue:
         return None
 
     def compute(self, turn: Slot, share: float) -> None:
-        """The first token is out, and this share of the prompt's tokens was computed for it."""
+        """Record the first token; `share` is the fraction of the prompt that was computed."""
         if not turn.computed:
             turn.computed = True
             turn.lane.fresh += LEARN * (share - turn.lane.fresh)
             self._uncount_prompt(turn)
 
     def leave(self, turn: Slot, prompt: float = 0.0, output: float = 0.0) -> None:
-        """It ended, or gave up its place: so many tokens were computed and put out. May be called again."""
+        """End a slot, with the prompt tokens computed and output tokens generated; may be called repeatedly."""
         if turn.over:
             return
         turn.over = True
@@ -105,11 +107,11 @@ class FairQueue:
 
     @property
     def work(self) -> float:
-        """Tokens of work of all that wait."""
+        """Return the work of all waiting slots, in tokens."""
         return sum(lane.work for lane in self._lanes.values())
 
     def ahead(self, turn: Slot) -> float:
-        """Tokens of work that are likely to begin before a turn that waits. O(tenants + turns of its own)."""
+        """Estimate the work that begins before a waiting slot, in tokens. O(tenants + slots of its tenant)."""
         own = turn.lane
         before = sum(other.work for other in own.waiting if other < turn and not other.over)
         per_share = (before + turn.work) / own.tenant.share
@@ -127,9 +129,10 @@ class FairQueue:
         yield from lanes
 
     def _fits(self, turn: Slot, window: Window) -> bool:
-        """Return whether there is room for it: for its tenant's next beside what that has under way, and for the first
-        of one that has nothing under way nearly always. So it is for a prompt of one that has little: nodes compute it
-        before the long ones of others."""
+        """Return whether the window has space for the slot beside its tenant's work in flight.
+
+        The first slot of a tenant with nothing in flight nearly always fits. So does a prompt of a tenant with little
+        work in flight, which nodes compute before the long prompts of others."""
         lane = turn.lane
         sequences, prompt = _counted(turn, window)
         had = 0.0 if window.shared and self._little(turn) else lane.prompt
@@ -139,7 +142,7 @@ class FairQueue:
         )
 
     def _little(self, turn: Slot) -> bool:
-        """Return whether its tenant has, with it, not half of the work that is under way of others."""
+        """Return whether its tenant's work in flight, with it, is at most half of that of the others."""
         own = turn.lane.under_way
         return 2 * (own + turn.work) <= self._under_way - own
 
@@ -160,8 +163,10 @@ class FairQueue:
         self._prompt += turn.counted[1]
 
     def _newcomer(self, turn: Slot) -> bool:
-        """Return whether its tenant was given less than LENIENT times what another was, of those whose requests are
-        under way, and has little there."""
+        """Return whether the nodes should serve the slot's tenant first.
+
+        This holds if the tenant has little in flight and was given at most LENIENT times the work of another active
+        tenant."""
         own = turn.lane
         few = 2 * (own.sequences + turn.counted[0]) <= self._sequences - own.sequences
         if not few and not self._little(turn):
@@ -170,7 +175,7 @@ class FairQueue:
         return own.given + turn.work / own.tenant.share <= LENIENT * most
 
     def _give(self, turn: Slot) -> None:
-        """Its tenant is given its work; of what all were given before a part is forgotten."""
+        """Count the slot's work as given to its tenant, and let the work given earlier decay."""
         self._under_way += turn.work
         turn.lane.under_way += turn.work
         kept = 1 - turn.work / (MEMORY * self._under_way)
@@ -189,14 +194,16 @@ class FairQueue:
 
 
 def _counted(turn: Slot, window: Window) -> tuple[float, float]:
-    """What it takes of the window: never more than one tenant may have, or it would never begin."""
+    """Return the part of the window that the slot uses, capped at one tenant's maximum so that it can begin."""
     part = 2 if window.shared else 1
     return min(turn.sequences, window.sequences / part), min(turn.prompt, window.prompt / part)
 
 
 def _roomy(window: float, own: float, others: float, more: float, shared: bool) -> bool:
-    """Where it is shared a tenant takes at most half of what the others leave, so that of any number something is left
-    for one more; with k tenants that want all, each has 1 / (k + 1)."""
+    """Return whether `more` fits into the window.
+
+    In a shared window a tenant uses at most half of what the others leave, so that one more tenant always fits. With k
+    tenants that want everything, each gets 1 / (k + 1)."""
     if own <= 0 and shared:
         return others < CROWD * window
     left = window - others

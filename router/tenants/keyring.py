@@ -1,4 +1,4 @@
-"""The keys that a router knows now: the one of its settings, and those of a file that is read again when it changes."""
+"""API keys currently valid: the one of the settings, and those of a file that is read again when it changes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvferry.runtime.watched_file import WatchedFile
 
 
 class Keyring:
-    """Keys are looked up by their hash: how long that takes says nothing that leads to a key.
+    """API keys of a router, looked up by hash so that timing reveals nothing about a key.
 
-    `guards` is whether clients need one; `tenants` are the live ones by name, NOBODY among them where it has a key.
-    Raises ConfigError when the file cannot be read at first; a file that breaks later is logged, and what it said
-    before holds."""
+    `guards` is true if clients need a key. `tenants` holds the tenants by name, including NOBODY if it has a key.
+    Raises ConfigError if the file cannot be read at the start. If it becomes invalid later, an error is logged and the
+    previous keys stay valid."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._own = {key_hash(settings.api_key.encode()): NOBODY} if settings.api_key else {}
@@ -26,12 +26,12 @@ class Keyring:
         self._take(self._file.value if self._file else {})
 
     def tenant(self, key: bytes) -> Tenant | None:
-        """Return the tenant of a key; None if it is nobody's."""
+        """Return the tenant of a key; None for an unknown key."""
         digest = key_hash(key)
         return self._own.get(digest) or self._keys.get(digest)
 
     def followed(self) -> AbstractAsyncContextManager[None]:
-        """Keep up with the file until the end of the block."""
+        """Follow changes of the file until the end of the block."""
         return self._file.followed() if self._file else nullcontext()
 
     def _take(self, keys: Keys) -> None:

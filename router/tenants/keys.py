@@ -1,11 +1,10 @@
-"""API keys as their file has them: hashes alone, so that who reads the file can present none of them.
+"""API key file: holds only hashes, so that a reader of the file cannot use the keys.
 
-    [acme]
-    keys = ["sha256:9f86d081884c7d65..."]
-    requests_per_minute = 600
+  [acme]
+  keys = ["sha256:9f86d081884c7d65..."]
+  requests_per_minute = 600
 
-A key is 256 random bits, of which a hash cannot be turned back by trying; keys that people chose could be.
-"""
+A key has 256 random bits, so its hash cannot be inverted by guessing; a key chosen by a person could be."""
 
 from __future__ import annotations
 
@@ -21,7 +20,9 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.router.tenants.tenant import NAME, Tenant
 
 KEY_PREFIX = "kvf-"
+"""Prefix of generated API keys."""
 HASH_PREFIX = "sha256:"
+"""Prefix of a key's hash in the file."""
 _LIMITS = {field.name for field in fields(Tenant)} - {"name"}
 _MOST = 2**31 - 1
 
@@ -40,15 +41,13 @@ def key_hash(key: bytes) -> bytes:
 
 
 def entry(name: str, key: str) -> str:
-    """A tenant's lines for the file. Raises ConfigError for a name that is none."""
+    """Return a tenant's lines for the file; raise ConfigError for an invalid name."""
     _check_name(name)
     return f'["{name}"]\nkeys = ["{HASH_PREFIX}{key_hash(key.encode()).hex()}"]\n'
 
 
 def read_keys(text: str) -> dict[bytes, Tenant]:
-    """Parse the text of a keys file.
-
-    Raises ConfigError naming the tenant and the field."""
+    """Parse the text of a keys file; raise ConfigError naming the tenant and the field."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -78,7 +77,7 @@ def _check_name(name: str) -> None:
 
 
 def _number(name: str, field: str, value: Any) -> Any:
-    """The limit, if it is a number within its bounds."""
+    """Return the limit if it is a number within its bounds; raise ConfigError otherwise."""
     kinds: tuple[type, ...] = (int, float) if field == "share" else (int,)
     least = {"share": 0.001, "priority": -_MOST}.get(field, 0)
     if type(value) not in kinds or not math.isfinite(value) or not least <= value <= _MOST:

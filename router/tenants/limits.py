@@ -13,7 +13,7 @@ _NONE: Mapping[str, str] = {}
 
 
 class RateLimited(Overloaded):
-    """A tenant took what it may. `kind` is "requests" or "tokens", as in OpenAI's errors."""
+    """A tenant's limit is reached; `kind` is "requests" or "tokens", as in OpenAI's errors."""
 
     code = "rate_limit_exceeded"
 
@@ -23,40 +23,43 @@ class RateLimited(Overloaded):
 
 
 class Bucket:
-    """`limit` tokens that come back over a minute, without steps.
+    """Token bucket of `limit` tokens that refills continuously over one minute.
 
-    It may owe: what was taken for a request is known only when the request ends. A limit of 0 is none."""
+    It may be negative, since the cost of a request is known only at its end. A limit of 0 means no limit."""
 
     def __init__(self, limit: int, now: float) -> None:
         self.limit = limit
         self._held, self._at = float(limit), now
 
     def held(self, now: float) -> float:
+        """Refill the bucket and return its tokens."""
         self._held = min(self.limit, self._held + (now - self._at) * self.limit / MINUTE_S)
         self._at = now
         return self._held
 
     def until_s(self, wanted: float, now: float) -> float:
-        """Seconds until so much is there; of more than the limit, until it is full: such a request goes into debt."""
+        """Return the seconds until `wanted` tokens are available, or until the bucket is full if it is less.
+
+        A request larger than the limit takes the bucket below zero."""
         if not self.limit:
             return 0.0
         lacking = min(wanted, self.limit) - self.held(now)
         return max(0.0, lacking * MINUTE_S / self.limit)
 
     def take(self, amount: float, now: float) -> None:
-        """Below 0: give back."""
+        """Take tokens; a negative amount returns them."""
         if self.limit:
             self._held = self.held(now) - amount
 
     def resize(self, limit: int, now: float) -> None:
-        """The limit changed: what was taken of the old one is taken of the new one."""
+        """Change the limit, keeping the amount taken."""
         if limit != self.limit:
             taken = self.limit - self.held(now)
             self.limit, self._held = limit, float(limit) - taken
 
 
 class Meter:
-    """One tenant's requests in progress and its two buckets. `running` counts the former."""
+    """Limits of one tenant: requests in progress (`running`), requests per minute and tokens per minute."""
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:
         now = clock()
@@ -67,14 +70,14 @@ class Meter:
         self._tokens = Bucket(tenant.tokens_per_minute, now)
 
     def become(self, tenant: Tenant) -> None:
-        """The tenant's limits changed."""
+        """Apply changed limits of the tenant."""
         now = self._clock()
         self.tenant = tenant
         self._requests.resize(tenant.requests_per_minute, now)
         self._tokens.resize(tenant.tokens_per_minute, now)
 
     def enter(self) -> None:
-        """A request came; `leave` must follow. Raises RateLimited, and then counts nothing."""
+        """Count a request; the caller must call `leave`. Raises RateLimited and then counts nothing."""
         tenant, now = self.tenant, self._clock()
         if 0 < tenant.concurrent <= self.running:
             said = f"{self.running} requests of {tenant.name} are in progress, its limit"
@@ -88,21 +91,22 @@ class Meter:
         self.running += 1
 
     def leave(self) -> None:
+        """End a request in progress."""
         self.running -= 1
 
     def charge(self, tokens: int) -> None:
-        """A request's prompt, and the least of its output. Raises RateLimited."""
+        """Charge a request's prompt and minimum output; raise RateLimited."""
         now = self._clock()
         if wait_s := self._tokens.until_s(tokens, now):
             raise self._short(wait_s, f", and this request takes {tokens}")
         self._tokens.take(tokens, now)
 
     def settle(self, tokens: int) -> None:
-        """It took so many more than it was charged for."""
+        """Charge the tokens that a request used beyond its charge."""
         self._tokens.take(tokens, self._clock())
 
     def headers(self) -> Mapping[str, str]:
-        """OpenAI's `x-ratelimit-*`, of the limits that there are."""
+        """Return OpenAI's `x-ratelimit-*` headers of the limits that are set."""
         if not (self._requests.limit or self._tokens.limit):
             return _NONE
         found: dict[str, str] = {}

@@ -1,8 +1,7 @@
 """Scheduler slots: requests wait here, in fair order, until nodes have capacity.
 
-What nodes take at once is a window: sequences as many as decode nodes run, prompt tokens as many as those that prefill
-compute in a moment. While there is room and nobody waits, a turn is there at once and nothing is scheduled.
-"""
+A window bounds the work on the nodes: as many sequences as decode nodes run, and as many prompt tokens as prefill nodes
+compute in a moment. If the window has space and no request waits, a slot is granted at once without scheduling."""
 
 from __future__ import annotations
 
@@ -25,22 +24,22 @@ from kvferry.router.tenants.tenant import Tenant
 from kvferry.router.tenants.tenant_queue import OUTPUT_WEIGHT, Slot, Window
 
 HORIZON_S = 0.1
-"""Where tenants share the nodes: seconds of prompts that are queued there, ahead of anyone who comes next."""
+"""With several tenants: prompts queued on the nodes ahead of the next arrival, in seconds of computation."""
 AHEAD = 2
-"""Where there is one tenant: sequences under way, as a multiple of those that run, so that no node waits for one."""
+"""With one tenant: sequences in flight, as a multiple of running ones, so that no node idles."""
 LOOK_S = 0.5
-"""While requests wait, nodes are looked at so often: more of them may have come."""
+"""Interval at which the capacity is checked while requests wait, in seconds."""
 LOOKED_AT = 32
-"""Turns, the newest ones, of which it is asked at each look whether they will begin in time."""
+"""Number of newest waiting slots checked at each interval for missed deadlines."""
 MEMORY_S = 20.0
-"""Time constant of the rate at which work is done."""
+"""Time constant of the throughput estimate, in seconds."""
 WORTH_S = 2.0
-"""So long must have been watched before the rate is worth a refusal."""
+"""Observation time before the throughput estimate may reject requests, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of one request: sequences, tokens of its prompts, and the most output tokens of a sequence."""
+    """Size of one request: sequences, prompt tokens, and the most output tokens per sequence."""
 
     sequences: int
     prompt: int
@@ -48,25 +47,26 @@ class Size:
 
 
 class ThroughputEstimate:
-    """Tokens of work done in a second, over the time in which requests waited: only then is it the nodes' own."""
+    """Work done per second, in tokens, measured while requests wait, since only then are the nodes saturated."""
 
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
         self._since: float | None = None
 
     def busy(self, now: float, waiting: bool) -> None:
-        """Return whether requests wait, from now on."""
+        """Note whether requests wait from now on."""
         self._pass(now)
         self._since = now if waiting else None
 
     def done(self, work: float, now: float) -> None:
+        """Count finished work."""
         if self._since is not None:
             self._pass(now)
             self._work += work
 
     @property
     def rate(self) -> float:
-        """0 as long as it is not known."""
+        """Return the work per second; 0 while unknown."""
         return self._work / self._seconds if self._seconds >= WORTH_S else 0.0
 
     def _pass(self, now: float) -> None:
@@ -77,18 +77,18 @@ class ThroughputEstimate:
 
 
 class Waiter(NamedTuple):
-    """Anyone who waits for a turn: told when it comes, or that it will not before the deadline."""
+    """Waiting request: a future that resolves when its slot begins or is too late, and the deadline."""
 
     coming: asyncio.Future[None]
     deadline: float
 
 
 class SchedulerSlots:
-    """The queue of one pool of nodes. Belongs to an asyncio loop.
+    """Slot queue of one pool of nodes, bound to an asyncio loop.
 
-    capacity     what the nodes take; asked for at every turn. Without it nobody ever waits
-    shared       whether there are several tenants
-    most_queued  requests of one tenant that may wait
+    capacity     returns what the nodes can take; called for every slot. Without it no request waits
+    shared       returns whether there are several tenants
+    most_queued  most requests of one tenant that may wait
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class SchedulerSlots:
         self._look: asyncio.TimerHandle | None = None
 
     async def take(self, tenant: Tenant, call: RequestContext, size: Size) -> Slot:
-        """A turn, when it has come; `end` must follow, and `began` may before.
+        """Wait for a slot and return it; the caller must call `end`, and may call `began` before.
 
-        Raises Overloaded as soon as it cannot come before the call's deadline, and when too many of the tenant's wait.
-        """
+        Raises Overloaded as soon as the slot cannot come before the call's deadline, or if too many of the tenant's
+        requests wait."""
         self._flow.came(size.sequences, self._clock())
         turn = self._queue.enter(tenant, size.sequences, size.prompt, size.most_output, call.priority)
         self._deal()
@@ -122,13 +122,13 @@ class SchedulerSlots:
         return turn
 
     def began(self, turn: Slot, share: float) -> None:
-        """The first token is out; this share of the prompt was computed for it."""
+        """Record the first token; `share` is the fraction of the prompt that was computed."""
         self._queue.compute(turn, share)
         if self._queue.queued:
             self._deal()
 
     def end(self, turn: Slot, computed: int, output: int) -> None:
-        """The request ended, or gave up: so many prompt tokens were computed, so many tokens put out."""
+        """End a slot, with the prompt tokens computed and the output tokens generated."""
         self._queue.leave(turn, computed, output)
         if self._queue.queued:
             self._pace.done(computed + OUTPUT_WEIGHT * output, self._clock())
@@ -136,7 +136,7 @@ class SchedulerSlots:
 
     @property
     def waiting(self) -> Waiting:
-        """All that waits."""
+        """Return a summary of all waiting requests."""
         seconds = self._queue.work / self._pace.rate if self._pace.rate else inf
         sequences = sum(turn.sequences for turn in self._waiters)
         return Waiting(sequences, sum(turn.prompt for turn in self._waiters), seconds, self._flow.ratio)
@@ -170,7 +170,7 @@ class SchedulerSlots:
             raise self._hopeless(ahead_s - left_s)
 
     def _ahead_s(self, turn: Slot) -> float:
-        """Seconds until it is likely to begin; 0 while that cannot be said."""
+        """Estimate the seconds until the slot begins; 0 while unknown."""
         return self._queue.ahead(turn) / self._pace.rate if self._pace.rate else 0.0
 
     def _hopeless(self, again_s: float) -> Overloaded:
@@ -181,7 +181,7 @@ class SchedulerSlots:
         )
 
     def _deal(self) -> None:
-        """Let begin anyone who may."""
+        """Begin all slots that fit into the window."""
         window, some_waited = self._window(), bool(self._waiters)
         while (turn := self._queue.next(window)) is not None:
             self._flow.began(turn.sequences, self._clock())
@@ -200,7 +200,7 @@ class SchedulerSlots:
         return Window(capacity.sequences, HORIZON_S * capacity.prompt_per_s, True)
 
     def _note(self) -> None:
-        """Who waits has changed."""
+        """Update metrics and the timer after the set of waiting requests changed."""
         waiting = len(self._waiters)
         self._metrics.queued.inc(waiting - self._told)
         self._told = waiting
@@ -218,7 +218,7 @@ class SchedulerSlots:
         self._note()
 
     def _send_away(self) -> None:
-        """Who waits and would not begin in time hears so as soon as that can be told; a few at a time."""
+        """Reject a few waiting requests that will miss their deadline, as soon as that is known."""
         now, most_s = self._clock(), self._queue.work / self._pace.rate if self._pace.rate else 0.0
         doubtful = (pair for pair in reversed(self._waiters.items()) if now + most_s > pair[1].deadline)
         for turn, waiter in list(islice(doubtful, LOOKED_AT)):

@@ -1,4 +1,4 @@
-"""Tenant: a name with its API keys and limits."""
+"""Tenant: its name, limits, priority class and share of the nodes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import re
 from dataclasses import dataclass
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""A tenant's name stands in logs, labels and headers as it is."""
+"""Valid tenant names, which appear unescaped in logs, labels and headers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Limits are of each router; 0 turns one off.
+    """Tenant with its limits, which apply per router; 0 means no limit.
 
-    requests_per_minute, tokens_per_minute  tokens: of prompts and outputs together
-    concurrent                              generating requests in progress
-    priority                                class: as long as a tenant of a lower number waits, those of higher wait too
-    share                                   weight in the fair queue among tenants of its class
+    requests_per_minute  rate of requests
+    tokens_per_minute    rate of prompt and output tokens together
+    concurrent           generating requests in progress
+    priority             class; higher numbers wait as long as a tenant of a lower number waits
+    share                weight in the fair queue among tenants of its class
     """
 
     name: str
@@ -28,9 +29,9 @@ class Tenant:
 
 
 NOBODY = Tenant("")
-"""Who asks where there are no tenants: clients of a router without keys, or with the one key of its settings."""
+"""Tenant of all clients of a router without keys, or with the single key of its settings."""
 
 
 def namespace(tenant: str, salt: str) -> str:
-    """Return the namespace that roots block hashes beside the model."""
+    """Return the namespace that roots block hashes in addition to the model."""
     return f"{len(tenant)}:{tenant}{salt}" if tenant or salt else ""

@@ -1,4 +1,4 @@
-"""Queue of one tenant: its waiting requests, its running ones and its concurrency window."""
+"""Queue of one tenant: its waiting requests, its requests in flight and its part of the window."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import NamedTuple
 from kvferry.router.tenants.tenant import Tenant
 
 OUTPUT_WEIGHT = 4.0
-"""An output token counts as so many prompt tokens: prompts are computed many tokens at a time."""
+"""Cost of an output token in prompt tokens, which are computed many at a time."""
 FIRST_OUTPUT = 128.0
-"""Output tokens expected of a tenant's first sequence."""
+"""Expected output tokens of a tenant's first sequence."""
 
 
 class Window(NamedTuple):
-    """Bound on work in flight at the nodes: sequences, and prompt tokens whose first output token is not out.
+    """Bound on work in flight on the nodes: sequences, and prompt tokens of requests without a first token.
 
-    `shared`: leave some of it to tenants that have nothing under way."""
+    `shared`: part of it is reserved for tenants that have nothing in flight."""
 
     sequences: float = inf
     prompt: float = inf
@@ -29,9 +29,15 @@ class Window(NamedTuple):
 class TenantQueue:
     """Queue of one tenant.
 
-    It holds what waits, by priority and arrival, as slots and as work; what of the window it has, and what is in
-    flight, as work; the tag at which its next request starts; the work it was given lately, by its share; and what to
-    expect of it: the share of a prompt that is not cached, and the output tokens of a sequence."""
+    finish             start tag of its next request
+    waiting            waiting slots by priority and arrival, some of them abandoned
+    queued, work       number and work of the waiting slots
+    sequences, prompt  its part of the window
+    under_way          its work in flight
+    given              recent work given, divided by its share
+    fresh              expected fraction of a prompt that is not cached
+    output             expected output tokens of a sequence
+    """
 
     tenant: Tenant
     finish: float = 0.0
@@ -46,7 +52,7 @@ class TenantQueue:
     output: float = FIRST_OUTPUT
 
     def head(self) -> Slot | None:
-        """The next to begin; those that left while they waited are dropped here."""
+        """Return the next slot to begin, and drop abandoned ones before it."""
         while self.waiting and self.waiting[0].over:
             heapq.heappop(self.waiting)
         return self.waiting[0] if self.waiting else None
@@ -54,12 +60,11 @@ class TenantQueue:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A request's place in the queue, then among those under way.
+    """A request's place in the queue, then among those in flight.
 
-    sequences, prompt, output  what it brings: sequences, prompt tokens expected to be computed, output tokens expected
+    sequences, prompt, output  sequences, and expected prompt tokens to compute and output tokens
     work                       the same in tokens of work
-    newcomer                   as it began its tenant had been given little beside others, and had not half of the work
-                               that is under way of theirs: the nodes should serve it before those
+    newcomer                   the nodes should serve it first, as its tenant had received little work when it began
     """
 
     lane: TenantQueue
@@ -75,11 +80,12 @@ class Slot:
 
     @property
     def work(self) -> float:
+        """Return the expected work in tokens."""
         return self.prompt + OUTPUT_WEIGHT * self.output
 
     @property
     def at_once(self) -> int:
-        """Return how many of its sequences may be at the nodes at a time."""
+        """Return how many of its sequences may run on the nodes at a time."""
         return max(1, int(self.counted[0]))
 
     def __lt__(self, other: Slot) -> bool:

@@ -1,4 +1,4 @@
-"""All tenants: identifies a request's tenant, its limits and its cache namespace."""
+"""All tenants: their limits, token counters and cache namespaces, by name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvferry.router.tenants.tenant import NOBODY, Tenant
 
 
 class TenantRegistry:
-    """`keyring` is the caller's to keep up with its file.
+    """Tenants of a router; the caller follows the file of `keyring`.
 
-    Meters are kept for as long as there is a tenant of the name, or a request of it in progress."""
+    A tenant's meter is kept while the tenant exists or has a request in progress."""
 
     def __init__(self, settings: RouterSettings, keyring: Keyring | None = None) -> None:
         self.keyring = keyring or Keyring(settings)
@@ -25,14 +25,15 @@ class TenantRegistry:
         self._counters: dict[str, list[Counter]] = {}
 
     def several(self) -> bool:
-        """Return whether there is anyone to be fair to."""
+        """Return whether there are several tenants, which fair queueing concerns."""
         return len(self.keyring.tenants) > 1
 
     def tenant(self, name: str) -> Tenant:
-        """Return the tenant as the file has it now."""
+        """Return the tenant with its current limits."""
         return self.keyring.tenants.get(name) or (NOBODY if not name else Tenant(name))
 
     def meter(self, name: str) -> Meter:
+        """Return the tenant's meter."""
         if self._known is not self.keyring.tenants:
             self._renew()
         meter = self._meters.get(name)
@@ -41,13 +42,13 @@ class TenantRegistry:
         return meter
 
     def realm(self, name: str) -> str:
-        """Return whose cached blocks a tenant may use.
+        """Return the tenant whose cached blocks this tenant may use.
 
-        They are its own alone, unless all share prefixes, so that nobody can probe for others' prompts by latency."""
+        It is the tenant itself, so that none can detect others' prompts by latency, unless all share prefixes."""
         return "" if self._share_prefixes else name
 
     def count(self, metrics: RouterMetrics, name: str, tokens: tuple[int, int, int]) -> None:
-        """Prompt, cached and output tokens of a request that ended. To look a label up costs more than to count."""
+        """Count a request's prompt, cached and output tokens, with cached counters, since label lookups are slow."""
         counters = self._counters.get(name)
         if counters is None:
             counters = self._counters[name] = [metrics.tenant_tokens.labels(name, kind) for kind in TOKEN_KINDS]
@@ -56,7 +57,7 @@ class TenantRegistry:
                 counter.inc(amount)
 
     def _renew(self) -> None:
-        """The file changed."""
+        """Apply a changed keys file to the meters."""
         self._known = self.keyring.tenants
         for name, meter in list(self._meters.items()):
             if name in self._known:

@@ -1,4 +1,4 @@
-"""bad_words as token sequences."""
+"""Conversion of bad_words to token sequences."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from kvferry.router.text.text_model import TextModel
 
 
 def bad_word_ids(words: Sequence[str], text: TextModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as it stands at the beginning of a text and, where that is another sequence of as many tokens, as it
-    stands behind a space (as vLLM has it: one that is longer begins with a token of the space alone)."""
+    """Return the token sequences of each word, without and with a leading space.
+
+    As in vLLM, the form with a space is kept only if it differs and has as many tokens: a longer one begins with a
+    token of the space alone."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = tuple(text.encode(word.lstrip(), add_special_tokens=False))

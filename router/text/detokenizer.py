@@ -1,4 +1,4 @@
-"""Incremental detokenizer that never emits half a character."""
+"""Incremental detokenizer that never emits an incomplete character."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NOTHING: Mapping[int, str] = MappingProxyType({})
 
 
 class Detokenizer(Protocol):
-    """The concatenation of all `feed` results and `finish` is the text of the tokens. Each call is O(1)."""
+    """Incremental detokenizer; the results of all `feed` calls and `finish` form the text. Each call is O(1)."""
 
     def feed(self, token_id: int) -> str:
-        """Text that this token completes; empty while a character is incomplete."""
+        """Return the text that this token completes; empty while a character is incomplete."""
 
     def finish(self) -> str:
         """Return the rest: a replacement character for an incomplete character."""
@@ -32,10 +32,10 @@ def detokenizer(
     skip_special_tokens: bool = True,
     shown: Mapping[int, str] = _NOTHING,
 ) -> Detokenizer:
-    """One sequence's detokenizer.
+    """Return a detokenizer of one sequence.
 
-    `prompt` is what the output continues: it decides about a leading space. `shown` is what stands for some special
-    tokens, whether others are skipped or not."""
+    `prompt` precedes the output and decides about a leading space. `shown` maps special tokens to the text shown for
+    them, whether other special tokens are skipped or not."""
     hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
     if tokenizer.byte_level:
         return ByteDetokenizer(tokenizer, hidden.union(shown), shown)
@@ -43,18 +43,19 @@ def detokenizer(
 
 
 class ByteDetokenizer:
-    """Detokenizer for vocabularies whose tokens are bytes: an incremental UTF-8 decoder is exact.
+    """Exact detokenizer for vocabularies whose tokens are bytes, with an incremental UTF-8 decoder.
 
-    Of hidden tokens what is `shown` for them is seen, if anything."""
+    Hidden tokens appear as the text `shown` for them, if any."""
 
     def __init__(self, tokenizer: TextTokenizer, hidden: frozenset[int], shown: Mapping[int, str] = _NOTHING) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._hidden, self._shown = hidden, shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._waits = False
-        """Whether the decoder has the beginning of a character."""
+        """True while the decoder holds an incomplete character."""
 
     def feed(self, token_id: int) -> str:
+        """Return the text that this token completes."""
         if token_id in self._hidden:
             return self.finish() + self._shown[token_id] if token_id in self._shown else ""
         data = self._token_bytes(token_id)
@@ -65,6 +66,7 @@ class ByteDetokenizer:
         return text
 
     def finish(self) -> str:
+        """Return the rest: a replacement character for an incomplete character."""
         self._waits = False
         return self._decoder.decode(b"", True)
 
@@ -72,9 +74,9 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Detokenizer for any other decoder (SentencePiece, WordPiece, ...).
 
-    It decodes a window of recent tokens twice, without and with the new ones, and emits the difference. window[:read]
-    are tokens whose text was emitted; window[read:] are those that wait for the rest of a character, at most _PATIENCE
-    of them: after that many, the bytes are no character."""
+    It decodes a window of recent tokens without and with the new ones, and emits the difference. The text of
+    window[:read] is emitted. The tokens window[read:] wait for the rest of a character; after _PATIENCE of them the
+    bytes are taken to be no character."""
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class WindowDetokenizer:
         self._read = len(self._window)
 
     def feed(self, token_id: int) -> str:
+        """Return the text that this token completes."""
         if token_id in self._hidden:
             return self._mark(token_id) if token_id in self._shown else ""
         self._window.append(token_id)
@@ -100,12 +103,13 @@ class WindowDetokenizer:
         return text
 
     def finish(self) -> str:
+        """Return the text of the tokens that still wait."""
         text = self._fresh()
         self._read = len(self._window)
         return text
 
     def _mark(self, token_id: int) -> str:
-        """What is shown for a hidden token; the text behind it is decoded as behind the token."""
+        """Return the text shown for a hidden token, which stays the context of the following text."""
         rest = self.finish()
         self._window, self._read = [token_id], 1
         return rest + self._shown[token_id]

@@ -1,8 +1,7 @@
-"""Tokenization that does not block the event loop.
+"""Tokenization of prompts on threads, so that it does not block the event loop.
 
-The library's `encode` keeps the interpreter to itself for as long as it takes, its batch calls do not. A text that
-cannot fit is refused by its length, or, where its tokens may be long, as soon as its first slices exceed the context.
-"""
+The library's `encode` holds the GIL for its whole duration; its batch calls do not. A text that cannot fit is rejected
+by its length. If its tokens may be long, it is rejected as soon as its first slices exceed the context."""
 
 from __future__ import annotations
 
@@ -22,24 +21,26 @@ from kvferry.router.text.word_cache import WordCache
 T = TypeVar("T")
 
 LONG_CHARS = 6144
-"""Texts shorter than this, together, are encoded where they are, in two milliseconds: a thread costs one."""
+"""Total length from which texts are encoded on a thread; shorter ones take 2 ms, and a thread costs 1 ms."""
 PLAIN_CHARS = 8
-"""Per token of the context: a longer text is counted in slices first. Languages and code stay far below it."""
+"""Characters per token of the context above which a text is first counted in slices.
+
+Languages and code stay far below it."""
 FALLBACK_CHARS = 256
-"""Per token of the context, where the tokenizer itself sets no bound."""
+"""Largest number of characters per token of the context if the tokenizer sets no bound."""
 MOST_TOKENS = 2**20
-"""Of one request's texts together, where nothing else is said."""
+"""Default limit of the tokens of all texts of one request."""
 TRUNCATED_CHARS = 2**20
-"""Of a text whose tail is wanted, whatever the context: all of it must be encoded."""
+"""Minimum limit of a text to be truncated, in characters: all of it must be encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Bound on the texts of a request, each by itself.
+    """Bound on each text of a request.
 
-    tokens     of the context
-    field      where the texts are, for errors
-    truncated  more tokens than that are welcome: only some of them are used, or none
+    tokens     length of the context
+    field      field of the texts, for errors
+    truncated  texts may have more tokens, since only some of them are used
     """
 
     tokens: int
@@ -48,10 +49,10 @@ class Bound:
 
 
 class Encoder:
-    """Encoder of one model.
+    """Text encoder of one model.
 
-    Long texts share a few threads; who waits for one may be cancelled. most: tokens of all texts of one request, which
-    a single text of the context's length may exceed."""
+    Long texts share a few threads; callers that wait for one may be cancelled. `most` limits the tokens of all texts of
+    a request; a single text may have as many tokens as the context."""
 
     def __init__(self, text: TextModel, most: int = MOST_TOKENS) -> None:
         self._text, self._most = text, most
@@ -61,15 +62,15 @@ class Encoder:
         self._memo, self._words = TokenCache(text.tokenizer.library, encode), WordCache(text.tokenizer.library, encode)
 
     def short(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text shorter than LONG_CHARS, on the event loop."""
+        """Return the token ids of a text shorter than LONG_CHARS, on the event loop."""
         encode = self._words.ids if self._words.apart else self._text.encode
         return encode(text, add_special_tokens=add_special_tokens)
 
     async def encode(self, texts: Sequence[str], bound: Bound, *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text.
+        """Return the token ids of each text.
 
-        Raises ContextLengthExceeded for one that certainly has more than `bound.tokens`; InvalidRequest for one that is
-        too long to be truncated here, and for too many of them."""
+        Raises ContextLengthExceeded for a text that certainly exceeds `bound.tokens`, and InvalidRequest for a text
+        that is too long to be truncated and for too many tokens in total."""
         for text in texts:
             self._check_length(text, bound)
         encode = partial(self._text.encode, add_special_tokens=add_special_tokens)
@@ -98,7 +99,7 @@ class Encoder:
         return found
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], bound: Bound) -> list[tuple[list[int], int]]:
-        """Each pair as one text, and where its second one begins. Raises as `encode` does."""
+        """Return the token ids of each pair and the index of its second text; raise as `encode`."""
         for text in {text for pair in pairs for text in pair}:
             self._check_length(text, bound)
         found: list[tuple[list[int], int]] = []
@@ -111,7 +112,7 @@ class Encoder:
         return found
 
     async def beside(self, call: Callable[..., T], *args: Any, size: int = SHORT, of: int = 0) -> T:
-        """The result of `call(*args)`, from a thread: see Lanes."""
+        """Return the result of `call(*args)`, run on a thread; see TokenizerThreads.run."""
         return await self._lanes.run(call, *args, size=size, of=of)
 
     def _check_length(self, text: str, bound: Bound) -> None:
@@ -129,7 +130,7 @@ class Encoder:
         raise _too_long(bound, f"which {len(text)} characters cannot fit into")
 
     async def _check_slices(self, text: str, bound: Bound) -> None:
-        """Count tokens slice by slice until they are certainly too many: a cut adds less than a slice's hundredth."""
+        """Count tokens by slices until they are certainly too many; a cut adds less than 1 % of a slice."""
         count, encode = 0, partial(self._text.encode, add_special_tokens=False)
         for part in _slices(text):
             count += len(await self.beside(encode, part, size=len(part), of=len(text)))
@@ -138,7 +139,7 @@ class Encoder:
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """The texts in order, short ones together up to a slice: a thread for each would cost more than its work."""
+    """Yield the texts in order, grouping short ones up to a slice, since a thread for each would cost more."""
     group: list[str] = []
     size = 0
     for text in texts:

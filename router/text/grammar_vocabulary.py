@@ -1,4 +1,4 @@
-"""Vocabulary of a model for the grammar library."""
+"""Conversion of a model's tokenizer into the vocabulary of the grammar library."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from kvferry.structured_output.vocabulary import Vocabulary
 
 
 def vocabulary_of(text: TextModel) -> Vocabulary:
-    """Return the vocabulary of a served model.
-
-    Takes some tenths of a second: its tokenizer becomes JSON."""
+    """Return the vocabulary of a served model; serialising its tokenizer takes some tenths of a second."""
     tokenizer, facts = text.tokenizer, text.facts
     size = max(facts.vocab_size, tokenizer.vocab_size)
     return Vocabulary(tokenizer.library.to_str(), size, facts.eos_token_ids, tokenizer.special_texts)

@@ -1,6 +1,6 @@
-"""Translation of a conversation into the form that gpt-oss's chat template reads.
+"""Translation of a conversation into the form that gpt-oss's chat template expects.
 
-Thoughts, each tool call with its result, and one message of instructions have their own places; anything else is
+Reasoning, each tool call with its result, and one message of instructions have separate places. Everything else is
 rejected or dropped."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _INSTRUCTIONS = ("system", "developer")
 
 
 def channelled(messages: Sequence[Message]) -> list[Message]:
-    """The messages, whose content is text, in that form."""
+    """Return the messages, whose content is text, in the template's form."""
     told = [each["content"] for each in messages if each.get("role") in _INSTRUCTIONS]
     first = [{"role": "developer", "content": "\n\n".join(filter(None, told))}] if told else []
     rest = [each for each in messages if each.get("role") not in _INSTRUCTIONS]
@@ -21,7 +21,7 @@ def channelled(messages: Sequence[Message]) -> list[Message]:
 
 
 def described(tools: Sequence[Any] | None) -> list[Any] | None:
-    """Tools that all have a description, as the template wants it."""
+    """Return the tools with a description each, as the template requires."""
     if tools is None:
         return None
     return [{**each, "function": {**each["function"], "description": _description(each["function"])}} for each in tools]
@@ -47,7 +47,9 @@ def _turns(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _thoughtful(message: Message) -> Message:
-    """Beside calls the template takes one of thoughts and content, both as thoughts; without any, no field for them."""
+    """Move an assistant's reasoning to `thinking`, joined with the content if it has calls.
+
+    The template accepts reasoning or content beside calls, both as thinking, and no empty list of calls."""
     if not message.get("tool_calls"):
         message = {name: value for name, value in message.items() if name != "tool_calls"}
     thoughts = message.get("reasoning_content")
@@ -59,7 +61,7 @@ def _thoughtful(message: Message) -> Message:
 
 
 def _turn(message: Message, results: Sequence[Message]) -> Iterator[Message]:
-    """Of an assistant: its calls one by one, each with its result, those without an id in their order."""
+    """Yield an assistant's calls one by one, each with its results; results without an id follow in order."""
     calls, left = message.get("tool_calls") or (), list(results)
     if not calls:
         yield from (message, *left)

@@ -1,8 +1,7 @@
 """Upper bound of characters per token: rejects text that exceeds the context without encoding it.
 
-A tokenizer is a pipeline, and every step of it may swallow text: a normalizer that composes characters, a pre-tokenizer
-that drops spaces, a byte without a token. Where a step is not known, there is no bound.
-"""
+A tokenizer is a pipeline in which every step may drop text: a normalizer that composes characters, a pre-tokenizer that
+drops spaces, a byte without a token. An unknown step means that there is no bound."""
 
 from __future__ import annotations
 
@@ -17,21 +16,21 @@ from tokenizers import Tokenizer, models
 from kvferry.model_files.tokenizer import BYTE_ALPHABET
 
 _FACTORS = {"NFC": 4.0, "NFKC": 4.0, "NFD": 1.0, "NFKD": 1.0, "Lowercase": 1.0, "Prepend": 1.0, "ByteLevel": 1.0}
-"""How many characters a normalizer may make one of: Unicode composes four at most."""
+"""Largest number of characters that a normalizer turns into one; Unicode composes at most four."""
 _CUTTING = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts", "FixedLength"))
 """Pre-tokenizers that only cut, unless their behavior is `removed`."""
 _SPACES = " \t\r\n\f\v"
 _CONTINUATION = range(0x80, 0xC0)
-"""Bytes of which every character outside ASCII has at least one."""
+"""UTF-8 bytes of which every character outside ASCII has at least one."""
 
 State = Mapping[str, Any]
 
 
 class LengthBound:
-    """Length bound of one tokenizer.
+    """Length bound of one tokenizer, in characters.
 
-    Counts characters: a token is spelt with as many as it covers at least, or with its bytes, and a character is a byte
-    at least."""
+    A token is spelt with at least as many characters as it covers, or with its bytes, and a character has at least one
+    byte."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -42,17 +41,17 @@ class LengthBound:
             self._free += "".join(char for char in _SPACES if char not in self._free)
 
     def most(self, tokens: int) -> int | None:
-        """Characters that so many tokens can stand for; None: there is no bound."""
+        """Return the largest number of characters for `tokens` tokens; None if there is no bound."""
         return None if self._per_token is None else math.ceil(tokens * self._per_token)
 
     def least(self, text: str) -> int:
-        """Characters of `text` that some token must stand for."""
+        """Return the number of characters of `text` that need a token."""
         return len(text) - sum(map(text.count, self._free))
 
 
 @lru_cache(maxsize=16)
 def reach_of(tokenizer: Tokenizer) -> LengthBound:
-    """Made once: it looks at the whole vocabulary."""
+    """Return the tokenizer's length bound, cached because it scans the whole vocabulary."""
     return LengthBound(tokenizer)
 
 
@@ -84,8 +83,9 @@ def _only_cuts(step: State) -> bool:
 
 
 def _free(tokenizer: Tokenizer, vocabulary: Mapping[str, int]) -> str | None:
-    """Characters of ASCII that no token stands for, since they are dropped; None if others may be, or many may be taken
-    together as unknown."""
+    """Return the ASCII characters that the tokenizer drops for lack of a token.
+
+    None if other characters may be dropped, or if many may become one unknown token."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return None

@@ -28,7 +28,7 @@ class _Templates:
 
 
 def load_text_models(settings: RouterSettings) -> list[TextModel]:
-    """Every model of `settings.model`, in their order. Raises ConfigError."""
+    """Load every model of `settings.model`, in order; raise ConfigError."""
     served = split_names(settings.served_model_name, len(settings.model))
     if settings.chat_template and len(settings.model) > 1:
         raise ConfigError(
@@ -41,13 +41,13 @@ def load_text_models(settings: RouterSettings) -> list[TextModel]:
 
 
 def load_text_model(settings: RouterSettings) -> TextModel:
-    """The only model of `settings.model`. Raises ConfigError."""
+    """Load the only model of `settings.model`; raise ConfigError."""
     (text,) = load_text_models(settings)
     return text
 
 
 def _load(settings: RouterSettings, model: str, served: tuple[str, ...]) -> TextModel:
-    """Without its weights."""
+    """Load a model's files without its weights."""
     source = resolve(model, weights=False)
     with naming(source.name):
         return _read(settings, source, served)
@@ -97,7 +97,7 @@ def _from_directory(source: ModelSource) -> tuple[dict[str, str], _Templates]:
 
 
 def _directory_templates(path: Path, config: Mapping[str, Any]) -> _Templates:
-    """chat_template.jinja, else chat_template.json, else tokenizer_config.json (one text or a list of named ones)."""
+    """Read chat_template.jinja, else chat_template.json, else tokenizer_config.json (one or named ones)."""
     own_file = path / "chat_template.jinja"
     if own_file.is_file():
         return _Templates(_read_text(own_file))
@@ -109,7 +109,7 @@ def _directory_templates(path: Path, config: Mapping[str, Any]) -> _Templates:
 
 
 def _content(token: Any) -> str | None:
-    """A special token of tokenizer_config.json: text, or an object with its content."""
+    """Return a special token of tokenizer_config.json, which is text or an object with its content."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
@@ -119,7 +119,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    """A template file: Jinja source, or JSON holding it under `chat_template`."""
+    """Read a template file: Jinja source, or JSON with the source under `chat_template`."""
     if path.suffix == ".json":
         value = read_json(path).get("chat_template")
         if not isinstance(value, str):

@@ -1,6 +1,6 @@
 """Sandbox for chat templates, which are programs from a model's files.
 
-Jinja's own sandbox protects the process's objects; this one also bounds loops and the size of texts."""
+Jinja's own sandbox protects the process's objects. This one also bounds loops and the size of texts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_TURNS = 500_000
-"""Of one rendering: each turn of a loop, each call, and each 8 KiB of a text or list that an operation makes."""
+"""Budget of one rendering: loop turns, calls, and each 8 KiB of a text or list that an operation makes."""
 MAX_LENGTH = 1 << 24
-"""Of a text or list that an operation makes."""
+"""Longest text or list that an operation may make, in characters or items."""
 MAX_NUMBER = 1 << 20
-"""That a filter or a method is given: it may be a width or a count."""
+"""Largest number passed to a filter or method, which may be a width or a count."""
 _BYTES_A_TURN = 8192
 _WIDTH = re.compile(r"\d{6}|\*")
 _TURNS, _CONCATENATED = "kvferry turns", "kvferry concatenated"
-"""Names that no template can spell."""
+"""Names that no template can write."""
 
 
 class _BoundedTemplate(Template):
     def render(self, *args: Any, **kwargs: Any) -> str:
-        """Each rendering has turns of its own."""
+        """Render with a budget of turns of its own."""
         return super().render(*args, **{**kwargs, _TURNS: [MAX_TURNS]})
 
 
@@ -50,6 +50,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Check the size of an operator's result, then apply it (Jinja hook)."""
         if operator == "%" and isinstance(left, str):
             _check_widths(left)
         elif operator == "**":
@@ -63,17 +64,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check a call's arguments and the size of its result (Jinja hook)."""
         _check_numbers((*args, *kwargs.values()))
         text = getattr(__obj, "__self__", None)
         if isinstance(text, str):
             _check_call(text, __obj.__name__, args)
-        if isinstance(__obj, LoopContext):  # a loop that goes on with what it is called with
+        if isinstance(__obj, LoopContext):  # a recursive loop, called with its items
             args = (_counted(__context, args[0]), *args[1:]) if args else args
         found = super().call(__context, __obj, *args, **kwargs)
         _spend(__context, len(found) if isinstance(found, str) else 0)
         return found
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Check the widths of a format string (Jinja hook)."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
             _check_widths(value.__self__)
@@ -81,7 +84,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Bounding(NodeTransformer):
-    """Makes loops count their turns, and `a ~ b` know its length."""
+    """Rewrites a template so that loops count their turns and `a ~ b` checks its length."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -94,7 +97,7 @@ class _Bounding(NodeTransformer):
 
 
 def _spend(context: Context, length: int) -> None:
-    """One turn, and those of a text or list of that length."""
+    """Spend one turn, and those of a text or list of that length."""
     if length > MAX_LENGTH:
         raise TemplateError(f"a text or list of {length} parts is too long; the limit is {MAX_LENGTH}")
     left = context.get(_TURNS)
@@ -107,7 +110,7 @@ def _spend(context: Context, length: int) -> None:
 
 @pass_context
 def _counted(context: Context, items: Any) -> Any:
-    """The items of a loop, as long as there are turns."""
+    """Return the items of a loop, each of which spends a turn."""
     return _turning(context, items) if isinstance(items, Iterable) else items
 
 
@@ -125,7 +128,7 @@ def _concatenated(context: Context, parts: Sequence[Any]) -> str:
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments are within bounds. Its value, which is not checked, comes behind what jinja passes."""
+    """Wrap a filter with checks of its arguments, which follow the arguments of Jinja and the value."""
     before = 1 + hasattr(function, "jinja_pass_arg")
 
     @functools.wraps(function)
@@ -139,7 +142,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_call(value: str | list[Any], name: str, args: Sequence[Any]) -> None:
-    """Of a method or filter of a text, or of a list: what it will make is not too long."""
+    """Raise TemplateError if a method or filter would make a text that is too long."""
     if name == "format" and isinstance(value, str):
         _check_widths(value)
         return
@@ -165,5 +168,5 @@ def _check_numbers(values: Iterable[Any]) -> None:
 
 
 def _times(value: Any, times: Any) -> int:
-    """How long `value` is when repeated."""
+    """Return the length of `value` when repeated."""
     return len(value) * max(0, times) if isinstance(times, int) and isinstance(value, Sequence) else 0

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Feed it text as it comes; it gives back what may be shown.
+    """Incremental matcher: feed it text, and it returns the text that may be shown.
 
-    The match is the stop string that ends first, of those the one that begins first, so the result depends only on the
-    text and not on how it was cut. `matched` is set then, and whatever is fed later is dropped. Text is held back only
-    while it could still become a stop string.
-    """
+    The match is the stop string that ends first, and among those the one that begins first. The result therefore
+    depends only on the text, not on its cuts. `matched` is then set, and later text is dropped. Text is held back only
+    while it may become a stop string."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         assert all(stops), stops
@@ -39,7 +38,7 @@ class StopMatcher:
         return text[:cut]
 
     def finish(self) -> str:
-        """The text ended, or must be shown whatever it may become: return what was held back."""
+        """Return the text held back, at the end or when it must be shown anyway."""
         held, self._held = self._held, ""
         return held
 

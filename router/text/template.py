@@ -18,7 +18,7 @@ _PROBE = "kvferry-probe"
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what an assistant said, for training; here it prints its body."""
+    """Prints the body of `{% generation %}…{% endgeneration %}`, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -28,16 +28,16 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A model's compiled templates; `TextModel.render` fills them. Raises ConfigError when one does not parse.
+    """A model's compiled templates, rendered by `TextModel.render`; raises ConfigError on a syntax error.
 
-    plain           what `source` says
-    tool_use        rendered instead when a request brings tools, for models that ship both
-    roles           what the templates compare a message's role with: the roles that the model knows by name
-    special_tokens  bos_token, eos_token, ...: visible to the templates
+    plain           template of `source`
+    tool_use        template for requests with tools, for models that have both
+    roles           roles that the templates compare a message's role with
+    special_tokens  bos_token, eos_token, ...: variables of the templates
     wants_parts     a message's content must be a list of parts, not a string
-    source          of the plain one, or of the one for tools
-    knows_tools     it shows the tools that a request brings
-    takes_system    it shows a system message
+    source          text of the tool template if there is one, else of the plain one
+    knows_tools     the template shows tools
+    takes_system    the template shows a system message
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
@@ -63,13 +63,13 @@ class ChatTemplate:
             messages.append({"role": "user", "content": [] if isinstance(content, list) else ""})
         try:
             text = self.plain.render(**self.special_tokens, messages=messages, add_generation_prompt=True)
-        except Exception:  # as in TextModel.render: this form of content does not suit the template
+        except Exception:  # as in TextModel.render: the template does not accept this form of content
             return False
         return _PROBE in text and "'type'" not in text
 
 
 def _roles(tree: nodes.Template) -> frozenset[str]:
-    """Texts on one side of a comparison whose other side is called role."""
+    """Return the texts that a template compares with a role."""
     found: set[str] = set()
     for comparison in tree.find_all(nodes.Compare):
         sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
@@ -105,7 +105,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """Encode as JSON without the HTML escapes of Jinja's own filter, on which no model was trained."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

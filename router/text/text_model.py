@@ -19,23 +19,23 @@ from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.tool_prompt import spelled
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""The OpenAI API's. Models that were trained on other roles name them in their chat template."""
+"""Roles of the OpenAI API; models trained on other roles name them in their chat template."""
 _RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
 
 MAX_PARTS = 8192
-"""Of one message's content."""
+"""Largest number of parts in a message's content."""
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """called: what clients call it.
+    """Text side of one model; safe to use from several threads, and encoding releases the GIL.
 
-    template: None when the model has none and none was given. Safe to use from several threads; encoding releases the
-    GIL.
-
-    tool_call_parser, reasoning_parser  how the model calls tools and marks its reasoning: auto, none, or a family
+    called            names of the model for clients
+    template          None if the model has none and none was given
+    tool_call_parser  format of tool calls: auto, none, or a family
+    reasoning_parser  format of reasoning: auto, none, or a family
     """
 
     called: ModelName
@@ -48,7 +48,7 @@ class TextModel:
 
     @property
     def dialect(self) -> Dialect | None:
-        """Return the model's tool-call dialect; None: it has none."""
+        """Return the model's tool-call dialect; None if it has none."""
         template = self.template
         if template is None:
             return None
@@ -56,29 +56,30 @@ class TextModel:
 
     @property
     def thinking(self) -> Thinking | None:
-        """Return the model's reasoning marks; None: it has none, or they are shown as text."""
+        """Return the model's reasoning marks; None if it has none, or if they are shown as text."""
         return thinking(self.reasoning_parser, self.template.source if self.template is not None else None)
 
     @property
     def channels(self) -> bool:
-        """Return whether its outputs are messages on channels, all of them."""
+        """Return whether all its outputs are messages on channels."""
         return has_channels(self.dialect, self.thinking)
 
     @property
     def name(self) -> str:
+        """Return the model's first name."""
         return self.called.first
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens spelled out in the text are recognised either way."""
+        """Return token ids; special tokens written in the text are always recognised."""
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode each text by itself."""
+        """Return the token ids of each text."""
         encode = self.tokenizer.library.encode_batch_fast  # the plain `encode` keeps the GIL
         return [found.ids for found in encode(list(texts), add_special_tokens=add_special_tokens)]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Token ids of two texts as one, with the model's special tokens, and where the second begins."""
+        """Return the token ids of two texts with special tokens, and the index of the second text."""
         found = self.tokenizer.library.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
         ids, places = found.ids, found.sequence_ids
         return ids, places.index(1) if 1 in places else len(ids)
@@ -93,8 +94,10 @@ class TextModel:
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `extra` are further variables (chat_template_kwargs). With continue_final_message the prompt
-        ends where the last message's content ends. Raises InvalidRequest naming the field at fault."""
+        """Render messages to the prompt's text; raise InvalidRequest naming the field.
+
+        `extra` are further variables (chat_template_kwargs). With continue_final_message the prompt ends with the last
+        message's content."""
         template = self.template
         if template is None:
             raise InvalidRequest(
@@ -122,17 +125,17 @@ class TextModel:
                 documents=documents or None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except Exception as error:  # a template is a program: it can fail in any way on messages it does not expect
+        except Exception as error:  # A template is a program and can fail in any way on unexpected messages.
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         return _up_to_content(text, shown[-1]) if continue_final_message else text
 
     def _shows_tools(self) -> bool:
-        """Return whether the template does, in a way that is understood."""
+        """Return whether the template shows tools in a supported format."""
         dialect, template = self.dialect, self.template
         return template is not None and (template.knows_tools if dialect is None else dialect.own)
 
     def _check_roles(self, messages: Sequence[Message], named: frozenset[str]) -> None:
-        """Only what the model can tell apart: a role that nothing names is a client's slip of the pen."""
+        """Reject roles that neither the API nor the template knows, most likely a client's typo."""
         for place, message in enumerate(messages):
             role = message.get("role")
             if role not in ROLES and role not in named:
@@ -143,7 +146,7 @@ class TextModel:
 
 
 def _shaped(message: Message, place: int) -> dict[str, Any]:
-    """With content as text, arguments as objects, and fields under the names that templates know."""
+    """Return a message with text content, calls with parsed arguments, and the templates' field names."""
     shaped = {**message, "content": _flat(message.get("content"), f"messages[{place}].content")}
     calls = message.get("tool_calls")
     if not calls and isinstance(message.get("function_call"), Mapping):
@@ -156,12 +159,12 @@ def _shaped(message: Message, place: int) -> dict[str, Any]:
 
 
 def _of_tools(message: Message) -> bool:
-    """Return whether it brings calls or a result."""
+    """Return whether the message has calls or a result."""
     return message.get("role") in ("tool", "function") or bool(message.get("tool_calls"))
 
 
 def _flat(content: Any, field: str) -> str:
-    """Content as one string; text parts are joined by newlines, as other servers do."""
+    """Return content as one string; text parts are joined by newlines, as in other servers."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -181,7 +184,7 @@ def _flat(content: Any, field: str) -> str:
 
 
 def _parsed_call(call: Any) -> Any:
-    """Templates want a call's arguments as an object; clients send them as JSON text."""
+    """Parse a call's arguments: templates expect an object, clients send JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

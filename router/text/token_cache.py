@@ -1,11 +1,10 @@
 """Cache of token ids by text prefix: only new text is encoded.
 
-A long text is cut where its tokens cannot depend on the other side, its parts are remembered. Cuts are found from the
-text's beginning on, so texts that begin alike have parts in common. A part may be cut from the next one between a
-character that is no space and a space that a letter follows, of ASCII: no known pattern looks across it, no normaliser
-composes across it, and pairs are merged within words only. Which tokenizers that holds for is asked once (`cuts`); all
-others encode whole texts, as does a text with an added token that spans such a place.
-"""
+A long text is cut at places across which tokens cannot depend on each other, and its parts are cached. Cuts are found
+from the beginning, so texts with a common prefix share parts. A cut is allowed after an ASCII character that is no
+space and before a space followed by an ASCII letter: no known pattern looks across it, no normaliser composes across
+it, and pairs are merged within words only. `cuts` checks once whether this holds for a tokenizer. Other tokenizers
+encode whole texts, and so does a text with an added token that spans such a place."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from unicodedata import normalize
 from tokenizers import Tokenizer, models
 
 PART_CHARS = 4096
-"""A part's length, up to the next place where it may be cut."""
+"""Length of a part up to the next allowed cut, in characters."""
 LEAST_CHARS = 2 * PART_CHARS
-"""A shorter text is encoded as a whole, in a millisecond or two."""
+"""Shortest text that is cut, in characters; shorter ones are encoded whole in one or two milliseconds."""
 MOST_BYTES = 2**26
-"""Of the parts that are remembered of one model and their ids, the last used."""
+"""Largest size of one model's cached parts and ids, in bytes; the least recently used are dropped."""
 CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z])", re.ASCII)
 _CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
 _REST = "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
@@ -37,16 +36,16 @@ PATTERNS = frozenset(
         "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",  # GPT-2
     )
 )
-"""Of pre-tokenizers, by which a word ends before a space and begins with it."""
+"""Pre-tokenizer patterns with which a word ends before a space and begins with it."""
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
+"""Encodes each text without the model's special tokens around it."""
 
 
 class TokenCache:
-    """Token cache of one tokenizer.
+    """Token cache of one tokenizer; safe for several threads.
 
-    `encode` gives the ids of texts, each by itself, without what a model puts around them. May be used from several
-    threads."""
+    `encode` returns the ids of each text, without the model's special tokens around it."""
 
     def __init__(self, tokenizer: Tokenizer, encode: Encode, most: int = MOST_BYTES) -> None:
         self._encode, self._most = encode, most
@@ -56,11 +55,11 @@ class TokenCache:
         self._lock = threading.Lock()
 
     def worth(self, text: str) -> bool:
-        """Return whether the text may be cut, and is long enough for it."""
+        """Return whether the text may be cut and is long enough for it."""
         return self._around is not None and len(text) >= LEAST_CHARS
 
     def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of the whole text, cut where that is allowed."""
+        """Return the ids of the whole text, cut at allowed places."""
         assert self._around is not None
         parts = list(_parts(text))
         with self._lock:
@@ -87,12 +86,12 @@ class TokenCache:
 
 
 def _size(part: str, ids: array[int]) -> int:
-    """Bytes: of characters beyond ASCII there are up to four for each, and as many ids."""
+    """Return the size in bytes; characters outside ASCII take up to four bytes and as many ids."""
     return getsizeof(part) + getsizeof(ids)
 
 
 def cuts(tokenizer: Tokenizer) -> bool:
-    """Return whether texts may be cut as the module says."""
+    """Return whether texts may be cut as the module describes."""
     model, added = tokenizer.model, tokenizer.get_added_tokens_decoder().values()
     return (
         isinstance(model, models.BPE)
@@ -108,7 +107,7 @@ def cuts(tokenizer: Tokenizer) -> bool:
 
 
 def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
-    """Ids that the model wants before and behind a text; None where they may depend on it."""
+    """Return the special ids before and after a text; None if they may depend on it."""
     kinds = {step["type"] for step in _steps(tokenizer.post_processor, "processors")}
     found = tokenizer.encode("a", add_special_tokens=True)
     own = [place for place, special in enumerate(found.special_tokens_mask) if not special]
@@ -118,7 +117,7 @@ def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
 
 
 def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
-    """The steps of a part of the tokenizer, `inner` being what a sequence calls its own."""
+    """Return the steps of a part of the tokenizer; `inner` is the name of a sequence's list of steps."""
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         return [step for each in state[inner] for step in flat(each)] if state["type"] == "Sequence" else [state]
@@ -127,7 +126,7 @@ def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
 
 
 def _splits(steps: Sequence[dict[str, Any]]) -> bool:
-    """Return whether words are found by known patterns, and end up as bytes."""
+    """Return whether words are found by known patterns and encoded as bytes."""
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
         return False
     found = steps[-1]["use_regex"]

@@ -17,25 +17,23 @@ from kvferry.protocol.errors import Overloaded
 T = TypeVar("T")
 
 SHORT = 32_768
-"""Characters; a piece that is no longer takes some ten milliseconds."""
+"""Longest text of the short lane, in characters; it takes about ten milliseconds."""
 MOST_WAITING = 2**24
-"""Characters that may wait in one lane: some seconds of work. What is alone may be longer."""
+"""Characters that may wait in one lane, some seconds of work; a single call may be longer."""
 
 
 class TokenizerThreads:
-    """Tokenizer threads of one model.
-
-    A call that is cancelled while it waits does not run. Anyone who is cancelled while it waits is not called."""
+    """Tokenizer threads of one model; a call that is cancelled while it waits does not run."""
 
     def __init__(self) -> None:
         cores = os.cpu_count() or 1
         self._short, self._long = _Lane(min(4, max(1, cores // 2))), _Lane(max(1, min(4, cores // 4)))
 
     async def run(self, call: Callable[..., T], *args: Any, size: int = SHORT, of: int = 0) -> T:
-        """The result of `call(*args)`, from a thread.
+        """Return the result of `call(*args)`, run on a thread; raise Overloaded if too much waits.
 
-        size: characters that it looks at; of: those of all that it is a piece of, after which its turn comes. Raises
-        Overloaded when too much is waiting."""
+        `size` is the number of characters to process. `of` is the size of the whole that the call is a part of; smaller
+        wholes go first."""
         lane = self._short if size <= SHORT else self._long
         return await lane.run(partial(call, *args), size, max(size, of))
 
@@ -73,7 +71,7 @@ class _Lane:
             self._waiting -= size
 
     def _left(self, work: asyncio.Future[T]) -> None:
-        """The call has ended, or its caller was cancelled: the thread's next one then waits for it in the executor."""
+        """Start the next call after one ended or was cancelled; it then waits for the thread in the executor."""
         with suppress(asyncio.CancelledError):
             work.exception()
         self._next()

@@ -1,6 +1,6 @@
-"""Tool descriptions for models whose chat template has none: in the system message, in Hermes' form.
+"""Tool descriptions for models whose chat template has none: in the system message, in Hermes' format.
 
-Calls and results are spelled out in the messages that brought them."""
+Calls and results are written into the text of their messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SYSTEM = "You are a helpful assistant."
 
 
 def spelled(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_system: bool) -> list[Message]:
-    """Messages whose content is text, with calls and results in it, and the tools described at their beginning."""
+    """Return the messages with calls and results as text, and the tools described at the beginning."""
     shown: list[Message] = []
     for message in messages:
         if message.get("role") in ("tool", "function"):
@@ -59,7 +59,7 @@ def _describe(messages: list[Message], text: str, takes_system: bool) -> None:
 
 
 def _add_result(messages: list[Message], content: str) -> None:
-    """As a user's message; results in a row share one, for templates that want roles to take turns."""
+    """Add a result as a user message; consecutive results share one, for templates that alternate roles."""
     text = f"<tool_response>\n{content}\n</tool_response>"
     if messages and messages[-1].get("results"):
         messages[-1]["content"] += f"\n{text}"

@@ -13,15 +13,15 @@ from kvferry.router.text.detokenizer import detokenizer
 from kvferry.router.text.stop_strings import StopMatcher
 
 LIMIT = "max_tokens"
-"""The `stop_reason` of a text that its grammar ended because max_tokens was near."""
+"""Value of `stop_reason` if the grammar ended the text because max_tokens was near."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """Display options of output text.
 
-    `echo_only`: max_tokens was 0, the one token drawn is dropped. `shown`: what stands for special tokens that a parser
-    behind the transcript reads."""
+    `echo_only`: max_tokens was 0, so the generated token is dropped. `shown` maps special tokens that parsers read to
+    text."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -40,10 +40,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """Part of a call of a tool.
+    """Part of a tool call.
 
-    `index`: which of the answer's calls; `id` and `name` come with its first part; `arguments` is JSON text that
-    follows what came before."""
+    `index` is the call's index in the answer. `id` and `name` come with its first part. `arguments` continues the JSON
+    text of the earlier parts."""
 
     index: int
     id: str = ""
@@ -51,15 +51,15 @@ class CallDelta:
     arguments: str = ""
 
     def followed_by(self, delta: CallDelta) -> CallDelta:
-        """Both in one."""
+        """Return both parts as one."""
         return CallDelta(self.index, self.id, self.name, self.arguments + delta.arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Parsed part of a text: reasoning, then text, then calls; empty parts say nothing.
+    """Parsed part of a text: reasoning, then text, then calls; empty parts mean nothing.
 
-    A call has one delta at most."""
+    A call has at most one delta."""
 
     text: str = ""
     reasoning: str = ""
@@ -70,10 +70,12 @@ class Found:
 class Piece:
     """Text that one Output adds.
 
-    `token_ids` count as completion tokens, the ending token included. stop_reason: the stop string or stop token id
-    that ended the text, or LIMIT; None for end-of-sequence and length. closed: the grammar ended the text before
-    max_tokens would have cut it. `reasoning` and `calls` are what the parsers behind the transcript took out of the
-    text; `row` tells the same in its order, where it is not that of Found."""
+    token_ids         tokens counted as completion, including the ending token
+    stop_reason       stop string or stop token id that ended the text, or LIMIT; None for end-of-sequence and length
+    closed            the grammar ended the text before max_tokens
+    reasoning, calls  parts that the parsers took out of the text
+    row               the same in order, if it differs from Found's order
+    """
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -88,10 +90,10 @@ class Piece:
 
 
 class Transcript:
-    """Feed it a dispatch's Outputs in order.
+    """Text of one sequence, built from a dispatch's Outputs in order.
 
-    `completion_tokens` counts what was taken; after a Piece with a finish_reason nothing more may be fed.
-    `reasoning_tokens`: None where nothing looks for them."""
+    `completion_tokens` counts the tokens taken. After a Piece with a finish_reason nothing may be added.
+    `reasoning_tokens` is None if reasoning is not parsed."""
 
     reasoning_tokens: int | None = None
 
@@ -108,7 +110,7 @@ class Transcript:
         self.completion_tokens = 0
 
     def add(self, output: Output) -> Piece:
-        """The text this Output completes. The ending token has no text unless stops are to be included."""
+        """Return the text that this Output completes; the ending token has none unless stops are included."""
         if self._options.echo_only:
             return Piece(finish_reason="length", prompt_logprobs=output.prompt_logprobs)
         if self._stop is None and output.finish_reason is None and output.logprobs is None:
@@ -133,14 +135,14 @@ class Transcript:
         return piece
 
     def _plain(self, output: Output) -> Piece:
-        """Nearly every Output: nothing ends with it, nothing is looked for in it."""
+        """Return the text of an Output that ends nothing and needs no stop strings: nearly every one."""
         text = "".join(map(self._detokenizer.feed, output.token_ids))
         self._offset += len(text)
         self.completion_tokens += len(output.token_ids)
         return Piece(text, output.token_ids, prompt_logprobs=output.prompt_logprobs)
 
     def _shown(self, token_id: int, number: int) -> str:
-        """Text to show for the request's output token `number` (from 1); stop strings count from min_tokens on."""
+        """Return the text of output token `number` (from 1); stop strings count from min_tokens on."""
         text = self._detokenizer.feed(token_id)
         self._offset += len(text)
         if self._stop is None or number < self._params.min_tokens:

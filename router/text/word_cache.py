@@ -1,9 +1,8 @@
 """Cache of token ids by word; a lookup takes a fifth of the time of encoding.
 
-Texts are cut as `token_cache` cuts long ones, at every place where that is allowed, and for the same tokenizers: no
-token reaches across. What has no such places is encoded as it stands. That a word is known tells a client next to
-nothing of others' texts: it saves microseconds, and once, for anyone who asks makes it known.
-"""
+Texts are cut as `token_cache` cuts long ones, at every allowed place, and for the same tokenizers: no token spans a
+cut. Text without such places is encoded whole. The cache's timing tells a client almost nothing about others' texts: a
+known word saves microseconds, and asking for it once makes it known."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from tokenizers import Tokenizer
 from kvferry.router.text.token_cache import CUT, Encode, around, cuts
 
 MOST_WORDS = 2**16
-"""That are remembered; then all are forgotten, and those in use come back."""
+"""Largest number of cached words; beyond it the cache is cleared."""
 LONGEST = 32
-"""Characters of a word that is worth it."""
+"""Longest cached word, in characters."""
 LEARNED = 32
-"""New words of one text that are encoded by themselves, each at several times the cost of a word within its text."""
+"""Largest number of new words of one text that are encoded separately, at several times the cost."""
 
 
 class WordCache:
-    """Word cache of one tokenizer.
+    """Word cache of one tokenizer; not thread-safe.
 
-    `encode` gives the ids of texts, each by itself, without what a model puts around them. Belongs to one thread."""
+    `encode` returns the ids of each text, without the model's special tokens around it."""
 
     def __init__(self, tokenizer: Tokenizer, encode: Encode, most: int = MOST_WORDS) -> None:
         self._encode, self._most = encode, most

@@ -1,1 +1,1 @@
-"""Communication between router processes behind one port (`--workers`)."""
+"""Communication between the router processes that share one port (`--workers`)."""

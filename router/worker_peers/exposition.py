@@ -1,8 +1,7 @@
-"""Merged Prometheus exposition of several processes, with a label for each.
+"""Merged Prometheus exposition of several router processes, with a label for each process.
 
-They are labelled and not summed, as those of several routers are: a sum would fall when a process is replaced or does
-not answer in time, and Prometheus would take that for a counter that began again.
-"""
+Samples are labelled rather than summed. A sum would fall when a process is replaced or is late, and Prometheus would
+take that for a counter reset."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.worker_peers.peers import WorkerPeers
 
 LABEL = "worker"
+"""Label with the process's number."""
 UP = "kvferry_worker_up"
-"""The one metric that is made here: 1 for each process that answered."""
+"""Metric added by the merge: 1 for each process that answered, else 0."""
 
 
 async def scraped(metrics: RouterMetrics, peers: WorkerPeers) -> bytes:
@@ -31,7 +31,7 @@ async def scraped(metrics: RouterMetrics, peers: WorkerPeers) -> bytes:
 
 
 def together(texts: Mapping[int, str | None]) -> str:
-    """The expositions by process; None of one that does not answer."""
+    """Merge the expositions by process; None for a process that does not answer."""
     families: dict[str, list[str]] = {}
     for number, text in sorted(texts.items()):
         for header, samples in _families(text or ""):
@@ -42,7 +42,7 @@ def together(texts: Mapping[int, str | None]) -> str:
 
 
 def _families(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The lines that describe each, and its samples."""
+    """Yield each metric family: its comment lines and its samples."""
     header, samples = "", list[str]()
     for line in io.StringIO(text, newline="\n"):
         if not line.startswith("#"):
@@ -56,7 +56,7 @@ def _families(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _labelled(sample: str, number: int) -> str:
-    """`name{a="b"} 1` or `name 1`, with one more label."""
+    """Add the process label to a sample: `name{a="b"} 1` or `name 1`."""
     name, labels, rest = sample.partition("{")
     if not labels or " " in name:
         name, _, value = sample.partition(" ")

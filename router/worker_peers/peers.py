@@ -1,7 +1,6 @@
-"""Peers of a router process, each on a Unix socket of its own.
+"""Questions and answers between the router processes of one port, over Unix sockets.
 
-A question is a line of JSON, its name and its words; the answer is what follows until the end of the connection.
-"""
+A question is a line of JSON with its name and arguments. The answer is everything until the end of the connection."""
 
 from __future__ import annotations
 
@@ -15,19 +14,18 @@ from pathlib import Path
 from kvferry.protocol.settings import RouterSettings
 
 Answer = Callable[..., Awaitable[bytes]]
-"""Of the words of a question."""
+"""Handler of a question, called with its arguments."""
 
 ASK_S = 1.0
-"""What a sibling may take to answer, unless the question says otherwise: who asks for readiness waits two seconds."""
+"""Default time for a peer's answer, in seconds; below the two seconds of a readiness probe."""
 
 log = logging.getLogger(__name__)
 
 
 class WorkerPeers:
-    """Peers of router process `own` among `count`, with sockets in `folder`; alone where there is no other.
+    """Peers of router process `own` among `count`, with sockets in `folder`.
 
-    A process registers a handler in `answers` under the name by which others `ask` for it. Who has something to tell
-    puts it into `answers`, by the name under which others `ask` for it."""
+    A process registers a handler in `answers` under the name by which others `ask` for it."""
 
     def __init__(self, own: int = 0, count: int = 1, folder: str = "") -> None:
         self.own, self.count = own, count
@@ -43,14 +41,16 @@ class WorkerPeers:
 
     @property
     def alone(self) -> bool:
+        """Return whether there are no other processes."""
         return self.count == 1
 
     def others(self) -> Iterator[int]:
+        """Return the numbers of the other processes."""
         return (number for number in range(self.count) if number != self.own)
 
     @contextlib.asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
-        """They may ask within; what an earlier process of this number left is replaced."""
+        """Answer the peers' questions until the end of the block, replacing a stale socket."""
         if self.alone:
             yield
             return
@@ -84,11 +84,11 @@ class WorkerPeers:
 
 
 END = b"\n."
-"""Behind every answer: one that was cut off is none."""
+"""End marker of an answer; without it the answer was truncated."""
 
 
 async def ask(folder: Path, number: int, name: str, *words: object, within_s: float = ASK_S) -> bytes | None:
-    """Ask router process `number`; None if it does not answer within so many seconds."""
+    """Ask router process `number`; None if it does not answer within `within_s` seconds."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(place(folder, number))

@@ -1,4 +1,4 @@
-"""/v1/batches: asynchronous batches of requests in a file."""
+"""/v1/batches: asynchronous batches of requests from a file."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from kvferry.router.batch.batches import Batches
 from kvferry.router.request_context import CALL
 
 MOST_LISTED = 100
-"""Batches of one page."""
+"""Largest number of batches on one page."""
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]  # fmt: skip
+"""Status values of a batch."""
 _Key = Annotated[str, Field(max_length=64)]
 _Value = Annotated[str, Field(max_length=512)]
 
 
 class BatchBody(RequestBody):
-    """POST /v1/batches."""
+    """Body of POST /v1/batches."""
 
     input_file_id: Annotated[str, Field(max_length=256)]
     endpoint: Annotated[str, Field(max_length=256)]
@@ -34,7 +35,7 @@ class BatchBody(RequestBody):
 
 
 class BatchErrors(BaseModel):
-    """Lines of the input that are no requests."""
+    """Lines of the input that are not valid requests."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

@@ -23,9 +23,9 @@ from kvferry.router.batch.files import PURPOSES, FileStore, StoredFile, check_pu
 from kvferry.router.request_context import CALL, RequestContext
 
 UPLOADS = 8
-"""As many files may be arriving at the same time."""
+"""Largest number of files uploaded at the same time."""
 MOST_LISTED = 10_000
-"""Files of one page."""
+"""Largest number of files on one page."""
 _UPLOAD = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -67,15 +67,17 @@ class FileDeleted(BaseModel):
 
 
 class Uploads:
-    """Takes files as multipart forms, `longest` bytes at most."""
+    """Uploads of files as multipart forms of at most `longest` bytes."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._arriving = 0
 
     async def take(self, request: Request, files: FileStore) -> StoredFile:
-        """Raises InvalidRequest, UnsupportedMedia, RequestTooLarge, Overloaded, DiskFailed; DeadlineExceeded if it does
-        not come, Cancelled if the client leaves meanwhile."""
+        """Receive and store a file.
+
+        Raises InvalidRequest, UnsupportedMedia, RequestTooLarge, Overloaded, DiskFailed, DeadlineExceeded if it does
+        not arrive in time, and Cancelled if the client leaves."""
         check_encoding(request)
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise InvalidRequest("the request body must be a multipart form with file and purpose")
@@ -110,7 +112,7 @@ class Uploads:
             raise disk_failed("the file cannot be taken", error) from error
 
     def _bounded(self, request: Request) -> Request:
-        """The request, which fails as soon as more than the longest body has arrived."""
+        """Return the request, wrapped to fail as soon as more than the longest body has arrived."""
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._longest:
             raise self._too_large()
@@ -181,7 +183,7 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Of a file, which is closed behind them. Blocks."""
+    """Yield a file's pieces and close it; blocks."""
     with file:
         while piece := file.read(2**18):
             yield piece

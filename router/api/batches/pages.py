@@ -10,9 +10,7 @@ from kvferry.protocol.errors import InvalidRequest
 
 
 def page(items: list[dict[str, Any]], request: Request, most: int) -> dict[str, Any]:
-    """Return one page: `limit` items behind the one called `after`.
-
-    Raises InvalidRequest."""
+    """Return one page: `limit` items after the item with id `after`; raise InvalidRequest."""
     limit, after = request.query_params.get("limit", str(most)), request.query_params.get("after")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):
         raise InvalidRequest(f"limit must be 1 to {most}", param="limit")

@@ -10,20 +10,22 @@ from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_LOGPROBS
 
 MAX_CHOICES = 128
+"""Largest n and best_of, in sequences per prompt."""
 MAX_BEAMS = MAX_LOGPROBS // 2
-"""A beam's extensions are found among its twice as many likeliest tokens."""
+"""Largest number of beams; a beam's extensions come from twice as many likeliest tokens."""
 MAX_LENGTH_PENALTY = 10.0
 """Largest absolute exponent of the length penalty."""
 UNMOVED_BY: dict[str, Any] = {
     "logit_bias": {}, "allowed_token_ids": None, "bad_words": [], "min_tokens": 0, "repetition_penalty": 1.0,
     "frequency_penalty": 0.0, "presence_penalty": 0.0,
 }  # fmt: skip
-"""What a beam search, which looks at the model's own log-probabilities, refuses, with the values that ask for nothing.
-Temperature, top_p, top_k, min_p and seed it ignores, as vLLM does: it draws nothing."""
+"""Fields that beam search, which uses the model's own log-probabilities, refuses unless they have these values.
+
+As in vLLM, it ignores temperature, top_p, top_k, min_p and seed, because it does not sample."""
 
 
 class ChoiceFields(BaseModel):
-    """best_of: how many are drawn, or kept as beams, of each prompt; n: how many of them are shown."""
+    """Fields for the number of sequences: best_of are generated, or kept as beams, and n of them shown."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -31,7 +33,7 @@ class ChoiceFields(BaseModel):
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
 
     def check_choices(self, made: int, prompt_field: str, *, streams: bool) -> None:
-        """Raise InvalidRequest for what does not go together. made: sequences of each prompt."""
+        """Raise InvalidRequest for fields that exclude each other; `made` counts the sequences of each prompt."""
         n = self.n or 1
         if self.best_of is not None and self.best_of < n:
             raise InvalidRequest(f"best_of must be at least n, got best_of {self.best_of} and n {n}", param="best_of")

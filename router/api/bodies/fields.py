@@ -23,19 +23,23 @@ MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 MAX_BIASES, MAX_STOP_IDS = 300, 1024
 MAX_BAD_WORD_CHARS = 256
 MAX_MESSAGES = 8192
+"""Largest number of messages in a chat."""
 MAX_PROMPTS = 2048
+"""Largest number of prompts in a completion request."""
 MAX_ITEMS = 8192
-"""Of a list of objects: documents, items, blocks."""
+"""Largest number of items in a list of objects: documents, items, blocks."""
 MAX_KWARGS = 64
+"""Largest number of entries in an object of keyword arguments."""
 MAX_DETOKENIZED = 2**18
+"""Largest number of token ids to detokenize."""
 MAX_NAME = 256
-"""Characters of names and ids."""
+"""Longest name or id, in characters."""
 
 Prompt = str | tuple[int, ...]
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Text, token ids, or a list of either, as a list of prompts."""
+    """Convert text, token ids, or a list of either to a list of prompts."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -106,7 +110,7 @@ Kwargs = Annotated[dict[str, Any], Field(max_length=MAX_KWARGS)]
 
 
 def told(must: str) -> GetPydanticSchema:
-    """Return one error for a field of several types, instead of one for each type."""
+    """Report one error for a field of several types, instead of one for each type."""
     return GetPydanticSchema(
         lambda source, build: core_schema.custom_error_schema(build(source), "type", custom_error_message=must)
     )
@@ -116,8 +120,8 @@ def told(must: str) -> GetPydanticSchema:
 class Message(TypedDict):
     """One message of a chat.
 
-    Which roles there are depends on the model's template too: `TextModel.render` checks them. Further fields are the
-    template's to read."""
+    The valid roles also depend on the model's template; `TextModel.render` checks them. Further fields are passed to
+    the template."""
 
     role: Annotated[str, Field(description=f"{', '.join(ROLES)}, or a role that the model's chat template names")]
     content: NotRequired[Annotated[str | list[Any] | None, told("must be a string or a list of parts")]]
@@ -131,7 +135,7 @@ Top = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class SamplingFields(BaseModel):
-    """Body fields that `SamplingParams` takes over by the same name; it knows the bounds."""
+    """Body fields that `SamplingParams` takes by the same name and whose bounds it checks."""
 
     min_tokens: Count | None = None
     temperature: float | None = None
@@ -158,7 +162,7 @@ class StreamOptions(BaseModel):
 
 
 def field_path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].role` from ("messages", 0, "role")."""
+    """Format an error location: `messages[0].role` for ("messages", 0, "role")."""
     path = ""
     for part in loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part

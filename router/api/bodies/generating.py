@@ -1,9 +1,6 @@
 """Bodies of completion and chat requests: OpenAI's fields and vLLM's extensions.
 
-Unknown fields are ignored.
-
-What differs between the shapes of the API is asked of the body: its prompts, its bounds, its defaults.
-"""
+Unknown fields are ignored. Each body class defines what differs between the APIs: its prompts, bounds and defaults."""
 
 from __future__ import annotations
 
@@ -41,6 +38,7 @@ from kvferry.router.text.text_model import TextModel
 from kvferry.router.text.transcript import TextOptions
 
 MAX_SEQUENCES = 1024
+"""Largest number of sequences in one request."""
 
 
 class RequestBody(BaseModel):
@@ -51,16 +49,14 @@ class RequestBody(BaseModel):
     model: Name | None = None
 
     def check(self) -> None:
-        """Raise InvalidRequest for what no field shows by itself."""
+        """Raise InvalidRequest for errors that no single field shows."""
 
 
 class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnsupportedFields, RequestBody):
-    """Body fields that chat and completions share.
-
-    None means the default everywhere.
+    """Body fields that chat and completions share; None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
-    output_default  output tokens of a request that does not bound them; None: the rest of the context
+    output_default  output tokens of a request without a bound; None: the rest of the context
     """
 
     prompt_field: ClassVar[str]
@@ -80,6 +76,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
     cache_salt: CacheSalt | None = None
 
     def check(self) -> None:
+        """Raise InvalidRequest for fields that exclude each other."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -88,17 +85,15 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
             self.check_choices(self.sequences(), self.prompt_field, streams=bool(self.stream))
 
     def prompts(self, text: TextModel) -> list[Prompt]:
-        """Return the prompts: texts, or token ids that need no encoding.
-
-        Raises InvalidRequest."""
+        """Return the prompts: texts, or token ids that need no encoding; raise InvalidRequest."""
         raise NotImplementedError
 
     def marks_texts(self) -> bool:
-        """Return whether encoding puts the model's own special tokens around a text."""
+        """Return whether encoding adds the model's special tokens to a text."""
         raise NotImplementedError
 
     def output_bound(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value."""
+        """Return the field that bounds the output, and its value."""
         return "max_tokens", self.max_tokens
 
     def top(self) -> int | None:
@@ -106,11 +101,11 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
         raise NotImplementedError
 
     def sequences(self) -> int:
-        """Return how many sequences each prompt generates, of which the n best are shown."""
+        """Return how many sequences each prompt generates; the n best of them are shown."""
         return self.best_of or self.n or 1
 
     def prompt_top(self) -> int | None:
-        """The same for each token of the prompt."""
+        """Return how many top log-probabilities each prompt token shows; None without log-probabilities."""
         return self.prompt_logprobs
 
     def text_options(self) -> TextOptions:
@@ -124,7 +119,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
 
 
 class CompletionBody(UnsupportedForCompletions, GenerationBody):
-    """POST /v1/completions. `prompt` becomes a list of texts and tuples of token ids."""
+    """Body of POST /v1/completions; `prompt` becomes a list of texts and tuples of token ids."""
 
     prompt_field, output_default = "prompt", 16
 
@@ -134,6 +129,7 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
     add_special_tokens: bool | None = True
 
     def check(self) -> None:
+        """Raise InvalidRequest for too many sequences, and for no output without echo."""
         super().check()
         if not 1 <= len(self.prompt) * self.sequences() <= MAX_SEQUENCES:
             raise InvalidRequest(f"prompt: prompts times n (or best_of) must be 1 to {MAX_SEQUENCES}", param="prompt")
@@ -141,21 +137,25 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
             raise InvalidRequest("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
 
     def prompts(self, text: TextModel) -> list[Prompt]:
+        """Return the prompts as given."""
         return self.prompt
 
     def marks_texts(self) -> bool:
+        """Return whether to add special tokens; true by default."""
         return self.add_special_tokens is not False
 
     def top(self) -> int | None:
+        """Return the requested number of log-probabilities."""
         return self.logprobs
 
     def prompt_top(self) -> int | None:
+        """Return the number of prompt log-probabilities; echo shows those of the prompt too."""
         wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
         return max(wanted, default=None)
 
 
 class ChatPrompt(RequestBody):
-    """The fields that make a prompt of messages."""
+    """Fields that define a prompt made of messages."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
@@ -165,7 +165,7 @@ class ChatPrompt(RequestBody):
     tools: Tools | None = None
 
     def rendered(self, text: TextModel, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> str:
-        """The prompt's text. Raises InvalidRequest."""
+        """Render the messages to the prompt's text; raise InvalidRequest."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             raise InvalidRequest(
@@ -183,7 +183,7 @@ class ChatPrompt(RequestBody):
 
 
 class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     prompt_field, output_default = "messages", None
 
@@ -194,6 +194,7 @@ class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
     add_special_tokens: bool | None = False
 
     def check(self) -> None:
+        """Raise InvalidRequest for an empty output, for top_logprobs without logprobs, and for invalid tools."""
         super().check()
         field, bound = self.output_bound()
         if bound == 0:
@@ -203,11 +204,13 @@ class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
         self._use()
 
     def parsing(self, text: TextModel) -> Parsing:
+        """Return the parsing of the output into reasoning, text and tool calls; raise InvalidRequest."""
         use, shown = self._use(), self.include_reasoning is not False
         plain = use is None and text.thinking is None and not text.channels
         return PLAIN if plain else parsing(text, use, patient=not self.stream, shown=shown)
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
+        """Return the grammar of the output, including tool calls and reasoning; raise InvalidRequest."""
         asked, use = super().grammar(text, prompt), self._use()
         plain = use is None and (asked is None or (text.thinking is None and not text.channels))
         return asked if plain else bounded(text, use, asked, prompt, continued=bool(self.continue_final_message))
@@ -217,16 +220,19 @@ class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
         return self.tool_use() if asked else None
 
     def prompts(self, text: TextModel) -> list[Prompt]:
+        """Render the messages and tools as the single prompt."""
         return [self.rendered(text, self.messages, None if self._use() is None else self.usable())]
 
     def marks_texts(self) -> bool:
+        """Return whether to add special tokens; false by default, since templates write them."""
         return bool(self.add_special_tokens)
 
     def output_bound(self) -> tuple[str, int | None]:
-        """The newer name wins."""
+        """Return the bound of the output; max_completion_tokens takes precedence over max_tokens."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return super().output_bound()
 
     def top(self) -> int | None:
+        """Return the requested number of log-probabilities; None without logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -7,31 +7,30 @@ import asyncio
 from kvferry.protocol.errors import Overloaded
 
 LONG_BYTES, LONG_S = 64 * 1024, 0.006
-"""Bodies below either are nobody's concern."""
+"""Bodies with fewer bytes or a lower cost in seconds are parsed at once."""
 SHARE = 0.05
-"""Of the loop's time that goes to long bodies while more of them wait: a request in twenty may meet one."""
+"""Fraction of the event loop's time for long bodies while others wait, so that few requests are delayed by one."""
 CREDIT_S = 0.2
-"""What they may take at once after a pause."""
+"""Parsing time available at once after a pause, in seconds."""
 PATIENCE_S = 10.0
+"""Longest wait of a body, in seconds."""
 BYTE_S, VALUE_S, OBJECT_S = 6e-9, 150e-9, 1500e-9
-"""What reading takes for each byte, value and object, on a slow machine."""
+"""Parsing time for each byte, value and object on a slow machine, in seconds."""
 
 
 def cost_s(data: bytes) -> float:
-    """Seconds of the loop's time for a body in JSON, about."""
+    """Estimate the event loop's time for parsing a JSON body, in seconds."""
     return len(data) * BYTE_S + data.count(b",") * VALUE_S + data.count(b"{") * OBJECT_S
 
 
 class ParsePacing:
-    """Pacing on one event loop.
-
-    Bodies go in order of arrival."""
+    """Pacing of large bodies on one event loop, in order of arrival."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
 
     async def turn(self, cost: float) -> None:
-        """Wait until a body of this cost may be read. Raises Overloaded when that is too far away."""
+        """Wait until a body of this cost (seconds) may be parsed; raise Overloaded if the wait is too long."""
         if cost < LONG_S:
             return
         now = asyncio.get_running_loop().time()

@@ -15,30 +15,30 @@ from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.parse_pacing import LONG_BYTES, ParsePacing, cost_s
 
 MAX_VALUES = 2**20
-"""Strings, numbers, lists and objects in one body: reading them keeps the event loop busy, 0.1 to 0.2 s for so many."""
+"""Largest number of values in a body; parsing that many keeps the event loop busy for 0.1 to 0.2 s."""
 MAX_OBJECTS = 2**15
-"""Lists and objects among them: most of them are looked at, one by one."""
+"""Largest number of lists and objects among the values, most of which are validated one by one."""
 AT_ONCE = 32
-"""As many of the longest bodies may be arriving at the same time."""
+"""Bound of all arriving bodies, as a multiple of the longest body."""
 
 READ_AT = "kvferry.read_at"
-"""Key in a request's ASGI scope of when its body was read, and its turn had come: seconds of the monotonic clock."""
+"""Key in the ASGI scope for the time when the body was read and admitted, in seconds of the monotonic clock."""
 
 _BOM = b"\xef\xbb\xbf"
-"""What some clients write in front of UTF-8."""
+"""UTF-8 byte order mark, which some clients send."""
 
 Body = TypeVar("Body", bound=RequestBody)
 
 
 def check_encoding(request: Request) -> None:
-    """Raise UnsupportedMedia for a body that is compressed: a short one may be of any length."""
+    """Raise UnsupportedMedia for a compressed body, since it may expand to any length."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMedia(f"content-encoding: bodies are read as they are, not in {encoding!r}")
 
 
 class BodyReader:
-    """Body reader of one router; `longest` is in bytes."""
+    """Reader of all request bodies of a router; `longest` is the limit of one, in bytes."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -46,10 +46,10 @@ class BodyReader:
         self._pace = ParsePacing()
 
     async def read(self, request: Request) -> bytes:
-        """The request's body, once it may be parsed.
+        """Return the request's body once it may be parsed.
 
-        Raises UnsupportedMedia; RequestTooLarge, as soon as the header says so; Overloaded when too much is arriving;
-        Cancelled when the client leaves meanwhile."""
+        Raises UnsupportedMedia; RequestTooLarge, already by its header; Overloaded while too many bytes arrive;
+        Cancelled if the client leaves."""
         check_encoding(request)
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._longest:
@@ -79,7 +79,7 @@ class BodyReader:
 
 
 def parse(kind: type[Body], data: bytes) -> Body:
-    """The body that `data` spells in JSON. Raises InvalidRequest naming the first field at fault."""
+    """Parse a JSON body; raise InvalidRequest naming the first invalid field."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
         raise InvalidRequest(f"the request body holds more than {MAX_VALUES} values")
     try:
@@ -92,9 +92,9 @@ def parse(kind: type[Body], data: bytes) -> Body:
 
 
 def _objects(value: Any) -> int:
-    """How many lists and objects a JSON value is made of; those in excess of MAX_OBJECTS are not looked for.
+    """Count the lists and objects of a JSON value, up to just above MAX_OBJECTS.
 
-    Brackets in its texts are none."""
+    Counting brackets in the text would include those in strings."""
     found, waiting = 0, [value]
     while waiting and found <= MAX_OBJECTS:
         items = waiting.pop()
@@ -108,7 +108,7 @@ def _objects(value: Any) -> int:
 
 
 def build(kind: type[Body], value: Any) -> Body:
-    """The body that a JSON value is. Raises InvalidRequest naming the first field at fault."""
+    """Build a body from a JSON value; raise InvalidRequest naming the first invalid field."""
     try:
         body = kind.model_validate(value)
     except ValidationError as error:

@@ -1,6 +1,6 @@
 """Structured-output fields: OpenAI's response_format, vLLM's structured_outputs and its older guided_* names.
 
-A request has one of them, or none."""
+A request may have one of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from kvferry.router.text.text_model import TextModel
 from kvferry.structured_output.to_lark import MAX_CHOICES
 
 Asked = tuple[str, Grammar]
-"""The field, for errors, and the grammar it asks for."""
+"""Name of the field, for errors, and its grammar."""
 OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
+"""Options of structured_outputs that are supported."""
 IGNORED = ("disable_fallback", "disable_additional_properties", "backend")
+"""Options of structured_outputs that are ignored."""
 FORMATS = ("text", "json_object", "json_schema", "structural_tag", "regex", "grammar")
+"""Supported types of response_format."""
 JsonText = Annotated[dict[str, Any] | str | bool | None, Field(description="A JSON schema, or its text")]
 
 
 class StructuredFields(BaseModel):
-    """Body fields that ask for a grammar."""
+    """Body fields that define a grammar of the output."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -37,15 +40,11 @@ class StructuredFields(BaseModel):
     guided_whitespace_pattern: str | None = None
 
     def parsing(self, text: TextModel) -> Parsing:
-        """Return the parsing options of the output.
-
-        Raises InvalidRequest."""
+        """Return the parsing options of the output; raise InvalidRequest."""
         return PLAIN
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
-        """Return the grammar for this prompt's output.
-
-        Raises InvalidRequest naming the field at fault."""
+        """Return the grammar for this prompt's output; raise InvalidRequest naming the field."""
         guided = [
             kind for kind in ("json", "regex", "choice", "grammar") if getattr(self, f"guided_{kind}") is not None
         ]
@@ -68,7 +67,7 @@ class StructuredFields(BaseModel):
 
 
 def format_grammar(value: Mapping[str, Any] | None, param: str) -> Grammar | None:
-    """Return the grammar of a response_format, in chat's nested form or the flat one of responses; None: any text."""
+    """Return the grammar of a response_format, in chat's nested or responses' flat form; None for any text."""
     kind = "text" if value is None else value.get("type", "text")
     if value is None or kind == "text":
         return None
@@ -89,8 +88,10 @@ def format_grammar(value: Mapping[str, Any] | None, param: str) -> Grammar | Non
 
 
 def _schema(inner: Mapping[str, Any], param: str) -> Grammar:
-    """Not strict: keywords that no grammar can enforce are left out, and objects have the properties they list: a small
-    model would invent others until its tokens are spent."""
+    """Return the grammar of a JSON schema.
+
+    Without strict, unenforceable keywords are ignored and objects are limited to the properties they list. Otherwise a
+    small model would invent properties until its tokens run out."""
     schema = inner.get("schema", {})
     if schema is None:
         schema = {}
@@ -103,7 +104,7 @@ def _schema(inner: Mapping[str, Any], param: str) -> Grammar:
 
 
 def _structured(value: Mapping[str, Any]) -> Grammar:
-    """Of vLLM's structured_outputs."""
+    """Return the grammar of vLLM's structured_outputs."""
     known = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
     given = [name for name in known if value.get(name) not in (None, False)]
     unknown = [name for name in value if name not in (*known, *OPTIONS, *IGNORED) and not name.startswith("_")]

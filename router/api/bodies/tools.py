@@ -22,13 +22,14 @@ from kvferry.router.text.text_model import TextModel
 from kvferry.structured_output import lark
 
 MAX_TOOLS = 128
+"""Largest number of tools in a request."""
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 @with_config(ConfigDict(extra="allow"))
 class Function(TypedDict):
-    """A function that may be called; further fields are the template's to read."""
+    """A function that the model may call; further fields are passed to the template."""
 
     name: Annotated[str, Field(pattern=_NAME)]
     description: NotRequired[str | None]
@@ -52,9 +53,9 @@ Choice = Annotated[str | dict[str, Any] | None, told("must be a string or an obj
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A request's use of its tools.
+    """Tools that the model may call in a request.
 
-    named: the client named the one to call. For errors: field, where it chose, and place, where the tools are."""
+    `named`: the client named the one to call. For errors, `field` holds the choice and `place` the tools."""
 
     tools: tuple[Tool, ...]
     forced: bool
@@ -65,7 +66,7 @@ class ToolUse:
 
 
 class ToolFields(BaseModel):
-    """The fields of tools, with their older names `functions` and `function_call`, which ask for one call at most."""
+    """Fields of tools, and their older names `functions` and `function_call`, which allow one call at most."""
 
     tools: Tools | None = None
     tool_choice: Choice = None
@@ -76,17 +77,17 @@ class ToolFields(BaseModel):
 
     @property
     def legacy(self) -> bool:
-        """Return whether the client spoke of functions, and is answered so."""
+        """Return whether the client used the older names, and gets its answer in them."""
         return bool(self.functions)
 
     def usable(self) -> list[Any] | None:
-        """Its tools, under the newer name."""
+        """Return the tools in the newer form."""
         if not self.legacy:
             return self.tools
         return [{"type": "function", "function": function} for function in self.functions or []]
 
     def tool_use(self) -> ToolUse | None:
-        """None: nothing may be called. Raises InvalidRequest for a choice that cannot be."""
+        """Return the use of the tools; None if none may be called. Raises InvalidRequest for an invalid choice."""
         if self.tools and self.legacy:
             raise InvalidRequest("tools and functions exclude each other; give tools", param="functions")
         place = "functions" if self.legacy else "tools"
@@ -115,7 +116,7 @@ class ToolFields(BaseModel):
 
 
 def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool = True) -> Parsing:
-    """Return the parsing options for a model's output; shown: with its reasoning. Raises InvalidRequest."""
+    """Return the parsing of a model's output, with reasoning if `shown`; raise InvalidRequest."""
     calls = None
     if use is not None:
         if text.dialect is None:
@@ -132,10 +133,9 @@ def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
 def bounded(
     text: TextModel, use: ToolUse | None, asked: Asked | None, prompt: Sequence[int], *, continued: bool
 ) -> Asked | None:
-    """Return the grammar for this prompt's output: tool calls, the requested format, or either. Raises InvalidRequest.
+    """Return the grammar for this prompt's output: tool calls, the requested format, or either.
 
-    asked      the grammar of an answer in text
-    continued  the prompt ends within an answer that is in text already
+    `asked` is the grammar of a text answer. `continued`: the prompt ends within a text answer. Raises InvalidRequest.
     """
     thinking = None if continued else text.thinking
     opened = Parsing(thinking).opened(text.tokenizer, prompt)
@@ -172,7 +172,7 @@ def bounded(
 def _on_channels(
     text: TextModel, use: ToolUse | None, asked: Asked | None, answer: str | None, prompt: Sequence[int]
 ) -> Asked:
-    """The same where the output is messages on channels."""
+    """Return the grammar for a model whose output consists of messages on channels; see `bounded`."""
     source = harmony_syntax.grammar(
         () if use is None else use.tools,
         _speller(text, harmony.MARKERS),
@@ -186,7 +186,7 @@ def _on_channels(
 
 
 def lark_answer(asked: Grammar) -> str | None:
-    """Lark text for the grammar of an answer, in JSON or one of several texts; None: of a kind that has none."""
+    """Return the Lark text of an answer's grammar, for JSON or a choice of texts; None for other kinds."""
     options: dict[str, Any] = {"lenient": asked.lenient}
     if asked.whitespace is not None:
         options["whitespace"] = asked.whitespace
@@ -218,7 +218,7 @@ def _check_duplicates(functions: Sequence[Function], place: str) -> None:
 
 
 def _chosen(choice: str | dict[str, Any], field: str, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Mode and names of what may be called. Raises InvalidRequest."""
+    """Return the mode and the names of the tools that may be called; raise InvalidRequest."""
     if choice in (AUTO, NONE, REQUIRED) and isinstance(choice, str):
         return choice, names
     if isinstance(choice, str):
@@ -234,7 +234,7 @@ def _chosen(choice: str | dict[str, Any], field: str, names: tuple[str, ...]) ->
 
 
 def _named(choice: Any, field: str, names: tuple[str, ...]) -> str:
-    """The name in `{"type": "function", "function": {"name": ...}}`, or in the `{"name": ...}` of function_call."""
+    """Return the name in `{"type": "function", "function": {"name": ...}}` or function_call's `{"name": ...}`."""
     inner = choice.get("function", choice) if isinstance(choice, dict) else None
     name = inner.get("name") if isinstance(inner, dict) else None
     if name not in names:

@@ -16,11 +16,12 @@ from kvferry.router.text.text_model import TextModel
 
 
 class TranslatedChat(ChatBody):
-    """A chat that a request of another API amounts to.
+    """Chat translated from a request of another API.
 
-    names    what the chat's fields are called there; `bound_field` is what bounds the output, `prompt_field` the prompt
-    asked    what it was made from, for the shape that answers it
-    earlier  bytes of conversation that the request only names
+    names         the other API's names of the chat's fields
+    bound_field   its field that bounds the output; `prompt_field` holds the prompt
+    asked         the original request, for the shape of the answer
+    earlier       bytes of conversation that the request refers to
     """
 
     asked: Any = None
@@ -29,23 +30,28 @@ class TranslatedChat(ChatBody):
     bound_field: ClassVar[str]
 
     def check(self) -> None:
+        """Raise InvalidRequest in the other API's terms; see ChatBody.check."""
         with self._renaming():
             super().check()
 
     def prompts(self, text: TextModel) -> list[Prompt]:
+        """Render the prompt; errors are in the other API's terms."""
         with self._renaming():
             return super().prompts(text)
 
     def parsing(self, text: TextModel) -> Parsing:
+        """Return the parsing of the output; errors are in the other API's terms."""
         with self._renaming():
             return super().parsing(text)
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
+        """Return the grammar of the output, under the other API's field name."""
         with self._renaming():
             found = super().grammar(text, prompt)
         return None if found is None else (self.names.get(found[0], found[0]), found[1])
 
     def output_bound(self) -> tuple[str, int | None]:
+        """Return the bound of the output under the other API's field name."""
         return self.bound_field, self.max_completion_tokens
 
     @classmethod
@@ -61,7 +67,7 @@ Chat = TypeVar("Chat", bound=TranslatedChat)
 
 
 def translated(kind: type[Chat], fields: Mapping[str, Any], asked: Any) -> Chat:
-    """The chat of these fields; those that are None are left out. Raises InvalidRequest in the other API's words."""
+    """Build the chat from these fields without those that are None; raise InvalidRequest in the other API's terms."""
     try:
         chat = build(kind, {name: value for name, value in fields.items() if value is not None})
     except InvalidRequest as error:
@@ -71,7 +77,7 @@ def translated(kind: type[Chat], fields: Mapping[str, Any], asked: Any) -> Chat:
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """The same error of the field that the client knows. A place within messages is nobody's but the chat's."""
+    """Return the error with the client's name of the field; locations within messages are dropped."""
     field, rest = _split(error.param or "")
     own = names.get(field)
     if own is None or error.param is None:
@@ -81,6 +87,6 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
 
 
 def _split(param: str) -> tuple[str, str]:
-    """("tools", "[0].name") from "tools[0].name"."""
+    """Split a location: ("tools", "[0].name") for "tools[0].name"."""
     end = min((at for at in (param.find("["), param.find(".")) if at >= 0), default=len(param))
     return param[:end], param[end:]

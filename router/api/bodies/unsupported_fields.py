@@ -11,7 +11,7 @@ from pydantic_core import core_schema
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Marks a field that asks for what this server cannot do yet: refused, unless its value asks for nothing."""
+    """Marks an unsupported field: it is rejected unless its value is empty or false."""
 
     what: str
 
@@ -37,13 +37,13 @@ TextOnly = Annotated[list[str], AfterValidator(_only_text)]
 
 
 class UnsupportedFields(BaseModel):
-    """Fields that the server cannot honour and therefore rejects."""
+    """Fields that no endpoint supports and that are rejected."""
 
     logits_processors: Annotated[Any, Unsupported("custom logits processors are")] = None
 
 
 class UnsupportedForChat(BaseModel):
-    """The same of chat alone."""
+    """Fields that chat does not support and that are rejected."""
 
     echo: Annotated[Any, Unsupported("for chat it is")] = False
     chat_template: Annotated[Any, Unsupported("a chat template in the request is")] = None
@@ -53,7 +53,7 @@ class UnsupportedForChat(BaseModel):
 
 
 class UnsupportedForCompletions(BaseModel):
-    """The same of completions alone."""
+    """Fields that completions do not support and that are rejected."""
 
     suffix: Annotated[Any, Unsupported("inserting before a suffix is")] = None
     prompt_embeds: Annotated[Any, Unsupported("prompt embeddings are")] = None

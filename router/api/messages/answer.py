@@ -25,7 +25,9 @@ _DELTAS = {
 
 
 class MessageAnswer(Answer):
-    """Blocks come one after another; their index is their place in the message's content."""
+    """Answer of the Messages API, whose blocks follow one another. Implements `router.api.fold.Answer`.
+
+    A block's index is its place in the message's content."""
 
     def __init__(self, call: RequestContext, pool: ServedModel, chat: MessagesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))
@@ -67,7 +69,7 @@ class MessageAnswer(Answer):
         }
 
     def _usage(self) -> dict[str, int]:
-        """`input_tokens` are those that no cache held."""
+        """Return the usage; `input_tokens` excludes cached tokens."""
         usage = self.generation.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -98,7 +100,7 @@ class MessageAnswer(Answer):
         return signed + named({"type": "content_block_stop", "index": part.index})
 
     def _text(self, part: Part, text: str) -> bytes:
-        """A delta of text, filled into an event made before."""
+        """Return a text delta, filled into a template."""
         if self._plain is None or self._plain[0] is not part:
             self._plain = part, TextEvent(_delta(part, TextEvent.SLOT), under="content_block_delta")
         return self._plain[1].fill(text)
@@ -110,7 +112,7 @@ def _delta(part: Part, text: str) -> dict[str, Any]:
 
 
 def _signature(part: Part) -> dict[str, Any]:
-    """Clients wait for one before they hand a thought back; nothing here asks whether it is genuine."""
+    """Return the empty signature that clients expect before they send thinking back; the server does not verify it."""
     return {"type": "content_block_delta", "index": part.index, "delta": {"type": "signature_delta", "signature": ""}}
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 
 class MessageUsage(BaseModel):
-    """`input_tokens` are those that no cache held."""
+    """Token counts; `input_tokens` excludes cached tokens."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -17,7 +17,7 @@ class MessageUsage(BaseModel):
 
 
 class MessageObject(BaseModel):
-    """`content` are blocks of type text, thinking and tool_use."""
+    """Message object; `content` holds blocks of type text, thinking and tool_use."""
 
     id: str
     type: Literal["message"]

@@ -22,7 +22,7 @@ class Turn(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool of the client's own."""
+    """A tool that the client executes."""
 
     name: Annotated[str, Field(min_length=1)]
     type: Annotated[Literal["custom"] | None, told("only tools of the client's own (custom) are supported")] = None
@@ -32,7 +32,7 @@ class Tool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """`name` goes with type tool."""
+    """Choice of tools; `name` is given with type tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -46,14 +46,14 @@ class Thinking(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """`format`: type json_schema, with its schema."""
+    """Output settings; `format` is of type json_schema and holds the schema."""
 
     format: dict[str, Any] | None = None
     effort: str | None = None
 
 
 class CountBody(RequestBody):
-    """POST /v1/messages/count_tokens: all that makes the prompt."""
+    """Body of POST /v1/messages/count_tokens: the fields that define the prompt."""
 
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Content | None = None
@@ -64,7 +64,7 @@ class CountBody(RequestBody):
 
 
 class MessagesBody(CountBody):
-    """POST /v1/messages."""
+    """Body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     stop_sequences: Stops = Field(default_factory=list)

@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 
 class MessagesChat(TranslatedChat):
-    """`asked` is the body it was made from."""
+    """Chat translated from a Messages API request; `asked` is the original body."""
 
     prompt_field, bound_field = "messages", "max_tokens"
     names: ClassVar[Mapping[str, str]] = MappingProxyType({
@@ -33,17 +33,15 @@ class MessagesChat(TranslatedChat):
 
 
 async def asked(call: RequestContext, body: CountBody, pools: ServedModels) -> MessagesChat:
-    """Translate the request into a chat.
-
-    Raises InvalidRequest naming the field."""
+    """Translate the request into a chat; raise InvalidRequest naming the field."""
     return chat(body)
 
 
 def chat(body: CountBody) -> MessagesChat:
-    """A conversation that ends with the assistant's words is to be continued where they end.
+    """Translate a body into a chat; raise InvalidRequest naming the field.
 
-    Models that can think, and whose template can be told, think only when they are asked to. Raises InvalidRequest
-    naming the field."""
+    A conversation that ends with an assistant message is continued there. Models whose template can switch thinking
+    think only on request."""
     choice, last = body.tool_choice, body.messages[-1]
     continues = last.role == "assistant"
     config = body.output_config
@@ -72,7 +70,7 @@ def chat(body: CountBody) -> MessagesChat:
 
 
 def messages(body: CountBody) -> list[Message]:
-    """The conversation in the chat's form: what the system says first, results of tools as messages of their own."""
+    """Return the conversation as chat messages: the system text first, tool results as separate messages."""
     found: list[Message] = []
     if body.system:
         found.append({"role": "system", "content": _words(body.system, "system")})
@@ -97,7 +95,7 @@ def _turn(turn: Turn, field: str) -> list[Message]:
 
 
 def _said(blocks: Sequence[Block], field: str) -> Message:
-    """What the assistant thought, said and called, as one message."""
+    """Return an assistant turn's thoughts, text and calls as one message."""
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
         at = f"{field}[{place}]"
@@ -157,7 +155,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(body: CountBody) -> Any:
-    """Without tools there is nothing to choose."""
+    """Return the chat's tool_choice; auto and none without tools are dropped."""
     choice = body.tool_choice
     if choice is None or (not body.tools and choice.type in ("auto", "none")):
         return None

@@ -7,6 +7,7 @@ from typing import Any
 from kvferry.protocol.errors import KvferryError
 
 PLACE = "/v1/messages"
+"""Path of the Messages API."""
 
 _TYPES = {
     401: "authentication_error",
@@ -20,7 +21,7 @@ _TYPES = {
 
 
 def message_error(error: KvferryError) -> dict[str, Any]:
-    """`{"type": "error", "error": {type, message}}`: the type follows from the status, the message names the field."""
+    """Return `{"type": "error", "error": {type, message}}` with a type by status; the message names the field."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     named = not error.param or error.param in error.message
     message = error.message if named else f"{error.param}: {error.message}"

@@ -1,4 +1,4 @@
-"""POST /v1/messages/count_tokens."""
+"""POST /v1/messages/count_tokens: the number of tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.runtime.disconnect import until_disconnect
 
 
 def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -> APIRouter:
-    """`statuses` are those of its errors."""
+    """Return the route; `statuses` are those of its errors."""
     router = APIRouter(responses=errors(*statuses, model=MessageErrorAnswer))
 
     @router.post(
@@ -34,7 +34,7 @@ def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -
 
 
 async def count_tokens(pools: ServedModels, data: bytes) -> dict[str, int]:
-    """Tokens of the prompt that these messages make. Raises InvalidRequest."""
+    """Count the tokens of the prompt that these messages form; raise InvalidRequest."""
     body = parse(CountBody, data)
     pool = pools.pool(body.model)
     asked = chat(body)

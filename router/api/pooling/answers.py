@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class ReadUsage(BaseModel):
-    """`prompt_tokens_details.cached_tokens`: tokens that were not computed again."""
+    """Token counts; `prompt_tokens_details.cached_tokens` counts tokens that were not computed again."""
 
     prompt_tokens: int
     total_tokens: int

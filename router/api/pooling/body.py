@@ -12,6 +12,7 @@ from kvferry.router.api.bodies.fields import CacheSalt, Prompts
 from kvferry.router.api.bodies.generating import RequestBody
 
 MAX_INPUTS = 2048
+"""Largest number of inputs or texts in a request."""
 
 
 class PoolingBody(RequestBody):
@@ -22,16 +23,18 @@ class PoolingBody(RequestBody):
     cache_salt: CacheSalt | None = None
 
     def check(self) -> None:
+        """Raise InvalidRequest for a truncation to zero tokens."""
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
 
 
 class InputBody(PoolingBody):
-    """`input` becomes a list of texts and tuples of token ids."""
+    """Pooling request whose `input` becomes a list of texts and tuples of token ids."""
 
     input: Prompts
 
     def check(self) -> None:
+        """Raise InvalidRequest for no or too many inputs."""
         super().check()
         if not 1 <= len(self.input) <= MAX_INPUTS:
             raise InvalidRequest(f"input must hold 1 to {MAX_INPUTS} items, got {len(self.input)}", param="input")

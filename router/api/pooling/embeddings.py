@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings: embedding vectors of texts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.sse import dump
 
 PAUSE_EVERY = 16
-"""Vectors written in JSON before other requests get a turn."""
+"""Number of vectors encoded as JSON before other requests get a turn of the event loop."""
 
 
 class EmbeddingBody(InputBody):
-    """POST /v1/embeddings."""
+    """Body of POST /v1/embeddings."""
 
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -31,7 +31,7 @@ class EmbeddingBody(InputBody):
 
 
 async def embeddings(pool: ServedModel, admitted: AdmittedRequest, body: EmbeddingBody) -> WholeAnswer:
-    """Raises InvalidRequest, and what a dispatch raises."""
+    """Compute the answer; raise InvalidRequest, or the error of a dispatch."""
     work = embedding_work(pool, body.dimensions, body.normalize)
     prompts = await encoded(pool, body.input, "input", body.truncate_prompt_tokens)
     readings = PoolingOutputs(pool, admitted, prompts, [work] * len(prompts), body.cache_salt)
@@ -46,9 +46,7 @@ async def embeddings(pool: ServedModel, admitted: AdmittedRequest, body: Embeddi
 
 
 def embedding_work(pool: ServedModel, dimensions: int | None = None, normalize: bool | None = None) -> Embed:
-    """Return the work for the model's nodes.
-
-    Raises InvalidRequest: it makes no vectors, or none so long."""
+    """Return the work for the nodes; raise InvalidRequest if the model has no vectors of this length."""
     task = pool.text.task
     if task.kind == "classify":
         raise InvalidRequest(f"the model {pool.name!r} does not embed: {task.told}", param="model")
@@ -61,7 +59,7 @@ def embedding_work(pool: ServedModel, dimensions: int | None = None, normalize: 
 
 
 def _base64(vector: array[float]) -> str:
-    """Of float32 in little-endian order."""
+    """Encode a vector as base64 of little-endian float32."""
     if sys.byteorder == "big":
         vector = array("f", vector)
         vector.byteswap()

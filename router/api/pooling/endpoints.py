@@ -23,7 +23,7 @@ from kvferry.router.api.served_models import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class PoolingEndpoint:
-    """Description of a pooling endpoint: path, body type, operation; `summary`, `answer` and `error` for the docs."""
+    """A pooling endpoint: path, body type and operation, with summary and models for the documentation."""
 
     path: str
     summary: str
@@ -51,6 +51,7 @@ READINGS = (
     *map(_ranks, ("/v1/rerank", "/v2/rerank", "/rerank")),
     *map(_classifies, ("/v1/classify", "/classify")),
 )
+"""All pooling endpoints."""
 
 
 class PoolingRoute(GenerationRoute[PoolingEndpoint]):

@@ -22,25 +22,26 @@ from kvferry.router.tenants.scheduler_slots import Size
 from kvferry.router.text.encoding import Bound
 
 AT_ONCE = 64
-"""Prompts of one request that are with the nodes at a time: a thousand would queue in front of everybody else's."""
+"""Number of prompts of one request on the nodes at once, so that large requests do not block others."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """A body that is ready to be sent."""
+    """Complete JSON body with its headers."""
 
     data: bytes
     headers: Mapping[str, str]
 
     async def finish(self, responder: Responder) -> None:
+        """Send the body."""
         await responder.json(200, self.data, self.headers)
 
 
 class PoolingOutputs:
     """Pooling of one HTTP request's prompts.
 
-    `vectors` waits for a slot and starts their dispatches, AT_ONCE at a time. When one fails, or the client leaves, all
-    end. route: of the first prompt, once its vector is there."""
+    `vectors` waits for a slot and runs the dispatches, AT_ONCE at a time. If one fails or the client leaves, all end.
+    `route` is that of the first prompt, once its vector has arrived."""
 
     def __init__(
         self,
@@ -58,9 +59,7 @@ class PoolingOutputs:
         self._used = TokenUsage()
 
     async def vectors(self) -> list[array[float]]:
-        """Return the nodes' vectors of all prompts, in order.
-
-        Raises the KvferryError of the first that fails."""
+        """Return the vectors of all prompts, in order; raise the error of the first dispatch that fails."""
         size = Size(1, sum(len(spec.token_ids) for spec in self._specs), 0)
         turn = await self._admitted.turn(self._pool.turns, size)
         self._specs = [replace(spec, newcomer=turn.newcomer) for spec in self._specs]
@@ -75,15 +74,16 @@ class PoolingOutputs:
         return self._found
 
     def usage(self) -> dict[str, Any]:
+        """Return the API's usage object."""
         tokens, details = self._used.prompt, {"cached_tokens": self._used.cached}
         return {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": details}
 
     def answer(self, body: Mapping[str, Any]) -> WholeAnswer:
-        """With the header that tells where the first prompt went."""
+        """Return the answer with the header that shows the first prompt's route."""
         return self.written(dump(body))
 
     def written(self, data: bytes) -> WholeAnswer:
-        """The same of a body that is JSON already."""
+        """Return the answer with this header for a body that is JSON already."""
         return WholeAnswer(data, {} if self.route is None else {"x-kvferry-route": str(self.route)})
 
     async def _read(self, specs: Iterator[tuple[int, RequestSpec]]) -> None:
@@ -100,7 +100,7 @@ class PoolingOutputs:
                 self.route = dispatch.route
 
     def _count(self, spec: RequestSpec, route: Route | None) -> None:
-        """A vector has come; the first one tells the visit."""
+        """Count a prompt's tokens; the first vector also starts the request's admission accounting."""
         begins, cached = not self._used.prompt, 0
         if route is not None:
             count_prompt(self._pool.metrics, route)
@@ -120,8 +120,10 @@ def floats(vector: bytes) -> array[float]:
 
 
 async def encoded(pool: ServedModel, prompts: Sequence[Prompt], field: str, truncate: int | None) -> list[list[int]]:
-    """Token ids of each prompt, texts with the model's special tokens. truncate: keep that many tokens from the left;
-    -1: as many as the model takes. Raises InvalidRequest naming the field."""
+    """Return the token ids of each prompt, texts with the model's special tokens.
+
+    `truncate` keeps that many tokens from the left; -1 keeps as many as the model takes. Raises InvalidRequest naming
+    the field."""
     limit = pool.max_model_len
     kept = limit if truncate is None else _kept(truncate, limit)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -140,9 +142,9 @@ async def encoded(pool: ServedModel, prompts: Sequence[Prompt], field: str, trun
 async def encoded_pairs(
     pool: ServedModel, pairs: Sequence[tuple[str, str]], field: str, truncate: int | None
 ) -> list[tuple[list[int], int]]:
-    """Token ids of each pair, and where its second text begins, whose end is what `truncate` cuts.
+    """Return the token ids of each pair, and the index at which its second text begins.
 
-    Raises InvalidRequest naming the field."""
+    `truncate` cuts the end of the second text. Raises InvalidRequest naming the field."""
     limit = pool.max_model_len
     bound = Bound(limit, field, truncated=truncate is not None)
     made: list[tuple[list[int], int]] = []
@@ -161,7 +163,7 @@ async def encoded_pairs(
 
 
 def check_prompt(pool: ServedModel, ids: Sequence[int], field: str) -> None:
-    """Raise InvalidRequest unless the model can read them."""
+    """Raise InvalidRequest unless the model can process the tokens."""
     limit = pool.max_model_len
     if not ids:
         raise InvalidRequest(f"{field} must hold at least one token in each item", param=field)

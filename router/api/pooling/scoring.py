@@ -1,8 +1,7 @@
-"""POST /v1/score, /v1/rerank and /v1/classify, in the shapes of vLLM, Jina and Cohere.
+"""POST /v1/score, /v1/rerank and /v1/classify, in the formats of vLLM, Jina and Cohere.
 
-Texts are scored in pairs by a cross-encoder's head, where the model has one; otherwise by the cosine of their
-embeddings, each text embedded once.
-"""
+A model with a cross-encoder head scores texts in pairs. Other models use the cosine of the texts' embeddings, and each
+text is embedded once."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ from kvferry.router.api.pooling.pooling_outputs import PoolingOutputs, WholeAnsw
 from kvferry.router.api.served_models import ServedModel
 
 PAUSE_EVERY = 64
-"""Scores computed here before other requests get a turn."""
+"""Number of scores computed in the router before other requests get a turn of the event loop."""
 
 
 def _texts(value: Any) -> Any:
-    """One text or several, as a list; Cohere's and Jina's documents may be objects that hold their text."""
+    """Convert one text or several to a list; documents of Cohere and Jina may be objects with a text."""
     items = value if isinstance(value, list) else [value]
     texts = [item.get("text") if isinstance(item, dict) else item for item in items]
     if not all(isinstance(text, str) for text in texts):
@@ -48,7 +47,7 @@ Texts = Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(_SCHEMA)]
 
 
 class ScoreBody(PoolingBody):
-    """POST /v1/score: one text against each of several, or pairs of two lists of the same length."""
+    """Body of POST /v1/score: one text against each of several, or pairs of two lists of equal length."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
@@ -56,6 +55,7 @@ class ScoreBody(PoolingBody):
     documents: Texts | None = None
 
     def check(self) -> None:
+        """Raise InvalidRequest if the texts cannot be paired."""
         super().check()
         firsts, seconds = self.sides()
         if len(firsts) not in (1, len(seconds)):
@@ -65,10 +65,11 @@ class ScoreBody(PoolingBody):
 
     @property
     def fields(self) -> tuple[str, str]:
+        """Return the names of the fields that hold the texts."""
         return ("text_1", "text_2") if self.text_1 is not None else ("queries", "documents")
 
     def sides(self) -> tuple[list[str], list[str]]:
-        """Raises InvalidRequest for what is missing."""
+        """Return both lists of texts; raise InvalidRequest if one is missing."""
         first, second = self.fields
         for field in self.fields:
             if getattr(self, field) is None:
@@ -77,7 +78,7 @@ class ScoreBody(PoolingBody):
 
 
 class RerankBody(PoolingBody):
-    """POST /v1/rerank: documents in the order of their relevance to the query."""
+    """Body of POST /v1/rerank: documents to order by their relevance to the query."""
 
     query: str
     documents: Texts
@@ -86,11 +87,11 @@ class RerankBody(PoolingBody):
 
 
 class ClassifyBody(InputBody):
-    """POST /v1/classify."""
+    """Body of POST /v1/classify."""
 
 
 async def score(pool: ServedModel, admitted: AdmittedRequest, body: ScoreBody) -> WholeAnswer:
-    """Raises InvalidRequest, and what a dispatch raises."""
+    """Score pairs of texts; raise InvalidRequest, or the error of a dispatch."""
     firsts, seconds = body.sides()
     pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
     readings, scores = await _scores(pool, admitted, pairs, body, body.fields)
@@ -99,7 +100,7 @@ async def score(pool: ServedModel, admitted: AdmittedRequest, body: ScoreBody) -
 
 
 async def rerank(pool: ServedModel, admitted: AdmittedRequest, body: RerankBody) -> WholeAnswer:
-    """Raises InvalidRequest, and what a dispatch raises."""
+    """Order documents by relevance; raise InvalidRequest, or the error of a dispatch."""
     pairs = [(body.query, document) for document in body.documents]
     readings, scores = await _scores(pool, admitted, pairs, body, ("query", "documents"))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -113,7 +114,7 @@ async def rerank(pool: ServedModel, admitted: AdmittedRequest, body: RerankBody)
 
 
 async def classify(pool: ServedModel, admitted: AdmittedRequest, body: ClassifyBody) -> WholeAnswer:
-    """Raises InvalidRequest, and what a dispatch raises."""
+    """Classify texts; raise InvalidRequest, or the error of a dispatch."""
     task = pool.text.task
     if task.kind != "classify":
         raise InvalidRequest(f"the model {pool.name!r} does not classify: {task.told}", param="model")
@@ -134,7 +135,7 @@ async def _scores(
     body: PoolingBody,
     fields: tuple[str, str],
 ) -> tuple[PoolingOutputs, list[float]]:
-    """The score of each pair. fields: where the first and the second texts are, for errors."""
+    """Return the score of each pair; `fields` name both texts in errors."""
     task = pool.text.task
     if task.kind == "classify" and not task.scores_pairs:
         raise InvalidRequest(f"the model {pool.name!r} does not score pairs: {task.told}", param="model")
@@ -170,7 +171,7 @@ async def _cosines(
 
 
 def activated(logits: array[float], activation: str) -> list[float]:
-    """softmax, sigmoid, or the logits as they are."""
+    """Apply softmax or sigmoid, or return the logits unchanged."""
     if activation == "softmax":
         top = max(logits)
         powers = [math.exp(logit - top) for logit in logits]

@@ -24,11 +24,11 @@ _DELTA = {
     CALL: "response.function_call_arguments",
 }
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
-"""Reasons to finish that leave a response incomplete."""
+"""Finish reasons that leave a response incomplete."""
 
 
 class ResponseAnswer(Answer):
-    """Response object of one request; it repeats the request's settings."""
+    """Response object of one request; it repeats the request's settings. Implements `router.api.fold.Answer`."""
 
     def __init__(self, call: RequestContext, pool: ServedModel, chat: ResponsesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))
@@ -43,10 +43,11 @@ class ResponseAnswer(Answer):
 
     @property
     def id(self) -> str:
+        """Return the response's id."""
         return self._asked.id
 
     def begun(self) -> dict[str, Any]:
-        """The response before it has any output."""
+        """Return the response before it has any output."""
         return self._asked.response(self._model, "in_progress", self._drawing())
 
     def opening(self) -> bytes:
@@ -65,12 +66,12 @@ class ResponseAnswer(Answer):
         return self._event(f"response.{response['status']}", response=response)
 
     def failing(self, error: KvferryError) -> bytes:
-        """The error, and the response as far as it came."""
+        """Return the error, and the response so far."""
         told = {"code": error.code, "message": error.message, "param": error.param}
         return self._event("error", **told) + self._event("response.failed", response=self.failed(error))
 
     def failed(self, error: KvferryError) -> dict[str, Any]:
-        """The response that ends by an error, with the items that had ended before."""
+        """Return the failed response, with the items completed before the error."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         return {**self.body("failed"), "error": {"code": code, "message": error.message}}
 
@@ -83,11 +84,11 @@ class ResponseAnswer(Answer):
         await self.keep(self.body())
 
     async def keep(self, response: dict[str, Any]) -> None:
-        """Keep what the response has become, if it is to be kept. Never raises."""
+        """Store the response's final state if it is to be stored; never raise."""
         await self._asked.keep(response)
 
     def body(self, status: str = "") -> dict[str, Any]:
-        """The response as of now: by the reason to finish, unless a status is given."""
+        """Return the response so far; its status follows from the finish reason unless given."""
         reason = _INCOMPLETE.get(self._parts.finish_reason or "")
         status = status or ("incomplete" if reason else "completed")
         last = len(self._parts.all) - 1
@@ -103,7 +104,7 @@ class ResponseAnswer(Answer):
         }
 
     def _drawing(self) -> dict[str, float]:
-        """How tokens are really drawn, the model's defaults included."""
+        """Return the sampling parameters in effect, including the model's defaults."""
         params = self.generation.prompts[0].params
         return {"temperature": params.temperature, "top_p": params.top_p}
 
@@ -142,7 +143,7 @@ class ResponseAnswer(Answer):
         return said + self._event("response.output_item.done", output_index=part.index, item=self._item(part, status))
 
     def _text(self, part: Part, text: str) -> bytes:
-        """A delta of text alone, filled into an event made before; its number stands at the end."""
+        """Return a delta of plain text, filled into a template whose sequence number stands at the end."""
         if self._plain is None or self._plain[0] is not part:
             name = "response.output_text.delta"
             delta = {"type": name, **self._at(part), "content_index": 0, "logprobs": [], "delta": TextEvent.SLOT}
@@ -187,9 +188,9 @@ class ResponseAnswer(Answer):
 
 
 def _usage(chat: dict[str, Any]) -> dict[str, Any]:
-    """The chat's usage in the words of this API.
+    """Return the chat's usage in this API's format.
 
-    No one asks for writes to the cache here: all that is computed may be reused."""
+    Cache writes are always 0: they are not requested here, since all computed blocks may be reused."""
     reasoning = chat.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     cached = chat["prompt_tokens_details"]["cached_tokens"]
     return {

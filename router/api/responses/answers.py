@@ -25,7 +25,7 @@ class ResponseFailure(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """`output` are items of type message, function_call and reasoning."""
+    """Response object; `output` holds items of type message, function_call and reasoning."""
 
     id: str
     object: Literal["response"]

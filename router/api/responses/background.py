@@ -19,26 +19,27 @@ from kvferry.router.api.served_models import ServedModel
 from kvferry.router.worker_peers.peers import WorkerPeers
 
 ENDS_S = 5.0
-"""What another process may take to end one of its responses."""
+"""Longest time another process may take to end one of its responses, in seconds."""
 
 log = logging.getLogger("kvferry.responses")
 
 
 class BackgroundResponse(Answer):
-    """The response as it begins, for a client that comes back for the rest."""
+    """Answer with the response as it begins, for a client that fetches the rest later."""
 
     def __init__(self, generation: Generation, response: dict[str, Any]) -> None:
         super().__init__(generation, streams=False)
         self._response = response
 
     def body(self) -> dict[str, Any]:
+        """Return the response as it begins."""
         return self._response
 
 
 class Background:
-    """Background responses of one router, which end with it.
+    """Background responses of one router; they end with it.
 
-    The records say in_progress until they are completed, incomplete, failed or cancelled."""
+    Their records have status in_progress until completed, incomplete, failed or cancelled."""
 
     def __init__(self, responses: StoredResponses, admission: InflightLimit, peers: WorkerPeers) -> None:
         self._responses = responses
@@ -50,10 +51,10 @@ class Background:
     async def begin(
         self, admitted: AdmittedRequest, pool: ServedModel, chat: ResponsesChat, generation: Generation
     ) -> Answer | None:
-        """Generate behind the client's back, if it asked for that; None otherwise.
+        """Generate in the background if the request asks for it; return None otherwise.
 
-        The request's visit goes on with its place among those in progress, and waits for its turn. Raises
-        InvalidRequest or RegistryUnavailable where the response could not be fetched."""
+        The request keeps its admission and its place among those in progress, and waits for its slot. Raises
+        InvalidRequest or RegistryUnavailable if the response could not be fetched later."""
         asked, call = chat.asked, admitted.call
         if not asked.body.background:
             return None
@@ -68,13 +69,13 @@ class Background:
         place = (call.tenant, asked.id)
         task = self._running[place] = asyncio.create_task(self._run(admitted, pool, answer, generation), name=asked.id)
         task.add_done_callback(lambda _: self._ended(place, admitted))
-        await asyncio.sleep(0)  # it begins before anybody can end it: one that never began would not say so
+        await asyncio.sleep(0)  # a task cancelled before it starts would not store its end
         return BackgroundResponse(generation, begun)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """The response, which ends now if this router generates it, in whichever of its processes.
+        """End a response if any process of this router generates it, and return it.
 
-        Raises NotFound, and InvalidRequest for one that cannot be cancelled here."""
+        Raises NotFound, and InvalidRequest if it cannot be cancelled here."""
         await self.drop(tenant, response_id)
         response = (await self._responses.get(tenant, response_id)).response
         if not response["background"]:
@@ -86,7 +87,7 @@ class Background:
         return response
 
     async def drop(self, tenant: str, response_id: str) -> None:
-        """End it, if this router generates it; its record says so then."""
+        """End a response if this router generates it; its record then shows the end."""
         if (tenant, response_id) not in self._running:
             await self._peers.ask("drop", tenant, response_id, within_s=ENDS_S)
         await self._drop_own(tenant, response_id)

@@ -22,16 +22,17 @@ from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
+"""Value of `include` that requests log-probabilities."""
 MAX_INCLUDED = 64
-"""Entries of `include`."""
+"""Largest number of entries in `include`."""
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
-"""Of metadata: entries, and characters of each one's key and value. It is repeated, and kept."""
+"""Largest number of metadata entries, and longest key and value in characters; responses repeat and store them."""
 Key = Annotated[str, Field(max_length=MAX_KEY)]
 Metadata = Annotated[dict[Key, Annotated[str, Field(max_length=MAX_VALUE)]], Field(max_length=MAX_METADATA)]
 
 
 class TextField(BaseModel):
-    """`format`: type text, json_object, or json_schema with its name and schema."""
+    """Text settings; `format` is of type text, json_object, or json_schema with a name and schema."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
@@ -45,7 +46,7 @@ class ReasoningField(BaseModel):
 
 
 class ResponsesBody(SamplingFields, RequestBody):
-    """POST /v1/responses."""
+    """Body of POST /v1/responses."""
 
     input: Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} items")] = ""
     instructions: str | None = None
@@ -70,6 +71,7 @@ class ResponsesBody(SamplingFields, RequestBody):
     prompt: Any = Field(None, description="stored prompts are not supported by this server")
 
     def check(self) -> None:
+        """Raise InvalidRequest for unsupported fields and for fields that exclude each other."""
         for field, instead in (("conversation", "; use previous_response_id"), ("prompt", "")):
             if getattr(self, field):
                 raise InvalidRequest(f"{field} is not supported by this server{instead}", param=field)
@@ -82,4 +84,5 @@ class ResponsesBody(SamplingFields, RequestBody):
 
     @property
     def shows_logprobs(self) -> bool:
+        """Return whether the response shows log-probabilities."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)

@@ -1,4 +1,4 @@
-"""Input and output items of the Responses API, normalised and as chat messages."""
+"""Input and output items of the Responses API: validation, normal form, and translation into chat messages."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _OWN_ID = re.compile(r"(msg|fc|rs|in)_(.+)_(\d{1,6})")
 
 
 def normal(given: str | Sequence[Any], name: str) -> list[Item]:
-    """A request's `input` as items in the form in which they are listed: each with an id, messages with parts.
+    """Return a request's `input` as items in normal form, each with an id, and messages with parts.
 
-    `name` makes ids of items that have none. Raises InvalidRequest naming the field at fault."""
+    `name` makes the ids of items without one. Raises InvalidRequest naming the field."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}] if given else []
     return [_normal(item, f"input[{place}]", f"in_{name}_{place}") for place, item in enumerate(given)]
 
 
 def response_of(item_id: str) -> tuple[str, bool, int] | None:
-    """Return the response that an item came with, whether as input, and its place; None for a foreign id."""
+    """Return an item's response, whether it is an input item, and its place; None for an unknown id."""
     found = _OWN_ID.fullmatch(item_id)
     return None if found is None else (f"resp_{found[2]}", found[1] == "in", int(found[3]))
 
 
 def messages(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The chat that the items tell. What an assistant thought, said and called in a row is one message."""
+    """Return the items as a chat; an assistant's consecutive reasoning, text and calls form one message."""
     chat: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         match item["type"]:
@@ -48,7 +48,7 @@ def messages(items: Iterable[Item], instructions: str | None = None) -> list[dic
 
 
 def _turn(chat: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The assistant's message that takes an item of this kind: the last one, unless it is past that."""
+    """Return the assistant message for an item of this kind: the last one if it still takes it, else a new one."""
     last = chat[-1] if chat else {}
     begun = last.get("role") == "assistant"
     if begun and (
@@ -110,7 +110,7 @@ def _message(item: Item, field: str) -> Item:
 
 
 def _reasoning(item: Item, field: str) -> Item:
-    """Encrypted content is another server's: it says nothing here and is left out."""
+    """Normalise a reasoning item; encrypted content comes from other servers and is dropped."""
     shown: Item = {"summary": _texts(item.get("summary") or [], f"{field}.summary", "summary_text")}
     if item.get("content"):
         shown["content"] = _texts(item["content"], f"{field}.content", "reasoning_text")
@@ -127,7 +127,7 @@ def _texts(parts: Any, field: str, kind: str) -> list[Item]:
 
 
 def _parts(content: Any, field: str, kind: str) -> list[Item]:
-    """Text parts under the type that messages of this kind list them with."""
+    """Normalise text parts to the type that messages of this kind use."""
     if not isinstance(content, list):
         raise InvalidRequest(f"{field} must be a string or a list of parts", param=field)
     return [_part(part, f"{field}[{place}]", kind) for place, part in enumerate(content)]

@@ -25,7 +25,7 @@ _DEFAULTS = MappingProxyType({
 
 
 class ResponsesChat(TranslatedChat):
-    """The chat that a request of the Responses API amounts to; `asked` is a ResponsesRequest."""
+    """Chat translated from a Responses API request; `asked` is a ResponsesRequest."""
 
     prompt_field, bound_field = "input", "max_output_tokens"
     names: ClassVar[Mapping[str, str]] = MappingProxyType({
@@ -40,13 +40,13 @@ class ResponsesChat(TranslatedChat):
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """One request.
+    """One request of the Responses API.
 
-    name     what its response and its items are called after their prefixes; no two requests share one
-    items    what it brought, in normal form
-    history  items of the responses that it continues, theirs and the model's
-    keep     takes the response in the end, with all of this. Never raises
-    kept     whether it is kept at all
+    name     unique name in the ids of its response and items
+    items    its input in normal form
+    history  items of the responses that it continues, input and output
+    keep     stores the final response with these fields; never raises
+    kept     true if the response is stored
     """
 
     name: str
@@ -59,10 +59,11 @@ class ResponsesRequest:
 
     @property
     def id(self) -> str:
+        """Return the response's id."""
         return f"resp_{self.name}"
 
     def response(self, model: str, status: str, drawing: Mapping[str, float]) -> dict[str, Any]:
-        """The response before it has any output; `drawing` are temperature and top_p."""
+        """Return the response without output; `drawing` holds temperature and top_p."""
         body = self.body
         repeated = {name: getattr(body, name) for name in _REPEATED}
         shown = {name: _DEFAULTS.get(name) if value is None else value for name, value in repeated.items()}
@@ -89,7 +90,7 @@ class ResponsesRequest:
         }
 
     def chat(self, conversation: list[Item] | None = None) -> ResponsesChat:
-        """The chat of this conversation: without one, of history and items. Raises InvalidRequest naming the field."""
+        """Return the chat of a conversation, by default history and items; raise InvalidRequest naming the field."""
         body = self.body
         tools, choice = _tools(body.tools or []), body.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -115,7 +116,7 @@ class ResponsesRequest:
 
 
 def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Function tools in the chat's form."""
+    """Return function tools in the chat's form."""
     tools = []
     for place, tool in enumerate(given):
         if tool.get("type") != "function":
@@ -145,7 +146,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 
 
 def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Only the tools that tool_choice allows, and whether one must be called."""
+    """Return the tools that tool_choice allows, and the mode: auto or required."""
     allowed, mode = choice.get("tools"), choice.get("mode", "auto")
     if not isinstance(allowed, list) or mode not in ("auto", "required"):
         raise InvalidRequest("tool_choice.mode must be auto or required, and tools a list", param="tool_choice")
@@ -154,7 +155,7 @@ def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The chat's response_format; None for plain text."""
+    """Return the chat's response_format; None for plain text."""
     if given is None or given.get("type") == "text":
         return None
     if given.get("type") != "json_schema":

@@ -69,7 +69,7 @@ def _id(*query: str) -> dict[str, Any]:
 
 
 def _listed(items: list[dict[str, Any]], query: dict[str, str]) -> dict[str, Any]:
-    """A page of the items, the last ones first unless asked otherwise. Raises InvalidRequest."""
+    """Return a page of the items, latest first by default; raise InvalidRequest."""
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")

@@ -23,14 +23,13 @@ from kvferry.router.request_context import RequestContext
 log = logging.getLogger("kvferry.responses")
 
 LONGEST = 16 * 2**20
-"""Bytes of a record: reading one keeps the event loop busy, a few milliseconds a MiB."""
+"""Largest record, in bytes; reading one blocks the event loop for a few milliseconds per MiB."""
 _ID = re.compile(r"resp_[A-Za-z0-9._:-]{1,160}")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response with the input items it came with, and all items before them; `size` is that of its record, in bytes,
-    once it was read."""
+    """A response with its input items and all earlier items; `size` is its record's size in bytes, once read."""
 
     response: dict[str, Any]
     input: list[Item]
@@ -38,22 +37,23 @@ class StoredResponse:
     size: int = 0
 
     def conversation(self) -> list[Item]:
+        """Return all items: earlier ones, input and output."""
         return [*self.history, *self.input, *self.response["output"]]
 
 
 class StoredResponses:
-    """All of one router. Without a store nothing is kept.
+    """Stored responses of one router; without a store nothing is stored.
 
-    A store that fails never fails a response that a client waits for: it goes out and is not kept, and the log says so.
-    """
+    A failing store never fails a response that a client waits for. The response is sent, not stored, and a warning is
+    logged."""
 
     def __init__(self, store: ResponseStore | None) -> None:
         self._store = store
 
     async def asked(self, call: RequestContext, body: ResponsesBody, pools: ServedModels) -> ResponsesChat:
-        """Return the request with the conversation that it continues.
+        """Translate a request into a chat, including the conversation that it continues.
 
-        Raises KvferryError: NotFound for what it continues and is not kept."""
+        Raises KvferryError: NotFound if the earlier response is not stored."""
         pool = pools.pool(body.model)
         name = f"{call.id}-{secrets.token_hex(4)}"
         kept = self._store is not None and body.store is not False
@@ -69,7 +69,7 @@ class StoredResponses:
         return chat
 
     async def get(self, tenant: str, response_id: str, *, param: str | None = None) -> StoredResponse:
-        """Raises NotFound, and RegistryUnavailable when the store does not answer."""
+        """Return a stored response; raise NotFound, or RegistryUnavailable if the store does not answer."""
         record = None
         if self._store is not None and _ID.fullmatch(response_id):
             record = await self._store.get(tenant, response_id)
@@ -78,13 +78,13 @@ class StoredResponses:
         return StoredResponse(**from_json(record), size=len(record))
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """Raises as `get`."""
+        """Delete a stored response; raise as `get`."""
         found = self._store is not None and _ID.fullmatch(response_id) is not None
         if self._store is None or not found or not await self._store.delete(tenant, response_id):
             raise NotFound(f"no response {response_id!r} is kept here{self._why()}")
 
     async def put(self, tenant: str, kept: StoredResponse) -> bool:
-        """Keep it if possible; whether it is. Never raises."""
+        """Store a response if possible and return whether it is stored; never raise."""
         if self._store is None:
             return False
         name = kept.response["id"]
@@ -112,9 +112,9 @@ class StoredResponses:
         return kept
 
     async def _resolved(self, tenant: str, items: list[Item]) -> tuple[list[Item], int]:
-        """The items, with those that references name in their places, and the bytes of the records they are in.
+        """Replace references by the items they name; return the items and the size of the records in bytes.
 
-        An item is named once: a short request could ask for any number of a long one."""
+        Each item may be named only once, so that a short request cannot expand to any size."""
         found: dict[str, StoredResponse] = {}
         named: set[str] = set()
         size = 0

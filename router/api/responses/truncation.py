@@ -10,9 +10,9 @@ from kvferry.router.text.encoding import Bound
 
 
 async def fitted(asked: ResponsesRequest, pool: ServedModel) -> ResponsesChat:
-    """The chat without as few of its oldest turns as leave room for the output that was asked for, or one token.
+    """Return the chat without the fewest oldest turns such that the requested output fits, or at least one token.
 
-    What the system said stays, and so does the last turn, whatever its length."""
+    System and developer messages and the last turn always stay."""
     whole = [*asked.history, *asked.items]
     starts = [place for place, item in enumerate(whole) if item["type"] == "message" and item["role"] == "user"]
     cuts = [0, *(place for place in starts if place)]
@@ -33,11 +33,11 @@ def _from(items: list[Item], cut: int) -> list[Item]:
 
 
 async def _fits(chat: ResponsesChat, pool: ServedModel, room: int) -> bool:
-    """Templates may make shorter prompts of longer chats, but none that matters does."""
+    """Return whether the chat fits; assumes that longer chats give longer prompts, as in all relevant templates."""
     (prompt,) = await pool.encoder.beside(chat.prompts, pool.text)
     assert isinstance(prompt, str)
     try:
         (ids,) = await pool.encoder.encode([prompt], Bound(room, "input"), add_special_tokens=chat.marks_texts())
-    except InvalidRequest:  # it is too long by its characters alone
+    except InvalidRequest:  # the number of characters alone exceeds the limit
         return False
     return len(ids) <= room

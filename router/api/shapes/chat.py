@@ -1,6 +1,4 @@
-"""Answer format of /v1/chat/completions: messages and deltas.
-
-A stream opens each choice with its role."""
+"""Answer format of /v1/chat/completions: messages and deltas; a stream opens each choice with its role."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
 
 class ChatShape(Shape[ChatBody]):
-    """Formats choices of chat completions."""
+    """Format of chat completion choices. Implements `router.api.shapes.shape.Shape`."""
 
     id_prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -55,7 +53,7 @@ class ChatShape(Shape[ChatBody]):
         return None if self.top is None else self.writer.chat(entries, self.top)
 
     def _message(self, found: Collected) -> dict[str, Any]:
-        """The answer as a message; its content is null where it is calls alone."""
+        """Return the answer as a message; its content is null if it consists of calls only."""
         text = "".join(found.text)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -69,7 +67,7 @@ class ChatShape(Shape[ChatBody]):
         return message
 
     def _called(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        """The field that shows calls, whole or in part; who asked with `functions` knows one call alone."""
+        """Return the field that shows calls, whole or partial; clients that sent `functions` get one call."""
         return {"function_call": calls[0]["function"]} if self.body.legacy else {"tool_calls": calls}
 
     def _finish_reason(self, reason: str | None) -> str | None:
@@ -82,7 +80,7 @@ class ChatShape(Shape[ChatBody]):
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Under the name that most clients read, and under vLLM's newer one."""
+    """Return reasoning under the name that most clients read, and under vLLM's newer name."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -91,7 +89,7 @@ def _call(call: CallDelta) -> dict[str, Any]:
 
 
 def _call_delta(delta: CallDelta) -> dict[str, Any]:
-    """The first of a call brings all its fields, the others more of its arguments."""
+    """Return a part of a call: the first has all fields, later ones only arguments."""
     if delta.name:
         return {"index": delta.index, **_call(delta)}
     return {"index": delta.index, "function": {"arguments": delta.arguments}}

@@ -21,7 +21,7 @@ from kvferry.router.text.transcript import Piece
 
 
 def chunks(shape: type[Shape[Any]]) -> Callable[[RequestContext, ServedModel, Any, Generation], Answer]:
-    """An endpoint's `shape`, where choices look like that."""
+    """Return the `shape` of an Endpoint whose choices have this format."""
 
     def answer(call: RequestContext, pool: ServedModel, body: GenerationBody, generation: Generation) -> Answer:
         return ChunkAnswer(call, body, generation, shape(pool, body, generation))
@@ -30,7 +30,9 @@ def chunks(shape: type[Shape[Any]]) -> Callable[[RequestContext, ServedModel, An
 
 
 class ChunkAnswer(Answer):
-    """Nearly every piece of a stream is text alone: its event is made by filling the text into one made before."""
+    """Answer in chunks or as a whole. Implements `router.api.fold.Answer`.
+
+    Most pieces of a stream are plain text, whose events are filled into a template made once per choice."""
 
     def __init__(self, call: RequestContext, body: GenerationBody, generation: Generation, shape: Shape[Any]) -> None:
         super().__init__(generation, streams=bool(body.stream))
@@ -54,7 +56,7 @@ class ChunkAnswer(Answer):
         return self._event(choice, piece) if self._tells(piece) else b""
 
     def closing(self) -> bytes:
-        """Usage if asked for, then [DONE]."""
+        """Return the usage, if requested, and [DONE]."""
         if not self._usage:
             return DONE
         return event({**self._chunk(), "choices": [], "usage": self.generation.usage()}) + DONE
@@ -74,7 +76,7 @@ class ChunkAnswer(Answer):
         }
 
     def _first(self, choice: Choice, piece: Piece) -> bytes:
-        """The choice's first piece, behind what the shape opens a choice with."""
+        """Return the events of a choice's first piece, after the choice's opening."""
         self._note_prompt(choice, piece)
         slot = self._shape.text_choice(choice.index, TextEvent.SLOT)
         self._plain[choice.index] = TextEvent(self._with_usage({**self._chunk(), "choices": [slot]}))
@@ -93,23 +95,23 @@ class ChunkAnswer(Answer):
         return event(self._with_usage({**self._chunk(), "choices": [shown]}))
 
     def _chunk(self) -> dict[str, Any]:
-        """Fields that all chunks share."""
+        """Return the fields that all chunks share."""
         return {**self._base, "object": self._shape.chunk}
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """The chunk with the field `usage`, if the client asked for it."""
+        """Add the field `usage` if the client requested it."""
         if self._usage:
             chunk["usage"] = self.generation.usage() if self._running_usage else None
         return chunk
 
     def _note_prompt(self, choice: Choice, piece: Piece) -> None:
-        """The first choice of a prompt brings the prompt's log-probabilities for all of them."""
+        """Store the prompt's log-probabilities, which arrive with its first choice, for all its choices."""
         if piece.prompt_logprobs is not None:
             self._shape.prompt_logprobs[choice.prompt] = piece.prompt_logprobs
 
 
 def best(pairs: Iterable[tuple[Choice, Collected]], shown: int) -> list[tuple[Choice, Collected]]:
-    """Return the `shown` best sequences of each prompt by log-probability per token, numbered anew."""
+    """Return the `shown` best sequences of each prompt by log-probability per token, renumbered."""
     by_prompt: dict[int, list[tuple[Choice, Collected]]] = {}
     for choice, found in pairs:
         by_prompt.setdefault(choice.prompt, []).append((choice, found))

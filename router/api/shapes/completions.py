@@ -1,6 +1,4 @@
-"""Answer format of /v1/completions: texts with legacy log-probabilities.
-
-With echo, each choice begins with its prompt."""
+"""Answer format of /v1/completions: texts with legacy log-probabilities; with echo, after their prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from kvferry.router.text.transcript import Entry, Piece
 
 
 class CompletionShape(Shape[CompletionBody]):
-    """Formats choices of text completions."""
+    """Format of text completion choices. Implements `router.api.shapes.shape.Shape`."""
 
     id_prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
@@ -48,7 +46,7 @@ class CompletionShape(Shape[CompletionBody]):
         return whole
 
     def logprobs(self, choice: Choice, entries: list[Entry], *, first: bool) -> dict[str, Any] | None:
-        """With echo, places in the text count from the prompt's beginning."""
+        """Return the log-probabilities; with echo, text offsets count from the beginning of the prompt."""
         if self.top is None:
             return None
         shown = self.writer.completion(entries, self.top, offset=len(self._echo(choice)))
@@ -62,7 +60,7 @@ class CompletionShape(Shape[CompletionBody]):
         return {"prompt_token_ids": list(choice.spec.token_ids)} if self.body.return_token_ids else {}
 
     def _echo(self, choice: Choice) -> str:
-        """The prompt as text, if it is shown: the client's own where nothing was cut off it, else decoded."""
+        """Return the prompt's text if echoed: the client's own if nothing was truncated, else decoded."""
         if not self.body.echo:
             return ""
         prompt = self.body.prompt[choice.prompt]
@@ -76,7 +74,7 @@ class CompletionShape(Shape[CompletionBody]):
         return found
 
     def _prompt_entries(self, choice: Choice) -> list[Entry]:
-        """Log-probabilities of the prompt's tokens but the first, with their places in its text."""
+        """Return the log-probabilities of the prompt's tokens except the first, with their text offsets."""
         output = detokenizer(self.tokenizer, skip_special_tokens=self.body.skip_special_tokens is not False)
         entries: list[Entry] = []
         offset = 0

@@ -13,14 +13,16 @@ _FLOOR = -9999.0
 
 
 class LogprobWriter:
-    """`ids_as_tokens`: spell tokens as `token_id:N`, which no two tokens share (return_tokens_as_token_ids)."""
+    """Formatter of log-probabilities.
+
+    `ids_as_tokens` (return_tokens_as_token_ids) writes tokens as `token_id:N`, which is unique."""
 
     def __init__(self, tokenizer: TextTokenizer, *, ids_as_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
         self._ids_as_tokens = ids_as_tokens
 
     def chat(self, entries: Sequence[Entry], top: int) -> dict[str, Any]:
-        """`choices[].logprobs` of chat: one object a token, with its UTF-8 bytes, and the `top` most likely ones."""
+        """Return `choices[].logprobs` of chat: per token an object with its UTF-8 bytes and the `top` likeliest."""
         return {
             "content": [
                 {
@@ -32,7 +34,7 @@ class LogprobWriter:
         }
 
     def completion(self, entries: Sequence[Entry], top: int, *, offset: int = 0) -> dict[str, list[Any]]:
-        """`choices[].logprobs` of completions: parallel lists. `offset` is added to each entry's."""
+        """Return `choices[].logprobs` of completions: parallel lists; `offset` is added to each entry's offset."""
         return {
             "tokens": [self._legacy_token(entry.logprobs.token_id) for entry in entries],
             "token_logprobs": [_finite(entry.logprobs.logprob) for entry in entries],
@@ -41,7 +43,7 @@ class LogprobWriter:
         }
 
     def unpredicted(self, token_id: int) -> dict[str, list[Any]]:
-        """The same shape for a prompt's first token, which nothing predicts."""
+        """Return the completions format for a prompt's first token, which has no log-probability."""
         return {
             "tokens": [self._legacy_token(token_id)],
             "token_logprobs": [None],
@@ -50,7 +52,7 @@ class LogprobWriter:
         }
 
     def prompt(self, entries: Sequence[TokenLogprobs | None], top: int) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: per prompt token an object from token id to log-probability, rank and text."""
+        """Return vLLM's `prompt_logprobs`: per token an object from token id to log-probability, rank and text."""
         return [None if entry is None else self._by_id(entry, top) for entry in entries]
 
     def _by_id(self, entry: TokenLogprobs, top: int) -> dict[str, Any]:
@@ -66,12 +68,14 @@ class LogprobWriter:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
     def _legacy_top(self, found: TokenLogprobs, top: int) -> dict[str, float]:
-        """The `top` most likely tokens and the token itself, which may be less likely than all of them."""
+        """Return the `top` likeliest tokens and the token itself, which may be less likely than those."""
         likely = {self._legacy_token(token_id): _finite(logprob) for token_id, logprob in found.top[:top]}
         return {**likely, self._legacy_token(found.token_id): _finite(found.logprob)}
 
     def _legacy_token(self, token_id: int) -> str:
-        """The token's text; half a character is spelled `bytes:\\xe2\\x82`, as OpenAI does, so that it stays unique."""
+        r"""Return the token's text, or `bytes:\xe2\x82` for an incomplete character, as OpenAI does.
+
+        This keeps tokens unique."""
         if self._ids_as_tokens:
             return f"token_id:{token_id}"
         data = self._tokenizer.token_bytes(token_id)
@@ -85,5 +89,5 @@ class LogprobWriter:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinities; clients expect -9999.0 for impossible tokens."""
+    """Replace minus infinity, which JSON lacks, by -9999.0, which clients expect for impossible tokens."""
     return max(logprob, _FLOOR)

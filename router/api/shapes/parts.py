@@ -1,8 +1,7 @@
 """Parts of an answer in order: reasoning, text and tool calls.
 
-Shapes whose events name the part that they belong to (responses, messages) are written in steps: a part opens, grows,
-ends, and only then the next one opens.
-"""
+The formats of responses and messages name the part that each event belongs to. They are written in steps: a part opens,
+grows and ends before the next one opens."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
 TEXT, REASONING, CALL = "text", "reasoning", "call"
 Step = tuple[Literal["open", "grow", "end"], "Part", str, list[Entry]]
-"""What happens, to which part; the text it grows by, and that text's log-probabilities."""
+"""Kind of step, the part, the text it grows by, and that text's log-probabilities."""
 
 
 @dataclass(slots=True)
 class Part:
-    """`index` counts all parts of the answer.
+    """One part of an answer; `index` counts all parts.
 
-    `number`, `call_id` and `name` are a call's: which of the answer's calls it is, and what it is called; its `text` is
-    its arguments, in JSON."""
+    For a call, `number` is its index among the answer's calls, `name` its function, and `text` its arguments in JSON.
+    """
 
     index: int
     kind: str
@@ -35,13 +34,15 @@ class Part:
 
     @property
     def text(self) -> str:
+        """Return the text so far."""
         return "".join(self._texts)
 
     def grow(self, text: str) -> None:
+        """Append text."""
         self._texts.append(text)
 
     def arguments(self) -> dict[str, Any]:
-        """A call's arguments; none where the text is no object, as in a call that was cut off."""
+        """Return a call's arguments; empty if the text is no JSON object, as in a truncated call."""
         try:
             found = json.loads(self.text or "{}")
         except (ValueError, RecursionError):
@@ -50,10 +51,10 @@ class Part:
 
 
 class Parts:
-    """Feed it a choice's pieces in order.
+    """Parts of one choice, built from its pieces in order.
 
-    `all` are the parts so far; `finish_reason` and `stop_reason` are there after the last piece. Calls come one after
-    another: a call that grows is the last that was opened."""
+    `all` are the parts so far. `finish_reason` and `stop_reason` are set after the last piece. Calls follow one
+    another: a call that grows is the last one opened."""
 
     def __init__(self) -> None:
         self.all: list[Part] = []
@@ -64,10 +65,11 @@ class Parts:
 
     @property
     def called(self) -> bool:
+        """Return whether a part is a call."""
         return any(part.kind == CALL for part in self.all)
 
     def is_text(self, piece: Piece) -> bool:
-        """Return whether the piece does nothing but grow the text that is open: nearly every one does."""
+        """Return whether the piece only extends the open text, as most pieces do."""
         return (
             self._open is not None
             and self._open.kind == TEXT
@@ -75,13 +77,13 @@ class Parts:
         )
 
     def grow(self, text: str) -> Part:
-        """`add` for a piece that `is_text`. Returns the part."""
+        """Add a piece for which `is_text` is true; return the part."""
         assert self._open is not None
         self._open.grow(text)
         return self._open
 
     def add(self, piece: Piece) -> Iterator[Step]:
-        """The steps of a piece. With the last one whatever is open ends; an answer of nothing gets an empty text."""
+        """Yield the steps of a piece; the last piece ends the open part, and an empty answer gets an empty text."""
         self._waiting += piece.entries
         for found in piece.row or (piece,):
             if found.reasoning:

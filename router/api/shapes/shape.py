@@ -20,7 +20,7 @@ AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 
 @dataclass(slots=True)
 class Collected:
-    """All pieces of one choice."""
+    """All pieces of one choice, concatenated."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -32,10 +32,11 @@ class Collected:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token, where log-probabilities were asked for."""
+        """Return the mean log-probability per token, if log-probabilities were requested."""
         return sum(entry.logprobs.logprob for entry in self.entries) / max(1, len(self.entries))
 
     def add(self, piece: Piece) -> None:
+        """Append a piece."""
         self.text.append(piece.text)
         self.token_ids.extend(piece.token_ids)
         self.entries.extend(piece.entries)
@@ -48,10 +49,10 @@ class Collected:
 
 
 class Shape(Generic[AnyBody]):
-    """One answer's looks.
+    """Format of one answer.
 
-    id_prefix, whole, chunk  beginning of the answer's id; `object` of a whole answer and of a chunk
-    prompt_logprobs          of each prompt, by its number, once its first piece has come
+    id_prefix, whole, chunk  prefix of the answer's id; `object` of a whole answer and of a chunk
+    prompt_logprobs          log-probabilities by prompt number, once its first piece has arrived
     """
 
     id_prefix: ClassVar[str]
@@ -68,19 +69,19 @@ class Shape(Generic[AnyBody]):
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}
 
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """`choices[]` of a chunk that brings nothing but text."""
+        """Return `choices[]` of a chunk that contains only text."""
         raise NotImplementedError
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """Fields of a chunk of its own before the choice's first piece."""
+        """Return the fields of a separate chunk before the choice's first piece, or None."""
         return None
 
     def begins_with_prompt(self) -> bool:
-        """Return whether a choice's first piece always has something to show."""
+        """Return whether a choice's first piece is always shown."""
         return False
 
     def piece_choice(self, choice: Choice, piece: Piece, *, first: bool) -> dict[str, Any]:
-        """`choices[]` of a chunk for any piece; `first` is the choice's first."""
+        """Return `choices[]` of a chunk for any piece; `first`: it is the choice's first."""
         shown = self.text_choice(choice.index, piece.text)
         shown["logprobs"] = self.logprobs(choice, piece.entries, first=first)
         shown["finish_reason"] = piece.finish_reason
@@ -91,16 +92,17 @@ class Shape(Generic[AnyBody]):
         return shown
 
     def whole_choice(self, choice: Choice, found: Collected) -> dict[str, Any]:
-        """`choices[]` of a whole answer."""
+        """Return `choices[]` of a whole answer."""
         raise NotImplementedError
 
     def whole_fields(self) -> dict[str, Any]:
-        """Further fields of a whole answer."""
+        """Return further fields of a whole answer."""
         return {}
 
     def logprobs(self, choice: Choice, entries: list[Entry], *, first: bool) -> dict[str, Any] | None:
-        """The field of that name; None without log-probabilities."""
+        """Return the field `logprobs`; None without log-probabilities."""
         raise NotImplementedError
 
     def shown_prompt_logprobs(self, prompt: int) -> list[dict[str, Any] | None]:
+        """Return vLLM's field `prompt_logprobs` of a prompt."""
         return self.writer.prompt(self.prompt_logprobs.get(prompt, ()), self.body.prompt_logprobs or 0)

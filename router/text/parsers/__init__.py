@@ -1,4 +1,3 @@
 """Streaming parsers that extract reasoning and tool calls from output text.
 
-A family is a model's way to write calls, one file each; `families` finds it by name or by the chat template.
-"""
+A family is a model's format of tool calls, with one file each. `families` finds it by name or by the chat template."""

@@ -36,7 +36,7 @@ REASONING: Mapping[str, Thinking] = {
     "openai_gptoss": Thinking(("<|channel|>analysis<|message|>",), ("<|end|>",)),
 }
 OPENAI = "openai"
-"""The family whose whole outputs are messages on channels (`harmony`)."""
+"""Family whose whole outputs are messages on channels (`harmony`)."""
 AUTO, NONE = "auto", "none"
 MARKERS = frozenset(
     (
@@ -44,7 +44,7 @@ MARKERS = frozenset(
         "<|python_end|>", "<think>", "</think>", "[THINK]", "[/THINK]",
     )
 )  # fmt: skip
-"""What parsers must see even where it is a special token, which are not shown otherwise."""
+"""Markers that parsers must see even if they are special tokens, which are otherwise not shown."""
 
 
 def marker_ids(tokenizer: TextTokenizer, markers: Iterable[str] = MARKERS) -> dict[str, int]:
@@ -54,7 +54,7 @@ def marker_ids(tokenizer: TextTokenizer, markers: Iterable[str] = MARKERS) -> di
 
 
 def shown(tokenizer: TextTokenizer, options: TextOptions, *, channels: bool) -> dict[int, str]:
-    """Special tokens that are not skipped, because the parsers must see them."""
+    """Return the special tokens to show because the parsers must see them."""
     if channels:
         return harmony.marks(tokenizer)
     if not options.skip_special_tokens:
@@ -67,14 +67,14 @@ def shown(tokenizer: TextTokenizer, options: TextOptions, *, channels: bool) -> 
 class Dialect:
     """Tool-call dialect of a model.
 
-    own: its template shows tools, calls and results; otherwise `tool_prompt` does."""
+    `own`: its template shows tools, calls and results; otherwise `tool_prompt` does."""
 
     family: str
     own: bool
 
     @property
     def parser(self) -> type[CallParser] | None:
-        """None: what reads the channels reads calls, too."""
+        """Return the parser class; None if the parser of channels also reads calls."""
         if self.family == OPENAI:
             return None
         return CALLS[self.family] if self.own else LedHermesParser
@@ -85,9 +85,9 @@ _CHANNELS = "<|channel|>analysis"
 
 @cache
 def dialect(name: str, template: str, *, knows_tools: bool) -> Dialect | None:
-    """Return the dialect of the model with this chat template; None: it calls no tools.
+    """Return the dialect of the model with this chat template; None if it calls no tools.
 
-    `name` as in --tool-call-parser. None: it calls no tools."""
+    `name` is the value of --tool-call-parser."""
     if name == NONE:
         return None
     family = _detected(template) if knows_tools else None
@@ -100,7 +100,7 @@ def dialect(name: str, template: str, *, knows_tools: bool) -> Dialect | None:
 
 @cache
 def thinking(name: str, template: str | None) -> Thinking | None:
-    """`name` as in --reasoning-parser."""
+    """Return the reasoning marks; `name` is the value of --reasoning-parser."""
     if name == NONE:
         return None
     if name != AUTO:
@@ -123,7 +123,7 @@ def has_channels(calls: Dialect | None, thoughts: Thinking | None) -> bool:
 
 
 def check_names(tool_call_parser: str, reasoning_parser: str, *, knows_tools: bool) -> None:
-    """Raise ConfigError for a name that there is not, or that cannot go with the template."""
+    """Raise ConfigError for an unknown name, or for one that does not fit the template."""
     for field, name, table in (
         ("tool_call_parser", tool_call_parser, (*CALLS, OPENAI)),
         ("reasoning_parser", reasoning_parser, REASONING),
@@ -140,7 +140,7 @@ def check_names(tool_call_parser: str, reasoning_parser: str, *, knows_tools: bo
 
 
 def _detected(template: str) -> str | None:
-    """The family whose calls the template writes; None: of none that is known."""
+    """Return the family whose calls the template writes; None for an unknown one."""
     if _CHANNELS in template:
         return OPENAI
     if "[TOOL_CALLS]" in template:
@@ -157,7 +157,7 @@ def _detected(template: str) -> str | None:
 
 
 def check_channels(text: TextTokenizer, calls: Dialect | None, thoughts: Thinking | None) -> None:
-    """Raise ConfigError where channels cannot be told apart, or not by both parsers."""
+    """Raise ConfigError if channels cannot be told from text, or if only one parser reads them."""
     if not has_channels(calls, thoughts):
         return
     if (calls is not None and calls.family != OPENAI) or thoughts not in (None, REASONING["openai_gptoss"]):

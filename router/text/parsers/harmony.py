@@ -1,10 +1,9 @@
 """Parser for gpt-oss outputs in OpenAI's harmony format.
 
-    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
-    <|constrain|>json<|message|>{...}<|call|>
+  <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+  <|constrain|>json<|message|>{...}<|call|>
 
-What is on the analysis channel is reasoning, what goes to one of the tools is a call, all else is text.
-"""
+Text on the analysis channel is reasoning, a message to one of the tools is a call, and everything else is text."""
 
 from __future__ import annotations
 
@@ -19,14 +18,16 @@ from kvferry.router.text.transcript import CallDelta, Found
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 MARKS = {marker: chr(0xD800 + place) for place, marker in enumerate(MARKERS)}
-"""What the parser sees for the token of each: half a surrogate, which no text has. The same letters are text."""
+"""Character that the parser sees for each marker's token: a lone surrogate, which no text contains.
+
+The same letters written as ordinary text stay text."""
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = MARKS.values()
 ANALYSIS, COMMENTARY, FINAL = CHANNELS = ("analysis", "commentary", "final")
 FUNCTIONS = "functions."
 ROLE = "assistant"
 _ROLES = (ROLE, "user", "system", "developer", "tool")
 LONGEST = 160
-"""Characters of a head; one that goes on is none."""
+"""Longest head of a message, in characters; a longer one is text."""
 
 _MARK = re.compile(f"([{START}-{RETURN}])")
 _TO = rf"to=[^\s{START}-{RETURN}]*"
@@ -39,26 +40,28 @@ _WORDS = ("to=", "json", "code")
 
 
 def marks(tokenizer: TextTokenizer) -> dict[int, str]:
-    """The marks by the ids of their tokens."""
+    """Return the marks by the ids of their tokens."""
     ids = {tokenizer.library.token_to_id(marker): mark for marker, mark in MARKS.items()}
     return {token_id: mark for token_id, mark in ids.items() if token_id is not None}
 
 
 def lead(tokenizer: TextTokenizer, prompt: Sequence[int]) -> str:
-    """The message that the prompt has begun, its marks included."""
+    """Return the message that the prompt has begun, including its marks."""
     shown = marks(tokenizer)
     start = next((place for place in range(len(prompt) - 1, -1, -1) if shown.get(prompt[place]) == START), len(prompt))
     return "".join(map(detokenizer(tokenizer, shown=shown).feed, prompt[start:]))
 
 
 class HarmonyParser:
-    """A Reader. names are the tools that may be called: what goes to another is text. patient: a call is shown once it
-    is complete, and is text if it turns out malformed. thinks: reasoning is told from text. lead: what the prompt has
-    begun of the output's first message.
+    """Parser of messages on channels. Implements `router.text.parsers.reader.Reader`.
 
-    Heads that are none (no message follows, words that belong to no head) are text, as what they would be the head of.
-    Messages of a kind are told apart by a line's end.
-    """
+    names    tools that may be called; a message to another recipient is text
+    patient  a call is shown once complete, and as text if malformed
+    thinks   reasoning is separated from text
+    lead     beginning of the output's first message in the prompt
+
+    An invalid head (no message follows, or it has other words) is text, as is the message it would have headed.
+    Messages of one kind are separated by a newline."""
 
     may_think = True
 
@@ -66,13 +69,13 @@ class HarmonyParser:
         self._names = frozenset(names)
         self._patient, self._splits = patient, thinks
         self._head: str | None = ""
-        """As far as it has come; None within a message."""
+        """Head read so far; None within a message."""
         self._kind = "text"
-        """Of the message: text, reasoning or call."""
+        """Kind of the message: text, reasoning or call."""
         self._between = ""
-        """Stands before the next text of the message."""
+        """Text to insert before the next text of the message."""
         self._first = True
-        """No marker has come: a head's beginning may be all of a text."""
+        """True until the first marker: the beginning of a head may then be the whole text."""
         self._told: set[str] = set()
         self._calls = 0
         self._found: list[Found] = []
@@ -124,7 +127,7 @@ class HarmonyParser:
                 return
 
     def _end(self) -> None:
-        """Of a message, or of a head without one, which may be cut short."""
+        """End a message, or a head without a message, which may be truncated."""
         if self._head is None:
             self._close()
         elif _is_text(self._head, first=self._first):
@@ -133,7 +136,7 @@ class HarmonyParser:
         self._head = ""
 
     def _spill(self) -> None:
-        """What is no head, or ends without a message: what of it belongs to no head is the message."""
+        """Show an invalid head as text, without the part that was a valid head."""
         head, self._head = self._head or "", None
         self._open(head if CHANNEL in head else "")
         self._say(_MARK.sub("", head[_head_end(head) :]))
@@ -160,7 +163,7 @@ class HarmonyParser:
             self._found.append(Found(said) if self._kind == "text" else Found(reasoning=said))
 
     def _argue(self, text: str) -> None:
-        """More of a call's arguments; what follows them is text."""
+        """Add to a call's arguments; text after their end is ordinary text."""
         text = text if self._value else text.lstrip()
         end = self._value_end.feed(text, 0)
         self._value += text[:end]
@@ -197,7 +200,7 @@ def _head(text: str) -> re.Match[str]:
 
 
 def _head_end(head: str) -> int:
-    """Where the text begins of what is no head."""
+    """Return where the text begins in an invalid head."""
     found = _head(head)
     if not found["start"] and not found["channel"]:
         return 0
@@ -208,7 +211,7 @@ def _head_end(head: str) -> int:
 
 
 def _is_text(head: str, *, first: bool) -> bool:
-    """Return whether there is more than a head, which may have been cut short, where no message follows."""
+    """Return whether a head without a message contains more than a possibly truncated head."""
     found, rest = _head(head), head[_head_end(head) :].strip()
     if found["channel"] or (found["role"] and not first):
         return bool(rest) and not found["to"] and not any(word.startswith(rest) for word in (*CHANNELS, *_WORDS))

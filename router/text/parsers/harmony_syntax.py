@@ -1,4 +1,4 @@
-"""Grammar of harmony outputs where tools or a structured answer are requested."""
+"""Grammar of harmony outputs with tools or a structured answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, *_ = MARKS
 def grammar(
     tools: Sequence[Tool], spell: Spell, *, forced: bool, parallel: bool, lead: str, answer: str | None = None
 ) -> str:
-    """The grammar's text.
+    """Return the Lark text of the grammar.
 
-    tools   that may be called here
+    tools   tools that may be called
     forced  there must be a call; otherwise the answer may be text
     lead    the message that the prompt has begun
-    answer  Lark text for an answer that is not free; what is said before calls may not be in its way
+    answer  Lark text of a structured answer; text before calls is then not allowed
     """
     rules = Rules(spell)
     free = rules.any()
@@ -37,7 +37,7 @@ def grammar(
 
 
 def _after(lead: str, row: str, free: str, said: str, on: str, *, forced: bool) -> str:
-    """What follows the message that the prompt has begun, if it is past its head."""
+    """Return the start rule, which continues the prompt's message if that is past its head."""
     head, _, body = lead.partition(MESSAGE)
     if END in body or MESSAGE not in lead:
         return row
@@ -47,13 +47,13 @@ def _after(lead: str, row: str, free: str, said: str, on: str, *, forced: bool) 
 
 
 def _head(spell: Spell, channel: str, *, constrained: bool = False) -> str:
-    """constrained: what follows may be said to be JSON."""
+    """Return the head of a message; `constrained`: it may declare its content as JSON."""
     kind = f'(" "? {spell(_CONSTRAIN)} "json")? ' if constrained else ""
     return f"{spell(_CHANNEL)} {lark.text(channel)} {kind}{spell(_MESSAGE)}"
 
 
 def _call(rules: Rules, tool: Tool) -> str:
-    """With its recipient behind the channel or before it: models write both."""
+    """Return the rule of a call, with its recipient after or before the channel, since models write both."""
     spell, to = rules.spell, f" to={FUNCTIONS}{tool.name}"
     rest = rules.rule(f'" "? {spell(_CONSTRAIN)}? "json" {spell(_MESSAGE)} {rules.rule(tool.schema())}')
     behind = f"{spell(_CHANNEL)} {lark.text(COMMENTARY + to)} {rest}"

@@ -9,24 +9,27 @@ from kvferry.router.text.parsers.parsed_output import CallParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 REPLY, REPLIED = "<text>", "</text>"
-"""Around an answer that calls nothing, where the prompt asks for it: see `tool_prompt`."""
+"""Tags around an answer without calls, if the prompt asks for them (see `tool_prompt`)."""
 
 
 class ObjectParser(CallParser):
-    """Base of those that write a call as one object, after `_marker`."""
+    """Base of parsers for calls written as one JSON object after `_marker`."""
 
     def _opened(self, marker: str) -> None:
         self._marker = marker
         self._begin_object()
 
     def _begin_object(self, between: str = "") -> None:
-        """`between` stands before the object: it is part of the text if there is no call."""
+        """Begin an object; `between` precedes it and is text if no call follows."""
         self._object: CallObject | None = CallObject(self._names)
         self._marker += between
         self._index = -1
 
     def _read_object(self) -> bool:
-        """Read more of the object; None stands for it when it is done, and `_leave` was called if it broke."""
+        """Read more of the object.
+
+        `_object` is None after its end, and `_leave` was called if it was malformed. Returns whether anything was read.
+        """
         call = self._object
         assert call is not None
         end = call.feed(self._held)
@@ -49,7 +52,7 @@ class ObjectParser(CallParser):
 
 
 class HermesParser(ObjectParser):
-    """Parses Hermes and Qwen tool calls."""
+    """Parser of Hermes and Qwen tool calls."""
 
     opens: ClassVar[tuple[str, ...]] = (BEGIN,)
 
@@ -68,7 +71,7 @@ class HermesParser(ObjectParser):
 class LedHermesParser(HermesParser):
     """Parser for models without tool support, prompted by `tool_prompt`.
 
-    An answer in text begins with REPLY, which is not shown, nor is the REPLIED that may follow it."""
+    A text answer begins with REPLY and may end with REPLIED; neither is shown."""
 
     opens = (BEGIN, REPLIED)
     opens_first = (REPLY,)

@@ -15,7 +15,7 @@ _ARGUMENTS = ("arguments", "parameters", "args")
 
 
 class ValueEnd:
-    """Finds where a JSON value ends. What is between its brackets is not checked. `done` once the end is known."""
+    """Finds the end of a JSON value without validating its content; `done` once found."""
 
     def __init__(self) -> None:
         self.done = False
@@ -23,7 +23,7 @@ class ValueEnd:
         self._string = self._escaped = self._begun = False
 
     def feed(self, text: str, at: int) -> int:
-        """Read from `at` on; returns up to where. Afterwards `done`, or all of it was read."""
+        """Read from `at` on and return the position reached: the value's end or the end of the text."""
         while at < len(text) and not self.done:
             if self._string:
                 at = self._in_string(text, at)
@@ -56,7 +56,7 @@ class ValueEnd:
         return at
 
     def _bare(self, text: str, at: int) -> int:
-        """Its first character, or more of a number or word, which ends before what cannot belong to it."""
+        """Read the first character, or more of a number or word, up to a character that ends it."""
         if not self._begun and text[at] in '"{[':
             self._begun = True
             self._string, self._depth = text[at] == '"', int(text[at] != '"')
@@ -68,11 +68,11 @@ class ValueEnd:
 
 
 class CallObject:
-    """`{"name": ..., "arguments": {...}}`, read piece by piece; also with `parameters`, and with further fields.
+    """Incremental parser of `{"name": ..., "arguments": {...}}`; accepts `parameters` and further fields.
 
-    done, broken   how it ended: whole, or by something that cannot belong to a call of one of `names`
-    name           once it may be told: the arguments have begun
-    raw            all that was read
+    done, broken  complete, or invalid as a call of one of `names`
+    name          set once the arguments have begun
+    raw           all text that was read
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -89,24 +89,26 @@ class CallObject:
 
     @property
     def done(self) -> bool:
+        """Return whether the object is complete."""
         return self._state == "done"
 
     @property
     def broken(self) -> bool:
+        """Return whether the object is no valid call."""
         return self._state == "broken"
 
     @property
     def valid(self) -> bool:
-        """Return whether the arguments are an object in JSON, now that it is done."""
+        """Return whether the arguments of the complete call are a JSON object."""
         return is_object(self._arguments or "{}")
 
     def take(self) -> str:
-        """Arguments that were read since this was last asked; nothing before `name` is known."""
+        """Return the arguments read since the last call; empty until `name` is known."""
         fresh, self._fresh = "".join(self._fresh), []
         return fresh
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Read from `at` on; returns up to where. Afterwards done, broken, or all of it was read."""
+        """Read from `at` on and return the position reached: the end of the object or of the text, or an error."""
         start = at
         while at < len(text) and not (self.done or self.broken):
             if self._state not in ("key", "value"):
@@ -119,7 +121,7 @@ class CallObject:
         return at
 
     def _sign(self, char: str) -> int:
-        """Take a sign between values; returns how many characters were taken."""
+        """Take a punctuation character between values; return the number of characters taken."""
         if (self._state, char) in (("open", "{"), ("colon", ":")):
             self._state = {"open": "first", "colon": "value"}[self._state]
             self._begin()
@@ -141,7 +143,7 @@ class CallObject:
         self._value, self._end, self._streams = "", ValueEnd(), False
 
     def _part(self, text: str, at: int) -> int:
-        """Some of a key or of a value."""
+        """Read some of a key or value; return the position reached."""
         if self._state == "value" and not self._value:
             at = _run(_BLANKS, text, at)
             if at < len(text) and self._key in _ARGUMENTS and self._arguments is None and text[at] == "{":
@@ -158,7 +160,7 @@ class CallObject:
         return end
 
     def _ended_part(self) -> str:
-        """The state after a key or value that is whole."""
+        """Return the state after a complete key or value."""
         if self._state == "key":
             key = _json(self._value)
             self._key = key if isinstance(key, str) else ""
@@ -184,7 +186,7 @@ class CallObject:
 
 
 def _unpacked(value: str) -> str | None:
-    """Arguments as the text of an object: some models pack that text into a string, or write null for none."""
+    """Return the arguments as the text of an object; some models write them as a string, or null for none."""
     if value.startswith("{"):
         return value
     inner = _json(value)
@@ -194,12 +196,12 @@ def _unpacked(value: str) -> str | None:
 
 
 def is_object(text: str) -> bool:
-    """Return whether it is an object in JSON."""
+    """Return whether the text is a JSON object."""
     return isinstance(_json(text), dict)
 
 
 def _json(text: str) -> object:
-    """None also where it is no JSON."""
+    """Return the decoded value; None also if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -207,6 +209,6 @@ def _json(text: str) -> object:
 
 
 def _run(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a run of what the pattern allows ends; it allows nothing at all, too."""
+    """Return the end of the pattern's match at `at`, which may be empty."""
     found = pattern.match(text, at)
     return at if found is None else found.end()

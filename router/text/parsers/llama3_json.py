@@ -1,4 +1,4 @@
-"""Parser for Llama 3 calls: `{"name": ..., "parameters": {...}}`, plain or behind `<|python_tag|>`; several by `;`."""
+"""Parser for Llama 3 calls: `{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; several by `;`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BETWEEN = ";,"
 
 
 class Llama3JsonParser(ObjectParser):
-    """Parses Llama 3 tool calls in JSON."""
+    """Parser of Llama 3 tool calls in JSON."""
 
     opens = (TAG,)
     opens_first = ("{",)

@@ -10,15 +10,15 @@ from kvferry.router.text.parsers.json_call import ValueEnd, is_object
 BEGIN, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _HEAD = re.compile(r"\s*([a-zA-Z0-9_-]{1,64})\s*(?:\[CALL_ID\]\w{0,64})?(?:\[ARGS\])?\s*(?=\{)")
 _BEGUN = re.compile(r"\s*[a-zA-Z0-9_-]{0,64}\s*(?:\[[A-Z_]{0,8}\]?\w{0,64}){0,2}\s*")
-"""What may still become a head."""
+"""Text that may still become a head."""
 
 
 class MistralParser(ObjectParser):
-    """Parses Mistral tool calls."""
+    """Parser of Mistral tool calls."""
 
     opens = (BEGIN,)
     id_len = 9
-    """The models' templates refuse other ids."""
+    """Length of call ids; the models' templates reject other ids."""
 
     def _opened(self, marker: str) -> None:
         super()._opened(marker)
@@ -71,7 +71,7 @@ class MistralParser(ObjectParser):
         return ended
 
     def _read_between(self) -> bool:
-        """A comma and another call, or the list's end."""
+        """Read a comma and another call, or the end of the list."""
         rest = self._held.lstrip()
         if rest.startswith(","):
             between = self._held[: len(self._held) - len(rest) + 1]

@@ -13,14 +13,17 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class Parser(Protocol):
-    """The concatenation of what all `feed` and `finish` find depends on the text alone, not on its cuts.
+    """Incremental parser whose concatenated results depend on the text alone, not on its cuts.
 
-    Nothing raises, whatever the text. Text is held back only while it may become a call; `finish` gives back what is
-    left."""
+    It never raises. It holds text back only while it may become a call; `finish` returns the rest."""
 
-    def feed(self, text: str) -> Found: ...
+    def feed(self, text: str) -> Found:
+        """Parse more text and return what was found."""
+        ...
 
-    def finish(self) -> Found: ...
+    def finish(self) -> Found:
+        """End the text and return the rest."""
+        ...
 
 
 def held_from(text: str, markers: Collection[str]) -> int:
@@ -33,26 +36,24 @@ def held_from(text: str, markers: Collection[str]) -> int:
 
 
 def new_id(length: int = 0) -> str:
-    """Return a new call id: like OpenAI's, or so many letters and digits."""
+    """Return a new call id: like OpenAI's, or `length` letters and digits."""
     return (
         "".join(random.choices(_ALPHABET, k=length)) if length else "call_" + "".join(random.choices(_ALPHABET, k=24))
     )
 
 
 class CallParser:
-    """Base of the families' parsers: text passes until something opens a call; the family reads what follows.
+    """Base of the families' parsers: passes text through until a marker opens a call, which the family reads.
 
-    opens         texts that open calls wherever they stand
-    opens_first   the same at the output's beginning alone
-    id_len        0: ids as OpenAI's; else so many letters and digits
+    opens        markers that open calls anywhere
+    opens_first  markers that open calls at the beginning of the output only
+    id_len       length of call ids; 0: ids like OpenAI's
 
-    names are the tools that may be called: a call of another is text. patient: a call is shown once it is complete, and
-    is text if it turns out malformed; otherwise its arguments are shown as they come, and what does not belong to them
-    is text.
+    `names` are the tools that may be called; a call of another is text. `patient`: a call is shown once complete, and
+    as text if malformed. Otherwise its arguments are shown as they arrive, and text after them is ordinary text.
 
-    For families: `_held` is what is not read yet, `_say` and `_call` tell what was found, `_leave` returns to text.
-    `_read_call` is called while a call is open; it returns whether anything moved (False: more text is needed).
-    """
+    Families use `_held` (unread text), `_say` and `_call` (results), and `_leave` (return to text). `_read_call` is
+    called while a call is open and returns whether it made progress; False means that it needs more text."""
 
     opens: ClassVar[tuple[str, ...]] = ()
     opens_first: ClassVar[tuple[str, ...]] = ()
@@ -65,22 +66,24 @@ class CallParser:
         self._ended = False
         self._inside = False
         self._blank = True
-        """Only blanks were read since the beginning or the last call: none are shown yet."""
+        """True while only blanks were read since the beginning or the last call; they are not shown yet."""
         self._first = True
-        """Nothing but blanks was read at all."""
+        """True while only blanks were read."""
         self._lead = ""
-        """Blanks before what may be a call: shown if it is none."""
+        """Blanks before a possible call, shown if it is none."""
         self._text: list[str] = []
         self._calls: dict[int, CallDelta] = {}
         self._count = 0
 
     def feed(self, text: str) -> Found:
+        """Parse more text; see Parser.feed."""
         self._held += text
         while self._read_call() if self._inside else self._read_text():
             pass
         return self._found()
 
     def finish(self) -> Found:
+        """End the text; see Parser.finish."""
         self._ended = True
         found = self.feed("")
         if not self._held or (self._count and not self._held.strip()):
@@ -88,7 +91,7 @@ class CallParser:
         return Found(found.text + self._held, calls=found.calls)
 
     def _opened(self, marker: str) -> None:
-        """A call may follow; the marker was read."""
+        """Begin a possible call after its marker was read."""
         raise NotImplementedError
 
     def _read_call(self) -> bool:
@@ -100,7 +103,7 @@ class CallParser:
         self._blank = self._first = False
 
     def _new_call(self) -> int:
-        """Index of a call that begins."""
+        """Return the index of a new call."""
         self._count += 1
         self._lead = ""
         return self._count - 1
@@ -112,7 +115,7 @@ class CallParser:
         self._calls[index] = delta if known is None else known.followed_by(delta)
 
     def _leave(self) -> None:
-        """Back to text. Blanks after a call are not shown unless text follows."""
+        """Return to text; blanks after a call are shown only if text follows."""
         self._inside, self._blank = False, self._count > 0
 
     def _read_text(self) -> bool:
@@ -135,7 +138,7 @@ class CallParser:
         return False
 
     def _next_marker(self, start: int) -> tuple[int, str]:
-        """The first marker and where it is; empty if there is none yet."""
+        """Return the position and text of the first marker; (0, "") if there is none yet."""
         found = [(at, marker) for marker in self.opens if (at := self._held.find(marker)) >= 0]
         if self._first:
             found += [(start, marker) for marker in self.opens_first if self._held.startswith(marker, start)]

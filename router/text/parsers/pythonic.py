@@ -1,7 +1,6 @@
 """Parser for pythonic calls: `[get(a=1), put(b='x')]`, plain or in `<|python_start|>` and `<|python_end|>`.
 
-A call is shown once its closing bracket is there: only then are its arguments known as JSON.
-"""
+A call is shown at its closing bracket, when its arguments can be converted to JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from kvferry.router.text.parsers.parsed_output import CallParser
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 50
-"""Of brackets in one call: Python's parser is recursive."""
+"""Largest nesting depth of brackets in a call, since Python's parser is recursive."""
 _HEAD = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_-]{0,63})\(")
 _BEGUN = re.compile(r"\s*(?:[A-Za-z_][A-Za-z0-9_-]{0,63})?")
 _WORDS = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser(CallParser):
-    """Parses pythonic tool calls."""
+    """Parser of pythonic tool calls."""
 
     opens = (BEGIN,)
     opens_first = ("[",)
@@ -65,7 +64,7 @@ class PythonicParser(CallParser):
         return True
 
     def _read_list(self) -> bool:
-        """The bracket behind BEGIN."""
+        """Read the opening bracket after BEGIN."""
         rest = self._held.lstrip()
         if not rest and not self._ended:
             return False
@@ -76,7 +75,7 @@ class PythonicParser(CallParser):
         return True
 
     def _read_between(self) -> bool:
-        """A comma and another call, or the list's end, and END if there is one."""
+        """Read a comma and another call, or the end of the list and an optional END."""
         rest = self._held.lstrip()
         if rest.startswith(","):
             self._marker = self._held[: len(self._held) - len(rest) + 1]
@@ -92,7 +91,7 @@ class PythonicParser(CallParser):
 
 
 class CallEnd:
-    """Finds the bracket that closes a call whose opening one was read; knows Python's strings."""
+    """Finds the bracket that closes a call after its opening bracket, with Python's string syntax."""
 
     def __init__(self) -> None:
         self.done = self.broken = False
@@ -101,7 +100,7 @@ class CallEnd:
         self._escaped = False
 
     def feed(self, text: str) -> int:
-        """Returns up to where it read: all of it, unless done or broken."""
+        """Return the position reached: the end of the text unless done or broken."""
         for at, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -122,7 +121,7 @@ class CallEnd:
 
 
 def arguments_of(source: str, name: str) -> str | None:
-    """The arguments of the call that `source` spells, as JSON; None if it is no call by keywords of JSON values."""
+    """Return a call's arguments as JSON; None unless `source` is a call with keyword arguments of JSON values."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -137,14 +136,14 @@ def arguments_of(source: str, name: str) -> str | None:
 
 
 def _key(name: Any) -> str:
-    """Raises ValueError for what is no name: `**`, and keys of dictionaries that are no text."""
+    """Return a name; raise ValueError for `**` and for dictionary keys that are no text."""
     if not isinstance(name, str):
         raise ValueError("no name")
     return name
 
 
 def _value(node: ast.expr | None) -> Any:
-    """Raises ValueError for what JSON has no form for."""
+    """Return a literal's value; raise ValueError if JSON cannot represent it."""
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str()):
             return node.value

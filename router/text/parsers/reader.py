@@ -11,23 +11,29 @@ from kvferry.router.text.transcript import Found
 
 
 class Reader(Protocol):
-    """Incremental reader with a Parser's interface; one text becomes a row of Found."""
+    """Incremental reader like Parser, but one text may yield several parts in order."""
 
     @property
     def thinks(self) -> bool:
-        """Reasoning has begun and not ended."""
+        """Return whether the text is within reasoning."""
 
     @property
     def may_think(self) -> bool:
         """Return whether the next text is or may be reasoning."""
 
-    def feed(self, text: str) -> list[Found]: ...
+    def feed(self, text: str) -> list[Found]:
+        """Parse more text and return the parts found."""
+        ...
 
-    def finish(self) -> list[Found]: ...
+    def finish(self) -> list[Found]:
+        """End the text and return the remaining parts."""
+        ...
 
 
 class Turn:
-    """Reasoning first, if any is looked for, then text with calls in it, if any are looked for."""
+    """Reader of reasoning, then text with calls; either parser may be missing.
+
+    Implements `router.text.parsers.reader.Reader`."""
 
     def __init__(self, thought: ReasoningParser | None, calls: Parser | None) -> None:
         self._thought, self._calls = thought, calls

@@ -1,4 +1,4 @@
-"""Extraction of reasoning from an output, ahead of the tool-call parsers."""
+"""Extraction of reasoning from an output, before the tool-call parsers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvferry.router.text.transcript import Found
 class Thinking:
     """Reasoning marks of a model family, at the beginning of the output.
 
-    begins, ends  the marks; of several the model writes any
-    always        it begins without a mark, too
+    begins, ends  marks; the model writes any one of them
+    always        reasoning also begins without a mark
     """
 
     begins: tuple[str, ...]
@@ -21,31 +21,33 @@ class Thinking:
     always: bool = False
 
     def opened_by(self, prompt: str) -> bool:
-        """Return whether the output begins within the reasoning: the end of its prompt tells."""
+        """Return whether the output begins within reasoning, as the end of its prompt shows."""
         prompt = prompt.rstrip()
         return prompt.endswith(self.begins) or (self.always and not prompt.endswith(self.ends))
 
 
 class ReasoningParser:
-    """`open` while what comes is reasoning, or may be. Blanks around the marks belong to nothing."""
+    """Parser of reasoning; drops blanks around the marks."""
 
     def __init__(self, thinking: Thinking, *, opened: bool) -> None:
         self._thinking = thinking
         self._state = "inside" if opened else "before"
         self._held = ""
         self._told = False
-        """Some reasoning was shown: its beginning has passed."""
+        """True once some reasoning was shown."""
 
     @property
     def inside(self) -> bool:
-        """Reasoning has begun and not ended."""
+        """Return whether reasoning has begun and not ended."""
         return self._state == "inside"
 
     @property
     def open(self) -> bool:
+        """Return whether the next text is or may be reasoning."""
         return self._state in ("before", "inside")
 
     def feed(self, text: str) -> Found:
+        """Parse more text and return the reasoning and text found."""
         if self._state == "after":
             return Found(text)
         self._held += text
@@ -59,7 +61,7 @@ class ReasoningParser:
         return Found(self._rest() if self._state == "after" else "", reasoning)
 
     def finish(self) -> Found:
-        """Within the reasoning, what is held is part of it."""
+        """End the text; text held back within reasoning is reasoning."""
         inside, gap = self._state == "inside", self._state == "gap"
         self._state = "after"
         held = self._rest()
@@ -75,7 +77,7 @@ class ReasoningParser:
             self._state = "after"
 
     def _inside(self) -> str:
-        """The reasoning that can be shown; an opened one may still begin with its mark, which is dropped."""
+        """Return the reasoning that can be shown, without a repeated mark at its beginning."""
         if not self._told:
             self._held = self._held.lstrip()
             for mark in self._thinking.begins:

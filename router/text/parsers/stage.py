@@ -14,14 +14,14 @@ from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
 from kvferry.router.text.transcript import CallDelta, Found, Piece, Transcript
 
 TAIL = 16
-"""Tokens of a prompt's end in which a mark of reasoning is looked for."""
+"""Number of tokens at a prompt's end that are searched for a reasoning mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallParsing:
-    """Parsing of tool calls: makes a new parser for each sequence; None: harmony channels are read instead.
+    """Parsing of tool calls, with a new parser for each sequence; None: harmony channels are read instead.
 
-    named: the client named the tool, for which the answer ends with `stop`; any other that calls ends with
+    `named`: the client named the tool, so the answer ends with `stop`; otherwise an answer with calls ends with
     `tool_calls`."""
 
     parser: type | None
@@ -34,7 +34,8 @@ class CallParsing:
 class Parsing:
     """Parsing options of an output.
 
-    shown: the reasoning is told; otherwise it is counted and dropped. channels: the output is messages on channels."""
+    `shown`: reasoning is shown; otherwise it is counted and dropped. `channels`: the output consists of messages on
+    channels."""
 
     thinking: Thinking | None = None
     calls: CallParsing | None = None
@@ -42,7 +43,7 @@ class Parsing:
     channels: bool = False
 
     def reader(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> Reader:
-        """A new one, for an output of this prompt."""
+        """Return a new reader for an output of this prompt."""
         calls, thought = self.calls, None
         if self.channels:
             names, patient = (calls.names, calls.patient) if calls is not None else ((), False)
@@ -56,20 +57,20 @@ class Parsing:
         return Turn(thought, parser)
 
     def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
-        """Return whether the output of this prompt begins within its reasoning."""
+        """Return whether the output of this prompt begins within reasoning."""
         if self.thinking is None:
             return False
         return self.thinking.opened_by(tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
 
 
 PLAIN = Parsing()
-"""Nothing: the text is shown as it is, and no stage is needed."""
+"""No parsing: the text is shown unchanged, and no stage is needed."""
 
 
 class Stage:
-    """Stands for a transcript: feed it Outputs, it gives Pieces.
+    """Transcript with parsers: takes Outputs and returns parsed Pieces.
 
-    Counts as reasoning every token up to the mark that ends it."""
+    Every token up to the end mark counts as reasoning."""
 
     def __init__(self, transcript: Transcript, parsing: Parsing, reader: Reader) -> None:
         self._transcript = transcript
@@ -81,9 +82,11 @@ class Stage:
 
     @property
     def completion_tokens(self) -> int:
+        """Return the number of completion tokens so far."""
         return self._transcript.completion_tokens
 
     def add(self, output: Output) -> Piece:
+        """Return the parsed text that this Output completes."""
         if not self._reader.may_think or len(output.token_ids) < 2:
             return self._read(self._transcript.add(output))
         pieces: list[Piece] = []
@@ -105,7 +108,7 @@ class Stage:
             found = [replace(each, reasoning="") for each in found]
         _tell(piece, found)
         self._called = self._called or bool(piece.calls)
-        if piece.closed and self._called:  # anyone who acts on it must know that the model wanted to say more
+        if piece.closed and self._called:  # Clients that act on calls must know that the output was cut short.
             piece.finish_reason, piece.stop_reason = "length", None
         elif piece.finish_reason == "stop" and self._called and not self._named:
             piece.finish_reason = "tool_calls"
@@ -113,7 +116,7 @@ class Stage:
 
 
 def _tell(piece: Piece, found: Sequence[Found]) -> None:
-    """What the piece was found to be."""
+    """Store the parsed parts in the piece."""
     piece.text = "".join(each.text for each in found)
     piece.reasoning = "".join(each.reasoning for each in found)
     piece.calls = merged([delta for each in found for delta in each.calls])
@@ -121,7 +124,7 @@ def _tell(piece: Piece, found: Sequence[Found]) -> None:
 
 
 def merged(deltas: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
-    """One delta for each call: clients put together what comes in several pieces, not what comes twice in one."""
+    """Merge the deltas of each call: clients join deltas of several pieces, but not two of one piece."""
     found: dict[int, CallDelta] = {}
     for delta in deltas:
         known = found.get(delta.index)
@@ -130,7 +133,7 @@ def merged(deltas: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
 
 
 def _single(output: Output) -> Iterator[Output]:
-    """The same, token by token."""
+    """Split an Output into one per token."""
     last = len(output.token_ids) - 1
     for place, token_id in enumerate(output.token_ids):
         yield Output(

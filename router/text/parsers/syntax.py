@@ -1,8 +1,7 @@
 """Lark grammar for outputs with tools: a call that begins is always well formed.
 
-Each family writes a call in its own way; what stands around calls is the same for all: reasoning, free text, one call
-or more. Markers that are tokens of the vocabulary are meant as those tokens.
-"""
+Each family has its own call format. The parts around calls are common: reasoning, free text, one call or more. Markers
+in the vocabulary stand for their tokens."""
 
 from __future__ import annotations
 
@@ -21,52 +20,57 @@ _GAP = r"/[ \n]{0,4}/"
 LINE = "\n"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VALUES = frozenset(("enum", "const", "default", "examples"))
-"""Keywords of JSON schema whose values are no schemas."""
+"""JSON schema keywords whose values are no schemas."""
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-"""Keywords whose value has a schema for each name."""
+"""JSON schema keywords whose values map names to schemas."""
 _OPEN = frozenset(
     ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 )
 
 Spell = Callable[[str], str]
-"""Lark text for a marker: a token where the vocabulary has it, else text."""
+"""Returns the Lark text of a marker: a token if the vocabulary has it, else text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that may be called. parameters: a JSON schema. strict: keywords it cannot enforce are refused."""
+    """A function that may be called; `parameters` is a JSON schema.
+
+    `strict`: keywords that the grammar cannot enforce are rejected."""
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool = False
 
     def schema(self) -> str:
+        """Return the Lark text of the arguments' grammar."""
         return lark.schema(closed(self.parameters), lenient=not self.strict)
 
 
 class Rules:
-    """Collects rules; every method returns an expression that stands for what it was given."""
+    """Collector of grammar rules; each method returns an expression for its arguments."""
 
     def __init__(self, spell: Spell) -> None:
         self.spell = spell
         self.lines: list[str] = []
 
     def rule(self, body: str, options: str = "") -> str:
+        """Add a rule and return its name."""
         name = f"r{len(self.lines)}"
         self.lines.append(f"{name}{options}: {body}")
         return name
 
     def any(self) -> str:
-        """Free text, possibly none."""
+        """Return an expression for free text, possibly empty."""
         return self.terminal(_ANY)
 
     def terminal(self, body: str) -> str:
+        """Add a terminal and return its name."""
         name = f"T{len(self.lines)}"
         self.lines.append(f"{name}: {body}")
         return name
 
     def up_to(self, marker: str) -> str:
-        """Free text, up to and with the first such marker."""
+        """Return an expression for free text up to and including the first such marker."""
         spelled = self.spell(marker)
         if is_token(spelled):
             return f"({self.any()} {spelled})"
@@ -75,11 +79,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Call syntax of a family: the marker, `opening`, one call or more with `between` them, then `closing`.
+    """Call syntax of a family: marker, `opening`, one call or more with `between` them, then `closing`.
 
-    marker   opens calls within free text; empty: calls are the whole answer, which then begins as no text does
-    opening  text behind the marker
-    calls    of each tool the text that begins a call of it, and Lark text for the rest
+    marker   opens calls within free text; empty: calls are the whole answer, which begins unlike text
+    opening  text after the marker
+    calls    for each tool, the text that begins its call, and Lark text for the rest
     between  Lark text
     """
 
@@ -134,13 +138,13 @@ def grammar(
     opened: bool = False,
     answer: str | None = None,
 ) -> str:
-    """The grammar's text.
+    """Return the Lark text of the grammar.
 
-    tools     that may be called here
+    tools     tools that may be called
     forced    there must be a call; otherwise the answer may be text
     led       text must begin with hermes.REPLY (see `tool_prompt`)
-    thinking  what may come first; opened: it has begun
-    answer    Lark text for an answer that is not free
+    thinking  reasoning that may come first; `opened`: it has begun
+    answer    Lark text of a structured answer
     """
     rules = Rules(spell)
     calls = WRITERS[family](rules, tools)
@@ -164,14 +168,14 @@ def grammar(
 
 
 def after_thought(spell: Spell, thinking: Thinking | None, opened: bool, answer: str) -> str:
-    """The grammar's text of an answer behind reasoning that may come first."""
+    """Return the Lark text of a grammar for an answer after optional reasoning."""
     rules = Rules(spell)
     body = rules.rule(answer)
     return "\n".join([f"start: {_thought(rules, thinking, opened)} {body}", *rules.lines])
 
 
 def _thought(rules: Rules, thinking: Thinking | None, opened: bool) -> str:
-    """Reasoning that may come first, or that has begun and must end."""
+    """Return an expression for optional reasoning, or for reasoning that has begun and must end."""
     if thinking is None:
         return ""
     gap = rules.terminal(_GAP)
@@ -182,7 +186,7 @@ def _thought(rules: Rules, thinking: Thinking | None, opened: bool) -> str:
 
 
 def _objects(rules: Rules, tools: Sequence[Tool], before: str, key: str, rest: str) -> list[tuple[str, str]]:
-    """Calls as objects in JSON, written as Python's json module does: so templates show them."""
+    """Return the calls as JSON objects, written like Python's json module does, as templates show them."""
     return [
         (f'{before}{{"name": {json.dumps(tool.name)}, "{key}": ', f"{rules.rule(tool.schema())} {rest}")
         for tool in tools
@@ -190,7 +194,7 @@ def _objects(rules: Rules, tools: Sequence[Tool], before: str, key: str, rest: s
 
 
 def _keywords(rules: Rules, tool: Tool) -> str:
-    """Keyword arguments in the schema's order, each with a value in JSON, which the parser reads, too."""
+    """Return keyword arguments in the schema's order, with JSON values, which the parser accepts."""
     properties = tool.parameters.get("properties") or {}
     required = set(tool.parameters.get("required") or ())
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -208,7 +212,7 @@ def _keywords(rules: Rules, tool: Tool) -> str:
 
 
 def closed(schema: Any) -> Any:
-    """The schema with objects that have no properties but those they list, unless they say so."""
+    """Return the schema with objects limited to the properties they list, unless they allow others."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
