@@ -126,7 +126,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_message_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            # The response ended before the body, whose next byte stopped the keep-alive timer that the response started.
+            # The response ended before the body, whose later bytes stopped the keep-alive timer of the response.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -219,7 +219,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError
 
     def _fail(self, error: KvferryError) -> None:
-        """Reject a malformed request, after the throttle's delay. perf_counter: loop.time() may not advance in a callback."""
+        """Reject a malformed request after the throttle's delay. Not timed by loop.time(): it stands still in a callback."""
         self._refuse(error, self._connection_counts.delay_s(self._address or "", time.perf_counter() - self._began))
 
     def _refuse(self, error: KvferryError, after_s: float = 0.0) -> None:

@@ -81,7 +81,9 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: FastAPI) -> Server:
-    """Return a server for `app`; run it with `await server.serve(sockets=[sock])`, end it with `server.should_exit = True`."""
+    """Return a server for `app`.
+
+    Run it with `await server.serve(sockets=[sock])`; end it with `server.should_exit = True`."""
     limits = Limits(body_bytes=MAX_FRAME_BYTES)
     return Server(
         uvicorn.Config(

@@ -53,7 +53,7 @@ def _rooms(root: Path) -> Iterator[int]:
 
 
 def _numbers(unified: Path, *split: Path) -> list[int | None]:
-    """Read the numbers of version 2's file, or else of version 1's files; None for each that is missing or no number."""
+    """Read the numbers of version 2's file, or else of version 1's files; None for a missing or other value."""
     text = _text(unified)
     words = text.split() if text else [_text(path).strip() for path in split]
     found = [int(word) if word.removeprefix("-").isdecimal() else None for word in words]

@@ -20,7 +20,9 @@ OF_CLIENTS = ("uvicorn", "python_multipart")
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter of a JSON object per record: time (UTC), level, logger, message, and any request_id and error (traceback)."""
+    """Formatter that writes a record as a JSON object.
+
+    Fields: time (UTC), level, logger, message, request_id if there is one, error (a traceback) if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a JSON object on one line."""

@@ -32,7 +32,7 @@ class SharedFile:
     def __init__(self, descriptor: int) -> None:
         self._path, self._writes = f"/proc/self/fd/{descriptor}", False
         self.writing = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        """Descriptor that this process opened itself, so that its locks are its own: an inherited one shares its locks."""
+        """Descriptor that this process opened itself, so that its locks are its own: inherited ones share locks."""
 
     @property
     def whole(self) -> bool:

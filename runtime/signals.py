@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 
 class StopSignal:
-    """Stop request by SIGTERM, which drains, or by SIGINT or a second signal, which sets `hurry`; for one asyncio loop."""
+    """Stop request of a process, for one asyncio loop.
+
+    SIGTERM sets `asked`: running work may finish. SIGINT or a second signal also sets `hurry`."""
 
     def __init__(self) -> None:
         self.asked, self.hurry = asyncio.Event(), asyncio.Event()

@@ -26,7 +26,7 @@ class SupervisorStatus:
     def from_fd(cls, fd: int | None) -> SupervisorStatus:
         """Take ownership of the descriptor; None, negative or closed gives an instance that writes nothing.
 
-        Subprocesses do not inherit the descriptor, so the supervisor sees the end of the pipe when this process ends."""
+        Subprocesses do not inherit the descriptor, so the supervisor sees the pipe end when this process ends."""
         if fd is None or fd < 0:
             return cls(None)
         try:
