@@ -219,7 +219,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError
 
     def _fail(self, error: KvferryError) -> None:
-        """Reject a malformed request after the throttle's delay. Not timed by loop.time(): it stands still in a callback."""
+        """Reject a malformed request after the throttle's delay; loop.time() stands still within a callback."""
         self._refuse(error, self._connection_counts.delay_s(self._address or "", time.perf_counter() - self._began))
 
     def _refuse(self, error: KvferryError, after_s: float = 0.0) -> None:
