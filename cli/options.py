@@ -1,6 +1,6 @@
 """Adapter between the settings dataclasses and the command line: one flag and one variable per field.
 
-Types come from the defaults; help text, choices and bounds come from the fields' metadata (`protocol.settings.setting`).
+Types come from the defaults; help, choices and bounds come from the fields' metadata (`protocol.settings.setting`).
 """
 
 from __future__ import annotations
