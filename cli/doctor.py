@@ -72,7 +72,7 @@ def _kernels() -> str | None:
 
 
 def instruction_set(cpuinfo: str, kernels: str | None = None) -> Result:
-    """Report the vector instructions in the text of /proc/cpuinfo (`flags` or Arm's `Features`), and the kernels' set."""
+    """Report the vector instructions of /proc/cpuinfo's text (`flags`, Arm: `Features`), and the kernels' set."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = {word for key, _, words in lines if key.strip() in ("flags", "Features") for word in words.split()}
     found = " ".join(name for name in VECTORS if name in flags) or "no vector instructions"

@@ -105,7 +105,7 @@ def _reasons(numbers: Mapping[str, int]) -> tuple[str, str]:
 
 
 def spark(points: Sequence[Counts]) -> str:
-    """Return the hit rate over time in at most SPARK columns, the latest at the right; blank for times without prompts."""
+    """Return the hit rate over time in at most SPARK columns, the latest at the right; blank where no prompt came."""
     each = max(1, -(-len(points) // SPARK))
     rates = [Counts.of(points[max(0, end - each) : end]).hit_rate for end in range(len(points), 0, -each)][::-1]
     return "".join(" " if found is None else LEVELS[max(1, round(found * (len(LEVELS) - 1)))] for found in rates)
