@@ -46,7 +46,7 @@ def guarded(limits: Limits) -> type[asyncio.Protocol]:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Implements `uvicorn...HttpToolsProtocol` with limits; one timer per connection serves its current phase."""
+    """Implements `uvicorn.protocols.http.httptools_impl.HttpToolsProtocol` with limits and one phase timer."""
 
     def __init__(self, *args: Any, limits: Limits, connection_counts: ConnectionCounts, **named: Any) -> None:
         super().__init__(*args, **named)
