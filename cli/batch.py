@@ -19,15 +19,16 @@ from tqdm import tqdm
 from kvferry.protocol.errors import ConfigError, reason
 
 AGAIN = (408, 429, 500, 502, 503, 504)
+"""Status codes after which a row is sent again."""
 LONGEST_WAIT_S = 10.0
 _READ = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchClient:
-    """Client that sends a batch's rows to a running server.
+    """Target and limits of a batch run; times are in seconds.
 
-    Times are seconds; see the command's help. See the command's help."""
+    The help of `kvferry batch` describes each."""
 
     url: str
     api_key: str
@@ -37,7 +38,7 @@ class BatchClient:
 
 
 async def run_batch(source: Path, target: Path, asking: BatchClient) -> int:
-    """The exit status: 1 if a row failed. Raises ConfigError for files that cannot be used."""
+    """Run a batch; return exit status 1 if a row failed, else 0. Raises ConfigError for unusable files."""
     rows = list(_rows(source))
     done = _settle(target)
     left = [row for row in rows if row["custom_id"] not in done]
@@ -66,7 +67,7 @@ async def run_batch(source: Path, target: Path, asking: BatchClient) -> int:
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    """Raises ConfigError for the first line that is no request."""
+    """Yield the requests of a file. Raises ConfigError at the first line that is not a request."""
     seen = set()
     try:
         lines: TextIO
@@ -94,7 +95,7 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def _settle(target: Path) -> set[str]:
-    """Ids that the output answers. Rows that failed, and a line that broke off, are taken out of it."""
+    """Return the ids that the output file answers; removes failed rows and truncated lines from the file."""
     if not target.exists():
         return set()
     kept = []
@@ -119,7 +120,7 @@ def _good(row: dict[str, Any]) -> bool:
 
 
 async def _ask(client: httpx.AsyncClient, row: dict[str, Any], patience: float) -> dict[str, Any]:
-    """The row of the output. What may get better is asked again, until patience ends."""
+    """Send a request and return its output row; retries transient failures until `patience` ends."""
     until, wait = time.monotonic() + patience, 0.5
     while True:
         response, error = None, ""

@@ -1,6 +1,6 @@
 """Process start-up before any large import: sets thread counts and prints configuration mistakes on one line.
 
-Everything that comes from the environment or goes into it passes here or through `cli.options`.
+Only this module and `cli.options` read or write environment variables.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from kvferry.runtime.limits import available_cores
 from kvferry.runtime.tracing import TRACER, wanted
 
 ERROR_PREFIX = "kvferry: error: "
-"""Starts the one line on stderr that explains exit status 2; the supervisor looks for it in its children's output."""
+"""Prefix of the stderr line that explains exit status 2; the supervisor looks for it in its children's output."""
 
 
 class StartupFailed(Exception):
-    """A process that this one started does not run, however often; `exit_status` is what this one ends with."""
+    """A child process failed every start; this process ends with `exit_status`."""
 
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
@@ -27,38 +27,38 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 def worker_threads(requested: int, ranks: int = 1) -> int:
-    """`--threads` of one worker; the only place that decides what 0 means.
+    """Return the compute threads per rank of a worker; 0 requested means all cores, divided by its ranks.
 
     Every worker gets all cores: prefill and decode seldom compute at once on a small machine, and idle workers use
-    none. Its ranks divide them."""
+    none. No other code resolves the 0."""
     return requested or max(1, available_cores() // ranks)
 
 
 def set_threads(threads: int) -> None:
-    """Size the thread pools of torch's libraries. Must run before torch is imported: they read this once.
+    """Size the thread pools of torch's libraries. Call it before torch is imported: they read the variables once.
 
-    Their threads sleep between kernels instead of spinning, unless OMP_WAIT_POLICY already says otherwise: as soon as
-    another process wants a core (the other role, the router), spinning threads hold the cores that the thread they wait
-    for needs, and kernels become ten to sixty times slower."""
+    The threads sleep between kernels instead of spinning, unless OMP_WAIT_POLICY says otherwise. When another process
+    (the other role, the router) wants a core, spinning threads occupy the cores that the thread they wait for needs,
+    and kernels become 10 to 60 times slower."""
     for name in _THREAD_VARIABLES:
         os.environ[name] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def set_encoding() -> None:
-    """Encode each text on the thread that asks for it.
+    """Make the tokenizers library encode each text on the calling thread.
 
-    The tokenizers' library would hand every one of them, however short, to threads of its own and wait for these: that
-    takes half of the time again, and twice the processor's. It looks this up at each call."""
+    Its default passes even short texts to its own threads and waits for them, which takes 1.5 times as long and twice
+    the CPU time. The library reads the variable at each call."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def set_up_traces(process: str) -> None:
-    """Send this process's traces, named kvferry-`process`, where OpenTelemetry's variables ask for them."""
+    """Start tracing as service kvferry-`process` if OpenTelemetry's variables ask for it."""
     if wanted(os.environ):
         TRACER.set_up(f"kvferry-{process}")
 
 
 def complain(message: str) -> None:
-    """Write a user's mistake as one line."""
+    """Write an error message to stderr as one line with ERROR_PREFIX."""
     print(ERROR_PREFIX + " ".join(message.split()), file=sys.stderr, flush=True)

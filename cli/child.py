@@ -1,4 +1,4 @@
-"""Child process of a local cluster under its supervisor: start, status, logs and end."""
+"""Child process of a local cluster: its start, status reports, output and exit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _LAST_WORDS_S = 0.5
 class Command:
     """Command line and environment of a child process.
 
-    `env` is added to the supervisor's environment without its KVFERRY_* variables: the command line alone configures a
-    child.
+    The child gets `env` and the supervisor's environment without its KVFERRY_* variables: only the command line
+    configures a child.
 
-    reports       the command writes its status as runtime/supervisor_status.py does
-    ends_last     the others need it until they have ended; it gets no SIGINT, which a terminal sends to all at once
-    address       where it will be found, if it does not report that itself
-    niceness      added to the supervisor's own: the higher, the less of a core that another process wants as well
-    fds           descriptors of the supervisor's that it is given
+    reports       the command reports its status as in runtime/supervisor_status.py
+    ends_last     the other children need it until they exit; it blocks SIGINT, which a terminal sends to all at once
+    address       its address, if it does not report one
+    niceness      added to the supervisor's own: a higher value leaves it less of a core that other processes want
+    fds           descriptors of the supervisor that it inherits
     """
 
     name: str
@@ -48,10 +48,10 @@ class Command:
 
 
 class Child:
-    """A command that runs, or ran, or runs again; `facts` is what it told of itself when it was ready.
+    """Command that runs as a child process, across restarts; `facts` holds the details of its last ready report.
 
-    `changed(child)` is called when progress or readiness changes, and `echo(line)` for each line of its output, which
-    carries the child's name."""
+    It calls `changed(child)` when progress or readiness changes, and `echo(line)` for each line of output, prefixed
+    with the child's name."""
 
     def __init__(self, command: Command, echo: Callable[[str], None], changed: Callable[[Child], None]) -> None:
         self.command = command
@@ -70,17 +70,18 @@ class Child:
 
     @property
     def pid(self) -> int | None:
+        """Return the process id; None if the command does not run."""
         return self._process.pid if self._process is not None else None
 
     def healthy_s(self) -> float:
-        """Seconds since the running process became ready; 0 if it has not."""
+        """Return the seconds since the running process became ready; 0 if it has not."""
         return time.monotonic() - self._ready_at if self.ready.is_set() else 0.0
 
     async def run_once(self) -> int:
-        """Start the command and wait for its end.
+        """Start the command, wait until it exits and return its exit status, negative for a signal.
 
-        Returns the exit status, negative for a signal. `complaint` then is the line that explains status 2, which is
-        not echoed, and `last_words` the last line that was. Cancelling kills the process."""
+        Afterwards `complaint` holds the line that explains status 2, which is not echoed, and `last_words` the last
+        echoed line. Cancellation kills the process."""
         self.progress, self.url, self.complaint, self.last_words = 0.0, None, "", ""
         self.ready.clear()
         process, output, reports = self._spawn()
@@ -102,17 +103,17 @@ class Child:
             await asyncio.gather(*ears, return_exceptions=True)
 
     def show_complaint(self) -> None:
-        """Echo the line that was kept back."""
+        """Echo the error line that `run_once` held back."""
         if self.complaint:
             self._echo(f"[{self.name}] {ERROR_PREFIX}{self.complaint}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it to the process, if it runs."""
+        """Send a signal to the process, if it runs."""
         if self._process is not None:
             self._process.send_signal(number)
 
     def _spawn(self) -> tuple[Popen[bytes], IO[bytes], IO[bytes]]:
-        """The process, its output and its reports."""
+        """Start the process; return it with its output pipe and its report pipe."""
         read, write = os.pipe()
         reports = os.fdopen(read, "rb", buffering=0)
         try:
@@ -175,7 +176,7 @@ class Child:
 
 
 async def _end_of(process: Popen[bytes]) -> int:
-    """The exit status, as soon as the process itself ended: anyone who inherited its pipes may still hold them."""
+    """Return the exit status as soon as the process exits; its own children may still hold its pipes open."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     descriptor = os.pidfd_open(process.pid)
     loop.add_reader(descriptor, ended.set)
@@ -188,7 +189,7 @@ async def _end_of(process: Popen[bytes]) -> int:
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Decoded lines without their ends; what exceeds the limit is dropped."""
+    """Yield decoded lines without line ends; drops lines longer than the limit."""
     while True:
         try:
             line = await reader.readline()
@@ -200,7 +201,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 def _enter(parent: int, command: Command) -> None:
-    """Between fork and exec: have Linux kill this process when the supervisor ends, be it by SIGKILL."""
+    """Prepare the child between fork and exec: Linux kills it when the supervisor dies, even by SIGKILL."""
     if command.ends_last:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     if hasattr(_LIBC, "prctl"):

@@ -13,21 +13,20 @@ from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 
 PREFILL_NICENESS = 5
-"""Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them
-and flow on."""
+"""Niceness of prefill processes, which share cores with decode: running streams keep three quarters of the CPU."""
 
 Program = Callable[[str], Sequence[str]]
-"""From a subcommand (`router`) to the start of the command line that runs it."""
+"""Function from a subcommand (`router`) to the start of the command line that runs it."""
 
 
 def kvferry_program(subcommand: str) -> list[str]:
-    """The console script beside this interpreter, so that `ps` shows the command; from a bare checkout, the module."""
+    """Return the console script beside this interpreter, so that `ps` shows it; the module in a bare checkout."""
     script = Path(sys.executable).with_name("kvferry")
     return [str(script), subcommand] if script.exists() else [sys.executable, "-m", "kvferry.cli.main", subcommand]
 
 
 def settings_command(name: str, subcommand: str, settings: CommonSettings, program: Program) -> Command:
-    """A subcommand with these settings; what is secret goes into its environment."""
+    """Return the command that runs a subcommand with these settings; secrets go into its environment."""
     env = {variable("cluster_secret"): settings.cluster_secret}
     if isinstance(settings, RouterSettings) and settings.api_key:
         env[variable("api_key")] = settings.api_key

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: checks what a cluster needs of this machine and tells how to fix each failure."""
+"""`kvferry doctor`: checks whether this machine can run a cluster and says how to fix each failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One line of the report. `remedy`: what to do, unless the level is ok."""
+    """One line of the report. `remedy`: how to fix it; empty if the level is ok."""
 
     level: Level
     name: str
@@ -35,7 +35,7 @@ Check = Callable[[ServeSettings], Result]
 
 
 def redis(settings: ServeSettings) -> Result:
-    """A Redis given by --redis-url answers, or the embedded Valkey is there."""
+    """Check that the Redis of --redis-url answers, or that the embedded Valkey is installed."""
     if settings.redis_url:
         return Result("ok", "redis", preflight.redis_answers(settings))
     return Result("ok", "redis", f"embedded Valkey, {preflight.valkey_binary()}")
@@ -48,7 +48,7 @@ def packages(settings: ServeSettings) -> Result:
 
 
 def transfer(settings: ServeSettings) -> Result:
-    """A few blocks moved over UCX between two ends in this process."""
+    """Check that UCX moves a few blocks between two endpoints in this process."""
     from kvferry.kv_transfer.selftest import self_test
 
     return Result("ok", "ucx", self_test(settings.ucx_transports, settings.ucx_net_devices).describe())
@@ -63,7 +63,7 @@ def instructions(settings: ServeSettings) -> Result:
 
 
 def _kernels() -> str | None:
-    """The instruction set that the CPU kernels use; None without torch, or without the compiled ones."""
+    """Return the instruction set that the CPU kernels use; None without torch or compiled kernels."""
     try:
         from kvferry.kernels.cpu import instruction_set as used
     except ImportError:
@@ -72,7 +72,7 @@ def _kernels() -> str | None:
 
 
 def instruction_set(cpuinfo: str, kernels: str | None = None) -> Result:
-    """Vector instructions named in the text of /proc/cpuinfo (x86: `flags`, Arm: `Features`), and the kernels' set."""
+    """Report the vector instructions of /proc/cpuinfo's text (`flags`, Arm: `Features`), and the kernels' set."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = {word for key, _, words in lines if key.strip() in ("flags", "Features") for word in words.split()}
     found = " ".join(name for name in VECTORS if name in flags) or "no vector instructions"
@@ -88,7 +88,7 @@ def instruction_set(cpuinfo: str, kernels: str | None = None) -> Result:
 
 
 def threads(settings: ServeSettings) -> Result:
-    """Compute threads of a worker against the cores there are."""
+    """Check that a worker's compute threads do not exceed the available cores."""
     cores, ranks = available_cores(), settings.tensor_parallel_size
     found = f"{settings.threads} per {'rank' if ranks > 1 else 'worker'} on {cores} cores"
     if settings.threads * ranks > cores:
@@ -98,14 +98,14 @@ def threads(settings: ServeSettings) -> Result:
 
 
 def model(settings: ServeSettings) -> Result:
-    """Each can run: how, and what memory it takes."""
+    """Check that each model can run; report its code path, number formats and memory."""
     from kvferry.cli.model_report import told
 
     return Result("ok", "model", "; ".join(told(settings, source) for source in _sources(settings)))
 
 
 def memory(settings: ServeSettings) -> Result:
-    """Weights and KV pools of all workers fit, each where it will compute."""
+    """Check that the weights and KV pools of all workers fit the memory of their devices."""
     known = _needs(settings)
     needs = [each or UNKNOWN for each in known]
     seats = take_seats(settings, needs, gpus())
@@ -117,7 +117,7 @@ def memory(settings: ServeSettings) -> Result:
 
 
 def speed(settings: ServeSettings) -> Result:
-    """Estimate the speed of each model on this machine from limits measured now."""
+    """Estimate the speed of each model from this machine's limits, measured now."""
     from kvferry.cli.speed_estimate import expected, measure
 
     needs, found = _needs(settings), gpus()
@@ -137,7 +137,7 @@ def speed(settings: ServeSettings) -> Result:
 
 
 def port(settings: ServeSettings) -> Result:
-    """The router's port is free, or a router already answers there."""
+    """Check that the router's port is free, or that a router already answers on it."""
     place = host_port(settings.host, settings.port)
     try:
         preflight.free_port(settings.host, settings.port)
@@ -163,7 +163,7 @@ def gpu(settings: ServeSettings) -> Result:
 
 
 def store(settings: ServeSettings) -> Result:
-    """Blocks that nodes share can be written, found, read and deleted where they are to be."""
+    """Check that the remote block store (--kv-remote-url) can write, find, read and delete an object."""
     if not settings.kv_remote_url:
         return Result("ok", "store", "none: nodes share no blocks (--kv-remote-url)")
     from kvferry.kv_transfer.tiers.objects import Objects
@@ -196,8 +196,8 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 def all_checks(settings: ServeSettings, checks: Iterable[tuple[str, Check]] = CHECKS) -> Iterator[Result]:
     """Run the checks one after the other.
 
-    A ConfigError is a failure whose text names the remedy, and is told once; any other exception is a failure too, so
-    that one broken part does not hide the rest."""
+    A ConfigError is a failure whose text names the remedy; the same text is reported once. Any other exception is a
+    failure too, so that one broken check does not hide the rest."""
     told: dict[str, str] = {}
     for name, check in checks:
         try:
@@ -213,7 +213,7 @@ def all_checks(settings: ServeSettings, checks: Iterable[tuple[str, Check]] = CH
 
 
 def report(results: Iterable[Result], stream: TextIO | None = None) -> int:
-    """Print a line per result as it comes. Returns the exit status: 2 if the model cannot run, else 1 if any failed."""
+    """Print each result as it comes; return the exit status: 2 if the model cannot run, else 1 if any check failed."""
     failed = set()
     for result in results:
         if result.level == "fail":
@@ -224,12 +224,12 @@ def report(results: Iterable[Result], stream: TextIO | None = None) -> int:
 
 
 def _sources(settings: ServeSettings) -> list[ModelSource]:
-    """The models without their weights, unless those are here anyway: the doctor downloads none."""
+    """Resolve the models, with weights only if they are local: the doctor downloads no weights."""
     return [resolve(model, weights=Path(model).expanduser().is_dir()) for model in settings.model]
 
 
 def _needs(settings: ServeSettings) -> list[ModelNeeds | None]:
-    """Of each model; None where its files do not tell, or there is no model: the check of the model says so."""
+    """Return each model's needs; None if unknown, or if no model resolves, which the model check reports."""
     try:
         return [None if (needs := needs_of(source)) is UNKNOWN else needs for source in _sources(settings)]
     except ConfigError:
@@ -237,7 +237,7 @@ def _needs(settings: ServeSettings) -> list[ModelNeeds | None]:
 
 
 def _answers_health(host: str, port: int) -> bool:
-    """Return whether something there speaks HTTP and answers GET /health with 200."""
+    """Return whether a server at this address answers GET /health with 200."""
     import httpx
 
     try:

@@ -11,7 +11,7 @@ _FULL_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
-    """Bytes of one worker's weights as they will run there."""
+    """Return the bytes of one worker's weights in the format in which they run on the device."""
     itemsize = _FULL_BYTES[settings.dtype]
     if _quantised(settings, "int8"):
         return needs.memory(itemsize) - needs.dense.bytes(itemsize - 1)
@@ -19,7 +19,7 @@ def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> flo
 
 
 def step_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
-    """Bytes of weights that a step with one token reads there."""
+    """Return the bytes of weights that a step with one token reads on the device."""
     itemsize = _FULL_BYTES[settings.dtype]
     if _quantised(settings, "int8"):
         return needs.step_bytes(itemsize) - needs.dense.active * (itemsize - 1)
@@ -27,19 +27,19 @@ def step_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float
 
 
 def _stored(settings: ServeSettings, device: str) -> str:
-    """Where weights run as they are stored."""
+    """Return the kind of device on which weights run in their stored format, for the weight counts."""
     if not _quantised(settings, "auto"):
         return NOWHERE
     return ON_CPU if device == "cpu" else ON_GPU
 
 
 def _quantised(settings: ServeSettings, how: str) -> bool:
-    """Weights run as this value of --quantization says, as they do in bfloat16 alone."""
+    """Return whether --quantization has this value and takes effect, which it does only in bfloat16."""
     return settings.quantization == how and settings.dtype in ("auto", "bfloat16") and settings.kernels != "reference"
 
 
 def kv_dtype(settings: ServeSettings) -> str:
-    """Number format of K and V, as in `KVLayout`. Raises ConfigError as `cache_format`."""
+    """Return the number format of K and V, as in `KVLayout`. Raises ConfigError like `cache_format`."""
     found = cache_format(settings.kv_cache_dtype, batch_invariant=settings.batch_invariant)
     if found is not None:
         return found

@@ -18,9 +18,9 @@ PATIENCE_S = 4.0
 
 
 def ask(group: click.Group, pid: int, path: str) -> int:
-    """The exit status: 0 if the process answers 200 at this path, otherwise 1, with one line that says why."""
+    """Return exit status 0 if the process answers 200 at this path, else 1 after one line on stderr that says why."""
     url = url_of(group, command_line(pid)) + path
-    # It is asked whether it answers, not who it is: no certificate is for the loopback address.
+    # The probe does not authenticate the server: certificates do not cover the loopback address.
     unchecked = ssl._create_unverified_context()
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE_S, context=unchecked) as answer:
@@ -34,9 +34,9 @@ def ask(group: click.Group, pid: int, path: str) -> int:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments behind `kvferry` in the command line of a process, whatever inits stand before it.
+    """Return the arguments after `kvferry` in a process's command line, which may start with an init such as tini.
 
-    Raises ConfigError where there is no kvferry."""
+    Raises ConfigError if the process does not run kvferry."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
     except OSError as error:

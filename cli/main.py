@@ -1,4 +1,4 @@
-"""The `kvferry` command. Each subcommand parses its settings once and imports what it runs only then."""
+"""The `kvferry` command line. Each subcommand parses its settings first and imports its code only then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvferry.runtime.tracing import TRACER
 
 
 def _say_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """Nothing else: images are checked by it."""
+    """Print the version alone: a check of images parses the line."""
     if wanted:
         from kvferry.protocol.version import VERSION
 
@@ -189,7 +189,7 @@ kvferry.add_command(plan)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status. A mistake of the user is one line on stderr and status 2."""
+    """Run a command line and return the exit status: 2 for a user's mistake, with one line on stderr."""
     try:
         status = kvferry.main(args=argv, prog_name="kvferry", standalone_mode=False)
         return status if isinstance(status, int) else 0
@@ -212,9 +212,9 @@ def run(argv: Sequence[str] | None = None) -> int:
 def main() -> None:
     """Entry point of the console script.
 
-    It does not return: everything is closed by then, and taking an interpreter with torch apart costs another second,
-    of the five in which a whole cluster is to be gone. What is imported stays: the garbage collector does not look
-    through it, and begins in `_run`."""
+    It does not return: all resources are closed, and the teardown of an interpreter with torch costs a second of the
+    five in which a cluster must be gone. Garbage collection starts in `_run`, so that it never scans the imported
+    modules."""
     gc.disable()
     status = run()
     TRACER.close()

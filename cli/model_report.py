@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def told(settings: ServeSettings, source: ModelSource) -> str:
-    """Raises ConfigError: the model cannot run here, and why."""
+    """Describe a model for the report. Raises ConfigError with the reason if it cannot run here."""
     from kvferry.engine.models.route import route_of
 
     require_runnable(source)
@@ -26,7 +26,7 @@ def told(settings: ServeSettings, source: ModelSource) -> str:
 
 
 def _memory(settings: ServeSettings, source: ModelSource, facts: ModelFacts) -> str:
-    """Of one worker, where it would compute."""
+    """Describe the memory of one worker on the device where it would run."""
     needs, found, length = needs_of(source), gpus(), facts.max_model_len
     if not needs.layers:
         return f"{length} tokens, memory unknown"

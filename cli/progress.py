@@ -15,24 +15,24 @@ from kvferry.runtime.log import json_line
 
 LINE_S = 10.0
 _CHILDS = re.compile(r"\[([\w-]+)\] (.*)")
-"""A line that a child printed, behind the child's name."""
+"""Line of a child's output with its name as prefix: `[decode-0] text`."""
 
 
 class Progress(Protocol):
     """Display of a cluster's start-up progress."""
 
     def update(self, name: str, share: float, ready: bool) -> None:
-        """The process `name` has loaded this share, 0 to 1, or serves."""
+        """Show that the process `name` has loaded this share of its model, 0 to 1, or is ready."""
 
     def echo(self, line: str) -> None:
-        """Write a line of output without disturbing what is drawn."""
+        """Write a line of output above the drawing."""
 
     def close(self) -> None:
-        """Take the drawing away; `echo` goes on working."""
+        """Remove the drawing; `echo` still works."""
 
 
 class Bars:
-    """Progress bars at the bottom of a terminal; output scrolls above them."""
+    """Implements `progress.Progress` with bars at the bottom of a terminal; output scrolls above them."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -70,7 +70,7 @@ class Bars:
 
 
 class Lines:
-    """Progress as log lines: one when a process serves, and at most one every LINE_S seconds before."""
+    """Implements `progress.Progress` with log lines: one when a process is ready, before at most one every LINE_S."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ class Lines:
 
 
 class Objects(Lines):
-    """Progress as JSON lines; JSON that a child printed is passed on with the child's name."""
+    """Implements `progress.Progress` with JSON lines; a child's JSON line gets the child's name."""
 
     def echo(self, line: str) -> None:
         found = _CHILDS.fullmatch(line)
@@ -107,18 +107,19 @@ class Objects(Lines):
 
 
 class EchoHandler(logging.Handler):
-    """Log records as lines of output that leave the drawing alone."""
+    """Log handler that writes records through `Progress.echo`, so that they do not break the drawing."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record as a line of output."""
         self._progress.echo(self.format(record))
 
 
 def log_through(progress: Progress) -> None:
-    """From now on this process's log goes through `echo`, in the format that it has."""
+    """Route this process's log through `progress.echo`; handlers keep their format."""
     root = logging.getLogger()
     for handler in root.handlers[:]:
         if isinstance(handler, logging.StreamHandler):
@@ -129,7 +130,7 @@ def log_through(progress: Progress) -> None:
 
 
 def progress_on(stream: TextIO | None = None, form: str = "text") -> Progress:
-    """The fitting one for this stream (default: stderr) and this form of the log."""
+    """Return the display for a stream (default: stderr) and a log format (`text` or `json`)."""
     stream = stream or sys.stderr
     if form == "json":
         return Objects(stream)

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from kvferry.cli.child import Child
 
 FACTS = {"device": "computes on", "kv_pool": "KV pool", "link": "link"}
-"""What a worker reports, and the headings over it."""
+"""Facts that a worker reports, and their column headings."""
 
 
 def overview(children: Iterable[Child]) -> list[str]:
-    """A line for each process, below a line of headings; a process reports what it knows of itself: its model too,
-    where they run several."""
+    """Return a table with a heading and one line per process; it shows the models if there are several."""
     children = list(children)
     models = {child.facts["model"] for child in children if "model" in child.facts}
     facts = FACTS | ({"model": "model"} if len(models) > 1 else {})
@@ -22,13 +21,13 @@ def overview(children: Iterable[Child]) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows as lines, with columns as wide as their longest word."""
+    """Format rows as lines whose columns are as wide as their longest word."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def ready_line(url: str, model: str, api_key: str) -> str:
-    """The one line that says where the cluster is and how to talk to it."""
+    """Return the line with the cluster's URL and an example request."""
     question = [{"role": "user", "content": "Why is the sky blue?"}]
     body = json.dumps({"model": model, "temperature": 0.2, "messages": question})
     key = ["-H", "Authorization: Bearer YOUR_API_KEY"] if api_key else []
@@ -37,7 +36,7 @@ def ready_line(url: str, model: str, api_key: str) -> str:
 
 
 def stop_line(pid: int) -> str:
-    """Return the line that tells how to stop the cluster."""
+    """Return the line that says how to stop the cluster."""
     return f"Ctrl-C ends all of it (elsewhere: kill {pid})"
 
 

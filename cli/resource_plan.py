@@ -1,6 +1,6 @@
 """Assignment of devices, cores and memory to the workers of a local cluster.
 
-It is settled before any worker starts, so that none has to guess what the others will take."""
+The supervisor decides it before any worker starts, so that no worker has to guess what the others will take."""
 
 from __future__ import annotations
 
@@ -27,28 +27,31 @@ log = logging.getLogger(__name__)
 
 GIB = 1024**3
 GPU_SHARE = 0.8
-"""Of what a worker's weights leave of its share of a GPU: the pool. The rest is for activations and workspaces."""
+"""Share of a worker's GPU memory after weights that its pool takes; the rest is for activations and workspaces."""
 MARGIN = 0.95
 """Share of the available memory that the plan may use."""
 UNKNOWN = ModelNeeds(
     WeightCount(), WeightCount(), WeightCount(), layers=0, kv_heads=0, head_dim=0, query_size=0, max_model_len=0
 )
-"""Of a model whose config uses words of its own: its workers check for themselves."""
+"""Needs of a model whose config has unknown keys: its workers check their memory themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker's place, the first of its GPUs where its ranks have several.
+    """Device and KV pool of one worker.
 
-    kv_cache_gib: size of its pool; 0: what the worker itself takes of devices that it has alone."""
+    device: with several ranks, the first of its GPUs. kv_cache_gib: size of its pool; 0: the worker, alone on its
+    devices, sizes the pool itself."""
 
     device: str
     kv_cache_gib: float = 0.0
 
 
 def gpus() -> list[int]:
-    """Total bytes of each GPU, in CUDA's order and as far as CUDA_VISIBLE_DEVICES allows; empty where there is none or
-    torch cannot use it. Asks the driver, so that this process neither imports torch nor takes memory of a GPU."""
+    """Return the total bytes of each GPU that CUDA_VISIBLE_DEVICES allows, in CUDA's order.
+
+    The list is empty without a GPU, or if torch cannot use one. It asks the driver, so that this process neither
+    imports torch nor takes GPU memory."""
     if not _torch_has_cuda():
         return []
     try:
@@ -67,7 +70,7 @@ def gpus() -> list[int]:
 
 
 def needs_of(source: ModelSource) -> ModelNeeds:
-    """Return the model's memory needs; UNKNOWN where its files do not tell."""
+    """Return the model's memory needs; UNKNOWN if its files do not show them."""
     try:
         return model_needs(source)
     except ConfigError as error:
@@ -76,10 +79,10 @@ def needs_of(source: ModelSource) -> ModelNeeds:
 
 
 def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequence[int]) -> list[WorkerPlan]:
-    """For each model in `needs` a seat of each prefill worker, then of each decode worker; `found`: bytes of each GPU.
+    """Plan all workers: for each model in `needs` its prefill workers, then its decode workers.
 
-    Workers go round the GPUs, each with as many as it has ranks. The pools of those that share some have equal parts of
-    what all their weights leave. Raises ConfigError when weights and pools do not fit together."""
+    found: bytes of each GPU. Workers take the GPUs in turn, one GPU per rank. Workers on the same GPUs get equal pools
+    from the memory that all their weights leave. Raises ConfigError if weights and pools do not fit."""
     models = [each for each in needs for _ in range(settings.prefill + settings.decode)]
     devices = [_device(settings, index, len(found)) for index in range(len(models))]
     sharing = {
@@ -95,9 +98,10 @@ def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequ
 
 
 def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: Sequence[WorkerPlan]) -> str:
-    """Return whether weights, where they are shared those of one worker, and pools of all workers on the CPU fit into
-    what memory is available: each of them sees only what is free as it starts. `seats` as `take_seats` gave them for
-    `needs`. Returns what was found. Raises ConfigError."""
+    """Check that the weights and pools of all workers on the CPU fit the available memory; return a summary.
+
+    Workers that share weights count them once. A worker alone could not check this: it sees only the memory that is
+    free at its start. `seats` is the result of `take_seats` for `needs`. Raises ConfigError."""
     counts = on_cpu_by_model(seats, len(needs))
     copies = [
         min(count, 1) if shares_weights(settings, model) else count for count, model in zip(counts, needs, strict=True)
@@ -125,14 +129,15 @@ def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: 
 
 
 def on_cpu_by_model(seats: Sequence[WorkerPlan], models: int) -> list[int]:
-    """Return how many workers of each model compute on the CPU."""
+    """Return the number of workers on the CPU for each model."""
     each = len(seats) // models
     return [sum(seat.device == "cpu" for seat in seats[each * i : each * (i + 1)]) for i in range(models)]
 
 
 def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
-    """Return whether a model's workers on the CPU have one copy of its weights, as decoders have on compiled kernels;
-    but the experts of transformers' modules are each worker's own."""
+    """Return whether a model's workers on the CPU share one copy of its weights.
+
+    Decoders on compiled kernels do, unless experts run as modules of transformers, which each worker loads itself."""
     packed = settings.dtype in ("auto", "bfloat16") and settings.kernels in ("auto", "cpu") and _kernels_are_compiled()
     ours = needs.own and settings.model_impl != "transformers"
     alike = (ours or (needs.layers > 0 and needs.cached and not needs.mixed)) and settings.tensor_parallel_size == 1
@@ -140,7 +145,7 @@ def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
 
 
 def _device(settings: ServeSettings, index: int, count: int) -> str:
-    """Of one of the workers: the first GPU of as many as it has ranks."""
+    """Return the device of worker `index`: the CPU, or the first of its GPUs, one per rank. Raises ConfigError."""
     wanted, ranks = settings.device, settings.tensor_parallel_size
     if wanted == "auto" and not count:
         return "cpu"
@@ -162,9 +167,9 @@ def _gpu_seat(
     found: Sequence[int],
     draft_gib: float,
 ) -> WorkerPlan:
-    """Of a worker on a GPU, or several, that workers of the models `sharing` use, its own among them.
+    """Plan a worker on GPUs that it shares with workers of the models `sharing`, which include its own.
 
-    Each leaves room for the model that drafts, which those have that decode."""
+    Each worker reserves memory for the draft model, although only decoding workers load it. Raises ConfigError."""
     first, ranks = int(device.partition(":")[2]), settings.tensor_parallel_size
     total = min(found[first : first + ranks]) / GIB
     weights = [weight_bytes(settings, model, device) / ranks / GIB for model in sharing]
@@ -188,18 +193,19 @@ def _gpu_seat(
 
 
 def _parts(settings: ServeSettings, needs: ModelNeeds) -> int:
-    """In which a worker's pool is divided on its GPUs: each has the whole of latents."""
+    """Return the number of parts into which ranks divide a worker's pool; with latent KV each rank holds all of it."""
     return settings.tensor_parallel_size if needs.planes > 1 else 1
 
 
 def _drafting(settings: ServeSettings) -> int:
-    """How many workers of a model have the model that drafts: those that decode, or may."""
+    """Return the number of a model's workers that load the draft model: those that decode, or may."""
     return settings.decode + (settings.prefill if settings.elastic else 0)
 
 
 def _draft_gib(settings: ServeSettings, device: str) -> float:
-    """What the model that drafts takes of a worker's memory there: its weights, and a block for each that was asked
-    for; of a pool in GiB it has a part."""
+    """Return the GiB that the draft model takes on a device: its weights and as many blocks as --kv-blocks asks for.
+
+    If the pool is given in GiB, the draft model's blocks are part of it."""
     if not settings.speculative_model:
         return 0.0
     needs = needs_of(resolve(settings.speculative_model, weights=False))
@@ -208,7 +214,7 @@ def _draft_gib(settings: ServeSettings, device: str) -> float:
 
 
 def _pool_gib(settings: ServeSettings, needs: ModelNeeds) -> float:
-    """Size of a pool that was asked for; 0: none was, or the model has none."""
+    """Return the requested pool size in GiB; 0 if none was requested or the model has no KV cache."""
     if not needs.cached:
         return 0.0
     if not settings.kv_blocks:
@@ -221,14 +227,14 @@ def _times(count: int) -> str:
 
 
 def _kernels_are_compiled() -> bool:
-    """Return whether those for CPUs are installed, without importing them and thus torch."""
+    """Return whether the compiled CPU kernels are installed, without importing them, which would import torch."""
     spec = importlib.util.find_spec("kvferry.kernels")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     return any(any(Path(folder, "cpu").glob(f"_native{suffix}")) for folder in folders for suffix in EXTENSION_SUFFIXES)
 
 
 def _torch_has_cuda() -> bool:
-    """Return whether the torch that is installed is a CUDA build, without importing it."""
+    """Return whether the installed torch is a CUDA build, without importing it."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations if spec is not None else None) or ():
         version = Path(folder) / "version.py"

@@ -1,7 +1,8 @@
 """`kvferry router --workers N`: supervises several router processes on one port.
 
-Each listens for itself (SO_REUSEPORT): the kernel deals new connections out by a hash of their addresses, evenly, and
-to nobody who is gone. A listening socket that all inherit would give most of them to the process that was idle last.
+Each process has its own listening socket (SO_REUSEPORT): the kernel spreads new connections evenly by a hash of their
+addresses, and skips processes that are gone. An inherited, shared socket would give most of them to one process, the
+one that was idle last.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from kvferry.runtime.suspend_aware_clock import LoopClock
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Between two looks at a process, and what it may take to answer one."""
+"""Period of health checks of a process, and their timeout, in seconds."""
 HUNG_S = 10.0
-"""A process that has not answered for so long is replaced. Nodes gave its streams up long before."""
+"""Time without an answer after which a process is replaced. Nodes give up its streams long before."""
 DRAIN_SPARE_S = 10.0
-"""What a process may need to end behind its last request."""
+"""Time that a process may need to exit after its last request, in seconds."""
 HURRY_S = 3.5
 
 
 async def serve_routers(settings: RouterSettings, program: Program = kvferry_program) -> None:
-    """Run `settings.workers` routers on one port until SIGTERM, which they drain after, or SIGINT.
+    """Run `settings.workers` routers on one port until SIGTERM, which drains them, or SIGINT.
 
-    When this returns or raises, none of them runs. Raises ConfigError or KvferryError when they cannot be had."""
+    When it returns or raises, no router runs. Raises ConfigError or KvferryError if the routers cannot run."""
     progress = (Objects if settings.log_format == "json" else Lines)(sys.stderr)
     log_through(progress)
     stop = StopSignal()
@@ -73,7 +74,7 @@ async def serve_routers(settings: RouterSettings, program: Program = kvferry_pro
 async def _live(
     supervisor: Supervisor, settings: RouterSettings, program: Program, show: Callable[[Child], None]
 ) -> None:
-    """Start them, say when all of them serve, and look after them."""
+    """Start the routers, report when all are ready, and watch their health."""
     children = []
     for number in range(settings.workers):
         own = dataclasses.replace(settings, worker=number)
@@ -92,7 +93,7 @@ async def _live(
 
 
 async def _look_after(child: Child, folder: Path, number: int, clock: LoopClock) -> None:
-    """Kill it when it hangs; the supervisor starts another."""
+    """Kill a router process that hangs; the supervisor restarts it."""
     heard_at = clock.now()
     while True:
         await asyncio.sleep(LOOK_S)
@@ -105,10 +106,10 @@ async def _look_after(child: Child, folder: Path, number: int, clock: LoopClock)
 
 
 async def _ended(supervisor: Supervisor, stop: StopSignal, drain_s: float) -> None:
-    """All of them drain, until there is a hurry."""
+    """Drain all routers until they exit, or end them at once on `stop.hurry`."""
     ending = asyncio.create_task(supervisor.stop(drain_s + HURRY_S, drain_s))
     hurried = asyncio.create_task(stop.hurry.wait())
-    if not stop.asked.is_set():  # one of them cannot be had: there is nothing to wait for
+    if not stop.asked.is_set():  # a router failed to start: skip the drain
         stop.hurry.set()
     await asyncio.wait((ending, hurried), return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()

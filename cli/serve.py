@@ -42,24 +42,23 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 ALL_NODES_S = 10.0
-"""How long the ready line waits for the router to see all nodes, which polls for them twice a second or more often."""
+"""Longest wait of the ready line for the router to see all nodes; it polls the registry at least twice a second."""
 
 Settings = TypeVar("Settings", bound=CommonSettings)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A cluster that may be started.
+    """Checked settings and worker plans of a cluster, ready to start.
 
-    settings: with the port that the router will have; seats: for each model of its prefill workers, then of its decode
-    workers."""
+    settings: with the router's real port. seats: for each model its prefill workers, then its decode workers."""
 
     settings: ServeSettings
     seats: tuple[WorkerPlan, ...]
 
 
 def check(settings: ServeSettings) -> Checked:
-    """Everything that can fail before a process is started. Raises ConfigError."""
+    """Check everything that can fail before a process starts. Raises ConfigError."""
     from kvferry.model_files.draft_model import resolve_draft
     from kvferry.model_files.unsupported_models import resolve_runnable
 
@@ -92,7 +91,7 @@ def check(settings: ServeSettings) -> Checked:
 
 
 def valkey_command(port: int, log_level: str = "info") -> Command:
-    """An embedded Valkey that keeps nothing on disk. It is silent unless we debug: its warnings are about saving."""
+    """Return the command of an in-memory Valkey, silent unless log_level is debug: its warnings concern persistence."""
     loglevel = "notice" if log_level == "debug" else "nothing"
     options = {"--port": port, "--bind": LOOPBACK, "--save": "", "--appendonly": "no", "--loglevel": loglevel}
     words = [str(word) for option in options.items() for word in option]
@@ -107,11 +106,11 @@ def cluster_commands(
     cores_fd: int = -1,
     weights: Callable[[], int] = lambda: -1,
 ) -> list[Command]:
-    """Router, prefill and decode processes, a worker for each seat.
+    """Return the commands of the router and of a worker for each seat.
 
-    `settings.redis_url` must be set; only the router listens beyond this machine, and only if --host says so. cores_fd:
-    for workers that share the cores; weights: makes what those of a model on a CPU have its weights in, if there are
-    several."""
+    `settings.redis_url` must be set. Only the router listens beyond this machine, and only if --host says so.
+    cores_fd: lock for workers that share cores. weights: makes the shared memory for the weights of a model that has
+    several workers on the CPU."""
     commands = [settings_command("router", "router", _narrow(RouterSettings, settings), program)]
     served = split_names(settings.served_model_name, len(settings.model))
     threads = worker_threads(settings.threads, settings.tensor_parallel_size)
@@ -148,7 +147,7 @@ def cluster_commands(
 async def serve_cluster(checked: Checked, program: Program = kvferry_program) -> None:
     """Run the cluster that `check` allowed until SIGINT, SIGTERM or SIGHUP.
 
-    When this returns or raises, no child runs. Raises ConfigError or KvferryError when the cluster cannot be had."""
+    When it returns or raises, no child runs. Raises ConfigError or KvferryError if the cluster cannot run."""
     progress = progress_on(form=checked.settings.log_format)
     log_through(progress)
     supervisor = Supervisor(progress.echo, lambda child: _show(progress, child))
@@ -196,7 +195,7 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
 
 
 async def _until_redis_answers(port: int, tries: int = 100) -> None:
-    """Wait for the embedded Valkey."""
+    """Wait until the embedded Valkey answers. Raises ConfigError."""
     for _ in range(tries):
         with contextlib.suppress(OSError):
             async with asyncio.timeout(2.0):
@@ -210,14 +209,16 @@ async def _until_redis_answers(port: int, tries: int = 100) -> None:
 
 
 async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
-    """Wait until the router would place requests on every node, or, where it cannot (in a registry shared with larger
-    clusters), on any. One that asks for certificates cannot be asked, and is believed when it says that it serves."""
+    """Wait until the router can place requests on all nodes, or for ALL_NODES_S.
+
+    In a registry shared with larger clusters it may never see all. A router that requires client certificates cannot be
+    asked; its own ready report suffices."""
     if settings.ssl_ca_certs:
         return
     models = len(settings.model)
     wanted = {"prefill": models * settings.prefill, "decode": models * settings.decode}
     enough = time.monotonic() + ALL_NODES_S
-    unverified = ssl._create_unverified_context()  # our own child, on this machine, under whatever name
+    unverified = ssl._create_unverified_context()  # our own child, here; its certificate may name others
     handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unverified))
     opener = urllib.request.build_opener(*handlers)
 

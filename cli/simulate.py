@@ -47,11 +47,11 @@ FLAGS = {
         "trace", "ttft", "workload",
     )},
 }  # fmt: skip
-"""By what a ConfigError calls its field."""
+"""Flag to show for the field that a ConfigError names."""
 
 
 def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Flags of what one node does; those not given come from --calibrate, or are those of one large GPU."""
+    """Add the options of a node's rates; defaults come from --calibrate, or are those of one large GPU."""
     for name, field, kind, text in reversed(RATES):
         command = click.option(f"--{name}", field, type=kind, help=text)(command)
     command = click.option(
@@ -142,7 +142,7 @@ def plan(**options: Any) -> int:
 
 @contextlib.contextmanager
 def _flags_named() -> Iterator[None]:
-    """What is wrong is said of the flag that gave it."""
+    """Prefix the message of a ConfigError with the flag that caused it."""
     try:
         yield
     except ConfigError as error:
@@ -151,7 +151,7 @@ def _flags_named() -> Iterator[None]:
 
 
 def _machine(options: dict[str, Any]) -> Machine:
-    """Of the options, which lose what it is made of. Raises ConfigError."""
+    """Build the machine from the options, and remove the options that it uses. Raises ConfigError."""
     from kvferry.simulate.machine import Machine
 
     given = {field: options.pop(field) for _, field, _, _ in RATES}

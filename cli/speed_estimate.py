@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 READ_BYTES = 256 << 20
 ROUNDS = 400_000
+"""Rounds of the compiled multiply kernel in one timed run."""
 SIDE = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of the matrices whose product is timed where the compiled kernels do not measure themselves."""
+"""Rows and columns of the square matrices whose product is timed if the compiled kernels do not run."""
 PROMPT = 2048
-"""Tokens of the prompt whose speed is told."""
+"""Length of the prompt for which the speed is estimated, in tokens."""
 MEASURE_S = 1.0
-"""How long each limit is measured."""
+"""Duration of the measurement of each limit, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes that can be read and operations that can be done, per second."""
+    """Measured limits of a device: bytes read and arithmetic operations per second."""
 
     read: float
     multiply: float
@@ -36,8 +37,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """tokens: per second of one stream with a short context; prompt_tokens: per second of a prompt of PROMPT tokens;
-    pool_tokens: what one worker's KV pool holds; sizes in bytes."""
+    """Estimated speed and memory of one worker; sizes in bytes.
+
+    tokens         tokens per second of one stream with a short context
+    prompt_tokens  tokens per second of a prompt of PROMPT tokens
+    pool_tokens    tokens that its KV pool holds
+    """
 
     weights: float
     kv_per_token: int
@@ -47,6 +52,7 @@ class Expected:
     prompt_tokens: float
 
     def describe(self, limits: Limits) -> str:
+        """Return the estimate as text."""
         prompts = f"{_round(self.prompt_tokens)} prompt tokens/s, by"
         speed = f"up to {_round(self.tokens)} tokens/s for one stream and {prompts} {limits.read / 1e9:.0f} GB/s and"
         kv = (
@@ -61,7 +67,7 @@ class Expected:
 
 
 def expected(settings: ServeSettings, needs: ModelNeeds, seat: WorkerPlan, gpu_bytes: int, limits: Limits) -> Expected:
-    """Estimate the speed of one worker with this plan; gpu_bytes: of its GPU."""
+    """Estimate the speed of one worker with this plan; gpu_bytes: memory of its GPU."""
     weights, kv = weight_bytes(settings, needs, seat.device), needs.kv_bytes(kv_dtype(settings))
     own = GPU_SHARE * (gpu_bytes - weights) if seat.device.startswith("cuda") else CPU_POOL_GIB * GIB
     pool = seat.kv_cache_gib * GIB or own
@@ -78,7 +84,7 @@ def expected(settings: ServeSettings, needs: ModelNeeds, seat: WorkerPlan, gpu_b
 
 
 def measure(device: str, threads: int) -> Limits:
-    """Reads memory and multiplies in bfloat16 (on a CPU without the compiled kernels in float32), on all threads."""
+    """Measure reads and multiplications on all threads, in bfloat16; in float32 on a CPU without compiled kernels."""
     import torch
 
     if device.startswith("cuda"):
@@ -95,7 +101,7 @@ def measure(device: str, threads: int) -> Limits:
 
 
 def _by_torch(device: torch.device, dtype: torch.dtype, wait: Callable[[], None]) -> Limits:
-    """A copy reads and writes: twice its bytes."""
+    """Measure the limits with torch; a copy counts twice its bytes, since it reads and writes them."""
     import torch
 
     def timed(call: Callable[[], object]) -> float:
@@ -114,8 +120,9 @@ def _by_torch(device: torch.device, dtype: torch.dtype, wait: Callable[[], None]
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of all runs in MEASURE_S, after one that does not count: whatever else runs on the machine
-    only ever makes one slower."""
+    """Return the seconds of the fastest run within MEASURE_S, after a warm-up run.
+
+    The fastest is the best estimate: other load on the machine only makes runs slower."""
     call()
     fastest, end = math.inf, time.perf_counter() + MEASURE_S
     while (began := time.perf_counter()) < end:
@@ -125,5 +132,5 @@ def _fastest(call: Callable[[], object]) -> float:
 
 
 def _round(number: float) -> str:
-    """Two digits that count, for what is an estimate."""
+    """Format an estimate with two significant digits."""
     return f"{float(f'{number:.2g}'):,.0f}" if number >= 10 else f"{number:.1f}"

@@ -16,15 +16,15 @@ from kvferry.protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 START_TRIES = 3
-"""Ends in a row, without ever having been ready, after which a child's start is given up."""
+"""Exits in a row of a child that was never ready, after which the supervisor gives up."""
 DRAIN_S = 2.0
-"""Longest drain when all children end: they are to be gone five seconds after the signal."""
+"""Longest drain when all children end, in seconds: all must be gone five seconds after the signal."""
 LAST_GRACE_S = 0.4
 
 
 @dataclass(slots=True)
 class Backoff:
-    """Seconds to wait before a restart: doubling from first_s to most_s, from the start again after healthy_s."""
+    """Delay before a restart: doubles from first_s to most_s, and starts over after healthy_s of health."""
 
     first_s: float = 0.5
     most_s: float = 10.0
@@ -32,17 +32,17 @@ class Backoff:
     delay_s: float = 0.0
 
     def after(self, healthy_s: float) -> float:
-        """The next delay, for a process that was healthy this long before it ended."""
+        """Return the next delay for a process that was healthy for healthy_s before it exited."""
         fresh = not self.delay_s or healthy_s >= self.healthy_s
         self.delay_s = self.first_s if fresh else min(2 * self.delay_s, self.most_s)
         return self.delay_s
 
 
 class Supervisor:
-    """Owner of all children.
+    """Owner of all child processes, which it restarts when they exit.
 
-    `failure` gets the exception for which the cluster cannot be had: ConfigError when a child ended with status 2
-    before it was ever ready, GivenUp when its start failed START_TRIES times."""
+    `failure` gets the exception that prevents the cluster from running: ConfigError if a child exited with status 2
+    before it was ever ready, StartupFailed if its start failed START_TRIES times."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Supervisor:
 
     @property
     def children(self) -> list[Child]:
-        """In the order in which they were started."""
+        """Return the children in start order."""
         return list(self._tasks)
 
     def start(self, command: Command) -> Child:
-        """Keep this command running until `stop`."""
+        """Start a command and keep it running until `stop`."""
         child = Child(command, self._echo, self._changed)
         task = asyncio.create_task(self._keep(child), name=command.name)
         task.add_done_callback(self._ended)
@@ -71,12 +71,13 @@ class Supervisor:
         return child
 
     async def ready(self, children: Iterable[Child]) -> None:
-        """Returns when each of them has reported that it serves."""
+        """Wait until each of these children has reported that it is ready."""
         await asyncio.gather(*(child.ready.wait() for child in children))
 
     async def stop(self, grace_s: float = 3.5, drain_s: float = DRAIN_S) -> None:
-        """End all children: SIGTERM, another to hurry them after drain_s, and SIGKILL for those that still run after
-        grace_s; then those that others need. From the first call on nothing is restarted."""
+        """End all children, those with `ends_last` after the others; restarts stop at the first call.
+
+        Each gets SIGTERM, a second one after drain_s to hurry it, and SIGKILL if it still runs after grace_s."""
         self._stopping = True
         await self._end([child for child in self._tasks if not child.command.ends_last], grace_s, drain_s)
         await self._end([child for child in self._tasks if child.command.ends_last], LAST_GRACE_S, drain_s)
@@ -120,7 +121,7 @@ class Supervisor:
 
 
 def describe(status: int) -> str:
-    """An exit status in words."""
+    """Return an exit status in words."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -140,7 +141,7 @@ def _check_start(child: Child, status: int, tries: int) -> None:
 
 
 def _shell_status(status: int) -> int:
-    """What a shell would make of a child's end: never 0, since it was to run on; 128 and the number of a signal."""
+    """Return the exit status that a shell would report: 128 plus a signal's number; 1 for 0, since no exit was due."""
     return 128 - status if status < 0 else status or 1
 
 

@@ -22,9 +22,9 @@ from kvferry.router.dashboard.units import seconds
 
 ANSWER_S = 5.0
 LEAVING, GONE = frozenset(b"qQ\x03"), b"q"
-"""Keys that leave; and what a terminal that is gone presses."""
+"""Keys that quit, and the key that stands for a closed terminal."""
 PIPE_WIDTH = 160
-"""Of a picture for what is no terminal."""
+"""Width of the output if it is not a terminal, in columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Watching:
 
 
 class Unseen(KvferryError):
-    """There is no state to show, and why."""
+    """The state of the cluster could not be fetched; the message says why."""
 
 
 def fetch(client: httpx.Client, watching: Watching) -> State:
-    """The state as of now. Raises Unseen."""
+    """Fetch the current state from the router. Raises Unseen."""
     headers = {"authorization": f"Bearer {watching.api_key}"} if watching.api_key else {}
     try:
         answer = client.get(f"{watching.url.rstrip('/')}/dashboard/state", headers=headers)
@@ -57,9 +57,9 @@ def fetch(client: httpx.Client, watching: Watching) -> State:
 
 
 def run_top(watching: Watching, *, once: bool, console: Console | None = None) -> int:
-    """Returns when somebody presses q; after one picture where that is asked for, or nobody could see another one.
+    """Show the cluster until a key quits; print one snapshot if `once`, or if the output is not a terminal.
 
-    Raises Unseen if there is no first picture."""
+    Raises Unseen if the first fetch fails."""
     console = console or Console()
     with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
         state = fetch(client, watching)
@@ -76,7 +76,7 @@ def run_top(watching: Watching, *, once: bool, console: Console | None = None) -
 def _show(
     console: Console, client: httpx.Client, watching: Watching, state: State, pressed: Callable[[float], bytes]
 ) -> None:
-    """A picture every interval until it is left. A router that does not answer is waited for."""
+    """Draw the state every interval until a key quits; if the router does not answer, keep the last state."""
     trouble, heard = "", time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -92,10 +92,9 @@ def _show(
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], bytes]]:
-    """Return a function that waits for so many seconds and returns the keys pressed.
+    """Yield a function that waits up to so many seconds for keys and returns those pressed.
 
-    Each key arrives at once and without an echo. Where the standard input is no terminal there are none. Where the
-    standard input is no terminal there are none."""
+    Keys arrive at once and are not echoed. If standard input is not a terminal, the function never returns a key."""
     if not sys.stdin.isatty():
         yield _no_keys
         return

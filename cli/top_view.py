@@ -1,6 +1,6 @@
 """Rendering of `kvferry top`: the state of a cluster as text for a terminal of any size.
 
-Names that came from clients are escaped."""
+It escapes names that come from clients."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from kvferry.router.dashboard.units import count, named, rate, seconds, share
 
 BAR, LEVELS = 24, " ▁▂▃▄▅▆▇█"
 KINDS = (("active", "█", "cyan"), ("granted", "▓", "yellow"), ("cached", "▒", "cyan"), ("free", "·", "dim"))
-"""Of blocks: what stands for them in a bar, also where there are no colours."""
+"""Kinds of blocks: name, character in a bar (legible without colours), and style."""
 LINES = {"ship": ("═", "cyan"), "copy": ("┄", "yellow"), "move": ("━", "magenta")}
-"""Of transfers, by what they bring."""
+"""Kinds of transfers: line character and style."""
 LATELY_S = 60.0
 SPARK = 40
-"""Columns of a sparkline."""
+"""Width of a sparkline, in columns."""
 WIDE, TALL = 118, 10_000
-"""From so many columns on all is shown; and a height that leaves nothing out."""
+"""Least width that shows all columns, and a height in lines that shows all rows."""
 LEAST_ROWS = 3
 HEADS = 20
-"""Lines beside the rows of nodes, transfers, requests and events."""
+"""Lines of a picture other than rows of nodes, transfers, requests and events."""
 QUARANTINED = {"node": "suspected", "ships": "ships suspected", "quarantine": "quarantined"}
 
 
 def picture(state: State, width: int = WIDE, height: int = TALL, trouble: str = "") -> RenderableType:
     """Draw the state for a terminal of so many columns and lines.
 
-    It has no more rows than fit, but some of each kind; a narrow terminal lacks the least wanted columns. trouble: why
-    this is old."""
+    It shows as many rows as fit, but some of each kind; a narrow terminal omits the least important columns. trouble:
+    reason why the state is old."""
     narrow = width < WIDE
     fixed = HEADS + len(state.nodes) + min(len(state.transfers), LEAST_ROWS) + len(state.suspects)
     room = max(3 * LEAST_ROWS, height - fixed)
@@ -97,7 +97,7 @@ def _numbers(state: State) -> Table:
 
 
 def _reasons(numbers: Mapping[str, int]) -> tuple[str, str]:
-    """How many of each, and how they are shown."""
+    """Return the counts by reason as text, and its style."""
     told = ", ".join(
         f"{named(reason).replace('_', ' ')} {count(number)}" for reason, number in numbers.items() if number
     )
@@ -105,7 +105,7 @@ def _reasons(numbers: Mapping[str, int]) -> tuple[str, str]:
 
 
 def spark(points: Sequence[Counts]) -> str:
-    """The hit rate over time, in SPARK columns at most, the latest at the right; blank where there was no prompt."""
+    """Return the hit rate over time in at most SPARK columns, the latest at the right; blank where no prompt came."""
     each = max(1, -(-len(points) // SPARK))
     rates = [Counts.of(points[max(0, end - each) : end]).hit_rate for end in range(len(points), 0, -each)][::-1]
     return "".join(" " if found is None else LEVELS[max(1, round(found * (len(LEVELS) - 1)))] for found in rates)
@@ -116,7 +116,7 @@ def _pair(name: str, value: str, style: str = "") -> Text:
 
 
 def pool(node: Node, width: int = BAR) -> Text:
-    """The node's block pool as a bar. What there is of a kind is seen, if there is a cell for it."""
+    """Draw the node's block pool as a bar; a kind with any blocks gets at least one cell, if one is left."""
     blocks, made = node.blocks, Text()
     counts = {"active": blocks.active, "granted": blocks.granted, "cached": blocks.cached}
     total, left = max(1, blocks.total, sum(counts.values())), width
@@ -194,9 +194,10 @@ def _events(state: State, most: int) -> RenderableType:
 
 
 class Rows:
-    """A table with one line for each row.
+    """Table with one line per row.
 
-    A head that begins with > stands above numbers; with ?, it is omitted where there is little room; with -, always."""
+    A head that begins with > is above numbers and aligns right. A narrow terminal omits heads with ?; every terminal
+    omits heads with -."""
 
     def __init__(self, *heads: str, narrow: bool = False) -> None:
         self.table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
@@ -207,6 +208,7 @@ class Rows:
             self.table.add_column(name.lstrip(">"), justify=justify, no_wrap=True)
 
     def add(self, *cells: RenderableType) -> None:
+        """Add a row with a cell for each head, shown or not."""
         self.table.add_row(*compress(cells, self._kept))
 
 

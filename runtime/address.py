@@ -7,12 +7,12 @@ import socket
 
 
 def host_port(host: str, port: int) -> str:
-    """`host:port`, ready to stand in a URL. A host that has its brackets keeps them."""
+    """Return `host:port` for use in a URL; an IPv6 host gets brackets unless it has them."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def parse_host_port(address: str) -> tuple[str, int]:
-    """Host without brackets, and port, of what `host_port` wrote. Raises ValueError."""
+    """Split `host:port` or `[host]:port` into the host without brackets and the port. Raises ValueError."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     name = host[1:-1] if bracketed else host
@@ -24,9 +24,9 @@ def parse_host_port(address: str) -> tuple[str, int]:
 
 
 def family_of(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the socket family for `host`, and the host as `bind` takes it: an IPv6 address may have its brackets.
+    """Return the socket family for `host`, and the host without brackets, as `bind` takes it.
 
-    `::` is every address, of both families; where the machine knows no IPv6, of the other one."""
+    `::` listens on every address of both families, and on all IPv4 addresses if the machine has no IPv6."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if bare == "::" and not knows_ipv6():
         return socket.AF_INET, "0.0.0.0"
@@ -34,7 +34,7 @@ def family_of(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def knows_ipv6() -> bool:
-    """Return whether a socket can be bound to an IPv6 address here."""
+    """Return whether this machine can bind a socket to an IPv6 address."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::", 0))
@@ -54,5 +54,5 @@ def is_loopback(host: str) -> bool:
 
 
 def dialable(host: str) -> str:
-    """Return the address at which this machine reaches a server on `host`."""
+    """Return the address at which this machine reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)

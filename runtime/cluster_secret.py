@@ -1,10 +1,10 @@
 """Shared secrets of a cluster, which authenticate calls between its processes.
 
-The header is sent in clear: where others can read the network, it must be closed to them or encrypted.
+The header travels in clear text: if others can read the network, close the network to them or encrypt it.
 
-One secret is enough. While it is exchanged for another there are several: all are accepted, the first is used towards
-others, and the file that holds them, one a line, is read again when it changes. So no process needs a restart:
-old → old and new → new and old → new, each step once all processes have seen the one before.
+One secret is enough. A rotation needs several: a process accepts all of them and sends the first. It reloads the file
+(one secret a line) when the file changes, so no process restarts. Rotate in the steps old → old, new → new, old → new,
+and take each step only after all processes have loaded the one before.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 HEADER = "x-kvferry-cluster"
 LEAST_CHARACTERS, MOST_SECRETS = 16, 16
 OPEN = frozenset(("/health", "/ready", "/metrics", "/version"))
-"""Paths that tell how a node does, for anyone who watches it, and change nothing."""
+"""Read-only status paths that a node answers without a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecret:
     """Keys derived from a cluster secret: `link` for handshakes, `token` for the header of HTTP requests to nodes.
 
-    Both are empty where there is no secret. Both are empty where there is no secret."""
+    Both are empty without a secret."""
 
     link: bytes = field(default=b"", repr=False)
     token: str = field(default="", repr=False)
@@ -45,9 +45,9 @@ NONE: tuple[ClusterSecret, ...] = (ClusterSecret(),)
 
 
 class ClusterSecrets:
-    """Secrets that are valid now, in the settings' order; callable from any thread.
+    """Secrets that are valid now, in the order of the settings; thread-safe.
 
-    True where there are any. Raises ConfigError."""
+    True if there is at least one. The constructor raises ConfigError."""
 
     def __init__(self, settings: CommonSettings) -> None:
         self._file: WatchedFile[tuple[ClusterSecret, ...]] | None = None
@@ -65,11 +65,11 @@ class ClusterSecrets:
         return self._file.value if self._file else self._fixed
 
     def links(self) -> tuple[bytes, ...]:
-        """Return the accepted link keys; the first is used."""
+        """Return the accepted link keys; this process uses the first for its own handshakes."""
         return tuple(secret.link for secret in self._now)
 
     def token(self) -> str:
-        """Return the token to show to nodes."""
+        """Return the token that this process sends to nodes."""
         return self._now[0].token
 
     def tokens(self) -> tuple[str, ...]:
@@ -77,12 +77,12 @@ class ClusterSecrets:
         return tuple(secret.token for secret in self._now)
 
     def followed(self) -> AbstractAsyncContextManager[None]:
-        """Keep up with the file, if there is one, until the end of the block."""
+        """Reload the file, if there is one, whenever it changes, until the end of the block."""
         return self._file.followed() if self._file else nullcontext()
 
 
 def read_secrets(text: str) -> tuple[ClusterSecret, ...]:
-    """One a line. Raises ConfigError, which tells none."""
+    """Parse secrets, one a line. Raises ConfigError, whose message contains no secret."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     least, name = LEAST_CHARACTERS, "cluster_secret"
     if not 1 <= len(lines) <= MOST_SECRETS:
@@ -99,9 +99,9 @@ def _derived(text: str, use: bytes) -> bytes:
 
 
 class MembersOnly:
-    """ASGI middleware of a node: without a token of its cluster only OPEN paths are answered.
+    """ASGI middleware of a node that rejects requests without a token of its cluster, except on OPEN paths.
 
-    tokens: those that are accepted now."""
+    tokens: returns the tokens that are accepted now."""
 
     def __init__(self, app: ASGIApp, tokens: Callable[[], Sequence[str]]):
         self._app, self._tokens = app, tokens

@@ -1,8 +1,8 @@
 """uvicorn protocol with deadlines, size bounds and a connection cap per address.
 
-A server that waits for anyone who connected can be stopped by a few hundred sockets that never finish a request. Here a
-header must be whole in time, a body must keep coming at a least pace, and an answer must be taken. Between two requests
-of a connection uvicorn's own keep-alive timeout holds; an answer under way is never cut while its reader reads.
+A few hundred sockets that never finish a request can stop a server that waits for them without limit. This protocol
+bounds the time for a header, the least rate of a body and the time for which a client may leave a response unread.
+Between two requests uvicorn's own keep-alive timeout applies. A response is never cut while its client reads it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvferry.runtime.slow_readers import UnreadOutput
 class Phase(Enum):
     """Part of a request to which a connection's next byte belongs.
 
-    The answer to an earlier request may be under way in any of them."""
+    The response to an earlier request may be in flight in every phase."""
 
     BETWEEN = auto()
     HEADER = auto()
@@ -40,13 +40,13 @@ class Phase(Enum):
 def guarded(limits: Limits) -> type[asyncio.Protocol]:
     """Return a protocol with these limits for uvicorn's `http=`.
 
-    Addresses are counted per call of this."""
+    Each call has its own connection counts."""
     connection_counts = ConnectionCounts(limits.per_address)
     return cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits=limits, connection_counts=connection_counts))
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. One timer serves the phase it is in."""
+    """Implements `uvicorn.protocols.http.httptools_impl.HttpToolsProtocol` with limits and one phase timer."""
 
     def __init__(self, *args: Any, limits: Limits, connection_counts: ConnectionCounts, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -126,7 +126,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_message_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            # The answer came before the body's end, which stopped the keep-alive timer that the answer had started.
+            # The response ended before the body, whose later bytes stopped the keep-alive timer of the response.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -151,7 +151,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._fail(InvalidRequest("this is not an HTTP/1.1 request"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The request is answered as any, and is the last one. The parser's complaint tells where the header ended."""
+        """Answer the request as usual, as the connection's last; the parser's exception holds the header's end."""
         self.cycle.keep_alive = False
         if not self._body_unread():
             return
@@ -164,7 +164,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def _body_unread(self) -> bool:
-        """Return whether the parser calls a request complete whose body it has not looked at."""
+        """Return whether the parser reports a request as complete without having read its body."""
         return self.parser.should_upgrade() and not self._reading_on and has_body(self.headers)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -184,7 +184,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _header_late(self) -> None:
         if self._answering:
-            # A request sent ahead of its time has until the answer is out, and then as long as any other.
+            # The time of a pipelined request starts when the response before it is complete.
             self._timer = self.loop.call_later(self._limits.header_s, self._header_late)
         elif self._begun:
             self._refuse(SlowRequest(f"the request's header did not arrive within {self._limits.header_s:g} s"))
@@ -192,7 +192,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _watch_body(self) -> None:
-        """Look at the body's progress, again when it may be late. One that nobody reads here just now is not."""
+        """Check the body's progress, and again when it may be late. Time while reading is paused does not count."""
         if not self._limits.body_s:
             return
         now = self.loop.time()
@@ -213,17 +213,17 @@ class GuardedProtocol(HttpToolsProtocol):
             self._fail(fault)
 
     def _check(self, fault: KvferryError | None) -> None:
-        """Within the parser, which is to stop where something is at fault."""
+        """Reject a faulty request from inside a parser callback. Raises HttpParserError, which stops the parser."""
         if fault:
             self._fail(fault)
             raise httptools.HttpParserError
 
     def _fail(self, error: KvferryError) -> None:
-        """What has come is at fault, which is paid for. The loop's own clock stands still meanwhile."""
+        """Reject a malformed request after the throttle's delay; loop.time() stands still within a callback."""
         self._refuse(error, self._connection_counts.delay_s(self._address or "", time.perf_counter() - self._began))
 
     def _refuse(self, error: KvferryError, after_s: float = 0.0) -> None:
-        """Say why, where no other answer has begun, and close. Nothing is waited for: the peer may not read."""
+        """Send the error, unless another response has begun, and close without waiting: the peer may not read."""
         self._stop_timer()
         last = refusal(error) if self._may_answer() else b""
         self._refused = True
@@ -237,7 +237,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return not self._answering
 
     def _disconnect(self) -> None:
-        """Tell anyone who answers that the client is gone. uvicorn tells the newest request of a connection only."""
+        """Tell the active request that its client is gone; uvicorn tells only a connection's newest request."""
         if self._active is not None and self._answering:
             self._active.disconnected = True
             self._active.message_event.set()

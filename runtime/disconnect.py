@@ -11,22 +11,22 @@ from starlette.types import Receive
 from kvferry.protocol.errors import Cancelled
 
 AGAIN_S = 0.1
-"""Until work that ignored a cancellation is cancelled again."""
+"""Delay before work that ignored a cancellation is cancelled again, in seconds."""
 
 T = TypeVar("T")
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns once the client has closed the connection. The request's body must have been read."""
+    """Wait until the client closes the connection. The caller must have read the request's body."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away; raises Cancelled then.
+    """Return the result of `work`; if the client disconnects, cancel it and raise Cancelled.
 
-    The request's body must have been read. The work is done by the task that waits for it: one of its own would cost as
-    much again as the one that looks for the client."""
+    The caller must have read the request's body. The calling task awaits `work` itself: a second task would cost as
+    much as the one that watches the client."""
     leaving = _Leaving(asyncio.ensure_future(disconnected(receive)))
     try:
         result = await work
@@ -40,9 +40,10 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class _Leaving:
-    """Cancels the task that makes it once `client` is done, until `over`, again and again: a library below may swallow
-    a cancellation (asyncio.wait_for did before Python 3.12), and work that nobody waits for any more would run on to
-    its last token."""
+    """Canceller of the task that creates it, active once `client` is done.
+
+    It repeats the cancellation until `over`: a library may swallow one (asyncio.wait_for did before Python 3.12), and
+    the work would then run to its last token without a reader."""
 
     def __init__(self, client: asyncio.Future[None]) -> None:
         task = asyncio.current_task()
@@ -52,7 +53,7 @@ class _Leaving:
         client.add_done_callback(self._left)
 
     def over(self) -> bool:
-        """The work ended. Whether its task was cancelled for the client's sake, and for nothing else."""
+        """Stop cancelling; return whether the disconnect was the only reason for which the task was cancelled."""
         self._over = True
         self._client.cancel()
         if self._timer is not None:

@@ -1,6 +1,7 @@
 """Graceful close of idle keep-alive connections at shutdown.
 
-A client may have sent its next request already; if the connection closed at once, nobody could tell whether it ran."""
+A client may already have sent its next request. If the connection closed at once, the client could not tell whether
+that request ran."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from kvferry.runtime.connections import GuardedProtocol
 from kvferry.runtime.rejection_throttle import RejectionThrottle
 
 LINGER_S = 0.5
-"""What a client sent before it could know of the end is here sooner than that."""
+"""Time for which a closing idle connection accepts a last request; longer than a request takes to arrive."""
 
 
 def lingering(limits: Limits, throttle: RejectionThrottle) -> type[asyncio.Protocol]:
-    """Return a protocol as `connections.guarded` does; malformed requests are throttled."""
+    """Return a protocol as `connections.guarded` does, which also throttles malformed requests."""
     connection_counts = ConnectionCounts(limits.per_address, throttle)
     return cast(
         "type[asyncio.Protocol]", partial(LingeringProtocol, limits=limits, connection_counts=connection_counts)
@@ -26,13 +27,14 @@ def lingering(limits: Limits, throttle: RejectionThrottle) -> type[asyncio.Proto
 
 
 class LingeringProtocol(GuardedProtocol):
-    """One connection. Asked to end, it takes one more request for LINGER_S, which is its last."""
+    """Connection that accepts one last request for LINGER_S seconds after `shutdown`."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._ends = False
 
     def shutdown(self) -> None:
+        """Close after the response in flight, or after LINGER_S if the connection is idle."""
         self._ends = True
         if self._answering:
             super().shutdown()
@@ -40,6 +42,7 @@ class LingeringProtocol(GuardedProtocol):
             self.loop.call_later(LINGER_S, super().shutdown)
 
     def on_headers_complete(self) -> None:
+        """Accept a request; after `shutdown` it is the connection's last."""
         super().on_headers_complete()
         if self._ends and self.cycle is not None:
             self.cycle.keep_alive = False

@@ -26,10 +26,11 @@ T = TypeVar("T")
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
-    """A bound TCP socket; port 0 lets the kernel choose.
+    """Return a bound TCP socket; port 0 lets the kernel choose.
 
-    shared: with others that say so, among which the kernel deals connections out; while one that does not is bound and
-    does not listen, no stranger gets the port. Raises ConfigError naming the remedy."""
+    shared: sets SO_REUSEPORT, so that the kernel spreads connections over all sockets that set it. A socket that is
+    bound without it, and does not listen, keeps the port from other programs. Raises ConfigError, which names the
+    remedy."""
     family, address = family_of(host)
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,10 +47,9 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn on sockets that are bound already, without its signal handlers: the process decides what a signal means.
+    """uvicorn on sockets that are already bound, without its signal handlers: the process handles signals itself.
 
-    handshake_s: what a client's TLS handshake may take, which no protocol behind it sees; 0: what the library lets it
-    take, a minute."""
+    handshake_s: longest TLS handshake in seconds, which no protocol above TLS can bound; 0: asyncio's default, 60 s."""
 
     def __init__(self, config: uvicorn.Config, handshake_s: float = 0.0) -> None:
         super().__init__(config)
@@ -57,9 +57,11 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Install no signal handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the bound sockets."""
         config, limits = self.config, dict[str, Any]()
         self.servers = []
         if config.ssl is not None and self._handshake_s:
@@ -79,7 +81,9 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: FastAPI) -> Server:
-    """A server for `app`; run it with `await server.serve(sockets=[sock])`, end it with `server.should_exit = True`."""
+    """Return a server for `app`.
+
+    Run it with `await server.serve(sockets=[sock])`; end it with `server.should_exit = True`."""
     limits = Limits(body_bytes=MAX_FRAME_BYTES)
     return Server(
         uvicorn.Config(
@@ -94,11 +98,14 @@ def make_app(
     unready: Callable[[], str],
     tokens: Callable[[], Sequence[str]] | None = None,
 ) -> FastAPI:
-    """/health, /ready and /version, and errors in the OpenAI shape. `/metrics` is added by `serve_metrics`.
+    """Return an application with /health, /ready and /version, and errors in the OpenAI format.
 
-    unready   why no work is taken, empty where it is
-    tokens    only members of the cluster, who show one of these, get more than that (runtime/cluster_secret.py); None:
-              everybody does
+    `serve_metrics` adds `/metrics`.
+
+    health    returns the status code and body of /health
+    unready   returns the reason why the node takes no work; empty if it takes work
+    tokens    returns the tokens of which a request must show one, except on those paths and /metrics
+              (runtime/cluster_secret.py); None: no check
     """
     app = FastAPI(openapi_url=None)
     if tokens is not None:
@@ -115,7 +122,7 @@ def make_app(
 
     @app.get("/ready")
     async def get_ready() -> JSONResponse:
-        """Why not, while it is not, and what it is doing."""
+        """Return the readiness, the reason if the node is not ready, and the health body."""
         why = unready()
         told = {"ready": False, "reason": why} if why else {"ready": True}
         return JSONResponse(told | health()[1], status_code=503 if why else 200)
@@ -128,7 +135,7 @@ def make_app(
 
 
 def serve_metrics(app: FastAPI, registry: CollectorRegistry, refresh: Callable[[], None]) -> None:
-    """`GET /metrics` in Prometheus' text format; `refresh` sets the gauges first."""
+    """Add `GET /metrics` in Prometheus' text format; each scrape calls `refresh` first, which sets the gauges."""
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
@@ -137,9 +144,9 @@ def serve_metrics(app: FastAPI, registry: CollectorRegistry, refresh: Callable[[
 
 
 async def read_message(request: Request, cls: type[T]) -> T:
-    """The message in a request's body.
+    """Return the message in a request's body.
 
-    Raises InvalidRequest, RequestTooLarge, Cancelled when its sender leaves meanwhile."""
+    Raises InvalidRequest, RequestTooLarge, or Cancelled if the sender disconnects meanwhile."""
     data = bytearray()
     try:
         async for part in request.stream():

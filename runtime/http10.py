@@ -1,6 +1,6 @@
 """HTTP/1.0 compatibility: responses without chunked encoding.
 
-The server below would send them chunks all the same. `ab` and proxies ask in that version.
+uvicorn would send chunks to HTTP/1.0 clients too. `ab` and some proxies use that version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 def without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
-    """The application for this one request, whose connection closes behind the answer."""
+    """Wrap the application for one HTTP/1.0 request: the response is unchunked and ends when the connection closes."""
 
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
         async def plain(message: Message) -> None:

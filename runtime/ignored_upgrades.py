@@ -1,7 +1,7 @@
 """Bodies of requests whose protocol upgrade is ignored.
 
-The parser takes whatever follows the header of such a request for the other protocol. HTTP has it otherwise (RFC 9110,
-7.8): a server that ignores the wish reads the request as any other. Java's HttpClient asks for h2c with its first POST.
+The parser treats everything after the header of such a request as the other protocol. HTTP differs (RFC 9110, 7.8): a
+server that ignores the upgrade reads the request as usual. Java's HttpClient asks for h2c with its first POST.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from typing import Protocol
 import httptools
 
 FRAMING = (b"content-length", b"transfer-encoding")
-"""The headers that announce a body and tell where it ends."""
+"""Names of the headers that announce a body and its end."""
 
 
 class BodyReader(Protocol):
     """Receiver of body events, as from httptools' parser."""
 
-    def on_body(self, body: bytes) -> None: ...
+    def on_body(self, body: bytes) -> None:
+        """Receive a piece of the body."""
+        ...
 
-    def on_message_complete(self) -> None: ...
+    def on_message_complete(self) -> None:
+        """Receive the end of the body."""
+        ...
 
 
 class _Body:
-    """Passes on the body alone: the header was told already, and what follows the body is not read."""
+    """Parser callbacks that forward one body: the reader has the header, and data after the body is ignored."""
 
     def __init__(self, reader: BodyReader) -> None:
         self._reader: BodyReader | None = reader
@@ -40,12 +44,12 @@ class _Body:
 
 
 def has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return whether a body follows; names in lower case."""
+    """Return whether a request with these headers has a body; header names are in lower case."""
     return any(name in FRAMING and value.strip() != b"0" for name, value in headers)
 
 
 def body_parser(headers: Iterable[tuple[bytes, bytes]], reader: BodyReader) -> httptools.HttpRequestParser:
-    """A parser that stands behind the header of a request with these headers."""
+    """Return a parser that has already read a request header with these fields and expects the body."""
     parser = httptools.HttpRequestParser(_Body(reader))
     framing = b"".join(b"%s: %s\r\n" % (name, value) for name, value in headers if name in FRAMING)
     parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")

@@ -1,8 +1,8 @@
 """CPU and memory limits of this process, from its container's cgroups.
 
-Every cgroup from the process's own up to the root of what is mounted may set a limit, in version 2 (one tree with
-`cpu.max` and `memory.max`) or 1 (a tree per controller, with `cpu.cfs_quota_us` and `memory.limit_in_bytes`). The
-tightest counts.
+Every cgroup from the process's own up to the root of the mount may set a limit, in version 2 (one tree with `cpu.max`
+and `memory.max`) or version 1 (a tree per controller, with `cpu.cfs_quota_us` and `memory.limit_in_bytes`). The
+tightest limit applies.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _MOUNT = "sys/fs/cgroup"
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Whole cores, at least 1: those of the process's affinity, or fewer where a quota says so.
+    """Return the number of whole cores, at least 1: the process's affinity, capped by CPU quotas.
 
-    A quota of one and a half is one core: two threads that wait awake for each other would use it up, and both be
-    stopped until the next period. `root`: where /proc and /sys are found."""
+    A quota of 1.5 counts as one core: two threads that spin for each other would use it up, and the kernel would stop
+    both until the next period. `root`: directory that contains /proc and /sys."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *_quotas(root)]))
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that could still be taken without swapping: of the machine, or of the container where that leaves less.
+    """Return the bytes that can be allocated without swapping: the lesser of the machine's and the container's.
 
-    Pages that only cache files count as available, as they do for a machine."""
+    Page cache counts as available in both."""
     return max(0, min([int(psutil.virtual_memory().available), *_rooms(root)]))
 
 
 def _quotas(root: Path) -> Iterator[int]:
-    """Whole cores that each cgroup with a quota allows."""
+    """Yield the whole cores that each cgroup with a quota allows."""
     for folder in _cgroups(root, "cpu"):
         quota, period = _numbers(folder / "cpu.max", folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
         if quota is not None and quota > 0 and period:
@@ -44,7 +44,7 @@ def _quotas(root: Path) -> Iterator[int]:
 
 
 def _rooms(root: Path) -> Iterator[int]:
-    """Bytes that each cgroup with a limit has left."""
+    """Yield the bytes that each cgroup with a memory limit has left."""
     for folder in _cgroups(root, "memory"):
         (limit,) = _numbers(folder / "memory.max", folder / "memory.limit_in_bytes")
         (usage,) = _numbers(folder / "memory.current", folder / "memory.usage_in_bytes")
@@ -53,7 +53,7 @@ def _rooms(root: Path) -> Iterator[int]:
 
 
 def _numbers(unified: Path, *split: Path) -> list[int | None]:
-    """The numbers in version 2's file, or else those in version 1's files; None for what is not there or no number."""
+    """Read the numbers of version 2's file, or else of version 1's files; None for a missing or other value."""
     text = _text(unified)
     words = text.split() if text else [_text(path).strip() for path in split]
     found = [int(word) if word.removeprefix("-").isdecimal() else None for word in words]
@@ -61,7 +61,7 @@ def _numbers(unified: Path, *split: Path) -> list[int | None]:
 
 
 def _file_pages(folder: Path) -> int:
-    """Bytes of files that this cgroup and those below it keep in memory, and that the kernel takes back when needed."""
+    """Return the page cache, in bytes, of this cgroup and its children, which the kernel reclaims when needed."""
     words = (line.split() for line in _text(folder / "memory.stat").splitlines())
     rows = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}
     names = ("inactive_file", "active_file")
@@ -69,9 +69,9 @@ def _file_pages(folder: Path) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroup and of those above it, of the tree that has the controller.
+    """Yield the folders of this process's cgroup and its ancestors, in the tree of the controller.
 
-    A container that sees its host's paths has its own cgroup at the root of the mount."""
+    A container whose /proc shows the host's paths finds its own cgroup at the root of the mount."""
     paths: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, place = line.partition(":")
@@ -96,9 +96,9 @@ def _text(path: Path) -> str:
 
 
 def allow_descriptors() -> None:
-    """Let this process open as many files as it may at all.
+    """Raise the soft limit of open files to the hard limit.
 
-    A connection of the link takes nine, and the usual limit is 1,024, kept low for programs that call select."""
+    A link connection takes nine descriptors; the usual soft limit of 1,024 exists for programs that call select."""
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

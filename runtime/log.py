@@ -11,18 +11,21 @@ from collections.abc import Callable
 from contextvars import ContextVar
 
 REQUEST: ContextVar[str] = ContextVar("request", default="")
-"""Id of the request on whose behalf code runs; set where one comes in."""
+"""Id of the request that the current code serves; set where the request arrives."""
 
 TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 NOISY = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock")
 OF_CLIENTS = ("uvicorn", "python_multipart")
-"""They warn of what a client did wrong, which is told to the client: a log that it could fill is no log."""
+"""Loggers that warn of client errors. The client gets those errors; it must not be able to fill the log."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per record: time (UTC), level, logger, message, request_id where there is one, error (a traceback)."""
+    """Formatter that writes a record as a JSON object.
+
+    Fields: time (UTC), level, logger, message, request_id if there is one, error (a traceback) if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record as a JSON object on one line."""
         fields = {
             "time": shown_time(record.created),
             "level": record.levelname.lower(),
@@ -37,7 +40,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_log(level: str, form: str = "text") -> None:
-    """One line per record on stderr; `form` is text or json."""
+    """Log one line per record to stderr; `form` is text or json."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -48,7 +51,7 @@ def set_up_log(level: str, form: str = "text") -> None:
 
 
 def json_line(line: str, process: str = "") -> str:
-    """A line of output as an object: itself if it is one, else its text; with the name of the process it came from."""
+    """Return an output line as a JSON object with its process name: a JSON object as it is, other text as `message`."""
     try:
         fields = json.loads(line) if line.startswith("{") else None
     except ValueError:
@@ -59,14 +62,15 @@ def json_line(line: str, process: str = "") -> str:
 
 
 def shown_time(seconds: float) -> str:
-    """ISO 8601 in UTC, to the millisecond."""
+    """Return a Unix time as ISO 8601 in UTC, to the millisecond."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
 
 
 class RateLimitedLog:
-    """Warnings that anybody outside can cause: at most one in `every_s` seconds, the next of which tells how many were
-    left out."""
+    """Rate-limited log for warnings that clients can cause.
+
+    It logs at most one in `every_s` seconds; the next one says how many it suppressed."""
 
     def __init__(self, log: logging.Logger, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic):
         self._log, self._every_s, self._clock = log, every_s, clock
@@ -74,6 +78,7 @@ class RateLimitedLog:
         self._left_out = 0
 
     def warning(self, text: str, *args: object) -> None:
+        """Log a warning, or count it as suppressed."""
         now = self._clock()
         if now < self._next_at:
             self._left_out += 1

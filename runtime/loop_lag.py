@@ -11,14 +11,13 @@ from kvferry.protocol.loop_metrics import LoopMetrics
 from kvferry.runtime.suspend_aware_clock import own_held_up_s
 
 PERIOD_S = 0.05
-"""Between two looks. A loop that was held for longer is late once, by all of it."""
+"""Sampling period in seconds. A callback that blocks the loop for longer shows as one sample with the whole lag."""
 
 
 class LoopLag:
-    """A timer that is due every PERIOD_S and notes how late it came.
+    """Timer that is due every PERIOD_S and records its delay.
 
-    What the thread waited for a core is told apart: it is the machine's, and nothing that runs on the loop could be
-    blamed for it."""
+    Time that the thread waited for a core is recorded separately: the machine causes it, not code on the loop."""
 
     def __init__(
         self,
@@ -31,16 +30,17 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Within the loop."""
+        """Start measuring; call it within the running loop."""
         self._without = self._held_up()
         self._again()
 
     def stop(self) -> None:
+        """Stop measuring."""
         if self._timer is not None:
             self._timer.cancel()
 
     def look(self) -> None:
-        """The timer fired."""
+        """Record the lag and the wait for a core since the last sample, in seconds, and restart the timer."""
         late_s, without_s = self._clock() - self._due, self._held_up()
         spent_s, self._without = without_s - self._without, without_s
         self._metrics.held_up.inc(max(0.0, spent_s))
@@ -54,7 +54,7 @@ class LoopLag:
 
 @asynccontextmanager
 async def watched(metrics: LoopMetrics) -> AsyncIterator[None]:
-    """The running loop's lag is measured within."""
+    """Measure the running loop's lag until the end of the block."""
     with own_held_up_s() as held_up:
         lag = LoopLag(metrics, held_up)
         lag.start()

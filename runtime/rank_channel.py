@@ -1,6 +1,6 @@
 """Channel between rank 0 and the other ranks: ordered broadcast messages and barriers.
 
-It breaks at once when a process ends at either end."""
+It breaks at once when the process at either end exits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, Pipe
 class RankChannels:
     """Channels of rank 0 to all other ranks.
 
-    Not thread-safe. What it calls raises OSError or EOFError where another one is gone."""
+    Not thread-safe. Its methods raise OSError or EOFError if another rank is gone."""
 
     def __init__(self, others: int) -> None:
         pairs = [Pipe() for _ in range(others)]
@@ -20,32 +20,34 @@ class RankChannels:
         self._theirs = [theirs for _, theirs in pairs]
 
     def give(self, other: int) -> int:
-        """A descriptor of the other's end, to be inherited; `given` must follow."""
+        """Return the descriptor of another rank's end for its process to inherit; call `given` afterwards."""
         return self._theirs[other].fileno()
 
     def given(self) -> None:
-        """The others have their ends: here they are closed."""
+        """Close the other ranks' ends here, after their processes have inherited them."""
         for theirs in self._theirs:
             theirs.close()
 
     def tell(self, message: bytes) -> None:
-        """Send to all other ranks."""
+        """Send a message to all other ranks."""
         for line in self._ours:
             line.send_bytes(message)
 
     def hear(self, other: int) -> bytes:
-        """Receive what a rank sends by `RankChannel.say`."""
+        """Receive the next message that a rank sent by `RankChannel.say`."""
         return self._ours[other].recv_bytes()
 
     def meet(self) -> None:
-        """Returns once all others have called `RankChannel.meet`; what was written to shared memory before is seen
-        after."""
+        """Wait until all other ranks have called `RankChannel.meet`.
+
+        Writes to shared memory before this barrier are visible to all ranks after it."""
         for line in self._ours:
             line.recv_bytes()
         for line in self._ours:
             line.send_bytes(b"")
 
     def close(self) -> None:
+        """Close this end of all channels."""
         for line in self._ours:
             line.close()
 
@@ -53,17 +55,18 @@ class RankChannels:
 class RankChannel:
     """Channel of another rank to rank 0, over an inherited descriptor.
 
-    Raises OSError or EOFError where the first one is gone."""
+    Its methods raise OSError or EOFError if rank 0 is gone."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
         self._line = Connection(descriptor)
 
     def hear(self) -> bytes:
-        """The next message."""
+        """Receive the next message of rank 0."""
         return self._line.recv_bytes()
 
     def say(self, message: bytes) -> None:
+        """Send a message to rank 0."""
         self._line.send_bytes(message)
 
     def meet(self) -> None:

@@ -11,19 +11,20 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from kvferry.protocol.errors import KvferryError
 
 RETRY_AFTER_S = {429: 1.0, 503: 5.0}
-"""A place is free again after about a token's time, a node after its restart."""
+"""Default Retry-After in seconds by status: capacity frees after about one token, a node returns after a restart."""
 
 
 def retry_headers(status: int, seconds: float | None = None) -> dict[str, str]:
-    """Retry-After in whole seconds, for the statuses that ask a client to come back; without `seconds` what suits the
-    status."""
+    """Return the Retry-After header in whole seconds for a status that invites a retry, else no header.
+
+    seconds: None takes the status's default."""
     if status not in RETRY_AFTER_S:
         return {}
     return {"retry-after": str(max(1, math.ceil(RETRY_AFTER_S[status] if seconds is None else seconds)))}
 
 
 def refusal(error: KvferryError) -> bytes:
-    """The last answer on a connection: an error object, and that it ends here."""
+    """Return a whole HTTP response with the error object and `connection: close`."""
     body = json.dumps(error.body()).encode()
     head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
     for name, value in retry_headers(error.status, error.retry_after).items():
@@ -34,9 +35,9 @@ def refusal(error: KvferryError) -> bytes:
 def end(
     transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, last: bytes, after_s: float
 ) -> asyncio.TimerHandle | None:
-    """Close a connection behind its last bytes, after so many seconds in which nothing is read of it.
+    """Write the last bytes and close the connection, after `after_s` seconds during which nothing is read from it.
 
-    Returns the timer of that, if there is one."""
+    Returns the timer of the delay; None if it closed at once."""
 
     def close() -> None:
         if last:

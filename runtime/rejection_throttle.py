@@ -1,8 +1,8 @@
 """Throttle for clients whose requests keep being rejected.
 
-A refusal is cheap, but thousands a second are not: first tokens of others wait behind them. So what refused requests of
-one source take of the loop may be SHARE of it; for more, the refusals wait. Nothing else of the source does, for others
-may come from the same address: what can be served is served at once. While nobody is served, nobody has to wait.
+A rejection is cheap, but thousands a second delay the first tokens of other requests. So the rejected requests of one
+source may take SHARE of the loop's time; beyond that, their rejections are delayed. Valid requests of the source are
+never delayed, since other clients may share its address. No rejection is delayed while no request is being served.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 SHARE = 0.1
-"""Of the loop's time, for one source's refused requests."""
+"""Share of the loop's time that the rejected requests of one source may take."""
 CREDIT_S = 0.2
-"""What they may take at once after a pause."""
+"""Loop time that they may take in a burst after a pause, in seconds."""
 PATIENCE_S = 5.0
-"""The longest wait of a refusal: clients that do not mean it should not take it for a router that hangs."""
+"""Longest delay of a rejection, in seconds: well-meaning clients must not take it for a router that hangs."""
 LEAST_S, MOST_S = 0.0003, 0.1
-"""What a refused request counts as at least, and at most: it may have waited for others."""
+"""Bounds of the loop time charged to a rejected request, in seconds: its measured time may include waits for others."""
 BUSY_S = 5.0
-"""For which somebody who was served may be back."""
+"""Time for which the loop counts as busy after it served a request, in seconds."""
 SOURCES = 4096
+"""Most sources that are tracked; the one rejected longest ago is dropped first."""
 
 
 class RejectionThrottle:
@@ -33,11 +34,11 @@ class RejectionThrottle:
         self._free_at: OrderedDict[str, float] = OrderedDict()
 
     def served(self) -> None:
-        """Some request was worth its while."""
+        """Record that a request was served."""
         self._served = self._clock()
 
     def delay_s(self, source: str, took_s: float) -> float:
-        """Seconds that a refusal has to wait, of a request that took so many."""
+        """Return the delay of a rejection in seconds; took_s: loop time of the rejected request."""
         now = self._clock()
         begins = max(self._free_at.pop(source, 0.0), now - CREDIT_S / SHARE)
         cost = min(max(took_s, LEAST_S), MOST_S)

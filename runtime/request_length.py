@@ -1,4 +1,4 @@
-"""Length of a request on the wire, and its bound."""
+"""Byte and header counts of a request on the wire, checked against their bounds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _AROUND = len(b": \r\n")
 class RequestLength:
     """Length of the request that a connection is reading.
 
-    longest: bytes that a body may have; 0: any number.
-
+    longest   most bytes of a body; 0: no limit
     received  bytes so far, all together
-    body      those of the body, without what frames it
-    trailers  headers behind the body
+    body      bytes of the body so far, without chunk framing
+    trailers  headers after the body so far
     """
 
     longest: int
@@ -28,19 +27,19 @@ class RequestLength:
     trailers: int = 0
 
     def begin(self) -> None:
+        """Reset the counts for a new request."""
         self.received = self.body = self.trailers = 0
 
     def count_fault(self, headers: Sequence[tuple[bytes, bytes]]) -> KvferryError | None:
-        """Return the fault of one more header, if any."""
+        """Return an error if the request has too many headers."""
         if len(headers) > MAX_HEADERS:
             return HeaderTooLong(f"the request has more than {MAX_HEADERS} headers")
         return None
 
     def header_fault(self, url: bytes, headers: Sequence[tuple[bytes, bytes]], ahead: int) -> KvferryError | None:
-        """Return the fault of a complete header, if any.
+        """Return an error if the complete header is too long or too many requests are pipelined.
 
-        ahead: requests before it that nobody has begun to answer. ahead: requests before it that nobody has begun to
-        answer."""
+        ahead: earlier requests of the connection whose responses have not begun."""
         if ahead > MAX_AHEAD:
             return Overloaded(f"more than {MAX_AHEAD} requests were sent ahead of their answers", retry_after=1.0)
         if len(url) + sum(len(name) + len(value) + _AROUND for name, value in headers) > MAX_HEADER_BYTES:
@@ -48,17 +47,17 @@ class RequestLength:
         return None
 
     def begun_header_fault(self) -> KvferryError | None:
-        """Return the fault of an incomplete header, if any."""
+        """Return an error if the incomplete header is already too long."""
         return _long_header() if self.received > MAX_HEADER_BYTES else None
 
     def trailer_fault(self) -> KvferryError | None:
-        """Return the fault of one more trailer, which nothing here reads."""
+        """Count one more trailer, which no code reads; return an error if there are too many."""
         self.trailers += 1
         too_many = HeaderTooLong(f"the request has more than {MAX_HEADERS} headers behind its body")
         return too_many if self.trailers > MAX_HEADERS else None
 
     def body_fault(self) -> KvferryError | None:
-        """Each chunk costs the server the same, however little is in it."""
+        """Return an error if the body is too long or its chunks too small: each chunk costs the same, however short."""
         if not self.longest:
             return None
         beyond = self.received - MAX_HEADER_BYTES

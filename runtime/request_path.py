@@ -6,16 +6,17 @@ from starlette.types import Scope
 
 
 class Root:
-    """The path that a proxy shows in front of all others; empty: none."""
+    """Path prefix under which a reverse proxy exposes this server; empty: none."""
 
     def __init__(self, root_path: str) -> None:
         inner = root_path.strip("/")
         self._root = f"/{inner}" if inner else ""
 
     def local(self, scope: Scope) -> tuple[str, Scope]:
-        """The path below the root, and the request's scope for anyone who answers: its path has the root in front,
-        whether or not the proxy took it away, and no slash behind it, which is not worth a redirect that proxies may
-        lead astray. HEAD is GET there: the server leaves out the body."""
+        """Return the path below the root, and the request's scope with a normalised path.
+
+        The scope's path starts with the root, whether or not the proxy removed it, and has no trailing slash: proxies
+        may mislead a redirect. The scope turns HEAD into GET, since the server omits the body of a HEAD itself."""
         path: str = scope["path"]
         local = path.removeprefix(self._root) if self._root and path.startswith(f"{self._root}/") else path
         if local.endswith("/"):

@@ -1,8 +1,8 @@
 """Shared memory that one process writes once and all processes of a machine read.
 
-It is a file without a name, so it needs no place on any file system, is open to those alone who were given it, and is
-gone with the last of them. Anyone who writes it seals it when it is whole: from then on the kernel lets nobody write
-it, and what is not sealed is nothing. A writer that dies has left its turn, and the next one begins anew.
+It is an anonymous file (memfd): it uses no file system, only processes that got its descriptor can open it, and it is
+freed with the last of them. The writer seals it when it is complete; from then on the kernel rejects writes. Readers
+ignore unsealed content. If a writer dies, the next process takes the turn and starts from an empty file.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 
 _POLL_S = 0.05
 STALLED_S = 600.0
-"""How long a writer may add nothing, as while a slow disk brings the largest tensor, before others do without it."""
+"""Longest time without progress of a writer (a slow disk may take long for one tensor), before others give up on it."""
 
 
 def make() -> int:
-    """A descriptor of such memory, for all that are to open it; -1 where the system has none."""
+    """Return a descriptor of new shared memory for its processes to inherit; -1 if the system has no sealed memfd."""
     if not hasattr(os, "memfd_create"):
         return -1
     try:
@@ -27,27 +27,28 @@ def make() -> int:
 
 
 class SharedFile:
-    """One process's way to the memory that `make` made. Raises OSError: the descriptor is not open."""
+    """One process's access to the memory of `make`. The constructor raises OSError if the descriptor is not open."""
 
     def __init__(self, descriptor: int) -> None:
         self._path, self._writes = f"/proc/self/fd/{descriptor}", False
         self.writing = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        """Of this process alone, and so are its locks, while the descriptor that it inherited is everybody's."""
+        """Descriptor that this process opened itself, so that its locks are its own: inherited ones share locks."""
 
     @property
     def whole(self) -> bool:
-        """Return whether it was written and sealed."""
+        """Return whether the file is complete and sealed."""
         return bool(fcntl.fcntl(self.writing, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
     @property
     def size(self) -> int:
+        """Return the size of the file in bytes."""
         return os.fstat(self.writing).st_size
 
     def take_turn(self, stalled_s: float = STALLED_S) -> bool:
-        """Wait until it is whole, and return False; or until this process may write it, which is empty then: True.
+        """Wait for the file: return False once it is sealed, or True once this process is the writer of an empty file.
 
-        A turn ends with `seal`, `close`, or the process. Raises TimeoutError: who writes it has not come further for so
-        long."""
+        The turn ends with `seal`, `close` or the process. Raises TimeoutError if another writer makes no progress for
+        stalled_s seconds."""
         size, end = -1, 0.0
         while not self.whole:
             if self._locked():
@@ -65,18 +66,18 @@ class SharedFile:
         return False
 
     def seal(self) -> None:
-        """It is whole, and this process's turn is over. Raises OSError: it is mapped somewhere to be written."""
+        """Seal the complete file and end this process's turn. Raises OSError if a writable mapping of it exists."""
         seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
         fcntl.fcntl(self.writing, fcntl.F_ADD_SEALS, seals)
         self._writes = False
         fcntl.flock(self.writing, fcntl.LOCK_UN)
 
     def reader(self) -> int:
-        """A descriptor that only reads, to be closed: some kernels map what is sealed through no other."""
+        """Return a read-only descriptor, which the caller closes: some kernels map a sealed file through no other."""
         return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Also ends this process's turn; what it wrote without sealing it is gone."""
+        """Close the file and end this process's turn; drops everything written but not sealed."""
         if self._writes:
             os.ftruncate(self.writing, 0)
         os.close(self.writing)

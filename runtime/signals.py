@@ -9,24 +9,26 @@ from collections.abc import Callable
 
 
 class StopSignal:
-    """SIGTERM lets what runs finish; SIGINT or a second signal hurries. Belongs to one asyncio loop."""
+    """Stop request of a process, for one asyncio loop.
+
+    SIGTERM sets `asked`: running work may finish. SIGINT or a second signal also sets `hurry`."""
 
     def __init__(self) -> None:
         self.asked, self.hurry = asyncio.Event(), asyncio.Event()
 
     def listen(self) -> None:
-        """Take SIGTERM and SIGINT over from now on."""
+        """Handle SIGTERM and SIGINT from now on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask, number)
 
     def patience(self, seconds: float) -> Callable[[], bool]:
-        """Tells for so long, and until there is a hurry, that what runs may finish."""
+        """Return a function that is true while running work may finish: for `seconds`, unless `hurry` is set."""
         deadline = time.monotonic() + seconds
         return lambda: not self.hurry.is_set() and time.monotonic() < deadline
 
     def ask(self, number: int) -> None:
-        """A signal arrived."""
+        """Handle a signal."""
         if number == signal.SIGINT or self.asked.is_set():
             self.hurry.set()
         self.asked.set()

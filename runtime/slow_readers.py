@@ -8,15 +8,16 @@ import socket
 from typing import Any
 
 KERNEL_BYTES = 128 * 1024
-"""Of one connection, that the kernel keeps without having sent them; without a bound it takes megabytes, and anyone who
-answers never hears that nobody reads. The transport adds 64 KiB, and one event."""
+"""Most unsent bytes of one connection in the kernel; the transport adds 64 KiB and one event.
+
+Without a bound the kernel accepts megabytes, so the server does not notice that the client stopped reading."""
 
 
 class UnreadOutput:
-    """Unread output of one connection: `stalled` when the transport holds too much, `flows` when it no longer does.
+    """Watch over one connection's unread output, which cuts off a client that reads too slowly.
 
-    A peer that takes less than `least` bytes a second for `wait_s` is cut off, as it is by the kernel when it takes
-    nothing for so long, be the answer complete. wait_s 0: any pace will do."""
+    It aborts the connection if the peer reads less than `least` bytes a second for `wait_s`. The kernel does so if the
+    peer reads nothing for `wait_s`, even after a complete response. wait_s 0: no limit."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, wait_s: float, least: float):
         self._transport, self._loop = transport, loop
@@ -25,18 +26,20 @@ class UnreadOutput:
         _bound(transport.get_extra_info("socket"), wait_s)
 
     def stalled(self) -> None:
+        """Start the watch: the transport's buffer is full."""
         if self._wait_s and self._timer is None:
             self._look(None)
 
     def flows(self) -> None:
+        """Stop the watch: the transport's buffer has drained."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look(self, before: int | None) -> None:
-        """Return whether enough was taken since `before` bytes were left.
+        """Abort unless the peer has read enough since `before` bytes were left; else check again after `wait_s`.
 
-        What is added meanwhile counts against the peer, but nobody adds while the transport has too much."""
+        Bytes added meanwhile would count against the peer, but writers pause while the buffer is full."""
         left = self._transport.get_write_buffer_size()
         if before is not None and before - left < max(1.0, self._least * self._wait_s):
             self._transport.abort()
@@ -45,7 +48,7 @@ class UnreadOutput:
 
 
 def _bound(sock: Any, wait_s: float) -> None:
-    """A socket that is not TCP's, or a system that knows neither option, goes without."""
+    """Set the kernel's bounds on a socket; ignores sockets that are not TCP and options that the system lacks."""
     options = {"TCP_NOTSENT_LOWAT": KERNEL_BYTES}
     if wait_s:
         options["TCP_USER_TIMEOUT"] = max(1, int(wait_s * 1000))

@@ -3,7 +3,7 @@
     {"status": "loading", "progress": 0.4}
     {"status": "ready", "url": "http://127.0.0.1:40123", "facts": {"device": "cpu", "link": "127.0.0.1:41"}}
 
-The descriptor is `settings.status_fd`; without one (-1) nothing is written and nothing else changes.
+The descriptor is `settings.status_fd`; without one (-1) the process writes no reports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class SupervisorStatus:
-    """Writing end. Call it from any one thread; a supervisor that is gone or slow is no error."""
+    """Writing end of the status pipe. Not thread-safe; a supervisor that is gone or slow causes no error."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -24,8 +24,9 @@ class SupervisorStatus:
 
     @classmethod
     def from_fd(cls, fd: int | None) -> SupervisorStatus:
-        """Takes the descriptor over: subprocesses of this process do not inherit it, so the supervisor reads the end of
-        the pipe when this process ends. None, negative or closed: a silent Status."""
+        """Take ownership of the descriptor; None, negative or closed gives an instance that writes nothing.
+
+        Subprocesses do not inherit the descriptor, so the supervisor sees the pipe end when this process ends."""
         if fd is None or fd < 0:
             return cls(None)
         try:
@@ -37,13 +38,13 @@ class SupervisorStatus:
         return cls(fd)
 
     def loading(self, progress: float) -> None:
-        """Share of the model that is loaded, 0 to 1. Steps of less than 1 % are not reported."""
+        """Report the share of the model that is loaded, 0 to 1. Steps of less than 1 % are not reported."""
         if progress >= 1.0 or progress - self._progress >= 0.01:
             self._progress = progress
             self._write({"status": "loading", "progress": round(min(max(progress, 0.0), 1.0), 3)})
 
     def ready(self, url: str, **facts: str) -> None:
-        """The process serves HTTP at `url`. facts: what a person may want to know of it."""
+        """Report that the process serves HTTP at `url`. facts: details to show to a person."""
         self._write({"status": "ready", "url": url, "facts": facts})
 
     def _write(self, report: dict[str, object]) -> None:

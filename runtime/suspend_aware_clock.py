@@ -1,4 +1,4 @@
-"""Monotonic clock that excludes time in which this process was suspended.
+"""Monotonic clock that excludes time during which this process was suspended.
 
 A process that was frozen must not declare its peers dead."""
 
@@ -15,8 +15,9 @@ TICK_S = 0.25
 
 
 def held_up_s(native_id: int | None) -> float:
-    """Seconds for which a thread of this process could have run and had no core, as of its last turn; 0 where the
-    system does not tell."""
+    """Return how many seconds a thread of this process was runnable but waited for a core, in total.
+
+    The value is as of the thread's last time slice; 0 if the system does not report it."""
     try:
         with open(_schedstat(native_id), "rb", buffering=0) as file:
             return _waited_s(file.fileno())
@@ -26,8 +27,9 @@ def held_up_s(native_id: int | None) -> float:
 
 @contextmanager
 def own_held_up_s() -> Iterator[Callable[[], float]]:
-    """What tells `held_up_s` of the thread that enters, for who asks all the time: opening the file costs ten times as
-    much as reading it."""
+    """Yield a function that returns `held_up_s` of the calling thread, for frequent calls.
+
+    It keeps the file open: opening costs ten times as much as reading."""
     try:
         fd = os.open(_schedstat(threading.get_native_id()), os.O_RDONLY)
     except OSError:
@@ -51,27 +53,28 @@ def _waited_s(fd: int) -> float:
 
 
 class SuspendAwareClock:
-    """Seconds during which its owner was awake.
+    """Clock of the seconds during which its owner was awake.
 
-    Between two ticks, which are due every `tick_s`, at most twice that counts: a process that was stopped, or a loop
-    that was held up, has then heard nothing because it did not listen."""
+    Ticks are due every `tick_s`; at most twice that counts between two ticks. A stopped process or a blocked loop hears
+    no peer, because it does not listen."""
 
     def __init__(self, tick_s: float = TICK_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.tick_s = tick_s
         self._clock, self._ticked, self._at = clock, clock(), 0.0
 
     def tick(self) -> None:
-        """On the owner's thread."""
+        """Record that the owner is awake; call it on the owner's thread."""
         self._at, self._ticked = self.now(), self._clock()
 
     def now(self) -> float:
+        """Return the awake time in seconds."""
         return self._at + min(self._clock() - self._ticked, 2 * self.tick_s)
 
 
 class LoopClock(SuspendAwareClock):
-    """Tick counter of an asyncio loop, between `start` and `stop`.
+    """Clock that ticks on an asyncio loop between `start` and `stop`.
 
-    `ticks` counts: while it does not grow, the loop stands still."""
+    `ticks` counts them: while it does not grow, the loop is blocked."""
 
     def __init__(self, tick_s: float = TICK_S) -> None:
         super().__init__(tick_s)
@@ -79,10 +82,12 @@ class LoopClock(SuspendAwareClock):
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
+        """Tick now and every `tick_s` from now on; call it within the running loop."""
         self.tick()
         self.ticks += 1
         self._timer = asyncio.get_running_loop().call_later(self.tick_s, self.start)
 
     def stop(self) -> None:
+        """Stop ticking."""
         if self._timer is not None:
             self._timer.cancel()

@@ -8,8 +8,10 @@ import threading
 
 
 def give_way(steps: int) -> None:
-    """Lower the calling thread's priority by so many steps of niceness: on a core that others want, ten are a tenth of
-    it. Where it has a core to itself, nothing changes; nor where threads have no priority of their own."""
+    """Lower the calling thread's priority by `steps` of niceness.
+
+    Ten steps leave it a tenth of a core that other threads want. It has no effect on a thread with a core to itself, or
+    on systems whose threads have no priority of their own."""
     with contextlib.suppress(AttributeError, OSError):
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + steps)

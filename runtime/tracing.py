@@ -1,7 +1,7 @@
 """OpenTelemetry traces across processes: W3C trace context in, OTLP spans out.
 
-The SDK is an optional extra. Where no trace is wanted, or it is not installed, a span is one object that does nothing,
-and the trace context that came in is passed on as it came. Spans tell of tokens, nodes and seconds, never of prompts.
+The SDK is an optional extra. Without it, or if no traces are wanted, a span is an object that does nothing, and the
+incoming trace context is passed on unchanged. Spans contain tokens, nodes and seconds, never prompts.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ log = logging.getLogger(__name__)
 
 FLUSH_MS = 1000
 _UNNAMED = "unknown_service"
-"""What the SDK calls a service that nobody named, with the program's name behind."""
+"""Prefix of the SDK's default service name."""
 
 Value = str | int | float | bool
 
 
 class Span:
-    """One that is not recorded. `trace`: the context in which what it waits for runs, as a `traceparent`."""
+    """Span that is not recorded. `trace`: the trace context for calls made within it, as a `traceparent`."""
 
     def __init__(self, trace: str = "") -> None:
         self.trace = trace
 
     def tell(self, **attributes: Value) -> None:
-        """Add attributes, whose names get `kvferry.` in front."""
+        """Add attributes; their names get the prefix `kvferry.`."""
 
     def end(self, error: str = "") -> None:
-        """It is over, by an error if there is one. Only the first call counts."""
+        """End the span, with an error if `error` is not empty. Only the first call counts."""
 
 
 class _Recorded(Span):
@@ -62,12 +62,14 @@ class Tracer:
 
     @property
     def records(self) -> bool:
-        """Return whether spans go anywhere."""
+        """Return whether spans are exported."""
         return self._otel is not None
 
     def set_up(self, service: str, exporter: Any = None) -> None:
-        """Record from now on, under this name unless OTEL_SERVICE_NAME has another; to where the OTEL_* variables say,
-        by threads of its own with a bounded queue. Without the SDK that is logged, and nothing is recorded."""
+        """Start recording under this service name, unless OTEL_SERVICE_NAME gives another.
+
+        Threads of the SDK send spans through a bounded queue to the target of the OTEL_* variables. Without the SDK
+        this logs a warning and records nothing."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -86,14 +88,14 @@ class Tracer:
         self._otel = self._provider.get_tracer("kvferry")
 
     def close(self) -> None:
-        """Send what is left, within a second."""
+        """Send the remaining spans, within a second, and stop recording."""
         if self._provider is not None:
             self._provider.force_flush(FLUSH_MS)
             self._provider.shutdown()
             self._provider = self._otel = None
 
     def start(self, name: str, trace: str, began_s: float = 0.0, **attributes: Value) -> Span:
-        """A span within `trace`, a `traceparent` or empty, which began so many seconds ago."""
+        """Start a span within `trace`, a `traceparent` or empty; it began `began_s` seconds ago."""
         if self._otel is None:
             return Span(trace)
         from opentelemetry.trace import SpanKind

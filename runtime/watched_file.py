@@ -19,18 +19,18 @@ POLL_S = 1.0
 MAX_BYTES = 16 * 2**20
 
 Stamp = tuple[int, int, int]
-"""Of a file's state: its inode, its size, when it was written."""
+"""State of a file: inode, size in bytes, modification time in nanoseconds."""
 
 
 class WatchedFile(Generic[T]):
-    """`value` is what the file says, as `read` understands its text.
+    """File whose content is parsed into `value` and parsed again when the file changes.
 
-    Raises ConfigError, naming the setting, when it cannot be read at first; a file that breaks later is logged, and
-    what it said before holds.
+    The constructor raises ConfigError, which names the setting, if the file cannot be read or parsed. Later failures
+    are logged, and the last good value stays.
 
-    setting   its name
-    read      raises ConfigError, whose message need not name the file
-    taken     told of each value but the first
+    setting   name of the setting that holds the path
+    read      parses the text; raises ConfigError, whose message need not name the file
+    taken     called with each new value except the first
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class WatchedFile(Generic[T]):
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
-        """Keep up with the file until the end of the block."""
+        """Reload the file whenever it changes, until the end of the block."""
         task = asyncio.create_task(self.follow(), name=f"follow {self._flag}")
         try:
             yield
@@ -57,7 +57,7 @@ class WatchedFile(Generic[T]):
                 await task
 
     async def follow(self) -> None:
-        """Keep up with the file until cancelled."""
+        """Reload the file whenever it changes, until cancelled."""
         told = ""
         while True:
             await asyncio.sleep(POLL_S)
@@ -67,7 +67,7 @@ class WatchedFile(Generic[T]):
             told = said
 
     async def refresh(self) -> str:
-        """Read the file if it has changed. Returns why that cannot be done; empty when all is well."""
+        """Reload the file if it has changed. Returns the reason of a failure; empty on success."""
         try:
             found = await asyncio.to_thread(self._look, self._stamp)
         except (OSError, ConfigError) as error:
@@ -79,7 +79,7 @@ class WatchedFile(Generic[T]):
         return ""
 
     def _look(self, known: Stamp | None) -> tuple[Stamp, T] | None:
-        """The file's state and what it says; None where the state is known. Raises OSError, ConfigError."""
+        """Return the file's state and parsed value; None if its state is `known`. Raises OSError, ConfigError."""
         with self._path.open("rb") as file:
             stat = os.fstat(file.fileno())
             stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
