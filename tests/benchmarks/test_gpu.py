@@ -71,7 +71,8 @@ def test_streams_of_a_batch_have_prompts_of_their_own() -> None:
 def test_a_cluster_of_dummy_weights_is_measured() -> None:
     done = bench("--only", "cluster")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| cluster | 3 x 40 in, 8 out | first token" in done.stdout
+    assert "| cluster | one process: 3 x 40 in, 8 out | first token" in done.stdout
+    assert "| cluster | 1 + 1: 3 x 40 in, 8 out | first token" in done.stdout
 
 
 PHASE = """
