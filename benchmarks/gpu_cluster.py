@@ -1,10 +1,10 @@
-"""Measures a cluster on this machine's GPUs, of a model of random weights: in one process, and apart in two.
+"""Measures a cluster of random weights on this machine's GPUs: one process, and one prefill and one decode process.
 
     python -m benchmarks.gpu_cluster [--tiny] [--rows FILE]
 
 Prompts are random, so none of them is cached; outputs are of a fixed length. Both processes take turns on one GPU where
 there is one: their figures say that blocks arrive and how, and nothing of what separate prefill and decode GPUs gain.
-The servers' log, which tells the lanes of UCX with UCX_PROTO_INFO=y, stays beside the rows.
+The servers' logs stay beside the rows; with UCX_PROTO_INFO=y they name the lanes of UCX.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.gpu_models import LARGE, TINY, write_model
 from benchmarks.gpu_rows import Rows
 from benchmarks.load import Completion, Target, complete
 from benchmarks.servers import Server, free_port, hidden_percent, running
-from benchmarks.subjects import Launch
+from benchmarks.subjects import APART, TOGETHER, Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,8 @@ class Sizes:
 
 FULL = Sizes(LARGE, ("--device", "cuda"), ((1, 2048, 128), (1, 8192, 16), (32, 2048, 128), (64, 256, 128)))
 SMALL = Sizes(TINY, ("--device", "cpu", "--kv-cache-gib", "0.05", "--threads", "1"), ((1, 40, 8), (3, 40, 8)))
-
-
-LAYOUTS = {"one process": ("--prefill", "0", "--decode", "1"), "1 + 1": ("--prefill", "1", "--decode", "1")}
+LAYOUTS = {"one process": TOGETHER, "1 + 1": APART}
+"""Processes of the cluster, as rows name them."""
 
 
 def launch(model: Path, options: Sequence[str], port: int) -> Launch:
@@ -85,9 +84,8 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_model(folder / "model", sizes.config)
-        for layout, processes in LAYOUTS.items():
-            port = free_port()
-            file = f"cluster.server.{processes[1]}.log"
+        for number, (layout, processes) in enumerate(LAYOUTS.items()):
+            port, file = free_port(), f"cluster.server.{number}.log"
             log = asked.rows.with_name(file) if asked.rows else folder / file
             with running(launch(model, (*processes, *sizes.options), port), port, log) as server:
                 measure(server, sizes, Rows("cluster", asked.rows), layout)

@@ -1,4 +1,4 @@
-"""Closed UCX connections that still hold memory, because UCX may write into it until it confirms the close."""
+"""Closed connections that UCX fails to release: their count, and the check that their memory is no longer written."""
 
 from __future__ import annotations
 

@@ -20,11 +20,9 @@ class BodyReader(Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Receive a piece of the body."""
-        ...
 
     def on_message_complete(self) -> None:
         """Receive the end of the body."""
-        ...
 
 
 class _Body:

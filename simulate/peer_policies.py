@@ -1,4 +1,4 @@
-"""Routing policies of other projects' routers (vLLM, SGLang, llm-d), simulated by their published rules and weights.
+"""Routing policies of other routers, such as those of SGLang and llm-d, by their published rules and weights.
 
 They know more than theirs do: each sees the queues of all nodes as they are, not as they were scraped.
 """

@@ -65,7 +65,6 @@ class Placed(Protocol):
     @property
     def path(self) -> str:
         """Return the path of the endpoint."""
-        ...
 
 
 Described = TypeVar("Described", bound=Placed)

@@ -76,4 +76,3 @@ class Finishing(Protocol):
 
     async def finish(self, responder: Responder) -> None:
         """Send the last bytes."""
-        ...

@@ -41,7 +41,6 @@ class Pieces(Protocol):
 
     def aclose(self) -> Awaitable[None]:
         """End the iteration."""
-        ...
 
 
 class Whole(Protocol):
@@ -51,15 +50,12 @@ class Whole(Protocol):
 
     def transcript(self, spec: RequestSpec) -> Transcript | Stage:
         """Return a new transcript of a sequence."""
-        ...
 
     def count_first(self, now: float, route: Route | None) -> None:
         """Count the first output of a choice."""
-        ...
 
     async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
         """Cancel a choice's dispatch."""
-        ...
 
 
 class SequenceStream:

@@ -34,12 +34,10 @@ class Holds(Protocol):
     @property
     def requests(self) -> int:
         """Return the number of waiting requests."""
-        ...
 
     @property
     def tokens(self) -> int:
         """Return the tokens of all waiting requests."""
-        ...
 
 
 class Backlog:

@@ -19,11 +19,9 @@ class Parser(Protocol):
 
     def feed(self, text: str) -> Found:
         """Parse more text and return what was found."""
-        ...
 
     def finish(self) -> Found:
         """End the text and return the rest."""
-        ...
 
 
 def held_from(text: str, markers: Collection[str]) -> int:

@@ -23,11 +23,9 @@ class Reader(Protocol):
 
     def feed(self, text: str) -> list[Found]:
         """Parse more text and return the parts found."""
-        ...
 
     def finish(self) -> list[Found]:
         """End the text and return the remaining parts."""
-        ...
 
 
 class Turn:
