@@ -74,7 +74,7 @@ HOURS   ?= 8
 SEED    ?= 1
 SEEDS   ?= 10000
 FIRST   ?= 0
-CHAOS   := PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) $(if $(NETWORK),--network)
+CHAOS   := $(BIN)/python -m tests.chaos --seed $(SEED) $(if $(NETWORK),--network)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-clients test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
@@ -149,7 +149,7 @@ test-tsan: $(VENV)/test.done
 	$(call sanitized,tsan,OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1) -k portable $(NATIVE_TESTS)
 
 simulate-protocol: $(VENV)/test.done
-	PYTHONPATH=tests $(BIN)/python -m virtual --seeds $(SEEDS) --first $(FIRST) $(ARGS)
+	$(BIN)/python -m tests.virtual --seeds $(SEEDS) --first $(FIRST) $(ARGS)
 
 chaos: $(VENV)/test.done
 	$(CHAOS) --minutes $(MINUTES) $(ARGS)
@@ -158,7 +158,7 @@ soak: $(VENV)/test.done
 	$(CHAOS) --hours $(HOURS) $(ARGS)
 
 redis-faults: $(VENV)/test.done
-	PYTHONPATH=tests $(BIN)/python -m redis_faults
+	$(BIN)/python -m tests.redis_faults
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .

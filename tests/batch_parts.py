@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from api_parts import Api, FakeCluster, says
+from tests.api_parts import Api, FakeCluster, says
 
 
 def api(tmp_path: Path, cluster: FakeCluster | None = None, **settings: Any) -> Api:

@@ -1,15 +1,23 @@
-"""What holds for all tests.
+"""Settings that hold for all tests.
+
+The repository's root goes last on the path, so that tests import each other as `tests.…` and take kvferry from the
+environment: an emulated or sanitized build must not be hidden by the sources.
 
 OMP_WAIT_POLICY is set before any of them imports torch: OpenMP threads that spin between kernels starve the other
 processes of a test on a small machine. Nothing that is tried with drawn examples is timed. Some failures are tried
 again (crowded.py): the summary tells what each of them said."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
-from crowded import SecondTries
 from hypothesis import HealthCheck, settings
-from longest import begin_first
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from tests.crowded import SecondTries
+from tests.longest import begin_first
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as HttpRoute
-from waiting import until
 
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.model_files.model_name import ModelName
@@ -46,6 +45,7 @@ from kvferry.router.dispatch.interface import Output, RequestSpec
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.node_table import NodeTable
 from kvferry.router.request_context import RequestContext
+from tests.waiting import until
 
 BLOCK = 4
 PROMPT = tuple(range(100, 164))

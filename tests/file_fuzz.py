@@ -38,10 +38,9 @@ class Found:
 
 def fuzzed(home: Path, first: int, last: int) -> Iterator[Found]:
     """Mutants first … last - 1."""
-    paths = os.pathsep.join((str(HERE.parent), str(HERE)))
     while first < last:
         command = [sys.executable, str(HERE / "file_fuzz.py"), str(home / str(first)), str(first), str(last)]
-        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with (home / f"{first}.err").open("w+") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
             assert process.stdout is not None
@@ -66,7 +65,8 @@ def fuzzed(home: Path, first: int, last: int) -> Iterator[Found]:
 
 def main(home: Path, first: int, last: int) -> None:
     import torch
-    from file_mutants import Mutants
+
+    from tests.file_mutants import Mutants
 
     torch.set_num_threads(1)
     mutants = Mutants(home)

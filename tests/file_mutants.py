@@ -12,13 +12,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf_files import finish, gguf_name
-from hostile_templates import TEMPLATES
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
-from vocabularies import sentencepiece
 
 from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, build_tokenizer
+from tests.gguf_files import finish, gguf_name
+from tests.hostile_templates import TEMPLATES
+from tests.vocabularies import sentencepiece
 
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "Ġa", "<s>", "</s>"]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1

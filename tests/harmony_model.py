@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from api_parts import Api, FakeCluster, demo_text, outputs_for
 from tokenizers import AddedToken, Tokenizer
 
 from kvferry.model_files.tokenizer import TextTokenizer
@@ -16,6 +15,7 @@ from kvferry.router.dispatch.interface import Output, RequestSpec
 from kvferry.router.text.parsers.harmony import MARKERS
 from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.text_model import TextModel
+from tests.api_parts import Api, FakeCluster, demo_text, outputs_for
 
 ON = "<|end|><|start|>assistant"
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"

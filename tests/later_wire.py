@@ -7,7 +7,7 @@ import socket
 import sys
 from subprocess import Popen
 
-from chaos.zygote import IMPORT_S, TESTS, Zygote, serve
+from tests.chaos.zygote import IMPORT_S, TESTS, Zygote, serve
 
 
 class LaterZygote(Zygote):
@@ -15,8 +15,8 @@ class LaterZygote(Zygote):
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_WAIT_POLICY": "PASSIVE"}
-        argv = [sys.executable, "-m", "later_wire", str(theirs.fileno())]
+        env = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_WAIT_POLICY": "PASSIVE"}
+        argv = [sys.executable, "-m", "tests.later_wire", str(theirs.fileno())]
         self._process = Popen(argv, pass_fds=(theirs.fileno(),), env=env)
         theirs.close()
         self._socket.settimeout(IMPORT_S)

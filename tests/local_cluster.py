@@ -20,10 +20,10 @@ import httpx
 import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import wait_for
 
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.protocol.lease import NodeLease
+from tests.waiting import wait_for
 
 START_S = 120.0
 _LIBC = ctypes.CDLL(None)

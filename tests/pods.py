@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from chaos.load import Answered, Clients, Tokens, difference
-from chaos.redis_proxy import Ways
-from chaos.stage import MODEL, free_port
-from chaos.zygote import ForkedChild, Zygote
-from redis_servers import redis_server
 
 from kvferry.cli.child import Command
+from tests.chaos.load import Answered, Clients, Tokens, difference
+from tests.chaos.redis_proxy import Ways
+from tests.chaos.stage import MODEL, free_port
+from tests.chaos.zygote import ForkedChild, Zygote
+from tests.redis_servers import redis_server
 
 PODS = {"router": 3, "prefill": 3, "decode": 6}
 """So many of each may be started in one house: each has a way to Redis of its own."""

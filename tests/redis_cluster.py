@@ -12,10 +12,6 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from toy import VOCAB, expected, make_engine
-from waiting import until
-from worker_pair import Worker, worker
-
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.lease import Rates
@@ -27,6 +23,9 @@ from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.dispatch.prefixes import Remembered
 from kvferry.router.request_context import RequestContext
 from kvferry.worker.rates import RateMeter
+from tests.toy import VOCAB, expected, make_engine
+from tests.waiting import until
+from tests.worker_pair import Worker, worker
 
 PREFIX = 64
 """Tokens; blocks have 4."""

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from redis_cluster import RedisCluster, redis_cluster
-from redis_servers import MASTER, RedisServer, Watched, redis_server, watched
+from tests.redis_cluster import RedisCluster, redis_cluster
+from tests.redis_servers import MASTER, RedisServer, Watched, redis_server, watched
 
 AWAY_S = 1.5
 """How long a fault lasts that has a length."""

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import redis
-from waiting import wait_for
 
 from kvferry.cli.preflight import valkey_binary
+from tests.waiting import wait_for
 
 LOOPBACK = "127.0.0.1"
 MASTER = "kv"

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from longest import LONGEST
+
+from tests.longest import LONGEST
 
 ROOT = Path(__file__).parents[1]
 

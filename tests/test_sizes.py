@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_floors import FLOORS, modules
+
+from tests.test_floors import FLOORS, modules
 
 FILE_LINES = 250
 CLASS_LINES = 200

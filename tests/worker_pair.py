@@ -14,8 +14,6 @@ from unittest.mock import patch
 
 import httpx
 import torch
-from toy import FINGERPRINT, ToyModel, make_engine
-from waiting import until
 
 import kvferry.worker.node as node_module
 from kvferry.cluster_state.memory_store import MemoryStore
@@ -41,6 +39,8 @@ from kvferry.runtime.signals import StopSignal
 from kvferry.worker.engine_parts import EngineParts
 from kvferry.worker.node import Node
 from kvferry.worker.runtime import WorkerRuntime
+from tests.toy import FINGERPRINT, ToyModel, make_engine
+from tests.waiting import until
 
 PATIENCE_S = 15.0
 SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}

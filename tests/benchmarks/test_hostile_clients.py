@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from api_parts import Api, FakeCluster, says
 
 from benchmarks import attacking
 from benchmarks.attacks import ATTACKS
@@ -18,6 +17,7 @@ from benchmarks.load import Completion
 from kvferry.runtime.connection_limits import Limits
 from kvferry.runtime.connections import guarded
 from kvferry.runtime.http import Server, bind
+from tests.api_parts import Api, FakeCluster, says
 
 ANSWERED = {
     "biases": {"200"}, "choices": {"200"}, "garbage": {"200", "400", "431"}, "refused": {"400", "404"},

@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from chaos import network
-from chaos.look import to_look_into
-from chaos.picture import picture
-from chaos.plan import KINDS, NETWORK
-from chaos.report import Run, summary, table
-from chaos.run import Settings, Tell, run
-from chaos.stage import Shape
+
+from tests.chaos import network
+from tests.chaos.look import to_look_into
+from tests.chaos.picture import picture
+from tests.chaos.plan import KINDS, NETWORK
+from tests.chaos.report import Run, summary, table
+from tests.chaos.run import Settings, Tell, run
+from tests.chaos.stage import Shape
 
 SOAK_ROUND_S, SOAK_EVERY_S = 600.0, 120.0
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from chaos.load import Clients
-from chaos.plan import NODES, ROUTERS, Fault
-from chaos.stage import Stage
+
+from tests.chaos.load import Clients
+from tests.chaos.plan import NODES, ROUTERS, Fault
+from tests.chaos.stage import Stage
 
 ARMED_S = 3.0
 """A process that is to be struck in mid-ship and ships nothing for so long is struck all the same."""

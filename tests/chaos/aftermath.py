@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from chaos.plan import NODES, ROUTERS
-from chaos.stage import Stage
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.chaos.plan import NODES, ROUTERS
+from tests.chaos.stage import Stage
 
 IDLE_S = 30.0
 INFLIGHT = "kvferry_requests_inflight"

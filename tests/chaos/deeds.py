@@ -8,10 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
-from chaos.acts import ACTS, Acts
-from chaos.load import Clients
-from chaos.plan import NODES, ROUTERS, Fault
-from chaos.stage import Stage
+
+from tests.chaos.acts import ACTS, Acts
+from tests.chaos.load import Clients
+from tests.chaos.plan import NODES, ROUTERS, Fault
+from tests.chaos.stage import Stage
 
 RECOVERY_S = 60.0
 TAKES_AWAY = ("kill", "freeze", "hang", "drain", "clock and kill", "cut off", "half open", "sever")

@@ -18,7 +18,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from chaos.weather import Weather
+from tests.chaos.weather import Weather
 
 HOME, NAME = Path(os.environ["CHAOS_DIR"]), os.environ["CHAOS_NAME"]
 STEP_S, TOKEN_S = (float(os.environ.get(name, "0")) for name in ("CHAOS_STEP_MS", "CHAOS_TOKEN_US"))
@@ -57,11 +57,10 @@ def prepare_worker() -> None:
     from kvferry.cli.bootstrap import set_threads
 
     set_threads(1)
-    from chaos.weather import StormyLink
-
     import kvferry.engine.loop
     import kvferry.engine.runner
     import kvferry.worker.link_factory
+    from tests.chaos.weather import StormyLink
 
     real = kvferry.worker.link_factory.UcxLink
 

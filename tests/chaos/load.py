@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from chaos.plan import ROUTERS
-from chaos.stage import MODEL
-from chaos.watch import Late
 
 from kvferry.simulate.rate_probe import lines
+from tests.chaos.plan import ROUTERS
+from tests.chaos.stage import MODEL
+from tests.chaos.watch import Late
 
 PATIENCE_S = 60.0
 """A client waits this long for its next token, or its answer; longer is an error."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from chaos.load import Asked
-from chaos.report import FELT_S, Run
+from tests.chaos.load import Asked
+from tests.chaos.report import FELT_S, Run
 
 
 def to_look_into(run: Run, count: int = 8) -> dict[str, list[dict[str, Any]]]:

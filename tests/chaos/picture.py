@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from chaos.report import Run
+from tests.chaos.report import Run
 
 BIN_S = 0.5
 WIDTH, HEIGHT, LEFT, TOP = 1600, 360, 60, 30

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from chaos.aftermath import Aftermath
-from chaos.deeds import Deeds, Done
-from chaos.load import RAMP_S, Asked, Ledger, pauses
-from chaos.plan import Fault
-from chaos.watch import Late, Sample, growth, suspects
+from tests.chaos.aftermath import Aftermath
+from tests.chaos.deeds import Deeds, Done
+from tests.chaos.load import RAMP_S, Asked, Ledger, pauses
+from tests.chaos.plan import Fault
+from tests.chaos.watch import Late, Sample, growth, suspects
 
 GOAL = {"errors": 0, "changed": 0, "leaked": 0, "pause_p99_s": 3.0, "goodput": 70.0, "idle_s": 1.0, "left": 0.9}
 FELT_S = 12.0

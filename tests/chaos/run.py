@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from chaos.aftermath import aftermath
-from chaos.deeds import Deeds
-from chaos.load import BODIES, Clients, Ledger, make_bodies, pauses
-from chaos.plan import NODES, make_plan
-from chaos.report import Run, Storm
-from chaos.stage import Shape, Stage, stage, tiny_model
-from chaos.watch import Watch
+from tests.chaos.aftermath import aftermath
+from tests.chaos.deeds import Deeds
+from tests.chaos.load import BODIES, Clients, Ledger, make_bodies, pauses
+from tests.chaos.plan import NODES, make_plan
+from tests.chaos.report import Run, Storm
+from tests.chaos.stage import Shape, Stage, stage, tiny_model
+from tests.chaos.watch import Watch
 
 TINY_VOCAB, DEMO_VOCAB = 512, 40000
 ALL_BACK_S = 60.0

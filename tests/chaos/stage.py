@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
-from chaos.network import Network
-from chaos.plan import DECODES, NODES, PREFILLS, ROUTERS
-from chaos.redis_proxy import Ways
-from chaos.zygote import ForkedChild, Zygote
 
 from kvferry.cli.child import Child, Command
 from kvferry.cli.child_commands import PREFILL_NICENESS
 from kvferry.cli.serve import valkey_command
 from kvferry.cli.supervisor import Backoff, Supervisor
+from tests.chaos.network import Network
+from tests.chaos.plan import DECODES, NODES, PREFILLS, ROUTERS
+from tests.chaos.redis_proxy import Ways
+from tests.chaos.zygote import ForkedChild, Zygote
 
 TESTS = Path(__file__).parents[1]
 START_S = 180.0
@@ -110,11 +110,11 @@ def tiny_model(path: Path) -> Path:
     """A random model of which any two nodes of one instruction set make the same bits."""
     if not (path / "config.json").exists():
         code = (
-            "import sys; from pathlib import Path; from tiny_checkpoints import save_checkpoint\n"
+            "import sys; from pathlib import Path; from tests.cluster.tiny_checkpoints import save_checkpoint\n"
             "save_checkpoint(Path(sys.argv[1]), 'LlamaConfig', num_attention_heads=2, num_key_value_heads=2,\n"
             "                max_position_embeddings=1536)"
         )
-        env = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS / 'cluster'}"}
+        env = os.environ | {"PYTHONPATH": str(TESTS.parent)}
         subprocess.run([sys.executable, "-c", code, str(path)], env=env, check=True, stderr=subprocess.DEVNULL)
     return path
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chaos.plan import make_plan
-from chaos.report import GOAL, summary, table
-from chaos.run import Settings, run
-from chaos.stage import Shape
+
+from tests.chaos.plan import make_plan
+from tests.chaos.report import GOAL, summary, table
+from tests.chaos.run import Settings, run
+from tests.chaos.stage import Shape
 
 KINDS = (
     *("kill", "kill in mid-ship", "freeze in mid-ship", "hang engine", "cut from redis", "freeze redis"),

@@ -11,21 +11,21 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from chaos.acts import ACTS
-from chaos.aftermath import INFLIGHT, VIOLATIONS, Aftermath, sample
-from chaos.deeds import Deeds, Done
-from chaos.load import Answered, Asked, Clients, Ledger, difference, make_bodies
-from chaos.look import to_look_into
-from chaos.picture import picture
-from chaos.plan import KINDS, NETWORK, Fault, make_plan
-from chaos.redis_proxy import Ways
-from chaos.report import Run, Storm, summary, table
-from chaos.stage import Shape, Stage
-from chaos.watch import Sample, growth, suspects
 from prometheus_client import generate_latest
 
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
+from tests.chaos.acts import ACTS
+from tests.chaos.aftermath import INFLIGHT, VIOLATIONS, Aftermath, sample
+from tests.chaos.deeds import Deeds, Done
+from tests.chaos.load import Answered, Asked, Clients, Ledger, difference, make_bodies
+from tests.chaos.look import to_look_into
+from tests.chaos.picture import picture
+from tests.chaos.plan import KINDS, NETWORK, Fault, make_plan
+from tests.chaos.redis_proxy import Ways
+from tests.chaos.report import Run, Storm, summary, table
+from tests.chaos.stage import Shape, Stage
+from tests.chaos.watch import Sample, growth, suspects
 
 
 def test_a_plan_is_a_function_of_its_seed_and_has_every_kind():
@@ -208,7 +208,7 @@ def test_a_storm_of_clients_that_nobody_served_is_none(storm, met):
 
 
 async def test_a_client_that_is_answered_too_late_was_refused_and_did_not_leave(monkeypatch):
-    monkeypatch.setattr("chaos.load.PATIENCE_S", 0.01)
+    monkeypatch.setattr("tests.chaos.load.PATIENCE_S", 0.01)
     clients = Clients({}, [{}], lambda *_: False)
 
     async def slow(router, body, count):

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from statistics import median
 
 import psutil
-from chaos.plan import NODES, ROUTERS
-from chaos.stage import Stage
+
+from tests.chaos.plan import NODES, ROUTERS
+from tests.chaos.stage import Stage
 
 EVERY_S = 5.0
 TICK_S = 0.05

@@ -43,8 +43,8 @@ class Zygote:
     def __init__(self) -> None:
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_WAIT_POLICY": "PASSIVE"}
-        argv = [sys.executable, "-m", "chaos.zygote", str(theirs.fileno())]
+        env = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_WAIT_POLICY": "PASSIVE"}
+        argv = [sys.executable, "-m", "tests.chaos.zygote", str(theirs.fileno())]
         self._process = Popen(argv, pass_fds=(theirs.fileno(),), env=env)
         theirs.close()
         self._socket.settimeout(IMPORT_S)
@@ -147,7 +147,7 @@ def _live(asked: dict[str, Any], stdout: int, status: int) -> None:
         os._exit(3)
     sys.argv = ["kvferry", *words]
     try:
-        from chaos.disturbed import main
+        from tests.chaos.disturbed import main
 
         main()
     finally:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_parts import Api, FakeCluster, says, served
 
 from kvferry.cli.main import run
 from kvferry.protocol.errors import NoNodes
+from tests.api_parts import Api, FakeCluster, says, served
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import threading
 import types
 
 import pytest
-from object_store import s3
-from redis_servers import redis_server
 
 from kvferry.cli import doctor, preflight
 from kvferry.cli.doctor import Result, all_checks, instruction_set, report
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import ServeSettings
+from tests.object_store import s3
+from tests.redis_servers import redis_server
 
 
 def one(check, **settings) -> Result:

@@ -11,12 +11,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from waiting import wait_for
 
 import kvferry.cli.main as command
 from kvferry.cli.health import command_line, url_of
 from kvferry.cli.main import kvferry
 from kvferry.protocol.errors import ConfigError
+from tests.waiting import wait_for
 
 
 @contextmanager

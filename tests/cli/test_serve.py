@@ -15,12 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import wait_for
 
 from kvferry.cli.resource_plan import WorkerPlan
 from kvferry.cli.serve import check, cluster_commands, kvferry_program
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import ServeSettings
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 

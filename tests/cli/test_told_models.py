@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from gguf_files import finish
 from safetensors.torch import save_file
 
 from kvferry.cli import doctor
 from kvferry.cli.doctor import Result, all_checks, report
 from kvferry.protocol.settings import ServeSettings
+from tests.gguf_files import finish
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from api_parts import FakeCluster, app_of, demo_text, says, served
-from dashboard_states import ScriptedBoard, busy, hostile
 from rich.console import Console
 
 import kvferry.cli.main as command
@@ -24,6 +22,8 @@ from kvferry.cli.top_view import BAR, picture, pool, spark
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.dashboard.state import Blocks, State
+from tests.api_parts import FakeCluster, app_of, demo_text, says, served
+from tests.dashboard_states import ScriptedBoard, busy, hostile
 
 
 @contextmanager

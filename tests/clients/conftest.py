@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from environments import OUTCOMES, table
-from local_cluster import LocalCluster, local_cluster
 
 from kvferry.model_files.source import resolve
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.load import load_text_model
+from tests.clients.environments import OUTCOMES, table
+from tests.local_cluster import LocalCluster, local_cluster
 
 TEXT = Path(__file__).parents[2] / "benchmarks" / "prose.txt"
 

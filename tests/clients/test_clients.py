@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import pytest
-from environments import CLIENTS, HERE, OUTCOMES, Client, Outcome, run
-from local_cluster import MODEL, LocalCluster
+
+from tests.clients.environments import CLIENTS, HERE, OUTCOMES, Client, Outcome, run
+from tests.local_cluster import MODEL, LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NEEDS = {"lm-eval": "reference", "aiperf": "tokenizer"}

@@ -6,9 +6,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import environments
 import pytest
-from environments import Check, Client, Outcome, run, table
+
+from tests.clients import environments
+from tests.clients.environments import Check, Client, Outcome, run, table
 
 OWN = Client("own", "python", (), ("own.py",), seconds=30)
 FILE = """

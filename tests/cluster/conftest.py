@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from local_cluster import LocalCluster, local_cluster
+
+from tests.local_cluster import LocalCluster, local_cluster
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-from local_cluster import LocalCluster, local_cluster
+
+from tests.local_cluster import LocalCluster, local_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from local_cluster import LocalCluster, local_cluster, scrape, value
-from tiny_checkpoints import VOCAB, save_checkpoint
-from waiting import wait_for
 
 from kvferry.model_files.source import resolve
 from kvferry.router.nodes.quarantine import MOST
+from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
+from tests.local_cluster import LocalCluster, local_cluster, scrape, value
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
-from oracle import prompts
 
 from kvferry.model_files.source import resolve
+from tests.cluster.oracle import prompts
+from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 WIDTH, LENGTH = 3, 8

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 
 from kvferry.kernels.cpu import instruction_sets
+from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 
 pytestmark = [
     pytest.mark.slow,

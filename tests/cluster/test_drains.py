@@ -16,8 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
-from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
-from waiting import wait_for
+
+from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 COUNT, BEGUN = 60, 10

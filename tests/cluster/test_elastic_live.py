@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from local_cluster import LocalCluster, local_cluster
-from tiny_checkpoints import VOCAB, save_checkpoint
-from waiting import wait_for
+
+from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
+from tests.local_cluster import LocalCluster, local_cluster
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,13 +11,13 @@ import numpy as np
 import openai
 import pytest
 import torch
-from local_cluster import MODEL, LocalCluster, local_cluster, scrape, streams_running, value
-from wordpiece import VOCAB_SIZE, save_wordpiece
 
 from kvferry.engine.models.hf import transformers_module
 from kvferry.model_files.source import resolve
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.load import load_text_model
+from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, streams_running, value
+from tests.wordpiece import VOCAB_SIZE, save_wordpiece
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from local_cluster import LocalCluster, local_cluster, scrape, value
 
 from kvferry.router.tenants.keys import entry
+from tests.local_cluster import LocalCluster, local_cluster, scrape, value
 
 FLOOD, STEADY = 24, 6
 SETTLE_S = 3.0

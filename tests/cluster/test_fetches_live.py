@@ -11,13 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from local_cluster import idle, scrape, value
-from tiny_checkpoints import VOCAB, save_checkpoint
-from waiting import wait_for
 
 from benchmarks.fetching import Asked, Node, nodes
 from kvferry.protocol.messages import Holder, TokenDelta
 from kvferry.worker.fetch_client import SHUN_S
+from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
+from tests.local_cluster import idle, scrape, value
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

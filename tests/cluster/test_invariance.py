@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from local_cluster import LocalCluster, local_cluster, scrape, streams_running, value
-from oracle import prompts
-from tiny_checkpoints import VOCAB, save_checkpoint
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
@@ -21,6 +18,9 @@ from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Generate
 from kvferry.worker.engine_factory import assemble
+from tests.cluster.oracle import prompts
+from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
+from tests.local_cluster import LocalCluster, local_cluster, scrape, streams_running, value
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
-from waiting import wait_for
+
+from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

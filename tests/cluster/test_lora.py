@@ -11,10 +11,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from adapter_files import merge, save_adapter
-from local_cluster import LocalCluster, local_cluster
-from oracle import Answer, answer_of
-from tiny_checkpoints import VOCAB, float32_model, save_checkpoint
+
+from tests.adapter_files import merge, save_adapter
+from tests.cluster.oracle import Answer, answer_of
+from tests.cluster.tiny_checkpoints import VOCAB, float32_model, save_checkpoint
+from tests.local_cluster import LocalCluster, local_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from local_cluster import MODEL
-from waiting import wait_for
 
 from kvferry.cli.preflight import free_port, valkey_binary
 from tests.deploy.binaries import ROOT
 from tests.deploy.manifests import manifest_command
+from tests.local_cluster import MODEL
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

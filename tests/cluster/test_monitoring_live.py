@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from local_cluster import MODEL, LocalCluster, local_cluster
 
 from tests.deploy.dashboard import failing_queries, panel_query
 from tests.deploy.prometheus import query, running_prometheus, wait_for, wait_scraped
+from tests.local_cluster import MODEL, LocalCluster, local_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROUTE = re.compile(r"prefill=(\S+) decode=(\S+) reused=(\d+) computed=(\d+)")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from local_cluster import MODEL, LocalCluster, local_cluster
-from waiting import wait_for
 
 from kvferry.kernels.cpu import instruction_set
+from tests.local_cluster import MODEL, LocalCluster, local_cluster
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,

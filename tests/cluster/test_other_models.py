@@ -8,8 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from local_cluster import local_cluster, scrape, streams_running, value
-from tiny_checkpoints import VOCAB, greedy, save_checkpoint
+
+from tests.cluster.tiny_checkpoints import VOCAB, greedy, save_checkpoint
+from tests.local_cluster import local_cluster, scrape, streams_running, value
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

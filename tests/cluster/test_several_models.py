@@ -9,9 +9,10 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from local_cluster import LocalCluster, local_cluster
-from tiny_checkpoints import VOCAB, greedy, save_checkpoint
-from waiting import wait_for
+
+from tests.cluster.tiny_checkpoints import VOCAB, greedy, save_checkpoint
+from tests.local_cluster import LocalCluster, local_cluster
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

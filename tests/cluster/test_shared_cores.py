@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from local_cluster import MODEL, LocalCluster
-from waiting import wait_for
+
+from tests.local_cluster import MODEL, LocalCluster
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

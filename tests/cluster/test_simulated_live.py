@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from local_cluster import MODEL, LocalCluster, local_cluster
 
 from benchmarks.load import Target
 from benchmarks.simulated import KINDS, Round, played, table
+from tests.local_cluster import MODEL, LocalCluster, local_cluster
 
 BUSY, LEAST_ROUNDS = 0.4, 3
 ROUNDS = int(os.environ.get("KVFERRY_TEST_SIMULATED", "3"))

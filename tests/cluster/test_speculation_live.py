@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
-from tiny_checkpoints import VOCAB, save_checkpoint
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
@@ -20,6 +18,8 @@ from kvferry.protocol.settings import RouterSettings, WorkerSettings
 from kvferry.protocol.work import Generate
 from kvferry.router.text.load import load_text_model
 from kvferry.worker.engine_factory import assemble
+from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
+from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,9 +19,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from local_cluster import LocalCluster, local_cluster, scrape, value
-from tiny_checkpoints import VOCAB, save_checkpoint
-from waiting import wait_for
+
+from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
+from tests.local_cluster import LocalCluster, local_cluster, scrape, value
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from local_cluster import idle, scrape, value
-from object_store import s3
-from tiny_checkpoints import VOCAB, save_checkpoint
-from waiting import wait_for
 
 from benchmarks.fetching import Asked, nodes
 from kvferry.kv_transfer.tiers.groups import GROUP
+from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
+from tests.local_cluster import idle, scrape, value
+from tests.object_store import s3
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from local_cluster import MODEL, LocalCluster
-from waiting import wait_for
 
 from kvferry.router.dashboard.state import State
+from tests.local_cluster import MODEL, LocalCluster
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 COUNT, LONG, OUT = 6, 320, 5

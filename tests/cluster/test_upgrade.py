@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from chaos.stage import tiny_model
-from chaos.zygote import Zygote
-from later_wire import LaterZygote
-from pods import House, Pod, house
-from test_rollouts import under_load
-from waiting import until
+
+from tests.chaos.stage import tiny_model
+from tests.chaos.zygote import Zygote
+from tests.cluster.test_rollouts import under_load
+from tests.later_wire import LaterZygote
+from tests.pods import House, Pod, house
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

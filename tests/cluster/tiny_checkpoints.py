@@ -7,10 +7,10 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from oracle import Answer, answer_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvferry.engine.models.hf import transformers_module
+from tests.cluster.oracle import Answer, answer_of
 
 VOCAB = 512
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -5,7 +5,6 @@ import threading
 import time
 
 import pytest
-from waiting import until
 
 from kvferry.cluster_state import own_rows
 from kvferry.cluster_state.index_writer import IndexWriter
@@ -13,6 +12,7 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.row_loss_detector import NEWEST, SAMPLE, RowLossDetector
 from kvferry.protocol.index_rows import GROUP, alone, key_and_tag, rows_of
+from tests.waiting import until
 
 
 def _hashes(count: int, tag: int = 0) -> list[bytes]:

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from redis_servers import RedisServer, redis_server
-from waiting import until
 
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.model_files.model_name import ModelName
@@ -20,6 +18,8 @@ from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_table import NodeTable
 from kvferry.worker.membership import Membership
+from tests.redis_servers import RedisServer, redis_server
+from tests.waiting import until
 
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 REFUSED_S = 3.0

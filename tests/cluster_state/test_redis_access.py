@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from redis.asyncio.sentinel import Sentinel
-from redis_servers import RedisServer, free_ports, redis_server
 
 from kvferry.cluster_state import redis_responses, redis_scripts, row_scripts
 from kvferry.cluster_state.redis_responses import RedisResponses
@@ -24,6 +23,7 @@ from kvferry.protocol.settings import RouterSettings, WorkerSettings
 from kvferry.router.main import serve_router
 from kvferry.runtime.signals import StopSignal
 from kvferry.worker.node import Node
+from tests.redis_servers import RedisServer, free_ports, redis_server
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 ROWS = rows_of(HASHES)

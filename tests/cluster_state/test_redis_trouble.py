@@ -7,8 +7,6 @@ import signal
 import time
 
 import pytest
-from redis_servers import MASTER, free_ports, redis_server, watched
-from waiting import until
 
 from kvferry.cluster_state.index_writer import IndexWriter
 from kvferry.cluster_state.redis_client import answered
@@ -17,6 +15,8 @@ from kvferry.cluster_state.registry import Announced
 from kvferry.protocol.errors import RegistryFull, RegistryUnavailable
 from kvferry.protocol.index_rows import key_and_tag, rows_of
 from kvferry.protocol.lease import NodeLease
+from tests.redis_servers import MASTER, free_ports, redis_server, watched
+from tests.waiting import until
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 ROWS = rows_of(HASHES)

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from redis_servers import RedisServer, redis_server
-from toy import make_engine
-from waiting import until
-from worker_pair import worker
 
 from kvferry.cli.preflight import redis_answers
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.main import serve_router
+from tests.redis_servers import RedisServer, redis_server
+from tests.toy import make_engine
+from tests.waiting import until
+from tests.worker_pair import worker
 
 RIGHT = "the right one"
 

@@ -4,12 +4,12 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from waiting import until
 
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.registry import Announced, LeaseKeeper
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.lease import Load, NodeLease
+from tests.waiting import until
 
 LEASE = NodeLease(
     node_id="decode-a:1",

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from redis_servers import LOOPBACK, MASTER, RedisServer, free_ports
 
 from kvferry.cluster_state import redis_pool
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.registry import Announced
 from kvferry.protocol.errors import RegistryRefuses, RegistryUnavailable
 from kvferry.protocol.lease import NodeLease
+from tests.redis_servers import LOOPBACK, MASTER, RedisServer, free_ports
 
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 KEY = "kvferry:test:node:a"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from waiting import until
 
 from kvferry.cluster_state import store_rows
 from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH
@@ -14,6 +13,7 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.store_rows import StoreRows
 from kvferry.protocol.index_rows import alone
 from kvferry.protocol.layout import STORE_GROUP
+from tests.waiting import until
 
 CHAIN = [number.to_bytes(16, "little") for number in range(1, 4 * STORE_GROUP + 1)]
 ENDS = [alone(each) for each in CHAIN[STORE_GROUP - 1 :: STORE_GROUP]]

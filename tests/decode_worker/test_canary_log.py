@@ -6,13 +6,13 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from toy import VOCAB, ToyModel, expected, make_engine, make_job
-from waiting import until
-from worker_pair import Router, worker
 
 from kvferry.engine.canary import Canary
 from kvferry.engine.engine import Engine
 from kvferry.protocol.messages import Deviation
+from tests.toy import VOCAB, ToyModel, expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker_pair import Router, worker
 
 
 class Wrong(ToyModel):

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from toy import VOCAB, expected, make_engine, make_job
-from waiting import until
-from worker_pair import Router, worker
 
 from kvferry.engine.events import Generated
 from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
+from tests.toy import VOCAB, expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker_pair import Router, worker
 
 
 def prompt(length: int = 40, seed: int = 0) -> list[int]:

@@ -10,15 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from mutations import mutated
-from toy import make_job
-from waiting import until
-from worker_pair import Router, pair
 
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, Job, PrefillRequest
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import MAX_FRAME_BYTES
 from kvferry.protocol.work import Classify, Embed, Generate, Grammar
+from tests.mutations import mutated
+from tests.toy import make_job
+from tests.waiting import until
+from tests.worker_pair import Router, pair
 
 ODD: list[Any] = [None, True, -1, 2**62, 0.5, float("nan"), "x", b"x", (), (None,), {}, {"a": 1}]
 PARAMS = ("max_tokens", "temperature", "top_p", "seed", "logit_bias", "stop_token_ids", "logprobs", "bad_words",

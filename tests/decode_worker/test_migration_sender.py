@@ -14,14 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
-from toy import VOCAB, expected, make_engine, make_job
-from waiting import until
-from worker_pair import Router, Worker, worker
 
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.engine.engine import Engine
 from kvferry.protocol.messages import Job, MoveRequest
 from kvferry.protocol.wire import pack
+from tests.toy import VOCAB, expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker_pair import Router, Worker, worker
 
 MOST = 200
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from toy import VOCAB, expected, make_engine, make_job
-from waiting import until
-from worker_pair import Router, Worker, pair, worker
 
 from kvferry.decode_worker import replication
 from kvferry.engine.engine import Engine
 from kvferry.engine.request import Request
 from kvferry.protocol.messages import DecodeTarget, Job
+from tests.toy import VOCAB, expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker_pair import Router, Worker, pair, worker
 
 MOST = 150
 

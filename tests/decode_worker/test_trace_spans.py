@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from otlp_receiver import attributes, traced
-from toy import make_job
-from waiting import until
-from worker_pair import pair
 
 from kvferry.decode_worker import trace_spans as spans_module
 from kvferry.decode_worker.trace_spans import TraceSpans
+from tests.otlp_receiver import attributes, traced
+from tests.toy import make_job
+from tests.waiting import until
+from tests.worker_pair import pair
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 PROMPT = list(range(3, 40))

@@ -9,13 +9,13 @@ from typing import Any
 import click
 import httpx
 import pytest
-from api_parts import Api, FakeCluster, says
 
 from kvferry.cli.main import kvferry
 from kvferry.cli.options import ENV_PREFIX, variable
 from kvferry.cluster_state import redis_url
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.http import make_app, serve_metrics
+from tests.api_parts import Api, FakeCluster, says
 from tests.deploy.dockerfile import read_dockerfile
 from tests.deploy.installations import INSTALLATIONS
 from tests.deploy.manifests import (

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import wait_for
 
 from tests.deploy.manifests import K8S, of_kind, pod_specs, render
 from tests.model_files.fake_hub import COMMIT, FakeHub
+from tests.waiting import wait_for
 
 SCRIPT = K8S / "overlays" / "gpu" / "model.py"
 FILES = {"config.json": b'{"a": 1}', "model.safetensors": os.urandom(3_000_000), "pytorch_model.bin": b"unwanted"}

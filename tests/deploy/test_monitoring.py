@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
-from api_parts import Api, FakeCluster, says
 
+from tests.api_parts import Api, FakeCluster, says
 from tests.deploy.manifests import PROCESSES, of_kind, render
 from tests.deploy.promtool import MONITORING, promtool
 

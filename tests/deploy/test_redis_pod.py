@@ -11,8 +11,6 @@ from urllib.parse import quote
 
 import pytest
 import redis
-from redis_servers import LOOPBACK, free_ports
-from waiting import wait_for
 
 from kvferry.cli.preflight import redis_answers, valkey_binary
 from kvferry.protocol.errors import ConfigError
@@ -21,6 +19,8 @@ from kvferry.simulate.calibrate import leases_of
 from tests.deploy.binaries import ROOT, need, redis_cli_binary
 from tests.deploy.charts import chart
 from tests.deploy.manifests import Manifest, Objects, of_kind, pod_specs, render
+from tests.redis_servers import LOOPBACK, free_ports
+from tests.waiting import wait_for
 
 PASSWORD = "correct horse 'battery' $taple"
 LINE = PASSWORD + "\n"

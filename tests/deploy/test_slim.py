@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from gguf_files import finish
 
 from kvferry.model_files.gguf import read_gguf
 from tests.deploy.binaries import ROOT
+from tests.gguf_files import finish
 
 SLIM = ROOT / "deploy" / "docker" / "slim.py"
 LEFT = ("own/__init__.py", "own/used.py", "own/unused.py", "triton/include/cuda.h", "torch/bin/torch_shm_manager")

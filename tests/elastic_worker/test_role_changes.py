@@ -14,9 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-from toy import VOCAB, ToyModel, expected, make_engine, make_job
-from waiting import until
-from worker_pair import Worker, worker
 
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.model_files.model_name import ModelName
@@ -31,6 +28,9 @@ from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.nodes.node_table import NodeTable
 from kvferry.router.request_context import RequestContext
+from tests.toy import VOCAB, ToyModel, expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker_pair import Worker, worker
 
 ROLES = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
 

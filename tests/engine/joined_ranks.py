@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import Cache, tokens_for
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.base import Model
@@ -26,6 +25,7 @@ from kvferry.engine.ranks.shared_group import TURNS, SharedGroup
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
+from tests.engine.tiny_models import Cache, tokens_for
 
 CPU = torch.device("cpu")
 PATIENCE_S = 30.0

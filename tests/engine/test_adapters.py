@@ -9,23 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_files import ATTENTION, merge, save_adapter
 from safetensors.torch import load_file, save_file
-from tiny_models import (
-    BLOCK,
-    COHERE,
-    GEMMA2,
-    GEMMA3,
-    GPT_OSS,
-    GRANITE,
-    chunked_logits,
-    expect_equal_logits,
-    family,
-    save_tiny,
-    tokens_for,
-    transformers,
-)
-from toy import make_job
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
@@ -43,6 +27,22 @@ from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.adapter import FUSED, TARGETS, read_adapter
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from tests.adapter_files import ATTENTION, merge, save_adapter
+from tests.engine.tiny_models import (
+    BLOCK,
+    COHERE,
+    GEMMA2,
+    GEMMA3,
+    GPT_OSS,
+    GRANITE,
+    chunked_logits,
+    expect_equal_logits,
+    family,
+    save_tiny,
+    tokens_for,
+    transformers,
+)
+from tests.toy import make_job
 
 CPU = torch.device("cpu")
 ROWS = {"reference": ReferenceOps, "cpu": CpuOps} if instruction_set() else {"reference": ReferenceOps}

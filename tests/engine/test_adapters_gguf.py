@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_files import merge, save_adapter
-from test_adapters import adapter_of, hf, wearing
-from test_models_gguf import Kind, write_gguf
-from tiny_models import BLOCK, chunked_logits, family, save_tiny, tokens_for, transformers
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
@@ -18,6 +14,10 @@ from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
+from tests.adapter_files import merge, save_adapter
+from tests.engine.test_adapters import adapter_of, hf, wearing
+from tests.engine.test_models_gguf import Kind, write_gguf
+from tests.engine.tiny_models import BLOCK, chunked_logits, family, save_tiny, tokens_for, transformers
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")

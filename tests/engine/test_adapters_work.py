@@ -7,12 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_files import merge, save_adapter
-from listed_grammars import ListedCompiler, listed
-from reading import finish, reading, vectors
-from test_adapters import adapter_of, engine_of, hf, load
-from tiny_models import BLOCK, VOCAB, family, save_tiny, tokens_for
-from toy import make_job
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
@@ -24,6 +18,12 @@ from kvferry.engine.runner import Runner
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Embed, Generate
 from kvferry.structured_output.compile_threads import Inline
+from tests.adapter_files import merge, save_adapter
+from tests.engine.reading import finish, reading, vectors
+from tests.engine.test_adapters import adapter_of, engine_of, hf, load
+from tests.engine.tiny_models import BLOCK, VOCAB, family, save_tiny, tokens_for
+from tests.listed_grammars import ListedCompiler, listed
+from tests.toy import make_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = tokens_for(30).tolist()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toy import VOCAB, expected, make_engine, make_job
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Event, Failed, Generated, ReservationFailed
 from kvferry.engine.request import Request
 from kvferry.protocol.messages import Job, TokenDelta
+from tests.toy import VOCAB, expected, make_engine, make_job
 
 
 def broken(name: str = "a") -> Job:

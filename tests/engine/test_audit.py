@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import make_engine
 
 from kvferry.engine import audit
 from kvferry.engine.block_pool import BlockPool
@@ -17,6 +16,7 @@ from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.protocol.hashing import chain
 from kvferry.protocol.layout import blocks_for
 from kvferry.worker.event_relay import block_books
+from tests.toy import make_engine
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, expected, make_engine, make_job
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
@@ -19,6 +18,7 @@ from kvferry.kernels.logit_adjustments import Adjustments
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
+from tests.toy import VOCAB, expected, make_engine, make_job
 
 PROMPT = [1, 2, 3, 4, 5]
 CPU = torch.device("cpu")

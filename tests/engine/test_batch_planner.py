@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from toy import VOCAB, expected, make_engine, make_job
 
 from kvferry.engine.batch_planner import SPARE_BLOCKS, BatchPlanner, build_plan
 from kvferry.engine.request import Request
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.input_staging import Staging
+from tests.toy import VOCAB, expected, make_engine, make_job
 
 
 def assert_same(kept: BatchPlan, fresh: BatchPlan) -> None:

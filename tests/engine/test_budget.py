@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from toy import make_engine, make_job
 
 from kvferry.engine.budget import ALONE, LEAST, Budget, Limits
 from kvferry.engine.request import Request
+from tests.toy import make_engine, make_job
 
 FIRST_S, TOKEN_S = 0.010, 0.001
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import BLOCK, OURS, VOCAB, save_tiny
-from waiting import wait_for
 
 from kvferry.engine import canary as canary_module
 from kvferry.engine import output_tolerance
@@ -35,6 +33,8 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.process_names import NodeName
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from tests.engine.tiny_models import BLOCK, OURS, VOCAB, save_tiny
+from tests.waiting import wait_for
 
 CPU = torch.device("cpu")
 SENDER: NodeName = ("p1", 7)

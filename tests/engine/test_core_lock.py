@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 from typing import IO
 
 import pytest
-from waiting import wait_for
 
 from kvferry.engine.shared_cores import core_lock
 from kvferry.engine.shared_cores.core_lock import CoreLock
+from tests.waiting import wait_for
 
 LONG_S = 30.0
 

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
-from toy import expected, make_engine, make_job, tokens_of
 
 from kvferry.engine.models.base import Wanted
 from kvferry.engine.runner import SHORT
 from kvferry.engine.shared_cores.core_turns import LEAST_S, PATIENCE_S, CoreTurns
 from kvferry.kernels.decoder_spec import always
+from tests.toy import expected, make_engine, make_job, tokens_of
 
 TURN_S = 0.05
 

@@ -8,10 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listed_grammars import ListedCompiler
-from test_grammars import EOS, OUTPUTS, job_of
-from test_speculation import figures, finish, prompt
-from toy import FINGERPRINT, VOCAB, ToyModel, expected, make_job, tokens_of
 
 from kvferry.engine import draft_model, drafter
 from kvferry.engine.batch_planner import BatchPlanner, build_plan
@@ -35,6 +31,10 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.structured_output.compile_threads import Inline
+from tests.engine.test_grammars import EOS, OUTPUTS, job_of
+from tests.engine.test_speculation import figures, finish, prompt
+from tests.listed_grammars import ListedCompiler
+from tests.toy import FINGERPRINT, VOCAB, ToyModel, expected, make_job, tokens_of
 
 BLOCK = 4
 Guess = Callable[[int], bool]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_draft_model import eager
-from tiny_models import BLOCK, OURS, VOCAB, save_tiny, tokens_for
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
@@ -28,6 +26,8 @@ from kvferry.model_files.source import resolve
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from tests.engine.test_draft_model import eager
+from tests.engine.tiny_models import BLOCK, OURS, VOCAB, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = tuple(int(token) for token in tokens_for(21))

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_draft_model import Guess, make_draft, make_engine
-from test_speculation import figures, prompt
-from toy import VOCAB, ToyModel, make_job
 
 from kvferry.engine import draft_model, drafter, step
 from kvferry.engine.drafter import worth
@@ -20,6 +17,9 @@ from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import always
+from tests.engine.test_draft_model import Guess, make_draft, make_engine
+from tests.engine.test_speculation import figures, prompt
+from tests.toy import VOCAB, ToyModel, make_job
 
 STEP_S, ROW_S = 0.050, 0.002
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import chunked_logits, family, tokens_for
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.config import parse_config
@@ -18,6 +17,7 @@ from kvferry.model_files.unsupported_models import resolve_runnable
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.engine_factory import assemble
+from tests.engine.tiny_models import chunked_logits, family, tokens_for
 
 CPU = torch.device("cpu")
 

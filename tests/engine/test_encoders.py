@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reading import accounts, finish, reading, vectors
-from tiny_encoders import FAMILIES, VOCAB, oracle_hidden, oracle_logits, save_encoder
-from toy import make_job
 
 from kvferry.engine.encoder_runner import batches
 from kvferry.engine.engine import Engine
@@ -23,6 +20,9 @@ from kvferry.protocol.work import Classify, Embed
 from kvferry.worker.engine_factory import assemble
 from kvferry.worker.engine_parts import describe
 from kvferry.worker.rates import warm_up
+from tests.engine.reading import accounts, finish, reading, vectors
+from tests.engine.tiny_encoders import FAMILIES, VOCAB, oracle_hidden, oracle_logits, save_encoder
+from tests.toy import make_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

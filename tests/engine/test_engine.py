@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_books import owners
-from toy import VOCAB, expected, make_engine, make_job, toy_next
 
 from kvferry.engine import request_table
 from kvferry.engine.engine import Engine
@@ -20,6 +18,8 @@ from kvferry.engine.ports import GRANT
 from kvferry.engine.request_states import Awaits
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import TokenDelta
+from tests.ledger_books import owners
+from tests.toy import VOCAB, expected, make_engine, make_job, toy_next
 
 
 def run(engine: Engine, limit: int = 2000) -> dict[str, list[int]]:

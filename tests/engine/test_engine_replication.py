@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from toy import FINGERPRINT, VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine import replication
 from kvferry.engine.engine import Engine
@@ -14,6 +13,7 @@ from kvferry.engine.request import Request
 from kvferry.protocol.errors import GrantRefused
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.messages import DecodeTarget
+from tests.toy import FINGERPRINT, VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 BUDDY = DecodeTarget("p", 1, "p:1", FINGERPRINT)
 PROMPT = random.Random(5).choices(range(VOCAB), k=21)

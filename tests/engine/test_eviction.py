@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from toy import finish, make_engine, make_job
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.events import Admitted
@@ -13,6 +12,7 @@ from kvferry.engine.eviction import PROTECTED, SegmentedLru
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import REQUEST
 from kvferry.protocol.hashing import chain
+from tests.toy import finish, make_engine, make_job
 
 BS = 2
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, tokens_of
-from waiting import wait_for
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated
@@ -18,6 +16,8 @@ from kvferry.engine.step_slices import Slice
 from kvferry.kernels.decoder_spec import always
 from kvferry.protocol.messages import Job
 from kvferry.protocol.work import Embed
+from tests.toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, tokens_of
+from tests.waiting import wait_for
 
 POISON = VOCAB - 1
 """The token that the model below cannot compute."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
@@ -14,6 +13,7 @@ from kvferry.engine.request import Request
 from kvferry.engine.request_states import Awaits, State
 from kvferry.engine.request_table import expect
 from kvferry.protocol.prefix_reuse import Reuse
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 PROMPT = random.Random(3).choices(range(VOCAB), k=22)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated, Reserved, Stepped
@@ -18,6 +17,7 @@ from kvferry.engine.request_states import Awaits
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 LENGTHS = [1, 3, 4, 5, 8, 14, 16, 17]
 

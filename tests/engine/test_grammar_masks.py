@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from listed_grammars import ListedCompiler, ListedMatcher, listed
-from toy import VOCAB
-from waiting import wait_for
 
 from kvferry.engine import grammar_mask as one_mask
 from kvferry.engine import grammar_masks as all_masks
@@ -19,6 +16,9 @@ from kvferry.protocol.errors import GrammarFailed
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Grammar
 from kvferry.structured_output.compile_threads import CompileThreads
+from tests.listed_grammars import ListedCompiler, ListedMatcher, listed
+from tests.toy import VOCAB
+from tests.waiting import wait_for
 
 EOS = 2
 OUTPUT = list(range(30, 50))

@@ -6,9 +6,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-from listed_grammars import ListedCompiler, ListedMatcher, listed
-from toy import VOCAB, expected, make_engine, make_job
-from waiting import wait_for
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated, ReservationFailed
@@ -19,6 +16,9 @@ from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate, Grammar
 from kvferry.structured_output.compile_threads import CompileThreads, Inline
+from tests.listed_grammars import ListedCompiler, ListedMatcher, listed
+from tests.toy import VOCAB, expected, make_engine, make_job
+from tests.waiting import wait_for
 
 EOS = 2
 OUTPUTS = ([5, 6, 7, 8, 9, 10], [5, 6, 50, 51], [60])

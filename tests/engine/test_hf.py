@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import OURS, chunked_logits, expect_equal_logits, family, oracle_logits, save_tiny, tokens_for
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
@@ -16,6 +15,15 @@ from kvferry.engine.models.hf_attention import LayerShape, ShapeProbe, seated_at
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from tests.engine.tiny_models import (
+    OURS,
+    chunked_logits,
+    expect_equal_logits,
+    family,
+    oracle_logits,
+    save_tiny,
+    tokens_for,
+)
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

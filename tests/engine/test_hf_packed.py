@@ -10,24 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import finish, gguf_name
-from quantised_files import awq, fp8, gptq, int8, packed, quantise
 from safetensors.torch import load_file, save_file
-from test_hf import OTHERS
-from test_models_gguf import Kind
-from test_models_packed import correlation, load
-from test_models_quantised import AWQ, EIGHTS, FP8, GPTQ, INT4, compressed
-from tiny_models import (
-    BLOCK,
-    EXPERTS,
-    chunked_logits,
-    expect_equal_logits,
-    family,
-    oracle_logits,
-    save_tiny,
-    tokens_for,
-    transformers,
-)
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
@@ -47,6 +30,23 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.runtime.shared_file import make
+from tests.engine.quantised_files import awq, fp8, gptq, int8, packed, quantise
+from tests.engine.test_hf import OTHERS
+from tests.engine.test_models_gguf import Kind
+from tests.engine.test_models_packed import correlation, load
+from tests.engine.test_models_quantised import AWQ, EIGHTS, FP8, GPTQ, INT4, compressed
+from tests.engine.tiny_models import (
+    BLOCK,
+    EXPERTS,
+    chunked_logits,
+    expect_equal_logits,
+    family,
+    oracle_logits,
+    save_tiny,
+    tokens_for,
+    transformers,
+)
+from tests.gguf_files import finish, gguf_name
 
 pytestmark = [
     pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension"),

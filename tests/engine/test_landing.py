@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine import step
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Reserved
 from kvferry.protocol.messages import TokenDelta
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 PROMPT = [(5 * i + 1) % VOCAB for i in range(41)]
 """Ten full blocks."""

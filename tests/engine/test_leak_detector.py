@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from toy import expected, finish, make_engine, make_job, tokens_of
-from waiting import wait_for
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.leak_detector import LeakDetector
@@ -12,6 +10,8 @@ from kvferry.engine.loop import EngineLoop
 from kvferry.engine.ports import REQUEST
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.hashing import chain, root_hash
+from tests.toy import expected, finish, make_engine, make_job, tokens_of
+from tests.waiting import wait_for
 
 PROMPT = list(range(1, 20))
 

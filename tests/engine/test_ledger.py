@@ -6,10 +6,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from ledger_books import blocks, count, holds_of, owners
 
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
+from tests.ledger_books import blocks, count, holds_of, owners
 
 NUM_BLOCKS = 8
 OWNERS = st.sampled_from(["a", "b", ("peer", 3)])

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, make_engine, make_job
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Computed, Generated, Reserved
@@ -21,6 +20,7 @@ from kvferry.kernels.reference import ReferenceOps
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from tests.toy import VOCAB, make_engine, make_job
 
 PENALISED = SamplingParams(
     max_tokens=24, temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.4

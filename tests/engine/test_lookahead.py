@@ -12,10 +12,8 @@ from functools import cache, partial
 
 import pytest
 import torch
-from beside import Eager, Lazy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine import deadlines, request_table
 from kvferry.engine.engine import Engine
@@ -26,6 +24,8 @@ from kvferry.engine.request_states import State
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
+from tests.engine.beside import Eager, Lazy
+from tests.toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, tokens_of
 
 BLOCK = 4
 KINDS = [Eager, Lazy]

@@ -9,8 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy import HeldModel, ToyModel, expected, make_engine, make_job
-from waiting import wait_for
 
 from kvferry.engine import audit_schedule, deadlines, suspended_steps
 from kvferry.engine import loop as engine_loop
@@ -23,6 +21,8 @@ from kvferry.engine.ports import GRANT
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import always
 from kvferry.protocol.messages import Job
+from tests.toy import HeldModel, ToyModel, expected, make_engine, make_job
+from tests.waiting import wait_for
 
 
 class Outbox:

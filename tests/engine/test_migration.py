@@ -7,7 +7,6 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine import migration
 from kvferry.engine.engine import Engine
@@ -16,6 +15,7 @@ from kvferry.engine.migration import OutboundMigration, Stand
 from kvferry.engine.request_states import State
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 PROMPT = random.Random(5).choices(range(VOCAB), k=21)
 

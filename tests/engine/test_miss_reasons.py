@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toy import finish, make_engine, make_job
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
@@ -14,6 +13,7 @@ from kvferry.engine.request import Request
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.prefix_reuse import Missed, Reuse
+from tests.toy import finish, make_engine, make_job
 
 PROMPT = list(range(1, 41))
 BLOCK = 4

@@ -4,7 +4,14 @@ import json
 
 import pytest
 import torch
-from tiny_models import (
+
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import ForwardAbandoned
+from kvferry.engine.models.loader import auto_dtype
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import read_facts, resolve
+from kvferry.protocol.errors import ConfigError
+from tests.engine.tiny_models import (
     LONGROPE,
     OURS,
     SHAPE,
@@ -16,13 +23,6 @@ from tiny_models import (
     save_tiny,
     tokens_for,
 )
-
-from kvferry.engine.models import load_model
-from kvferry.engine.models.base import ForwardAbandoned
-from kvferry.engine.models.loader import auto_dtype
-from kvferry.kernels.reference import ReferenceOps
-from kvferry.model_files.source import read_facts, resolve
-from kvferry.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_facts_of_the_model(llama):
 
 
 def test_sharded_safetensors(llama, tmp_path):
-    from tiny_models import transformers
+    from tests.engine.tiny_models import transformers
 
     sharded = tmp_path / "sharded"
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)

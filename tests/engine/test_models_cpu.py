@@ -8,20 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_files import ATTENTION, save_adapter
 from safetensors.torch import load_file, save_file
-from tiny_models import (
-    EXPERTS,
-    OURS,
-    Cache,
-    chunked_logits,
-    expect_equal_logits,
-    family,
-    oracle_logits,
-    save_tiny,
-    tokens_for,
-    transformers,
-)
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.adapters import load_adapter
@@ -33,6 +20,19 @@ from kvferry.model_files.adapter import read_adapter
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
 from kvferry.worker.invariance import require_batch_invariance
+from tests.adapter_files import ATTENTION, save_adapter
+from tests.engine.tiny_models import (
+    EXPERTS,
+    OURS,
+    Cache,
+    chunked_logits,
+    expect_equal_logits,
+    family,
+    oracle_logits,
+    save_tiny,
+    tokens_for,
+    transformers,
+)
 
 CPU = torch.device("cpu")
 LATENT = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")

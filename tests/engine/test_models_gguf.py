@@ -4,8 +4,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import finish, gguf_name
-from tiny_models import BLOCK, LLAMA3, OURS, Cache, chunked_logits, family, save_tiny, tokens_for, transformers
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.dequantise import dequantise, stored_bytes
@@ -13,6 +11,18 @@ from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from tests.engine.tiny_models import (
+    BLOCK,
+    LLAMA3,
+    OURS,
+    Cache,
+    chunked_logits,
+    family,
+    save_tiny,
+    tokens_for,
+    transformers,
+)
+from tests.gguf_files import finish, gguf_name
 
 CPU = torch.device("cpu")
 Kind = gguf.GGMLQuantizationType

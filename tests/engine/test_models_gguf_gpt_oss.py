@@ -9,12 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import finish, gguf_name
 from safetensors.torch import load_file
-from test_models_gguf import CPU, Kind, load, same_logits
-from test_models_packed import correlation
-from test_models_stacked import mxfp4, plain  # noqa: F401
-from tiny_models import GPT_OSS, family, save_tiny
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.dequantise import dequantise, stored_bytes
@@ -24,6 +19,11 @@ from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import read_facts, resolve
 from kvferry.protocol.errors import ConfigError
+from tests.engine.test_models_gguf import CPU, Kind, load, same_logits
+from tests.engine.test_models_packed import correlation
+from tests.engine.test_models_stacked import mxfp4, plain  # noqa: F401
+from tests.engine.tiny_models import GPT_OSS, family, save_tiny
+from tests.gguf_files import finish, gguf_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OWN_NAMES = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}

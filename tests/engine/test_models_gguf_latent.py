@@ -10,11 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import finish, gguf_name
 from safetensors.torch import load_file
-from test_models_gguf import CPU, Kind, load, same_logits
-from test_models_packed import correlation
-from tiny_models import DEEPSEEK, YARN, family, save_tiny
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.route import OWN, route_of
@@ -23,6 +19,10 @@ from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import resolve
 from kvferry.model_files.unsupported_models import require_runnable
 from kvferry.protocol.errors import ConfigError
+from tests.engine.test_models_gguf import CPU, Kind, load, same_logits
+from tests.engine.test_models_packed import correlation
+from tests.engine.tiny_models import DEEPSEEK, YARN, family, save_tiny
+from tests.gguf_files import finish, gguf_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STRETCHED = {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import save_adapter
-from quantised_files import fp8, quantise
 from safetensors.torch import load_file, save_file
-from tiny_models import OURS, chunked_logits, save_tiny, tokens_for, transformers
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.adapters import load_adapter
@@ -24,6 +21,9 @@ from kvferry.model_files.adapter import read_adapter
 from kvferry.model_files.memory_needs import config_needs, model_needs
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from tests.adapter_files import save_adapter
+from tests.engine.quantised_files import fp8, quantise
+from tests.engine.tiny_models import OURS, chunked_logits, save_tiny, tokens_for, transformers
 
 CPU = torch.device("cpu")
 CHUNKS = [21, 4, 1, 1, 13]

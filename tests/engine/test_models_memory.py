@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
-from tiny_models import chunked_logits, family, save_tiny, tokens_for
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
+from tests.engine.tiny_models import chunked_logits, family, save_tiny, tokens_for
 
 MEASURE = """
 import ctypes, pathlib, re, torch

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import SHAPE, chunked_logits, tokens_for, transformers
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
@@ -16,6 +15,7 @@ from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from tests.engine.tiny_models import SHAPE, chunked_logits, tokens_for, transformers
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_models_gguf import CPU, Kind, write_gguf
-from tiny_models import chunked_logits, family, save_tiny, tokens_for
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.base import Model
@@ -21,6 +19,8 @@ from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.decoder_spec import StoredRows
 from kvferry.model_files.source import resolve
 from kvferry.runtime.shared_file import SharedFile, make
+from tests.engine.test_models_gguf import CPU, Kind, write_gguf
+from tests.engine.tiny_models import chunked_logits, family, save_tiny, tokens_for
 
 pytestmark = [
     pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension"),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gguf
 import pytest
 import torch
-from test_models_gguf import CPU, Kind, write_gguf
-from tiny_models import chunked_logits, family, save_tiny, tokens_for
 
 from kvferry.engine.models import load_model
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from tests.engine.test_models_gguf import CPU, Kind, write_gguf
+from tests.engine.tiny_models import chunked_logits, family, save_tiny, tokens_for
 
 pytestmark = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
 

@@ -7,11 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from quantised_files import awq, fp8, gptq, int8, packed, quantise
 from safetensors.torch import load_file
-from test_models_gguf import same_logits
-from test_models_packed import CPU, correlation, load
-from tiny_models import EXPERTS, family, save_tiny
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.directory import open_directory
@@ -25,6 +21,10 @@ from kvferry.model_files.quantisation import quantisation
 from kvferry.model_files.source import resolve
 from kvferry.model_files.weight_counts import ON_CPU, ON_GPU
 from kvferry.protocol.errors import ConfigError
+from tests.engine.quantised_files import awq, fp8, gptq, int8, packed, quantise
+from tests.engine.test_models_gguf import same_logits
+from tests.engine.test_models_packed import CPU, correlation, load
+from tests.engine.tiny_models import EXPERTS, family, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 compiled = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")

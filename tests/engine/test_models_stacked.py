@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_models_gguf import same_logits
-from test_models_packed import CPU, correlation
-from tiny_models import OURS, expect_equal_logits, oracle_logits, save_tiny
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
@@ -24,6 +21,9 @@ from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from tests.engine.test_models_gguf import same_logits
+from tests.engine.test_models_packed import CPU, correlation
+from tests.engine.tiny_models import OURS, expect_equal_logits, oracle_logits, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STACKS = ("gate_up_proj", "down_proj")

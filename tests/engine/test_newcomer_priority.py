@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from toy import expected, make_engine, make_job, tokens_of
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Event, Generated, Reserved
@@ -16,6 +15,7 @@ from kvferry.engine.loop import EngineLoop
 from kvferry.engine.shared_cores.newcomer_priority import BRIEF_S, EARNED, LONGEST_S, NewcomerPriority
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
+from tests.toy import expected, make_engine, make_job, tokens_of
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 

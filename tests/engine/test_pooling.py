@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reading import accounts, finish, reading, vectors
-from tiny_models import OURS, save_tiny, tokens_for
-from toy import make_engine, make_job
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated
@@ -21,6 +18,9 @@ from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import POOLINGS, Classify, Embed, Generate
 from kvferry.worker.engine_factory import assemble
+from tests.engine.reading import accounts, finish, reading, vectors
+from tests.engine.tiny_models import OURS, save_tiny, tokens_for
+from tests.toy import make_engine, make_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,11 +6,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Admitted, Generated, Reserved
 from kvferry.protocol.messages import Job
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
-from tiny_models import OURS, Cache, family, oracle_logits, save_tiny, tokens_for
 
 from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.models.base import ForwardAbandoned
@@ -19,6 +17,8 @@ from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.decoder_spec import StoredRows
 from kvferry.kernels.quantised_codes import Codes
 from kvferry.protocol.errors import ConfigError
+from tests.engine.joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
+from tests.engine.tiny_models import OURS, Cache, family, oracle_logits, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import save_adapter
-from joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
-from test_adapters import FAMILIES, hf, targets_of
-from tiny_models import BLOCK, Cache, family, save_tiny, tokens_for
 
 from kvferry.engine.models.adapters import load_adapter
 from kvferry.engine.models.base import Model
@@ -21,6 +17,10 @@ from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.lora import Adapted, Adapter
 from kvferry.model_files.adapter import TARGETS, read_adapter
 from kvferry.protocol.errors import ConfigError
+from tests.adapter_files import save_adapter
+from tests.engine.joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
+from tests.engine.test_adapters import FAMILIES, hf, targets_of
+from tests.engine.tiny_models import BLOCK, Cache, family, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}

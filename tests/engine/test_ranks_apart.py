@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from joined_ranks import CPU, Pooled, connected, expect_equal, joined_ranks, whole
-from tiny_models import OURS, family, oracle_logits, save_tiny, tokens_for
 
 from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.models.base import ForwardAbandoned
@@ -18,6 +16,8 @@ from kvferry.engine.ranks import device_group
 from kvferry.engine.ranks.device_group import DeviceGroup
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.protocol.errors import ConfigError
+from tests.engine.joined_ranks import CPU, Pooled, connected, expect_equal, joined_ranks, whole
+from tests.engine.tiny_models import OURS, family, oracle_logits, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
-from test_models_gguf import Kind as Stored
-from test_models_gguf import experts_of, write_gguf
-from test_models_stacked import in_mxfp4
-from tiny_models import OURS, chunked_logits, family, oracle_logits, save_tiny, tokens_for
 
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.decoder_spec import Experts
 from kvferry.protocol.errors import ConfigError
+from tests.engine.joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
+from tests.engine.test_models_gguf import Kind as Stored
+from tests.engine.test_models_gguf import experts_of, write_gguf
+from tests.engine.test_models_stacked import in_mxfp4
+from tests.engine.tiny_models import OURS, chunked_logits, family, oracle_logits, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIXTURES = [name for name in OURS if name.startswith(("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "deepseek"))]

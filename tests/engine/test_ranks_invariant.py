@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from joined_ranks import Pooled, Threads, joined_ranks
-from tiny_models import EXPERTS, family, save_tiny, tokens_for
 
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.protocol.errors import ConfigError
 from kvferry.worker.invariance import require_batch_invariance
+from tests.engine.joined_ranks import Pooled, Threads, joined_ranks
+from tests.engine.tiny_models import EXPERTS, family, save_tiny, tokens_for
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

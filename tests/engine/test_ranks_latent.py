@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from joined_ranks import expect_equal, joined_ranks, whole
-from tiny_models import OURS, oracle_logits, save_tiny, tokens_for
 
 from kvferry.kernels.cpu import CpuOps, instruction_set
+from tests.engine.joined_ranks import expect_equal, joined_ranks, whole
+from tests.engine.tiny_models import OURS, oracle_logits, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LATENT = [name for name in OURS if name.startswith("deepseek")]

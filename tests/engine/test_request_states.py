@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from toy import expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, ReservationFailed, Reserved
@@ -13,6 +12,7 @@ from kvferry.engine.request import Request
 from kvferry.engine.request_states import MOVES, Awaits, State
 from kvferry.protocol.errors import InvalidRequest, KvferryError, TransferFailed
 from kvferry.protocol.messages import TokenDelta
+from tests.toy import expected, finish, make_engine, make_job, tokens_of
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 BAD = InvalidRequest("the grammar is too large", param="response_format")

@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine.events import Admitted, Failed, Generated, Reserved
 from kvferry.protocol.messages import TokenDelta
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

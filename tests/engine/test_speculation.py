@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, expected, make_engine, make_job, tokens_of, toy_next
 
 from kvferry.engine.draft_acceptance import Accepted, accept
 from kvferry.engine.engine import Engine
@@ -19,6 +18,7 @@ from kvferry.engine.step_cost import ROW, StepCost
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from tests.toy import VOCAB, expected, make_engine, make_job, tokens_of, toy_next
 
 Guess = Callable[[int], bool]
 Oracle = Callable[..., None]

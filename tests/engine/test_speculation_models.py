@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import BLOCK, OURS, save_tiny, tokens_for
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
@@ -21,6 +20,7 @@ from kvferry.model_files.source import resolve
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from tests.engine.tiny_models import BLOCK, OURS, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = [int(token) for token in tokens_for(12)] * 3

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from toy import VOCAB, expected, make_engine, make_job, tokens_of
 
 from kvferry.engine import runner
 from kvferry.kernels.input_staging import Staging
 from kvferry.kernels.token_readback import Readback
+from tests.toy import VOCAB, expected, make_engine, make_job, tokens_of
 
 CPU = torch.device("cpu")
 

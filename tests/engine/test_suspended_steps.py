@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import OURS, Cache, save_tiny, tokens_for
-from toy import ToyModel, expected, finish, make_engine, make_job, tokens_of
 
 from kvferry.engine import suspended_steps
 from kvferry.engine.engine import Engine
@@ -23,6 +21,8 @@ from kvferry.kernels.decoder_spec import always
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
 from kvferry.protocol.messages import Job
+from tests.engine.tiny_models import OURS, Cache, save_tiny, tokens_for
+from tests.toy import ToyModel, expected, finish, make_engine, make_job, tokens_of
 
 LAYERS = 4
 LONG = list(range(1, 15))

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 import torch
-from tiny_models import family, save_tiny
 
 from kvferry.cli.bootstrap import ERROR_PREFIX
 from kvferry.engine.models import load_model
 from kvferry.kernels.ops import select
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from tests.engine.tiny_models import family, save_tiny
 
 CPU = torch.device("cpu")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from device_plans import moved
 
 from kvferry.engine.models.base import Model, SuspendedPass, Wanted
 from kvferry.engine.models.hf import transformers_module
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import always
 from kvferry.kernels.quantised_cache import PEAKS
+from tests.device_plans import moved
 
 transformers = transformers_module()
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from device_plans import moved
 
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.gated_activation import GELU, SILU, Gate
 from kvferry.kernels.quantised_cache import dequantise, quantise, vector_width
 from kvferry.protocol.layout import blocks_for
+from tests.device_plans import moved
 
 LAYERS, LAYER = 3, 1
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_batch import Case, close, dense_attention, make_case, sinks_of
 
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.ops import select
 from kvferry.protocol.errors import ConfigError
+from tests.kernels.paged_batch import Case, close, dense_attention, make_case, sinks_of
 
 SETS = instruction_sets()
 CPU = torch.device("cpu")

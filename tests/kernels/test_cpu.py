@@ -11,11 +11,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import GATES, LAYER, close, dense_attention, gated, make_case, rope_table, rotate_complex, sinks_of
 
 from kvferry.kernels.cpu import CpuOps, instruction_set, instruction_sets
 from kvferry.kernels.ops import select
 from kvferry.kernels.reference import ReferenceOps
+from tests.kernels.paged_batch import (
+    GATES,
+    LAYER,
+    close,
+    dense_attention,
+    gated,
+    make_case,
+    rope_table,
+    rotate_complex,
+    sinks_of,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 SETS = instruction_sets()

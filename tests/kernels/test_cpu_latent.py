@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_batch import LAYER, close
-from test_latent import BATCHES, HEADS, PLAIN, RANK, SCALE, VALUE, Case, made, weights
 
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu import CpuOps, instruction_sets
+from tests.kernels.paged_batch import LAYER, close
+from tests.kernels.test_latent import BATCHES, HEADS, PLAIN, RANK, SCALE, VALUE, Case, made, weights
 
 BF16 = torch.bfloat16
 SETS = instruction_sets()

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_batch import make_plan
 
 from kvferry.engine.models.base import ForwardAbandoned, ModelInfo, SuspendedPass
 from kvferry.engine.models.config import DecoderConfig
@@ -24,6 +23,7 @@ from kvferry.kernels.ops import Ops
 from kvferry.kernels.quantised_cache import quantise
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.sampling import NO_TOKEN
+from tests.kernels.paged_batch import make_plan
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_batch import LAYER, close, make_plan, moved, rope_table, rotate_complex
 
 from kvferry.kernels import latent
 from kvferry.kernels.cpu import CpuOps, instruction_sets
@@ -14,6 +13,7 @@ from kvferry.kernels.decoder_spec import Latent
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.quantised_cache import FP8, dequantise, quantise, vector_width
 from kvferry.kernels.reference import ReferenceOps
+from tests.kernels.paged_batch import LAYER, close, make_plan, moved, rope_table, rotate_complex
 
 ROTATED, PLAIN, RANK, VALUE = 64, 128, 512, 128
 HEADS, LAYERS, SLOTS = 3, 2, 16

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import LAYER, close, dense_attention, make_case, rope_table
 
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
 from kvferry.kernels.reference import ReferenceOps
+from tests.kernels.paged_batch import LAYER, close, dense_attention, make_case, rope_table
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = ["reference", *instruction_sets()]

@@ -8,7 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import (
+
+from kvferry.kernels.batch_index import BatchIndex, block_rows
+from kvferry.kernels.reference import ReferenceOps
+from tests.kernels.paged_batch import (
     GATES,
     LAYER,
     Case,
@@ -20,9 +23,6 @@ from paged_batch import (
     rotate_complex,
     sinks_of,
 )
-
-from kvferry.kernels.batch_index import BatchIndex, block_rows
-from kvferry.kernels.reference import ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

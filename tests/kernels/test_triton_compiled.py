@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from own_process import run_cases
+from tests.kernels.own_process import run_cases
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:

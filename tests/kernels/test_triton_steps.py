@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from own_process import ON_A_GPU, run_cases
+from tests.kernels.own_process import ON_A_GPU, run_cases
 
 
 def test_streams_are_those_of_the_reference() -> None:

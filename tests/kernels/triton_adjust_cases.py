@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE
 
 from kvferry.engine.sampler import SampleRow, sample
 from kvferry.kernels.logit_adjustments import Adjusted, Adjustments
@@ -18,6 +17,7 @@ from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.triton import TritonOps
 from kvferry.kernels.triton.logit_adjustments import Adjuster
 from kvferry.protocol.sampling import SamplingParams
+from tests.kernels.interpreted import DEVICE
 
 VOCAB = 5000
 PLACE = torch.device(DEVICE)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import DEVICE, bfloat16_products  # noqa: F401
-from paged_batch import LAYER, close, dense_attention, make_case, rope_table, sinks_of
 
 from kvferry.kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.triton import TritonOps
+from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
+from tests.kernels.paged_batch import LAYER, close, dense_attention, make_case, rope_table, sinks_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

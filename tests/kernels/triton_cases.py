@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import DEVICE, bfloat16_products  # noqa: F401
-from paged_batch import GATES, Case, close, dense_attention, gated, make_case, rope_table, sinks_of
 from xxhash import xxh3_64_intdigest
 
 from kvferry.kernels.decoder_spec import Experts, Gated
@@ -21,6 +19,8 @@ from kvferry.kernels.triton.checksum import digests
 from kvferry.kernels.triton.decode import decode
 from kvferry.kernels.triton.split_kv import Division
 from kvferry.kernels.triton.tile_sizes import decode_tile, prefill_tile
+from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
+from tests.kernels.paged_batch import GATES, Case, close, dense_attention, gated, make_case, rope_table, sinks_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

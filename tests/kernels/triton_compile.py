@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hopper import HOPPER_SHARED_BYTES, compiled_kernels  # noqa: F401
-from paged_batch import GATES, make_case, rope_table
 
 from kvferry.kernels.decoder_spec import Stored, StoredRows
 from kvferry.kernels.gguf_blocks import FORMATS
@@ -20,6 +18,8 @@ from kvferry.kernels.triton import TritonOps, coded_product
 from kvferry.kernels.triton.checksum import digests
 from kvferry.kernels.triton.coded_product import ORDERED
 from kvferry.protocol.sampling import SamplingParams
+from tests.kernels.hopper import HOPPER_SHARED_BYTES, compiled_kernels  # noqa: F401
+from tests.kernels.paged_batch import GATES, make_case, rope_table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

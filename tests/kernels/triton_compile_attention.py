@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hopper import HOPPER_SHARED_BYTES, compiled_kernels  # noqa: F401
-from paged_batch import make_case, rope_table, sinks_of
-from test_latent import LAYER, SCALE, made
-from test_latent import Case as LatentCase
 
 from kvferry.kernels.quantised_cache import FP8, PEAKS
 from kvferry.kernels.triton import TritonOps, eight_bits
+from tests.kernels.hopper import HOPPER_SHARED_BYTES, compiled_kernels  # noqa: F401
+from tests.kernels.paged_batch import make_case, rope_table, sinks_of
+from tests.kernels.test_latent import LAYER, SCALE, made
+from tests.kernels.test_latent import Case as LatentCase
 
 
 def copies_ahead(kernel: Any) -> bool:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE
 
 from kvferry.kernels.sampling import NO_TOKEN, NoiseKeys, draw
 from kvferry.kernels.triton import TritonOps
 from kvferry.protocol.sampling import SamplingParams
+from tests.kernels.interpreted import DEVICE
 
 VOCAB = 500
 OPS = TritonOps(4)

@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from device_plans import moved
-from interpreted import DEVICE
-from paged_batch import make_plan
-from tape import capture
 
 from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.models.config import parse_config
@@ -23,6 +19,10 @@ from kvferry.engine.models.rope import rope_tables
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cuda_graphs import LADDER, GraphStep
 from kvferry.kernels.triton import TritonOps
+from tests.device_plans import moved
+from tests.kernels.interpreted import DEVICE
+from tests.kernels.paged_batch import make_plan
+from tests.kernels.tape import capture
 
 PLACE = torch.device(DEVICE)
 VOCAB, LONGEST, BLOCK = 61, 96, 16

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from interpreted import DEVICE, bfloat16_products  # noqa: F401
-from paged_batch import close, make_plan, moved, rope_table
-from test_latent import LAYER, LAYERS, PLAIN, RANK, ROTATED, SCALE, SLOTS, Case, made
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
-
-from tiny_models import OURS, chunked_logits, save_tiny, tokens_for
 
 from benchmarks.gpu_kernels import check
 from benchmarks.gpu_latent import latent_attention
@@ -23,6 +15,10 @@ from kvferry.kernels.quantised_cache import FP8
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.triton import TritonOps, latent_batch
 from kvferry.model_files.source import resolve
+from tests.engine.tiny_models import OURS, chunked_logits, save_tiny, tokens_for
+from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
+from tests.kernels.paged_batch import close, make_plan, moved, rope_table
+from tests.kernels.test_latent import LAYER, LAYERS, PLAIN, RANK, ROTATED, SCALE, SLOTS, Case, made
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

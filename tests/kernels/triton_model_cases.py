@@ -3,20 +3,10 @@ real."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from interpreted import DEVICE, bfloat16_products  # noqa: F401
-from tape import capture
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
-
-from quantised_files import awq, fp8, gptq, packed, quantise
-from test_models_gguf import Kind, write_gguf
-from test_models_quantised import AWQ, FP8, GPTQ, INT4, compressed
-from tiny_models import COHERE, chunked_logits, family, save_tiny, tokens_for
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.base import Model
@@ -24,6 +14,12 @@ from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.triton import TritonOps
 from kvferry.model_files.source import resolve
+from tests.engine.quantised_files import awq, fp8, gptq, packed, quantise
+from tests.engine.test_models_gguf import Kind, write_gguf
+from tests.engine.test_models_quantised import AWQ, FP8, GPTQ, INT4, compressed
+from tests.engine.tiny_models import COHERE, chunked_logits, family, save_tiny, tokens_for
+from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
+from tests.kernels.tape import capture
 
 CASES = {
     "gptq-ordered": (gptq(4, 32, True, ordered=True), GPTQ | {"desc_act": True}, "W4A16"),

@@ -9,8 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE, bfloat16_products  # noqa: F401
-from paged_batch import TOLERANCE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels.decoder_spec import StoredRows
@@ -21,6 +19,8 @@ from kvferry.kernels.triton.coded_linear import CodedLinear
 from kvferry.kernels.triton.coded_product import ORDERED
 from kvferry.kernels.triton.dequantised_product import unpacked_rows
 from kvferry.model_files.memory_needs import _CODED
+from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
+from tests.kernels.paged_batch import TOLERANCE
 
 OUT = 70
 WIDER = [torch.float32, torch.float16]

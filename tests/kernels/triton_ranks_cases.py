@@ -3,19 +3,15 @@ by test_triton_steps.py."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from interpreted import DEVICE
-
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("worker", "engine", "")]
-
-from test_rank_processes import assembled, prompt, saved
 
 from kvferry.engine.batch_planner import Part, lay_out
 from kvferry.kernels.input_staging import Staging
+from tests.kernels.interpreted import DEVICE
+from tests.worker.test_rank_processes import assembled, prompt, saved
 
 RANKS = 2
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, bfloat16_products  # noqa: F401
-from tape import capture
 
 from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.models.config import parse_config
@@ -31,6 +29,8 @@ from kvferry.kernels.triton import TritonOps
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
+from tests.kernels.tape import capture
 
 GPU = DEVICE != "cpu"
 PLACE = torch.device(DEVICE)

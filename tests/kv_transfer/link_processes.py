@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import numpy as np
-from waiting import wait_for
+
+from tests.waiting import wait_for
 
 SPAWN = mp.get_context("spawn")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from later_checksums import LaterChecksums
 
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
@@ -19,6 +18,7 @@ from kvferry.protocol.errors import GrantRefused
 from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from tests.later_checksums import LaterChecksums
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 64

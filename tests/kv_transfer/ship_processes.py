@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 
 import numpy as np
-from link_processes import pattern
 
 from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.ports import BlockMemory
@@ -14,6 +13,7 @@ from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from tests.kv_transfer.link_processes import pattern
 
 
 class Memory(BlockMemory):

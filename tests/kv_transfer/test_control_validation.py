@@ -11,7 +11,6 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import mutated
 
 from kvferry.kv_transfer.control_validation import read
 from kvferry.kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
@@ -32,6 +31,7 @@ from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import WireError, pack
 from kvferry.protocol.work import Embed, Generate
+from tests.mutations import mutated
 
 PARAMS = SamplingParams(temperature=1, logit_bias=((3, 1.5), (4, -2)), logprobs=2, stop_token_ids=(1, 2))
 JOB = Job("r", 1, (5, 6, 7), 3, Generate(PARAMS), "router", deadline_s=30)

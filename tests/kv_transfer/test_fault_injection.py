@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from link_processes import Recorder
 
 from kvferry.kv_transfer.fault_injection import LATE_BYTE, Faults, FaultyLink
 from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol.errors import NodeLost
+from tests.kv_transfer.link_processes import Recorder
 
 
 def ends(faults: Faults):

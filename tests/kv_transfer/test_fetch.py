@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ship_kit import EPOCH, FINGERPRINT, Process
 
 from kvferry.kv_transfer.fault_injection import Faults
 from kvferry.kv_transfer.fetch import FetchClient, FetchServer, split
@@ -14,6 +13,7 @@ from kvferry.protocol.errors import Cancelled, DeadlineExceeded, NodeLost, NotFo
 from kvferry.protocol.link_messages import Fetch, Supply
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.protocol.wire import unpack
+from tests.kv_transfer.ship_kit import EPOCH, FINGERPRINT, Process
 
 HASHES = [bytes([number]) * 16 for number in range(1, 6)]
 

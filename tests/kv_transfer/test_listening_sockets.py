@@ -7,14 +7,14 @@ import threading
 import time
 
 import pytest
-from link_processes import Recorder
-from waiting import wait_for
 
 from kvferry.kv_transfer import listening_sockets, wakeup
 from kvferry.kv_transfer.listening_sockets import MAX_LOOKUPS, Resolver, listeners
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.errors import ConfigError
 from kvferry.runtime.address import parse_host_port
+from tests.kv_transfer.link_processes import Recorder
+from tests.waiting import wait_for
 
 OTHER = "127.0.0.2"
 """Another address of every Linux machine."""

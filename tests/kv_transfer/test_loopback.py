@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from link_processes import Recorder
 
 from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol.errors import NodeLost
+from tests.kv_transfer.link_processes import Recorder
 
 
 def pair():

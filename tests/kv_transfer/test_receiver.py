@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from ledger_books import blocks
-from ship_kit import DecodeSide, PrefillSide, delta
 
 from kvferry.engine.ports import QUIESCE
 from kvferry.kv_transfer.fault_injection import LATE_BYTE, Faults
@@ -14,6 +12,8 @@ from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol import errors
 from kvferry.protocol.link_messages import Commit, CommitAck, Grant, GrantRequest
 from kvferry.protocol.wire import pack, unpack
+from tests.kv_transfer.ship_kit import DecodeSide, PrefillSide, delta
+from tests.ledger_books import blocks
 
 
 def sides(faults: Faults | None = None, prefill_faults: Faults | None = None, **options):

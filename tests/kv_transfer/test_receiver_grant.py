@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ship_kit import check_moves, job
 
 from kvferry.kv_transfer.receiver_grant import GRANT_LIVE, GRANT_MOVES, GrantState, OpenGrant
+from tests.kv_transfer.ship_kit import check_moves, job
 
 
 def test_every_state_reaches_an_end_and_every_live_one_may_fail():

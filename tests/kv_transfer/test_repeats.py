@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from ship_kit import DecodeSide, PrefillSide, delta
 
 from kvferry.kv_transfer import retransmission
 from kvferry.kv_transfer.fault_injection import Faults
@@ -13,6 +12,7 @@ from kvferry.kv_transfer.retransmission import REMEMBERED, REPEAT_S, SendingProc
 from kvferry.protocol.errors import GrantRefused
 from kvferry.protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
 from kvferry.protocol.wire import unpack
+from tests.kv_transfer.ship_kit import DecodeSide, PrefillSide, delta
 
 
 class Pair:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from link_processes import no_thread_left
 
 from kvferry.kv_transfer.selftest import self_test
 from kvferry.protocol.errors import ConfigError
+from tests.kv_transfer.link_processes import no_thread_left
 
 
 @pytest.mark.parametrize("transports", ["", "tcp"])

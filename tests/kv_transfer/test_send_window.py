@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from ship_kit import DecodeSide, PrefillSide, delta
 
 from kvferry.kv_transfer.fault_injection import Faults
 from kvferry.kv_transfer.loopback import LoopbackNetwork
@@ -12,6 +11,7 @@ from kvferry.kv_transfer.sender import STALL_TIMEOUT_S
 from kvferry.protocol.errors import Cancelled
 from kvferry.protocol.link_messages import Commit
 from kvferry.protocol.wire import unpack
+from tests.kv_transfer.ship_kit import DecodeSide, PrefillSide, delta
 
 SMALL, LARGE = 4, 512
 BLOCK_BYTES = 1 << 15

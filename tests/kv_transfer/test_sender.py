@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from ship_kit import DecodeSide, PrefillSide, delta, job
 
 from kvferry.kv_transfer.fault_injection import Faults
 from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol import errors
 from kvferry.protocol.link_messages import CommitAck
 from kvferry.protocol.wire import unpack
+from tests.kv_transfer.ship_kit import DecodeSide, PrefillSide, delta, job
 
 
 @pytest.fixture

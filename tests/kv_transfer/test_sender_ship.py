@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ship_kit import check_moves
 
 from kvferry.kv_transfer.sender_ship import SHIP_LIVE, SHIP_MOVES, Ship, ShipState
+from tests.kv_transfer.ship_kit import check_moves
 
 
 def test_every_state_reaches_an_end_and_every_live_one_may_fail():

@@ -8,14 +8,14 @@ import time
 
 import numpy as np
 import pytest
-from link_processes import child, pattern
-from ship_processes import Memory, prefill_process
-from waiting import wait_for
 
 from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.messages import DecodeTarget
+from tests.kv_transfer.link_processes import child, pattern
+from tests.kv_transfer.ship_processes import Memory, prefill_process
+from tests.waiting import wait_for
 
 BLOCK = 368_640
 BLOCKS = 64

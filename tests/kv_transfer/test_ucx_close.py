@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from link_processes import Recorder, child, no_thread_left
-from waiting import wait_for
 
 from kvferry.kv_transfer.tags import block_tag
 from kvferry.kv_transfer.ucx import UcxLink
@@ -18,6 +16,8 @@ from kvferry.kv_transfer.ucx_abandoned_connections import MOST_LEFT, AbandonedCo
 from kvferry.kv_transfer.ucx_library import UcxLibrary, load
 from kvferry.kv_transfer.ucx_loop import UcxLoop
 from kvferry.kv_transfer.ucx_worker import LETTING_GO_S, UcxWorker
+from tests.kv_transfer.link_processes import Recorder, child, no_thread_left
+from tests.waiting import wait_for
 
 PAUSES_S = (0.0, 0.0, 1e-4, 3e-4, 1e-3, 2e-3)
 """Between a peer's first word and the end of its connection: the block that warms it up is under way for so long."""

@@ -11,12 +11,12 @@ import time
 
 import numpy as np
 import pytest
-from link_processes import Recorder, child, listen, no_thread_left, pattern, send_blocks
-from waiting import wait_for
 
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.errors import ConfigError, NodeLost
 from kvferry.runtime.address import knows_ipv6, parse_host_port
+from tests.kv_transfer.link_processes import Recorder, child, listen, no_thread_left, pattern, send_blocks
+from tests.waiting import wait_for
 
 BLOCK = 368_640
 

@@ -9,11 +9,6 @@ import time
 
 import numpy as np
 import pytest
-from link_processes import Recorder, child, pattern
-from raw_client import Stranger, frame
-from ship_processes import prefill_process
-from test_ship_ucx import BLOCK, BLOCKS, Decode, ask, event, started
-from waiting import wait_for
 
 from kvferry.kv_transfer import ucx_handshakes
 from kvferry.kv_transfer.handshake import HandshakeTerms
@@ -22,6 +17,11 @@ from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.link_messages import Abort, Commit, Grant, GrantRequest
 from kvferry.protocol.messages import TokenDelta
 from kvferry.protocol.wire import pack
+from tests.kv_transfer.link_processes import Recorder, child, pattern
+from tests.kv_transfer.raw_client import Stranger, frame
+from tests.kv_transfer.ship_processes import prefill_process
+from tests.kv_transfer.test_ship_ucx import BLOCK, BLOCKS, Decode, ask, event, started
+from tests.waiting import wait_for
 
 DELTA = TokenDelta("r", 1, 0, (1,))
 WRONG = (

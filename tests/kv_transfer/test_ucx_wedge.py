@@ -3,11 +3,10 @@ Where all peers shared a worker of UCX, three of 27 kills left the link deaf to 
 
 from __future__ import annotations
 
-from link_processes import Recorder, child, send_blocks
-from waiting import wait_for
-from wedging import freezes, kills
-
 from kvferry.kv_transfer.ucx import UcxLink
+from tests.kv_transfer.link_processes import Recorder, child, send_blocks
+from tests.kv_transfer.wedging import freezes, kills
+from tests.waiting import wait_for
 
 
 def test_kills_in_mid_ship_leave_the_others_heard():

@@ -13,12 +13,12 @@ import time
 from contextlib import ExitStack
 
 import numpy as np
-from link_processes import Recorder, child, pattern
-from waiting import wait_for
 
 from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.tags import block_tag
 from kvferry.kv_transfer.ucx import UcxLink
+from tests.kv_transfer.link_processes import Recorder, child, pattern
+from tests.waiting import wait_for
 
 SIZE = 368_640
 AHEAD = 8

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import COMMIT, FakeHub
 
 from kvferry.model_files import download
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from tests.model_files.fake_hub import COMMIT, FakeHub
 
 ROOT = Path(__file__).parents[2]
 CONFIG = json.dumps({"vocab_size": 100, "max_position_embeddings": 64}).encode()

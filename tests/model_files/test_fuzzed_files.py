@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 
 import pytest
-from file_fuzz import fuzzed
+
+from tests.file_fuzz import fuzzed
 
 COUNT = int(os.environ.get("KVFERRY_TEST_MUTANTS", "120"))
 FIRST = int(os.environ.get("KVFERRY_TEST_MUTANTS_FROM", "0"))

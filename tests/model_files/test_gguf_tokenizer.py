@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
-from vocabularies import sentencepiece
 
 from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, build_tokenizer
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import ConfigError
+from tests.vocabularies import sentencepiece
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from gguf_files import finish
 
 from kvferry.model_files.pooling_config import PoolingConfig, read_task
 from kvferry.model_files.source import read_facts, resolve
 from kvferry.model_files.unsupported_models import require_runnable
 from kvferry.protocol.errors import ConfigError
+from tests.gguf_files import finish
 
 BERT = {"model_type": "bert", "vocab_size": 9, "hidden_size": 32, "max_position_embeddings": 512, "type_vocab_size": 2}
 LLAMA = {"model_type": "llama", "vocab_size": 9, "hidden_size": 48, "max_position_embeddings": 512}

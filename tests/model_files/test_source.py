@@ -5,13 +5,13 @@ import sys
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from gguf_files import finish
 
 from kvferry.model_files import source as model_source
 from kvferry.model_files.context_length import context_length
 from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.source import read_facts, resolve
 from kvferry.protocol.errors import ConfigError
+from tests.gguf_files import finish
 
 
 def write_directory(path, weights=b"\1" * 100_000, **config):

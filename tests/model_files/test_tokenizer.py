@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import regex
-from api_parts import demo_text
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from vocabularies import CHARS
 
 from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.source import resolve
 from kvferry.model_files.tokenizer import BYTE_ALPHABET, TextTokenizer
 from kvferry.protocol.errors import ConfigError
+from tests.api_parts import demo_text
+from tests.vocabularies import CHARS
 
 TEXT = st.text(CHARS, max_size=60)
 

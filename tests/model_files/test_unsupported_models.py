@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from gguf_files import finish
 
 from kvferry.model_files.source import resolve
 from kvferry.model_files.unsupported_models import require_runnable, resolve_runnable
 from kvferry.protocol.errors import ConfigError
+from tests.gguf_files import finish
 
 TEXT = {"model_type": "x", "vocab_size": 100, "max_position_embeddings": 64}
 

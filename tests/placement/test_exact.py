@@ -9,7 +9,6 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_place import node
 
 from kvferry.placement import uncached_nodes
 from kvferry.placement.blocks import fits, has_room, shipped_blocks, uncached_len
@@ -21,6 +20,7 @@ from kvferry.placement.place import NOISE, place
 from kvferry.placement.types import Demand, NodeView, TierPrefix
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.lease import Load, Rates
+from tests.placement.test_place import node
 
 Chosen = tuple[str | None, str | None, float]
 KEYS = [(f"{role}{number}", 1) for role in "pd" for number in range(6)]

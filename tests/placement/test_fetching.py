@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_place import node, where
 
 from kvferry.placement.costs import compute_s
 from kvferry.placement.fetching import CANDIDATES, LEAST_GAIN_S, QUESTION_S, fetch_s, fetching, holders
@@ -15,6 +14,7 @@ from kvferry.placement.place import place
 from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.lease import Rates
 from kvferry.protocol.messages import Holder
+from tests.placement.test_place import node, where
 
 LONG = Demand(1024, fetches=True)
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_place import node, where
 
 from kvferry.placement.costs import compute_s
 from kvferry.placement.place import place
 from kvferry.placement.tier_reads import brought
 from kvferry.placement.types import Demand, NodeView, TierPrefix
 from kvferry.protocol.lease import Rates
+from tests.placement.test_place import node, where
 
 DEMAND = Demand(1024)
 READ_S = 0.004

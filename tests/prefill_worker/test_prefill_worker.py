@@ -15,15 +15,15 @@ from typing import Any
 
 import httpx
 import pytest
-from ledger_books import blocks
-from toy import VOCAB, HeldModel, expected, make_engine, make_job, toy_next
-from waiting import until, wait_for
-from worker_pair import Answer, Router, pair, worker
 
 from kvferry.engine.engine import Engine
 from kvferry.protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.work import Embed
+from tests.ledger_books import blocks
+from tests.toy import VOCAB, HeldModel, expected, make_engine, make_job, toy_next
+from tests.waiting import until, wait_for
+from tests.worker_pair import Answer, Router, pair, worker
 
 LENGTH = 40
 """Three steps of prefill."""

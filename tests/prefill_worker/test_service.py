@@ -12,7 +12,6 @@ import httpx
 import pytest
 import torch
 from fastapi import FastAPI
-from waiting import until
 
 from kvferry.engine.events import Generated
 from kvferry.engine.request import key_of
@@ -28,6 +27,7 @@ from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.http import make_app
 from kvferry.worker.pool_memory import PoolMemory
 from kvferry.worker.tier_opening import OpenTiers
+from tests.waiting import until
 
 
 class Engine:

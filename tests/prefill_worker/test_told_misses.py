@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toy import make_job
-from waiting import until
-from worker_pair import Router, pair
 
 from kvferry.protocol.prefix_reuse import Missed
+from tests.toy import make_job
+from tests.waiting import until
+from tests.worker_pair import Router, pair
 
 PROMPT = list(range(30))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_workers import lease_of
 
 from kvferry.protocol import lease as lease_module
 from kvferry.protocol.layout import WIRE_VERSION
 from kvferry.protocol.lease import IncompatibleLease, sealed, unsealed
 from kvferry.protocol.wire import WireError, pack
+from tests.fake_workers import lease_of
 
 LEASE = lease_of("d1", "decode")
 

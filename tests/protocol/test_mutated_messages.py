@@ -9,10 +9,10 @@ import tracemalloc
 
 import msgpack
 import pytest
-from mutations import made, mutated
-from test_wire import MESSAGES
 
 from kvferry.protocol.wire import MAX_ITEMS, FrameReader, WireError, unpack
+from tests.mutations import made, mutated
+from tests.protocol.test_wire import MESSAGES
 
 SEED = os.environ.get("KVFERRY_TEST_SEED", "1")
 EACH = int(os.environ.get("KVFERRY_TEST_MUTATIONS", "150"))

@@ -14,13 +14,13 @@ import httpx
 import psutil
 import pytest
 import uvicorn
-from api_parts import Api, FakeCluster, says
-from hostile_requests import Hostile, hostile
-from waiting import until
 
 from kvferry.runtime.connection_limits import Limits
 from kvferry.runtime.connections import guarded
 from kvferry.runtime.http import Server, bind
+from tests.api_parts import Api, FakeCluster, says
+from tests.hostile_requests import Hostile, hostile
+from tests.waiting import until
 
 REQUESTS = int(os.environ.get("KVFERRY_TEST_HOSTILE", "400"))
 SEED = int(os.environ.get("KVFERRY_TEST_SEED", "1"))

@@ -9,9 +9,6 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from api_parts import demo_text, error_of
-from fake_workers import BLOCK, PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
-from waiting import until
 
 from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.errors import InvalidRequest, NoNodes
@@ -21,6 +18,9 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.text.encoding import Encoder
+from tests.api_parts import demo_text, error_of
+from tests.fake_workers import BLOCK, PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
+from tests.waiting import until
 
 X = AdapterName("x", "id-x")
 HOLDS = {"adapters": (X,)}

@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_workers import Bench, decode, prefill
-from test_router_process import router
-from waiting import until_told
 
 from kvferry.runtime.signals import StopSignal
+from tests.fake_workers import Bench, decode, prefill
+from tests.router.test_router_process import router
+from tests.waiting import until_told
 
 MIB = 2**20
 GAP_S = 1.5

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_workers import Bench, decode, prefill
-from test_router_process import BODY, router
-from waiting import until, until_told
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.main import connection_limits, run_router, tls
 from kvferry.runtime.http import bind
 from kvferry.runtime.signals import StopSignal
+from tests.fake_workers import Bench, decode, prefill
+from tests.router.test_router_process import BODY, router
+from tests.waiting import until, until_told
 
 
 async def spoken(port: int, sent: bytes, answers: int, context: ssl.SSLContext | None = None) -> list[str]:

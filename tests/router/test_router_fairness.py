@@ -9,8 +9,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from api_parts import app_of, demo_text
-from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 
 from kvferry.protocol.lease import Rates
 from kvferry.protocol.messages import PrefillRequest
@@ -19,6 +17,8 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.sequence_stream import Choice, SequenceStream
 from kvferry.router.tenants.keys import entry
+from tests.api_parts import app_of, demo_text
+from tests.fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 
 RATE = 1000.0
 """Prompt tokens that the prefill node computes in a second, one prompt after another in the order of their arrival."""

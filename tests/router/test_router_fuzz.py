@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from fake_workers import Bench, decode, prefill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_router_process import router
-from waiting import until_told
 
 from kvferry.runtime.signals import StopSignal
+from tests.fake_workers import Bench, decode, prefill
+from tests.router.test_router_process import router
+from tests.waiting import until_told
 
 ANSWER_S = 10.0
 LIMITS = {"header_timeout": 0.3, "body_timeout": 0.3}

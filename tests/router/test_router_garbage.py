@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from fake_workers import Bench, FakeWorker, decode, honest_prefill, prefill
-from test_router_process import router
 
 from kvferry.protocol.errors import BlocksCorrupt, Overloaded
 from kvferry.protocol.messages import AttemptFailed, PrefillRequest
 from kvferry.runtime.signals import StopSignal
+from tests.fake_workers import Bench, FakeWorker, decode, honest_prefill, prefill
+from tests.router.test_router_process import router
 
 PROMPT = list(range(100, 164))
 CHAT = [{"role": "user", "content": "What does a ferry carry?"}]

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from api_parts import app_of, demo_text
-from fake_workers import Bench, decode, prefill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import KvferryError
+from tests.api_parts import app_of, demo_text
+from tests.fake_workers import Bench, decode, prefill
 
 ANSWER_S = 4.0
 EDGES = [e + d for e in (0, 2**31, 2**32, 2**53, 2**63, 2**64, 10**30, 10**400) for d in (-1, 0, 1)]

@@ -12,8 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_workers import Bench, decode, prefill
-from waiting import until, until_told
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
@@ -21,6 +19,8 @@ from kvferry.router.main import run_router, serve_router
 from kvferry.runtime import graceful_close
 from kvferry.runtime.http import bind
 from kvferry.runtime.signals import StopSignal
+from tests.fake_workers import Bench, decode, prefill
+from tests.waiting import until, until_told
 
 BODY = {"model": "", "prompt": list(range(100, 164)), "max_tokens": 64, "stream": True}
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 import httpx
 import pytest
-from fake_workers import Bench, decode, prefill
-from test_router_process import router
 
 from kvferry.runtime.signals import StopSignal
+from tests.fake_workers import Bench, decode, prefill
+from tests.router.test_router_process import router
 
 CLIENTS = 64
 IDLE_S = 1.0

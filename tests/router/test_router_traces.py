@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from api_parts import app_of, demo_text
-from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
-from otlp_receiver import attributes, traced
 
 from kvferry.protocol.messages import AttemptFailed, PrefillRequest
 from kvferry.protocol.metrics import RouterMetrics
+from tests.api_parts import app_of, demo_text
+from tests.fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
+from tests.otlp_receiver import attributes, traced
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 SECRET = "ferryboat"

@@ -9,9 +9,6 @@ from typing import Any
 
 import httpx
 import pytest_asyncio
-from api_parts import demo_text, error_of, events
-from fake_workers import Bench, FakeWorker, decode, prefill
-from waiting import until
 
 from kvferry.cluster_state.index import owner
 from kvferry.model_files.model_name import ModelName
@@ -19,6 +16,9 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.text.encoding import Encoder
+from tests.api_parts import demo_text, error_of, events
+from tests.fake_workers import Bench, FakeWorker, decode, prefill
+from tests.waiting import until
 
 NAMES = (ModelName("m", ("first", "alias")), ModelName("n"))
 

@@ -18,12 +18,12 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from waiting import until
 
 from kvferry.runtime.connection_limits import MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS, Limits
 from kvferry.runtime.graceful_close import lingering
 from kvferry.runtime.http import Server, bind
 from kvferry.runtime.rejection_throttle import PATIENCE_S, RejectionThrottle
+from tests.waiting import until
 
 HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
 GET = b"GET /echo HTTP/1.1\r\nhost: x\r\n\r\n"

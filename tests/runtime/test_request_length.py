@@ -6,10 +6,10 @@ import contextlib
 import logging
 
 import pytest
-from test_connections import GET, STREAM, Socket, error_of, serving
 
 from kvferry.runtime.connection_limits import MAX_HEADER_BYTES, MAX_HEADERS
 from kvferry.runtime.log import set_up_log
+from tests.runtime.test_connections import GET, STREAM, Socket, error_of, serving
 
 CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from otlp_receiver import attributes, collector, traced
 
 from kvferry.runtime.tracing import TRACER, Tracer, wanted
+from tests.otlp_receiver import attributes, collector, traced
 
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 

@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_nodes import MACHINE, ask, played
 
 from kvferry.cluster_state.index import on_tier
 from kvferry.protocol.index_rows import rows_of
@@ -18,6 +17,7 @@ from kvferry.simulate.report import lease_of
 from kvferry.simulate.scenario import Run
 from kvferry.simulate.tiers import Tier
 from kvferry.simulate.world import Loss
+from tests.simulate.test_nodes import MACHINE, ask, played
 
 SMALL = replace(MACHINE, blocks=64)
 """A block of 16 tokens is computed in 16 ms; two prompts of 500 tokens drive each other out of the pool."""

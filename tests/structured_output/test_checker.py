@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from api_parts import demo_text
 
 from kvferry.protocol.errors import InvalidRequest, Overloaded
 from kvferry.protocol.work import Grammar
 from kvferry.router.text.grammar_vocabulary import vocabulary_of
 from kvferry.structured_output.checker import PENDING, RUNAWAYS, Checker
+from tests.api_parts import demo_text
 
 CHILD = (
     "import sys, json, time\n"

@@ -9,11 +9,11 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from random_schemas import random_schema
-from test_llguidance_backend import EOS, allowed, demo_text, ids_of, library
 
 from kvferry.protocol.work import Grammar
 from kvferry.structured_output.forced_end import SPARE
+from tests.random_schemas import random_schema
+from tests.structured_output.test_llguidance_backend import EOS, allowed, demo_text, ids_of, library
 
 ORDER = {
     "type": "object",

@@ -7,10 +7,10 @@ import threading
 import time
 
 import pytest
-from waiting import wait_for
 
 from kvferry.protocol.errors import Overloaded
 from kvferry.structured_output.compile_threads import CREDIT_S, STEPS, CompileThreads
+from tests.waiting import wait_for
 
 
 def test_jobs_run_in_order_on_one_thread() -> None:

@@ -8,9 +8,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from api_parts import demo_text
-from random_schemas import UNSUPPORTED
-from vocabularies import sentencepiece
 
 from kvferry.model_files.gguf_tokenizer import build_tokenizer
 from kvferry.protocol.errors import ConfigError, InvalidRequest
@@ -20,6 +17,9 @@ from kvferry.structured_output import lark
 from kvferry.structured_output.interface import Matcher, words_for
 from kvferry.structured_output.llguidance_backend import LlguidanceBackend
 from kvferry.structured_output.vocabulary import Vocabulary
+from tests.api_parts import demo_text
+from tests.random_schemas import UNSUPPORTED
+from tests.vocabularies import sentencepiece
 
 EOS = 2
 

@@ -10,8 +10,9 @@ import os
 
 import jsonschema
 import pytest
-from random_schemas import random_schemas
-from schema_runs import SchemaRuns
+
+from tests.random_schemas import random_schemas
+from tests.schema_runs import SchemaRuns
 
 COUNT = int(os.environ.get("KVFERRY_TEST_SCHEMAS", "32"))
 CUT_SHARE = 0.05

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from listed_grammars import ListedCompiler, listed
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.structured_output.interface import empty_mask, without
 from kvferry.structured_output.trial_compile import check
+from tests.listed_grammars import ListedCompiler, listed
 
 EOS, VOCABULARY = 63, 100
 

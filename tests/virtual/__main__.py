@@ -11,9 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import click
-from virtual.finding import FOUND_BY, MUTANTS, RARE, finders
-from virtual.plan import make_plan
-from virtual.world import LEAST_DONE, World, share_done
+
+from tests.virtual.finding import FOUND_BY, MUTANTS, RARE, finders
+from tests.virtual.plan import make_plan
+from tests.virtual.world import LEAST_DONE, World, share_done
 
 AT_ONCE = 50
 

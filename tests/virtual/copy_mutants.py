@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from virtual.mistake import Mutant, mutant
-
 from kvferry.engine.replication import Replicas
+from tests.virtual.mistake import Mutant, mutant
 
 
 @mutant("instead of")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from virtual.clock import Process, State
-from virtual.plan import Fault
+from tests.virtual.clock import Process, State
+from tests.virtual.plan import Fault
 
 
 def living(them: list) -> list:

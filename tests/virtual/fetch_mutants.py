@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from virtual.mistake import Mutant, mutant
-
 from kvferry.engine.replication import Replicas
 from kvferry.worker.fetch_client import PrefixFetcher
+from tests.virtual.mistake import Mutant, mutant
 
 
 @mutant("is sent, but not held")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from virtual import copy_mutants, fetch_mutants, move_mutants, mutants
-from virtual.mistake import Mistake
-from virtual.plan import make_plan
-from virtual.world import World
+from tests.virtual import copy_mutants, fetch_mutants, move_mutants, mutants
+from tests.virtual.mistake import Mistake
+from tests.virtual.plan import make_plan
+from tests.virtual.world import World
 
 MUTANTS = {
     name: made

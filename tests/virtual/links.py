@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from virtual.arithmetic import Arithmetic
-from virtual.clock import Process
-from virtual.wires import Lanes
-
 from kvferry.engine.ledger import Ledger
 from kvferry.kv_transfer.fault_injection import FaultyLink
 from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.loopback import End, LoopbackLink, LoopbackNetwork
 from kvferry.protocol.errors import NodeLost
+from tests.virtual.arithmetic import Arithmetic
+from tests.virtual.clock import Process
+from tests.virtual.wires import Lanes
 
 
 class VirtualNetwork(LoopbackNetwork):

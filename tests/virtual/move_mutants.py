@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from virtual.mistake import Mutant, mutant
-
 from kvferry.engine.migration import OutboundMigration, OutboundMigrations
 from kvferry.engine.ports import SHIP
 from kvferry.router.dispatch.migration import Migration
+from tests.virtual.mistake import Mutant, mutant
 
 
 @mutant("is sent, but not held")

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from virtual.mistake import Mutant, mutant
-
 from kvferry.decode_worker.grants import Grants
 from kvferry.engine.engine import Engine
 from kvferry.engine.ledger import Ledger
@@ -25,6 +23,7 @@ from kvferry.kv_transfer.sender_ship import Ship
 from kvferry.prefill_worker.ships import Ships
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.node_entry import Reservation
+from tests.virtual.mistake import Mutant, mutant
 
 
 @mutant("written.*, but not held")

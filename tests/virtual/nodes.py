@@ -9,13 +9,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from later_checksums import LaterChecksums
-from virtual.arithmetic import BLOCK_SIZE, FINGERPRINT, INFO, Arithmetic, make_engine
-from virtual.clock import Process
-from virtual.links import LateLink, VirtualLink
-from virtual.registry import Reached
-from virtual.server import Routes, Served
-
 from kvferry.elastic_worker.service import ElasticService
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
@@ -37,6 +30,12 @@ from kvferry.worker.service import Base
 from kvferry.worker.streams import RouterStreams
 from kvferry.worker.tier_opening import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
+from tests.later_checksums import LaterChecksums
+from tests.virtual.arithmetic import BLOCK_SIZE, FINGERPRINT, INFO, Arithmetic, make_engine
+from tests.virtual.clock import Process
+from tests.virtual.links import LateLink, VirtualLink
+from tests.virtual.registry import Reached
+from tests.virtual.server import Routes, Served
 
 BLOCK_BYTES = 16
 

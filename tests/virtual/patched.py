@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from virtual.nodes import METRICS
-
 from kvferry.cluster_state.index_writer import IndexWriter
 from kvferry.engine import replication
 from kvferry.kv_transfer.receiver import Receiver
@@ -21,6 +19,7 @@ from kvferry.placement import fetching
 from kvferry.placement.types import Demand, Placement
 from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.runtime.suspend_aware_clock import TICK_S, SuspendAwareClock
+from tests.virtual.nodes import METRICS
 
 LOSS_S = 0.2
 """By which a fetch may be slower than computing what it brings: blocks are few, and fetched all the same."""

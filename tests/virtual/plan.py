@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from virtual.arithmetic import VOCAB
+from tests.virtual.arithmetic import VOCAB
 
 LEAVES_S = (0.005, 2.0)
 """Clients that leave do so at once, or in the middle."""

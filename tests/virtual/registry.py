@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from virtual.weather import Weather
-
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.protocol.errors import RegistryUnavailable
+from tests.virtual.weather import Weather
 
 ASKED_S = 0.5
 """What a question to a registry that is away takes."""

@@ -5,11 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from virtual.arithmetic import INFO, expected
-from virtual.clock import Process, State
-from virtual.plan import Asked
-from virtual.registry import Reached
-
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.metrics import RouterMetrics
@@ -20,6 +15,10 @@ from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.node_table import NodeTable
 from kvferry.router.request_context import RequestContext
+from tests.virtual.arithmetic import INFO, expected
+from tests.virtual.clock import Process, State
+from tests.virtual.plan import Asked
+from tests.virtual.registry import Reached
 
 METRICS = RouterMetrics()
 GRACE_S = 0.5

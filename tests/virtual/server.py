@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from virtual.clock import Process
-from virtual.wires import End
-
 from kvferry.protocol.errors import KvferryError
 from kvferry.worker.message_stream import MessageStreamResponse
+from tests.virtual.clock import Process
+from tests.virtual.wires import End
 
 
 class Routes:

@@ -9,11 +9,12 @@ import os
 from collections import Counter
 
 import pytest
-from virtual.clock import Stuck, VirtualLoop
-from virtual.finding import FOUND_BY, MUTANTS, RARE, finders
-from virtual.nodes import METRICS
-from virtual.plan import KINDS, make_plan
-from virtual.world import LEAST_DONE, World, share_done
+
+from tests.virtual.clock import Stuck, VirtualLoop
+from tests.virtual.finding import FOUND_BY, MUTANTS, RARE, finders
+from tests.virtual.nodes import METRICS
+from tests.virtual.plan import KINDS, make_plan
+from tests.virtual.world import LEAST_DONE, World, share_done
 
 SEEDS = int(os.environ.get("KVFERRY_TEST_SCHEDULES", "100"))
 FROM = int(os.environ.get("KVFERRY_TEST_SCHEDULES_FROM", "0"))

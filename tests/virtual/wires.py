@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from virtual.clock import PROCESS, Process, State, VirtualLoop
-from virtual.weather import Weather
+from tests.virtual.clock import PROCESS, Process, State, VirtualLoop
+from tests.virtual.weather import Weather
 
 LEAST_S = 1e-7
 """Between two events of one lane."""

@@ -8,18 +8,17 @@ import random
 import zlib
 from collections import Counter
 
-from virtual.clock import Process, VirtualLoop
-from virtual.deeds import Deeds, living
-from virtual.links import VirtualNetwork
-from virtual.nodes import VirtualNode
-from virtual.patched import virtual
-from virtual.plan import Plan
-from virtual.routers import Client, VirtualRouter
-from virtual.weather import Weather
-from virtual.wires import Lanes, Wires
-
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.kv_transfer.fault_injection import Faults
+from tests.virtual.clock import Process, VirtualLoop
+from tests.virtual.deeds import Deeds, living
+from tests.virtual.links import VirtualNetwork
+from tests.virtual.nodes import VirtualNode
+from tests.virtual.patched import virtual
+from tests.virtual.plan import Plan
+from tests.virtual.routers import Client, VirtualRouter
+from tests.virtual.weather import Weather
+from tests.virtual.wires import Lanes, Wires
 
 IDLE_S = 60.0
 """Once nothing goes wrong any more and no client waits, all holds must be gone by then: a job's deadline, and the

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from unittest.mock import patch
 
-from toy import FINGERPRINT, ToyModel, make_engine
-
 import kvferry.worker.node as node_module
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.decode_worker.service import DecodeService
@@ -22,6 +20,7 @@ from kvferry.worker import watchdog
 from kvferry.worker.engine_parts import EngineParts
 from kvferry.worker.serve import serve_node
 from kvferry.worker.service import Base
+from tests.toy import FINGERPRINT, ToyModel, make_engine
 
 
 class Store(MemoryStore):

@@ -17,21 +17,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from test_rank_processes import (
-    DEEPSEEK_GROUPS,
-    answer,
-    assembled,
-    expect_likeliest,
-    expect_shipped_and_reused,
-    others,
-    prompt,
-    saved,
-    two_ranks,
-)
-from tiered import count
-from toy import make_job
-from waiting import until, wait_for
-from worker_pair import Router, routed, worker
 
 from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.ranks.device_group import DeviceGroup
@@ -47,6 +32,21 @@ from kvferry.worker.rank_launcher import start_ranks
 from kvferry.worker.rank_memory import make_memory
 from kvferry.worker.segments import Segments
 from kvferry.worker.shared_rows import SharedRows
+from tests.toy import make_job
+from tests.waiting import until, wait_for
+from tests.worker.test_rank_processes import (
+    DEEPSEEK_GROUPS,
+    answer,
+    assembled,
+    expect_likeliest,
+    expect_shipped_and_reused,
+    others,
+    prompt,
+    saved,
+    two_ranks,
+)
+from tests.worker.tiered import count
+from tests.worker_pair import Router, routed, worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CPU = torch.device("cpu")

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_fetch_client import FULL, LENGTH, prompt
-from tiered import ask, count, reads, settle
-from toy import FINGERPRINT, make_engine, make_job
-from waiting import until
-from worker_pair import Router, routed, worker
 
 from kvferry.cluster_state.index import on_tier
 from kvferry.kv_transfer.tiers import groups
@@ -26,6 +21,11 @@ from kvferry.worker import tier_opening, tiers
 from kvferry.worker.device_copies import DeviceCopies
 from kvferry.worker.pool_memory import PoolMemory
 from kvferry.worker.tier_opening import open_tiers
+from tests.toy import FINGERPRINT, make_engine, make_job
+from tests.waiting import until
+from tests.worker.test_fetch_client import FULL, LENGTH, prompt
+from tests.worker.tiered import ask, count, reads, settle
+from tests.worker_pair import Router, routed, worker
 
 POOL = 40
 """Blocks: three prompts fill it, with what a read must leave available."""

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from toy import VOCAB, expected, make_job
-from waiting import until
-from worker_pair import Router, Worker, pair
 
 from kvferry.engine import replication
 from kvferry.protocol.messages import Holder, Job
 from kvferry.worker import fetch_client, fetch_server
+from tests.toy import VOCAB, expected, make_job
+from tests.waiting import until
+from tests.worker_pair import Router, Worker, pair
 
 LENGTH = 42
 FULL = LENGTH // 4

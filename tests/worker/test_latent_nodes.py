@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from toy import finish, make_job, tokens_of
-from waiting import until
-from worker_pair import Router, routed, worker
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from tiny_models import OURS, save_tiny, tokens_for
 
 from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import resolve
@@ -20,6 +13,10 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.engine_factory import assemble
 from kvferry.worker.engine_parts import EngineParts
+from tests.engine.tiny_models import OURS, save_tiny, tokens_for
+from tests.toy import finish, make_job, tokens_of
+from tests.waiting import until
+from tests.worker_pair import Router, routed, worker
 
 PROMPT = tokens_for(70).tolist()
 BLOCK_BYTES = {"auto": 3 * 16 * (24 + 8) * 4, "fp8": 3 * 16 * (24 + 8 + 4)}

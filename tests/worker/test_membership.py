@@ -10,13 +10,13 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from waiting import until
 
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.worker import membership
 from kvferry.worker.membership import Membership
+from tests.waiting import until
 
 LEASE = NodeLease("d1", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 SOON_S = 0.3

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy import VOCAB, expected, make_engine, make_job
-from waiting import until
-from worker_pair import Router, Worker, routed, worker
 
 from kvferry.cluster_state.index import on_tier
 from kvferry.cluster_state.memory_store import MemoryStore
@@ -25,6 +22,9 @@ from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.protocol.index_rows import key_and_tag
 from kvferry.protocol.messages import Holder
 from kvferry.worker import fetch_client, tier_writes, tiers
+from tests.toy import VOCAB, expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker_pair import Router, Worker, routed, worker
 
 LANES, EACH = 5, 40
 """Clients at once, and requests of each."""

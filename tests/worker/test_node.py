@@ -11,14 +11,14 @@ from unittest.mock import patch
 
 import httpx
 import pytest
-from toy import expected, make_engine, make_job
-from waiting import until
-from worker_pair import Router, Worker, worker
 
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.registry import LeaseKeeper
 from kvferry.worker import membership, watchdog
 from kvferry.worker.node import Ending
+from tests.toy import expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker_pair import Router, Worker, worker
 
 PROMPT = list(range(20))
 

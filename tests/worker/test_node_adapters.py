@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import save_adapter
 
 from kvferry.engine.adapters import Adapters
 from kvferry.engine.models import load_model
@@ -21,6 +20,7 @@ from kvferry.protocol.errors import AdapterNotLoaded, ConfigError, InvalidReques
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.wire import pack
 from kvferry.worker.adapters import NodeAdapters, read_first
+from tests.adapter_files import save_adapter
 
 SHAPE = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

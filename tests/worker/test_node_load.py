@@ -9,9 +9,6 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from toy import make_engine, make_job
-from waiting import until
-from worker_pair import Router, Worker, worker
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Stepped
@@ -21,6 +18,9 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.worker.load import SLOWER, WAIT_S, decode_pressure, latency_share, prefill_backlog_s, set_scaling_gauges
 from kvferry.worker.rates import RateMeter
+from tests.toy import make_engine, make_job
+from tests.waiting import until
+from tests.worker_pair import Router, Worker, worker
 
 PROMPT = 40
 

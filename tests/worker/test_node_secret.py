@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import httpx
 import pytest
-from toy import make_engine
-from worker_pair import worker
 
 from kvferry.kv_transfer.checksum import ALGORITHM
 from kvferry.kv_transfer.handshake import HandshakeTerms
@@ -18,9 +14,9 @@ from kvferry.protocol.errors import OtherCluster
 from kvferry.protocol.messages import CancelRequest
 from kvferry.router.nodes.client import NodeClient
 from kvferry.runtime.cluster_secret import read_secrets
-
-sys.path.append(str(Path(__file__).parents[1] / "kv_transfer"))
-from raw_client import Stranger
+from tests.kv_transfer.raw_client import Stranger
+from tests.toy import make_engine
+from tests.worker_pair import worker
 
 SECRET = "0123456789abcdef"
 TERMS = {"checksums": ALGORITHM}

@@ -19,12 +19,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from toy import make_job
-from waiting import until, wait_for
-from worker_pair import Router, Worker, routed, worker
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from tiny_models import DEEPSEEK_GROUPS, EXPERTS, SHAPE
 
 from kvferry.engine.models.hf import transformers_module
 from kvferry.model_files.memory_needs import has_experts
@@ -34,6 +28,10 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker import watchdog
 from kvferry.worker.engine_factory import assemble
 from kvferry.worker.engine_parts import EngineParts
+from tests.engine.tiny_models import DEEPSEEK_GROUPS, EXPERTS, SHAPE
+from tests.toy import make_job
+from tests.waiting import until, wait_for
+from tests.worker_pair import Router, Worker, routed, worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 WORDS = 97

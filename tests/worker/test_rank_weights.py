@@ -7,13 +7,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from adapter_files import merge, save_adapter
-from test_rank_processes import answer, assembled, degrees, expect_likeliest, prompt, saved
 
 from kvferry.engine.models.hf import transformers_module
 from kvferry.kernels.cpu import instruction_set
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.wire import pack
+from tests.adapter_files import merge, save_adapter
+from tests.worker.test_rank_processes import answer, assembled, degrees, expect_likeliest, prompt, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -13,12 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiered
-from test_fetch_client import FULL, LENGTH, prompt
-from tiered import ask, settle
-from toy import FINGERPRINT, expected, make_engine, make_job
-from waiting import until
-from worker_pair import Router, routed, worker
 
 from kvferry.cluster_state import index, memory_store
 from kvferry.engine.engine import Engine
@@ -32,6 +26,12 @@ from kvferry.protocol.messages import Holder
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker import tiers
 from kvferry.worker.tier_opening import open_tiers
+from tests.toy import FINGERPRINT, expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker import tiered
+from tests.worker.test_fetch_client import FULL, LENGTH, prompt
+from tests.worker.tiered import ask, settle
+from tests.worker_pair import Router, routed, worker
 
 GROUP = 5
 """Blocks of one object: two are in the prompt."""

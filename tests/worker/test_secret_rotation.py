@@ -10,9 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from toy import expected, make_engine, make_job
-from waiting import until
-from worker_pair import Worker, worker
 
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import FirstToken, PrefillRequest, ShipDone, StepFrame, TokenDelta
@@ -20,6 +17,9 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.nodes.client import NodeClient
 from kvferry.runtime import watched_file
 from kvferry.runtime.cluster_secret import HEADER, ClusterSecrets, read_secrets
+from tests.toy import expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker_pair import Worker, worker
 
 OLD, NEW = "the old secret of it", "the new secret of it"
 STEPS = (f"{OLD}\n{NEW}\n", f"{NEW}\n{OLD}\n", f"{NEW}\n")

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_workers import lease_of
-from waiting import until
 
 from kvferry.router.nodes.capacity_summary import CapacitySummary
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.node_entry import NodeEntry
 from kvferry.router.nodes.token_streams import TokenStreams
 from kvferry.runtime.suspend_aware_clock import LoopClock
+from tests.fake_workers import lease_of
+from tests.waiting import until
 
 TESTS = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("breakable_node.py")
@@ -37,10 +37,9 @@ class Process(subprocess.Popen[str]):
 @contextmanager
 def running(*args: str) -> Iterator[Process]:
     """The script, once it has said that it is ready."""
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     process = Process(
         [sys.executable, str(SCRIPT), *args],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,12 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiered
-from test_fetch_client import FULL, LENGTH, prompt
-from tiered import ask, settle
-from toy import FINGERPRINT, expected, make_engine, make_job
-from waiting import until
-from worker_pair import Router, Worker, routed, worker
 
 from kvferry.cluster_state.index import on_tier
 from kvferry.kv_transfer.tiers import files
@@ -28,6 +22,12 @@ from kvferry.protocol.messages import Holder
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker import fetch_client, tier_writes, tiers
 from kvferry.worker.tier_opening import open_tiers
+from tests.toy import FINGERPRINT, expected, make_engine, make_job
+from tests.waiting import until
+from tests.worker import tiered
+from tests.worker.test_fetch_client import FULL, LENGTH, prompt
+from tests.worker.tiered import ask, settle
+from tests.worker_pair import Router, Worker, routed, worker
 
 POOL = 40
 """Blocks: three prompts fill it, with what a read must leave available."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from toy import make_engine, make_job
 
 from kvferry.engine.request import Request
 from kvferry.engine.step_slices import Slice
@@ -11,6 +10,7 @@ from kvferry.kernels.cuda_graphs import LADDER
 from kvferry.kernels.logit_adjustments import Adjusted
 from kvferry.worker import rates
 from kvferry.worker.warmup import first_steps
+from tests.toy import make_engine, make_job
 
 launch = pytest.importorskip("kvferry.kernels.triton.tile_sizes")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from test_fetch_client import prompt
-from toy import expected, make_job
-from worker_pair import Router, Worker
+from tests.toy import expected, make_job
+from tests.worker.test_fetch_client import prompt
+from tests.worker_pair import Router, Worker
 
 
 async def ask(router: Router, name: str, seed: int = 0, **change: Any) -> Any:

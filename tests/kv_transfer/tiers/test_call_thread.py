@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from waiting import wait_for
 
 from kvferry.kv_transfer.tiers.call_thread import CallThread
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 HANGS = """

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from told import blocks
-from waiting import wait_for
 
 from kvferry.kv_transfer.tiers import files, local, read_rates
 from kvferry.kv_transfer.tiers.disk import DiskTier, open_disk
 from kvferry.protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound
+from tests.kv_transfer.tiers.told import blocks
+from tests.waiting import wait_for
 
 SIZE = 4096
 ROOMY = 1 << 30

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from device import SIZE, Device
-from told import blocks
-from waiting import wait_for
 
 from kvferry.kv_transfer.tiers.host import Arena, open_host
 from kvferry.protocol.errors import ConfigError, KvferryError, NotFound, TransferFailed
+from tests.kv_transfer.tiers.device import SIZE, Device
+from tests.kv_transfer.tiers.told import blocks
+from tests.waiting import wait_for
 
 ROWS = 8
 

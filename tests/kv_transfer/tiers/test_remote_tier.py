@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from object_store import s3
-from told import Overtaken
-from waiting import wait_for
 
 from kvferry.kv_transfer.tiers import groups, remote, store_eviction
 from kvferry.kv_transfer.tiers.groups import GROUP, Group, in_chain
@@ -22,6 +19,9 @@ from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.kv_transfer.tiers.remote import RemoteTier
 from kvferry.protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound, TransferFailed
 from kvferry.protocol.index_rows import alone
+from tests.kv_transfer.tiers.told import Overtaken
+from tests.object_store import s3
+from tests.waiting import wait_for
 
 SIZE = 4096
 BLOCKS = 3 * GROUP + 5

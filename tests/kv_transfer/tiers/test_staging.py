@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device import SIZE, Device
-from waiting import wait_for
 
 from kvferry.kv_transfer.tiers import groups, staging
 from kvferry.kv_transfer.tiers.disk import open_disk
@@ -17,6 +15,8 @@ from kvferry.kv_transfer.tiers.groups import in_chain
 from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.kv_transfer.tiers.remote import RemoteTier
 from kvferry.protocol.errors import ConfigError, KvferryError, TransferFailed
+from tests.kv_transfer.tiers.device import SIZE, Device
+from tests.waiting import wait_for
 
 ROOM = 3
 """Blocks at once."""

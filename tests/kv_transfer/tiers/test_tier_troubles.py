@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_disk_tier import SIZE, close, dropped, file_size, holding, make, named, read, write
-from told import Overtaken
-from waiting import wait_for
 
 from kvferry.kv_transfer.tiers import disk_directories, files
 from kvferry.kv_transfer.tiers.disk import open_disk
 from kvferry.protocol.errors import BlocksCorrupt, ConfigError, TransferFailed
+from tests.kv_transfer.tiers.test_disk_tier import SIZE, close, dropped, file_size, holding, make, named, read, write
+from tests.kv_transfer.tiers.told import Overtaken
+from tests.waiting import wait_for
 
 __all__ = ["dropped", "make"]
 

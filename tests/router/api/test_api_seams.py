@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_parts import Api, FakeCluster, error_of, says
+
+from tests.api_parts import Api, FakeCluster, error_of, says
 
 WRONG = {"type": "no type"}
 FUNCTION = {"type": "function", "name": "f", "parameters": WRONG, "strict": True}

@@ -13,7 +13,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api_parts import (
+
+from kvferry.protocol.errors import ConfigError, Overloaded
+from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.protocol.settings import RouterSettings
+from kvferry.protocol.version import VERSION
+from kvferry.router.dispatch.interface import Output, RequestSpec, Route
+from kvferry.router.text.load import load_text_model
+from tests.api_parts import (
     EOS,
     MESSAGES,
     Api,
@@ -26,15 +33,8 @@ from api_parts import (
     says,
     served,
 )
-from fake_workers import lease_of
-from waiting import until, until_told
-
-from kvferry.protocol.errors import ConfigError, Overloaded
-from kvferry.protocol.prefix_reuse import Reuse
-from kvferry.protocol.settings import RouterSettings
-from kvferry.protocol.version import VERSION
-from kvferry.router.dispatch.interface import Output, RequestSpec, Route
-from kvferry.router.text.load import load_text_model
+from tests.fake_workers import lease_of
+from tests.waiting import until, until_told
 
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 LONG = says("word " * 2000)

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import pytest
-from api_parts import EOS, Api, FakeCluster, demo_text, error_of, ids_of, prompt_logprobs_of, says
 
 from kvferry.protocol.errors import KvferryError, NodeLost
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.router.dispatch.interface import Output, RequestSpec
+from tests.api_parts import EOS, Api, FakeCluster, demo_text, error_of, ids_of, prompt_logprobs_of, says
 
 A, B, C = ids_of("Once upon a time")[:3]
 NEXT: dict[tuple[int, ...], dict[int, float]] = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from api_parts import Api, FakeCluster, says
+
+from tests.api_parts import Api, FakeCluster, says
 
 PAGE = "https://page.example"
 PREFLIGHT = {

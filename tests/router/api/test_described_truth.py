@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from api_parts import Api, FakeCluster, says, served
+
+from tests.api_parts import Api, FakeCluster, says, served
 
 EXAMPLES = int(os.environ.get("KVFERRY_TEST_EXAMPLES", "6"))
 """Of each route, beside those that cover each keyword of its schema; more in `make fuzz-api`."""

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from api_parts import MESSAGES, Api, FakeCluster, error_of, says
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import Overloaded
+from tests.api_parts import MESSAGES, Api, FakeCluster, error_of, says
 
 PLAIN = (
     "/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version", "/targets", "/tokenizer_info",

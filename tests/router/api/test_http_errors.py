@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from api_parts import Api, FakeCluster, error_of, says
 
 from kvferry.protocol.errors import KvferryError, NoNodes, Overloaded
+from tests.api_parts import Api, FakeCluster, error_of, says
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from api_parts import MESSAGES, Api, FakeCluster, error_of, says, served
 
 from kvferry.router.api import documentation
+from tests.api_parts import MESSAGES, Api, FakeCluster, error_of, says, served
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},

@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from api_parts import FakeCluster, demo_text, ids_of, says
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.errors import InvalidRequest, ModelNotFound
@@ -12,6 +11,7 @@ from kvferry.router.api.bodies.generating import ChatBody, CompletionBody
 from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.encoding import Encoder
+from tests.api_parts import FakeCluster, demo_text, ids_of, says
 
 CALL = RequestContext("c", arrival=1.0, deadline=2.0)
 

@@ -13,8 +13,6 @@ from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
-from api_parts import EOS, MESSAGES, Api, FakeCluster, ids_of, logprobs_of
-from waiting import until
 
 from kvferry.placement.types import Placement
 from kvferry.protocol.errors import FatalRequest, NodeLost
@@ -30,6 +28,8 @@ from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.text.transcript import Piece
 from kvferry.runtime.log import JsonFormatter
+from tests.api_parts import EOS, MESSAGES, Api, FakeCluster, ids_of, logprobs_of
+from tests.waiting import until
 
 TEXT = "Once upon a time there were little 🦊🦊🦊 who read <b>books</b> (naïve, 日本語), and nothing else. 👩‍🚒 end"
 NODE = NodeLease("d", "decode", 1, "ready", "http://d", "d:1", "f", "m", 4096, 16, 1)

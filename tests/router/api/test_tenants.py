@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api_parts import Api, FakeCluster, app_of, demo_text, error_of, says, served
-from fake_workers import Bench, decode, prefill
-from waiting import until
 
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keys import entry
+from tests.api_parts import Api, FakeCluster, app_of, demo_text, error_of, says, served
+from tests.fake_workers import Bench, decode, prefill
+from tests.waiting import until
 
 
 def keys_file(folder: Path, **limits: str) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from api_parts import Api, FakeCluster, says
-from test_tenants import ask, keys_file
-from waiting import until
 
 from kvferry.runtime import rejection_throttle
 from kvferry.runtime.rejection_throttle import RejectionThrottle
+from tests.api_parts import Api, FakeCluster, says
+from tests.router.api.test_tenants import ask, keys_file
+from tests.waiting import until
 
 WRONG = {"max_tokens": -1}
 SOON_S = 0.5

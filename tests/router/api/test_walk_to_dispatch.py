@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from api_parts import app_of, demo_text
-from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
-from walk import Walk
 
 from kvferry.protocol.messages import PrefillRequest
+from tests.api_parts import app_of, demo_text
+from tests.fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
+from tests.walk import Walk
 
 API_HALF = {
     "router/api/ingress.py",

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from api_parts import Api, FakeCluster, app_of, demo_text, says, served
-from browser import CHROMIUM, Page, browser
-from dashboard_states import NASTY, ScriptedBoard, busy, hostile
 
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.dashboard.page import view
+from tests.api_parts import Api, FakeCluster, app_of, demo_text, says, served
+from tests.browser import CHROMIUM, Page, browser
+from tests.dashboard_states import NASTY, ScriptedBoard, busy, hostile
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
 WIDER = "document.documentElement.scrollWidth > innerWidth"

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from api_parts import app_of, demo_text
-from fake_workers import CRASH, PROMPT, Answer, Bench, FakeWorker, collect, decode, prefill
-from waiting import until
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.placement.types import Demand, Placement
@@ -27,6 +24,9 @@ from kvferry.router.dashboard.state import Counts, State
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.tenants.keys import entry
+from tests.api_parts import app_of, demo_text
+from tests.fake_workers import CRASH, PROMPT, Answer, Bench, FakeWorker, collect, decode, prefill
+from tests.waiting import until
 
 LOAD = Load(
     waiting_requests=2, waiting_tokens=300, running_requests=5, free_blocks=400, active_blocks=350, cached_blocks=200,

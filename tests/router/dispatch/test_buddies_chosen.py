@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
 
 from kvferry.protocol.messages import DecodeTarget, Job, PrefillRequest
+from tests.fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
 
 
 def jobs(worker: FakeWorker) -> Sequence[Job]:

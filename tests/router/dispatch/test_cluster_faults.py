@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_workers import CRASH, PROMPT, Bench, FakeWorker, collect, decode, expected, honest_prefill, ids, prefill
 
 from kvferry.protocol.errors import Cancelled, FatalRequest, KvferryError
 from kvferry.protocol.messages import AttemptFailed, PrefillRequest
 from kvferry.router.dispatch.interface import Output
+from tests.fake_workers import CRASH, PROMPT, Bench, FakeWorker, collect, decode, expected, honest_prefill, ids, prefill
 
 
 def flaky(dice: random.Random) -> Any:

@@ -8,20 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_workers import (
-    BLOCK,
-    PROMPT,
-    Bench,
-    FakeWorker,
-    collect,
-    decode,
-    expected,
-    first_token,
-    ids,
-    prefill,
-    ship_done,
-)
-from waiting import until
 
 from kvferry.protocol.errors import (
     ContextLengthExceeded,
@@ -36,6 +22,20 @@ from kvferry.protocol.messages import PrefillRequest, TokenDelta, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch import pending_requests
 from kvferry.router.dispatch.prefixes import TELL_S
+from tests.fake_workers import (
+    BLOCK,
+    PROMPT,
+    Bench,
+    FakeWorker,
+    collect,
+    decode,
+    expected,
+    first_token,
+    ids,
+    prefill,
+    ship_done,
+)
+from tests.waiting import until
 
 
 async def test_disaggregated() -> None:

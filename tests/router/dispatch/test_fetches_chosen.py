@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_workers import BLOCK, PROMPT, Bench, collect, decode, expected, ids, prefill
 
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import rows_of
@@ -13,6 +12,7 @@ from kvferry.protocol.lease import Load, Rates
 from kvferry.protocol.messages import Job
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch.interface import Route
+from tests.fake_workers import BLOCK, PROMPT, Bench, collect, decode, expected, ids, prefill
 
 BUSY = Load(free_blocks=1000, total_blocks=1000, waiting_tokens=10_000_000)
 SLOW, QUICK = Rates(prefill_tokens_per_s=100.0), Rates(prefill_tokens_per_s=100_000.0)

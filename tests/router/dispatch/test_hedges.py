@@ -7,7 +7,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_workers import (
+
+import kvferry.router.dispatch.dispatch
+from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.lease import Load, Rates
+from kvferry.protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.dispatch.timers import Timer, Timers
+from tests.fake_workers import (
     PROMPT,
     SILENCE,
     Bench,
@@ -20,14 +27,7 @@ from fake_workers import (
     ids,
     prefill,
 )
-from waiting import until
-
-import kvferry.router.dispatch.dispatch
-from kvferry.protocol.errors import Overloaded
-from kvferry.protocol.lease import Load, Rates
-from kvferry.protocol.messages import AttemptFailed, PrefillRequest
-from kvferry.router.dispatch.retry_budget import RetryBudget
-from kvferry.router.dispatch.timers import Timer, Timers
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("hasty")
 

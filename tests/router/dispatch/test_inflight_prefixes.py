@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from fake_workers import PROMPT, Bench, collect, decode, prefill, until
-
 from kvferry.router.dispatch.inflight_prefixes import LOOKED_AT, InflightPrefixes
+from tests.fake_workers import PROMPT, Bench, collect, decode, prefill, until
 
 ABC = (b"a", b"b", b"c")
 
@@ -50,7 +49,7 @@ async def test_a_cluster_remembers_a_prompt_until_its_first_token() -> None:
     gate = asyncio.Event()
 
     async def waits(worker, request):  # type: ignore[no-untyped-def]
-        from fake_workers import honest_prefill
+        from tests.fake_workers import honest_prefill
 
         await gate.wait()
         async for answer in honest_prefill(worker, request):

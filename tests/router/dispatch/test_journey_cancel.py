@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_workers import PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill
-from waiting import until
 
 from kvferry.protocol.errors import Cancelled
 from kvferry.protocol.messages import PrefillRequest
 from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.interface import Enough, Output
+from tests.fake_workers import PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill
+from tests.waiting import until
 
 
 async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:

@@ -8,7 +8,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_workers import (
+
+from kvferry.protocol.errors import (
+    Draining,
+    GrantRefused,
+    InvalidRequest,
+    KvferryError,
+    NodeLost,
+    NoNodes,
+    Overloaded,
+)
+from kvferry.protocol.messages import AttemptFailed, CancelRequest, PrefillRequest, Pulse
+from tests.fake_workers import (
     CRASH,
     PROMPT,
     SILENCE,
@@ -22,18 +33,7 @@ from fake_workers import (
     ids,
     prefill,
 )
-from waiting import until
-
-from kvferry.protocol.errors import (
-    Draining,
-    GrantRefused,
-    InvalidRequest,
-    KvferryError,
-    NodeLost,
-    NoNodes,
-    Overloaded,
-)
-from kvferry.protocol.messages import AttemptFailed, CancelRequest, PrefillRequest, Pulse
+from tests.waiting import until
 
 
 async def crash_at_once(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_workers import CRASH, PROMPT, Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill
-from waiting import until
 
 from kvferry.protocol.messages import PrefillRequest, TokenDelta
 from kvferry.router.dispatch.dispatch import RequestDispatch
+from tests.fake_workers import CRASH, PROMPT, Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill
+from tests.waiting import until
 
 
 async def begun(bench: Bench, max_tokens: int = 400) -> RequestDispatch:

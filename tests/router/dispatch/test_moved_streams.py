@@ -7,14 +7,14 @@ import gc
 from dataclasses import replace
 
 import pytest
-from fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
-from waiting import until
 
 import kvferry.router.dispatch.migration
 import kvferry.router.dispatch.migration_attempt
 from kvferry.protocol.errors import BlocksCorrupt, NodeLost, TransferFailed
 from kvferry.protocol.messages import AttemptFailed, MoveRequest, StepFrame
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
+from tests.fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
+from tests.waiting import until
 
 MOST = 120
 

@@ -8,7 +8,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_workers import (
+
+from kvferry.placement.types import Placement
+from kvferry.protocol.errors import FatalRequest, KvferryError, NodeDied
+from kvferry.protocol.messages import PrefillRequest
+from kvferry.router.dispatch.failures import Failure, Work, failure
+from kvferry.router.dispatch.poison_requests import CLEARED_TOKENS, DOUBT_S, MEMORY_S, PoisonRequests, Suspect
+from kvferry.router.dispatch.retry_policy import MAX_FAILURES, RetryPolicy
+from tests.fake_workers import (
     CRASH,
     DEADLY,
     PROMPT,
@@ -22,14 +29,7 @@ from fake_workers import (
     lease_of,
     prefill,
 )
-from waiting import until
-
-from kvferry.placement.types import Placement
-from kvferry.protocol.errors import FatalRequest, KvferryError, NodeDied
-from kvferry.protocol.messages import PrefillRequest
-from kvferry.router.dispatch.failures import Failure, Work, failure
-from kvferry.router.dispatch.poison_requests import CLEARED_TOKENS, DOUBT_S, MEMORY_S, PoisonRequests, Suspect
-from kvferry.router.dispatch.retry_policy import MAX_FAILURES, RetryPolicy
+from tests.waiting import until
 
 N1, N2, N3 = ("n1", 1), ("n2", 1), ("n3", 1)
 DEADLY_PROMPT = (DEADLY, *PROMPT)

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_workers import CRASH, PROMPT, SILENCE, Bench, FakeWorker, collect, decode, prefill
-from waiting import until
 
 from kvferry.protocol.errors import Cancelled, DeadlineExceeded
 from kvferry.protocol.messages import FirstToken, Job, PrefillRequest, StepFrame, TokenDelta
@@ -19,6 +17,8 @@ from kvferry.protocol.work import Embed
 from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.request_context import RequestContext
+from tests.fake_workers import CRASH, PROMPT, SILENCE, Bench, FakeWorker, collect, decode, prefill
+from tests.waiting import until
 
 VECTOR = struct.pack("<3f", 1.0, 2.0, 3.0)
 

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
-from fake_workers import BLOCK, PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, ids, lease_of, prefill
-from test_journey_failures import crash_at_once, failing
 
 import kvferry.router.dispatch.dispatch
 from kvferry.placement.types import Placement
@@ -17,6 +15,20 @@ from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.messages import PrefillRequest
 from kvferry.protocol.prefix_reuse import Missed, Reuse
 from kvferry.router.dispatch.prediction import Prediction
+from tests.fake_workers import (
+    BLOCK,
+    PROMPT,
+    SILENCE,
+    Bench,
+    FakeWorker,
+    collect,
+    decode,
+    expected,
+    ids,
+    lease_of,
+    prefill,
+)
+from tests.router.dispatch.test_journey_failures import crash_at_once, failing
 
 
 async def silent(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:

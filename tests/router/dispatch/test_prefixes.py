@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_workers import PROMPT, Bench, collect, decode, prefill
-from waiting import until
 
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.dispatch.prefixes import DOUBT_S, MOST_NODES, Prefixes, Remembered
+from tests.fake_workers import PROMPT, Bench, collect, decode, prefill
+from tests.waiting import until
 
 A, B = ("a", 1), ("b", 2)
 LIVE = {"a": 1, "b": 2}

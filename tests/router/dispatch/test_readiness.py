@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fake_workers import Bench, FakeWorker, until
-
 from kvferry.protocol.layout import WIRE_VERSION
 from kvferry.protocol.lease import IncompatibleLease
+from tests.fake_workers import Bench, FakeWorker, until
 
 
 def decode() -> FakeWorker:

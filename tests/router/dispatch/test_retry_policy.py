@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fake_workers import lease_of
 
 from kvferry.placement.types import Placement
 from kvferry.protocol.errors import (
@@ -20,6 +19,7 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.dispatch.failures import Failure, blamed
 from kvferry.router.dispatch.retry_policy import MAX_FAILURES, RetryPolicy
+from tests.fake_workers import lease_of
 
 P1, P2 = lease_of("p1", "prefill"), lease_of("p2", "prefill")
 D1, D2 = lease_of("d1", "decode"), lease_of("d2", "decode")

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 
 import pytest
-from fake_workers import PROMPT, Bench, collect, decode, prefill
 
 import kvferry.router.dispatch.model_cluster
 from benchmarks import placing
@@ -14,6 +13,7 @@ from kvferry.placement.types import Demand, NodeView, Placement
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.lease import Load
 from kvferry.router.dispatch import pending_requests
+from tests.fake_workers import PROMPT, Bench, collect, decode, prefill
 
 SHAPES = [(1, 2), (2, 1), (2, 2), (3, 2), (4, 4), (0, 2), (0, 3)]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, honest_prefill, ids, prefill
-from walk import Walk
-
 from kvferry.protocol.messages import PrefillRequest
+from tests.fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, honest_prefill, ids, prefill
+from tests.walk import Walk
 
 
 async def test_twenty_nine_files_from_a_spec_to_the_post_to_prefill() -> None:

@@ -16,8 +16,6 @@ import httpx
 import psutil
 import pytest
 import uvloop
-from fake_workers import Bench, decode, first_token, lease_of, prefill
-from waiting import until
 
 from kvferry.protocol.errors import Draining, KvferryError, NodeLost, Overloaded
 from kvferry.protocol.lease import NodeLease
@@ -27,6 +25,8 @@ from kvferry.protocol.wire import pack
 from kvferry.protocol.work import Generate
 from kvferry.router.nodes.client import MAX_IDLE, NodeClient
 from kvferry.router.nodes.connection import Connection
+from tests.fake_workers import Bench, decode, first_token, lease_of, prefill
+from tests.waiting import until
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 EMPTY = b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\n\r\n"

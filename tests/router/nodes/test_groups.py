@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from fake_workers import lease_of
-from test_node_table import Clock, Registry
 
 from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, on_tier
 from kvferry.model_files.model_name import ModelName
@@ -18,6 +16,8 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.nodes.capacity_summary import Part
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_table import NodeTable
+from tests.fake_workers import lease_of
+from tests.router.nodes.test_node_table import Clock, Registry
 
 
 def node(node_id: str, role: str, model: str, *names: str, **changes: object) -> NodeLease:

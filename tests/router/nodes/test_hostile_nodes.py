@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from fake_workers import Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill, ship_done
-from mutations import mutated
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -18,6 +16,8 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.messages import Deviation, FirstToken, StepFrame, TokenDelta, TokenLogprobs
 from kvferry.protocol.wire import WireError, pack, unpack
 from kvferry.router.nodes.message_validation import check_frame, suits
+from tests.fake_workers import Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill, ship_done
+from tests.mutations import mutated
 
 REQUESTS = 60
 ENDS_S = 20.0
@@ -133,7 +133,7 @@ def test_deviations_that_make_no_sense_break_their_stream(told: Any) -> None:
 
 
 def test_what_suits_a_job() -> None:
-    from toy import make_job
+    from tests.toy import make_job
 
     job = make_job("a", [1, 2, 3], max_tokens=4)
     good = TokenDelta("a", 0, 0, (5, 6))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fake_workers import BLOCK, lease_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from kvferry.protocol.messages import Deviation, StepFrame, TokenDelta
 from kvferry.router.nodes.capacity_summary import CapacitySummary, Part
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
 from kvferry.router.nodes.reservations import LEASE_LAG_POLLS, Reservations
+from tests.fake_workers import BLOCK, lease_of
 
 
 def ignore(error: KvferryError) -> None:

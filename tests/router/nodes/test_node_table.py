@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_workers import lease_of
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.errors import NodeLost
@@ -18,6 +17,7 @@ from kvferry.router.nodes.capacity_summary import Part
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry
 from kvferry.router.nodes.node_table import NodeTable
+from tests.fake_workers import lease_of
 
 
 class Registry:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fake_workers import PROMPT, Bench, collect, decode, expected, first_token, ids, prefill
-from waiting import until
-
 from kvferry.protocol.messages import AttemptFailed, Deviation, StepFrame
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
 from kvferry.router.nodes.quarantine import MOST, WITHIN_S, Quarantine
+from tests.fake_workers import PROMPT, Bench, collect, decode, expected, first_token, ids, prefill
+from tests.waiting import until
 
 P1, P2, D1, D2 = ("p1", 1), ("p2", 1), ("d1", 1), ("d2", 1)
 

@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from fake_workers import Bench, decode, lease_of, prefill
-from waiting import until
 
 from kvferry.protocol.errors import Fenced, KvferryError, NodeLost, StreamGone
 from kvferry.protocol.lease import NodeLease
@@ -22,6 +20,8 @@ from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.node_entry import NodeEntry
 from kvferry.router.nodes.token_streams import TokenStreams
 from kvferry.runtime.suspend_aware_clock import LoopClock
+from tests.fake_workers import Bench, decode, lease_of, prefill
+from tests.waiting import until
 
 D1 = lease_of("d1", "decode")
 KEY = ("d1", 1)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from api_parts import Api, FakeCluster, says, served
-from browser import CHROMIUM, Page, browser
 
 from kvferry.protocol.errors import Overloaded
 from kvferry.router.page.page import chat_page
+from tests.api_parts import Api, FakeCluster, says, served
+from tests.browser import CHROMIUM, Page, browser
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
 ANSWER = "Air scatters <b>blue</b> light\nmore than red & the rest."

@@ -7,9 +7,6 @@ import time
 from math import inf
 
 import pytest
-from api_parts import Api, FakeCluster, says
-from fake_workers import PROMPT, Bench, collect, decode, lease_of
-from waiting import until
 
 from kvferry.placement.capacity import Capacity, capacity
 from kvferry.protocol.errors import NoNodes
@@ -20,6 +17,9 @@ from kvferry.router.tenants.arrival_rate import ArrivalRate
 from kvferry.router.tenants.backlog import SEATS, Backlog, Waiting
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size
 from kvferry.router.tenants.tenant import Tenant
+from tests.api_parts import Api, FakeCluster, says
+from tests.fake_workers import PROMPT, Bench, collect, decode, lease_of
+from tests.waiting import until
 
 NODES = Capacity(sequences=16, prompt_per_s=3000.0, decodes=2, prefills=3)
 

@@ -6,7 +6,6 @@ import asyncio
 import time
 
 import pytest
-from waiting import until
 
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.errors import Overloaded
@@ -15,6 +14,7 @@ from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants import scheduler_slots as turns_module
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size, ThroughputEstimate
 from kvferry.router.tenants.tenant import Tenant
+from tests.waiting import until
 
 A, B = Tenant("a"), Tenant("b")
 SIZE = Size(1, 100, 10)

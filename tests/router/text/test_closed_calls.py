@@ -9,8 +9,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from api_parts import EOS
-from test_tool_grammars import NOW, tokenizers, written
 
 from kvferry.protocol.work import Grammar
 from kvferry.router.text.parsers.families import CALLS
@@ -19,6 +17,8 @@ from kvferry.router.text.parsers.syntax import Tool
 from kvferry.structured_output.interface import words_for
 from kvferry.structured_output.llguidance_backend import LlguidanceBackend
 from kvferry.structured_output.vocabulary import Vocabulary
+from tests.api_parts import EOS
+from tests.router.text.test_tool_grammars import NOW, tokenizers, written
 
 NOTE = Tool(
     "note",

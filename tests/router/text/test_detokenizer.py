@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from api_parts import demo_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabularies import CHARS, sentencepiece
 
 from kvferry.model_files.gguf_tokenizer import build_tokenizer
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer
+from tests.api_parts import demo_text
+from tests.vocabularies import CHARS, sentencepiece
 
 SP = TextTokenizer(build_tokenizer(sentencepiece()))
 TEXT = st.text(CHARS, max_size=40) | st.text("a👩‍👧é漢🏳️‍🌈 1", max_size=30)

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import pytest
-from api_parts import demo_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -17,6 +16,7 @@ from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.router.text.encoding import TRUNCATED_CHARS, Bound, Encoder
 from kvferry.router.text.length_bound import LengthBound, reach_of
 from kvferry.router.text.text_model import TextModel
+from tests.api_parts import demo_text
 
 TOKENS = 8192
 BOUND = Bound(TOKENS, "prompt")

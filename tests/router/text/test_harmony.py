@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_call_parsers import JSON
 
 from kvferry.router.text.parsers.harmony import MARKERS, MARKS, HarmonyParser
 from kvferry.router.text.parsers.stage import merged
+from tests.router.text.test_call_parsers import JSON
 
 NAMES = ("get", "put-it")
 ON = "<|end|><|start|>assistant"

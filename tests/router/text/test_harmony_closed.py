@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-from harmony_model import ANALYSIS, ON, harmony_text
 
 from kvferry.protocol.work import Grammar
 from kvferry.router.text.detokenizer import detokenizer
@@ -18,6 +17,7 @@ from kvferry.structured_output import lark
 from kvferry.structured_output.interface import words_for
 from kvferry.structured_output.llguidance_backend import LlguidanceBackend
 from kvferry.structured_output.vocabulary import Vocabulary
+from tests.harmony_model import ANALYSIS, ON, harmony_text
 
 NOTE = Tool(
     "note",

@@ -7,8 +7,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf_files import finish
-from harmony_model import TEMPLATE
 from tokenizers import pre_tokenizers
 
 from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED
@@ -18,6 +16,8 @@ from kvferry.router.text.load import load_text_model
 from kvferry.router.text.parsers.families import REASONING
 from kvferry.router.text.parsers.harmony import CHANNEL, MARKERS, MESSAGE, START, lead
 from kvferry.router.text.text_model import TextModel
+from tests.gguf_files import finish
+from tests.harmony_model import TEMPLATE
 
 
 def loaded(path: Path, markers: tuple[str, ...] = MARKERS, kind: int = CONTROL, **settings: str) -> TextModel:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_token_cache import CORPUS, KINDS, drawn, refused
 
 import kvferry.router.text.word_cache
 from kvferry.router.text.word_cache import WordCache
+from tests.router.text.test_token_cache import CORPUS, KINDS, drawn, refused
 
 
 def words_of(tokenizer, most=2**16, encoded=None):

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from wordpiece import VOCAB_SIZE, save_wordpiece
 
 from kvferry.protocol.errors import ContextLengthExceeded
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.encoding import LONG_CHARS, Bound, Encoder
 from kvferry.router.text.load import load_text_model
 from kvferry.router.text.text_model import TextModel
+from tests.wordpiece import VOCAB_SIZE, save_wordpiece
 
 A = 5
 """Token of the letter a at a word's beginning; inside a word 26 more."""

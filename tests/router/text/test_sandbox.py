@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from hostile_templates import TEMPLATES
 from jinja2 import TemplateError
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.router.text.sandbox import MAX_TURNS
 from kvferry.router.text.template import ChatTemplate
+from tests.hostile_templates import TEMPLATES
 
 
 @pytest.mark.parametrize("source", TEMPLATES, ids=lambda source: source[:40])

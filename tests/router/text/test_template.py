@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from api_parts import demo_text
 
 from kvferry.protocol.errors import ConfigError, InvalidRequest
 from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.text_model import TextModel
+from tests.api_parts import demo_text
 
 USER = {"role": "user", "content": "Hi"}
 CHATML = (

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_parts import MESSAGES, FakeCluster, says
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvferry.protocol.errors import ConfigError
@@ -19,6 +18,7 @@ from kvferry.router.request_context import RequestContext
 from kvferry.router.text.encoding import Encoder
 from kvferry.router.text.load import load_text_model
 from kvferry.router.text.text_model import TextModel
+from tests.api_parts import MESSAGES, FakeCluster, says
 
 
 def directory(path: Path, **tokenizer_config: Any) -> Path:

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from api_parts import EOS, demo_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
@@ -20,6 +19,7 @@ from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.stage import merged
 from kvferry.router.text.parsers.syntax import Tool, grammar
 from kvferry.structured_output import lark
+from tests.api_parts import EOS, demo_text
 
 ADD = Tool(
     "add",

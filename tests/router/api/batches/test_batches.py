@@ -9,15 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
-from api_parts import Api, FakeCluster, error_of, says
-from batch_parts import api, ended, kept
-from waiting import until
 
 from kvferry.protocol.errors import NoNodes
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch.batches import Batches
 from kvferry.router.batch.rows import answer_row, answered
 from kvferry.router.batch.runner import PRIORITY
+from tests.api_parts import Api, FakeCluster, error_of, says
+from tests.batch_parts import api, ended, kept
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 

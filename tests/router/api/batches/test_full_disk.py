@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from api_parts import Api, error_of
-from batch_parts import api, ended
-from waiting import until
 
 from kvferry.router.batch import batch, batches, files, runner
+from tests.api_parts import Api, error_of
+from tests.batch_parts import api, ended
+from tests.waiting import until
 
 FULL = Path("/dev/full")
 

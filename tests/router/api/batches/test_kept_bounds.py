@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from api_parts import error_of
-from batch_parts import api, ended, kept
 
 from kvferry.router.batch.batch import Batch, BatchFolder
 from kvferry.router.batch.files import FileStore, StoredFile
 from kvferry.router.batch.rows import InvalidRow, Row, read_rows
+from tests.api_parts import error_of
+from tests.batch_parts import api, ended, kept
 
 CHAT = "/v1/chat/completions"
 FILE = {"file": ("in.jsonl", b"no json")}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_parts import MESSAGES, Api, FakeCluster, error_of, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.api_parts import MESSAGES, Api, FakeCluster, error_of, says
 
 CHAT = [
     ({"messages": None}, "messages"),

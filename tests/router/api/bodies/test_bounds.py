@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from api_parts import MESSAGES, Api, FakeCluster, error_of, says
+
+from tests.api_parts import MESSAGES, Api, FakeCluster, error_of, says
 
 CHAT, TEXT, RESPONSES, MESSAGE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 TURN = {"role": "user", "content": "a"}

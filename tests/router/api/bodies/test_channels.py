@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from api_parts import MESSAGES, Api, demo_text, error_of, events, named_events
-from harmony_model import ANALYSIS, FINAL, ON, channels_api, harmony_text
 from llguidance import LLMatcher, LLTokenizer
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.router.text.parsers.families import check_channels, dialect, thinking
+from tests.api_parts import MESSAGES, Api, demo_text, error_of, events, named_events
+from tests.harmony_model import ANALYSIS, FINAL, ON, channels_api, harmony_text
 
 WEATHER = {
     "type": "function",

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-from api_parts import Api, FakeCluster, demo_text, error_of, says
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.work import Grammar
@@ -15,6 +14,7 @@ from kvferry.router.api.bodies.structured import format_grammar
 from kvferry.router.text.grammar_vocabulary import vocabulary_of
 from kvferry.structured_output import to_lark
 from kvferry.structured_output.checker import Checker
+from tests.api_parts import Api, FakeCluster, demo_text, error_of, says
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}

@@ -6,10 +6,10 @@ from typing import Any
 
 import openai
 import pytest
-from api_parts import MESSAGES, Api, FakeCluster, demo_text, error_of, events, says
 from llguidance import LLMatcher, LLTokenizer
 
 from kvferry.router.text.template import ChatTemplate
+from tests.api_parts import MESSAGES, Api, FakeCluster, demo_text, error_of, events, says
 
 WEATHER = {
     "type": "function",

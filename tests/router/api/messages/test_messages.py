@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from api_parts import Api, FakeCluster, demo_text, ids_of, named_events, outputs_for, says
 
 from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
 from kvferry.router.api.bodies.reader import parse
 from kvferry.router.api.messages.body import MessagesBody
 from kvferry.router.api.messages.chat import MessagesChat, chat, messages
 from kvferry.router.text.transcript import CallDelta, Piece
+from tests.api_parts import Api, FakeCluster, demo_text, ids_of, named_events, outputs_for, says
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
 HELLO = [{"role": "user", "content": "Hello"}]

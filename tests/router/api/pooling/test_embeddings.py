@@ -13,13 +13,13 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, served
 
 from kvferry.model_files.pooling_config import PoolingConfig
 from kvferry.protocol.errors import KvferryError, NoNodes
 from kvferry.protocol.work import Embed
 from kvferry.router.api.pooling.pooling_outputs import AT_ONCE
 from kvferry.router.dispatch.interface import Output, RequestSpec
+from tests.api_parts import Api, FakeCluster, demo_text, error_of, ids_of, served
 
 WIDTH = 576
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from api_parts import Api, FakeCluster, demo_text, error_of, ids_of
 
 from kvferry.model_files.pooling_config import PoolingConfig
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.work import Classify, Embed
 from kvferry.router.dispatch.interface import Output, RequestSpec
+from tests.api_parts import Api, FakeCluster, demo_text, error_of, ids_of
 
 CROSS = PoolingConfig("classify", encoder=True, labels=("LABEL_0",), activation="sigmoid", typed=True)
 MOODS = PoolingConfig("classify", encoder=True, labels=("sad", "glad", "mad"), activation="softmax")

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from api_parts import Api, FakeCluster, error_of, ids_of, outputs_for, says
 from openai.types.responses import Response
-from waiting import until
 
 from kvferry.protocol.errors import NodeLost
 from kvferry.router.tenants.keys import entry
+from tests.api_parts import Api, FakeCluster, error_of, ids_of, outputs_for, says
+from tests.waiting import until
 
 ANSWER = "one two three four"
 

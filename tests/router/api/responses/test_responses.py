@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, named_events, outputs_for, says
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -14,6 +13,7 @@ from kvferry.protocol.errors import InvalidRequest, NodeLost, Overloaded
 from kvferry.router.api.bodies.translated import renamed, translated
 from kvferry.router.api.responses.request import ResponsesChat
 from kvferry.router.text.transcript import CallDelta, Piece
+from tests.api_parts import Api, FakeCluster, demo_text, error_of, ids_of, named_events, outputs_for, says
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

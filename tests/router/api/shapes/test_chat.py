@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from api_parts import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
+from kvferry.router.dispatch.interface import Output, RequestSpec
+from tests.api_parts import (
     EOS,
     MESSAGES,
     Api,
@@ -14,12 +19,7 @@ from api_parts import (
     outputs_for,
     says,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from waiting import until
-
-from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
-from kvferry.router.dispatch.interface import Output, RequestSpec
+from tests.waiting import until
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
 

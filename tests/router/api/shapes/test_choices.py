@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, outputs_for, says
 
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.router.dispatch.interface import Output, RequestSpec
 from kvferry.router.text.bad_words import bad_word_ids
+from tests.api_parts import Api, FakeCluster, demo_text, error_of, ids_of, outputs_for, says
 
 
 def scored(spec: RequestSpec) -> list[Output]:

@@ -4,10 +4,10 @@ import threading
 from typing import Any
 
 import pytest
-from api_parts import EOS, Api, FakeCluster, demo_text, error_of, events, ids_of, logprob_of, outputs_for, says
 
 from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.text.text_model import TextModel
+from tests.api_parts import EOS, Api, FakeCluster, demo_text, error_of, events, ids_of, logprob_of, outputs_for, says
 
 
 def echo_seed(spec: RequestSpec) -> list:
