@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from kvferry.cli import preflight
+from kvferry.cli.cpu_instructions import compiled_for, instruction_set
 from kvferry.cli.resource_plan import UNKNOWN, gpus, needs_of, require_memory, take_seats
 from kvferry.model_files.memory_needs import ModelNeeds
 from kvferry.model_files.source import ModelSource, resolve
@@ -30,7 +31,6 @@ class Result:
     remedy: str = ""
 
 
-VECTORS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "asimd", "bf16", "sve")
 Check = Callable[[ServeSettings], Result]
 
 
@@ -57,34 +57,11 @@ def transfer(settings: ServeSettings) -> Result:
 def instructions(settings: ServeSettings) -> Result:
     """Report the CPU instruction set that the kernels will use."""
     try:
-        return instruction_set(Path("/proc/cpuinfo").read_text(), _kernels())
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return Result("warn", "instructions", "unknown on this system", "nothing; kernels are chosen at run time")
-
-
-def _kernels() -> str | None:
-    """Return the instruction set that the CPU kernels use; None without torch or compiled kernels."""
-    try:
-        from kvferry.kernels.cpu import instruction_set as used
-    except ImportError:
-        return None
-    return used()
-
-
-def instruction_set(cpuinfo: str, kernels: str | None = None) -> Result:
-    """Report the vector instructions of /proc/cpuinfo's text (`flags`, Arm: `Features`), and the kernels' set."""
-    lines = (line.partition(":") for line in cpuinfo.splitlines())
-    flags = {word for key, _, words in lines if key.strip() in ("flags", "Features") for word in words.split()}
-    found = " ".join(name for name in VECTORS if name in flags) or "no vector instructions"
-    found += f"; kernels: {kernels}" if kernels else ""
-    if "amx_bf16" in flags and kernels not in (None, "amx"):
-        remedy = "Linux 5.16 or later, no filter of arch_prctl, and a compiler that knows AMX give them its tiles"
-        return Result("warn", "instructions", found, remedy)
-    if not {"avx2", "asimd"} & flags:
-        return Result("warn", "instructions", found, "use a newer CPU or a GPU; this one computes very slowly")
-    if not {"avx512_bf16", "amx_bf16", "bf16"} & flags:
-        return Result("warn", "instructions", f"{found}; no bfloat16", "try a quantised GGUF, which is faster here")
-    return Result("ok", "instructions", found)
+    found, remedy = instruction_set(text, compiled_for(), coded=_all_gguf(settings))
+    return Result("warn" if remedy else "ok", "instructions", found, remedy)
 
 
 def threads(settings: ServeSettings) -> Result:
@@ -234,6 +211,14 @@ def _needs(settings: ServeSettings) -> list[ModelNeeds | None]:
         return [None if (needs := needs_of(source)) is UNKNOWN else needs for source in _sources(settings)]
     except ConfigError:
         return [None]
+
+
+def _all_gguf(settings: ServeSettings) -> bool:
+    """Return whether every model is a GGUF file: those are quantised as a rule. False if one does not resolve."""
+    try:
+        return all(source.kind == "gguf" for source in _sources(settings))
+    except ConfigError:
+        return False
 
 
 def _answers_health(host: str, port: int) -> bool:

@@ -11,7 +11,7 @@ import types
 import pytest
 
 from kvferry.cli import doctor, preflight
-from kvferry.cli.doctor import Result, all_checks, instruction_set, report
+from kvferry.cli.doctor import Result, all_checks, report
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import ServeSettings
 from tests.object_store import s3
@@ -29,32 +29,6 @@ def fake_torch(monkeypatch, *names: str, cuda: str | None = "13.0") -> None:
     )
     torch = types.SimpleNamespace(cuda=devices, version=types.SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "torch", torch)
-
-
-@pytest.mark.parametrize(
-    ("flags", "level", "word"),
-    [
-        ("fpu sse2", "warn", "newer CPU"),
-        ("fpu avx2", "warn", "GGUF"),
-        ("avx2 avx512f avx512_bf16", "ok", "avx512_bf16"),
-    ],
-)
-def test_instruction_sets(flags, level, word):
-    result = instruction_set(f"processor\t: 0\nmodel name\t: some avx2 amx_bf16 chip\nflags\t\t: {flags}\n")
-    assert result.level == level
-    assert word in result.found + result.remedy
-
-
-@pytest.mark.parametrize(("kernels", "level"), [(None, "ok"), ("amx", "ok"), ("avx512_bf16", "warn")])
-def test_tiles_that_the_kernels_do_not_use_are_a_warning(kernels, level):
-    result = instruction_set("flags\t\t: avx2 avx512_bf16 amx_tile amx_bf16\n", kernels)
-    assert result.level == level
-    assert (kernels or "") in result.found
-    assert ("Linux 5.16" in result.remedy) == (level == "warn")
-
-
-def test_arm_names_its_features():
-    assert instruction_set("Features\t: fp asimd bf16 sve\n").level == "ok"
 
 
 def test_threads_beyond_the_cores_are_a_warning(monkeypatch):

@@ -1,0 +1,32 @@
+"""Reports the CPU's vector instructions and which of them the kernels use."""
+
+from __future__ import annotations
+
+VECTORS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "asimd", "bf16", "sve")
+
+
+def compiled_for() -> str | None:
+    """Return the instruction set that the CPU kernels use; None without torch or compiled kernels."""
+    try:
+        from kvferry.kernels.cpu import instruction_set as used
+    except ImportError:
+        return None
+    return used()
+
+
+def instruction_set(cpuinfo: str, kernels: str | None = None, *, coded: bool = False) -> tuple[str, str]:
+    """Return the instruction sets in /proc/cpuinfo's text (`flags`, Arm: `Features`), and a remedy if they are slow.
+
+    kernels: the instruction set that the kernels use. coded: the weights are quantised, so bfloat16 hardly matters.
+    """
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = {word for key, _, words in lines if key.strip() in ("flags", "Features") for word in words.split()}
+    found = " ".join(name for name in VECTORS if name in flags) or "no vector instructions"
+    found += f"; kernels: {kernels}" if kernels else ""
+    if "amx_bf16" in flags and kernels not in (None, "amx"):
+        return found, "Linux 5.16 or later, no filter of arch_prctl, and a compiler that knows AMX give them its tiles"
+    if not {"avx2", "asimd"} & flags:
+        return found, "use a newer CPU or a GPU; this one computes very slowly"
+    if not (coded or {"avx512_bf16", "amx_bf16", "bf16"} & flags):
+        return f"{found}; no bfloat16", "try a quantised GGUF, which is faster here"
+    return found, ""
