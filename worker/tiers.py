@@ -1,7 +1,6 @@
-"""Prefix reads from KV tiers.
+"""Prefix reads from KV tiers: host memory first, then disk, then the shared store.
 
-A request is AWAITING reads that are faster than computing, and computes blocks that do not arrive in time. The order is
-host memory, disk, then the shared store."""
+A request is AWAITING reads that are faster than computing, and computes blocks that do not arrive in time."""
 
 from __future__ import annotations
 
