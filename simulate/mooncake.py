@@ -94,8 +94,9 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> Scenario:
 
 
 def _split(ids: list[int], block_size: int) -> list[bytes]:
-    """Return the block hashes of the ids; equal only where all ids before are equal too, even if a file reuses an id.
-    """
+    """Return the block hashes of hash ids.
+
+    They are equal only where all ids before are equal too, even if a file uses the same id elsewhere."""
     found: list[bytes] = []
     parent = b""
     for each in ids:
