@@ -1,4 +1,4 @@
-"""Error hierarchy; every foreign error is translated into it once, where the library is called.
+"""Error hierarchy with HTTP statuses and codes; exceptions of libraries are translated into it where they occur.
 
 KvferryError                 500 server_error
 ├─ ConfigError               the process cannot start as configured; the command exits with status 2

@@ -124,7 +124,7 @@ class Commit:
 @message(34, checked=True)
 @dataclass(frozen=True, slots=True)
 class CommitAck:
-    """Decode → prefill: all blocks landed and verified; the sender may forget the transfer."""
+    """Decode → prefill: all blocks arrived and were verified; the sender may forget the transfer."""
 
     transfer: int
 

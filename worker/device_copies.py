@@ -1,4 +1,4 @@
-"""Asynchronous copies between a GPU's KV pool and host memory."""
+"""Asynchronous copies between a GPU's KV pool and host memory, on streams of their own."""
 
 from __future__ import annotations
 
