@@ -1,1 +1,1 @@
-"""The decode process: grants blocks, receives them, generates and streams tokens."""
+"""Decode worker: grants blocks, receives them, generates and streams tokens."""

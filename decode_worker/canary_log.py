@@ -1,4 +1,4 @@
-"""Log lines and counters for canary checks."""
+"""Log lines and metrics of canary checks on a decode node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class CanaryLog:
         self._largest = 0.0
 
     def differs(self, event: CanaryChecked) -> bool:
-        """Count it. Whether the ship was not what this node computes: routers must hear of that."""
+        """Count a result; return whether the shipped blocks differ from what this node computes.
+
+        Routers must hear of a difference."""
         self._metrics.canary.looks[event.outcome].inc()
         if event.outcome == "dropped":
             return False

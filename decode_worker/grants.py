@@ -1,4 +1,4 @@
-"""Grant handling of a decode node: passes receiver's requests to the engine and its answers back."""
+"""Grants of a decode node: passes reservation requests from the receiver to the engine, and its answers back."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from kvferry.worker.service import Base, ship_outcome
 
 
 class Grants:
-    """Implements kv_transfer.ports.GrantEvents, of jobs.
+    """Handler of grant requests for jobs.
 
-    A reservation's owner is the transfer's key. `begun` hears on the link thread of every job that a grant is asked
-    for. Without state of its own; nothing passes the asyncio loop: a busy HTTP server delays no block."""
+    Implements `kv_transfer.ports.GrantEvents`. The transfer key owns a reservation. `begun` is called on the link
+    thread for every job that asks for a grant. It keeps no state and bypasses the asyncio loop, so a busy HTTP server
+    delays no block."""
 
     def __init__(self, base: Base, arrivals: GrantDispatch, begun: Callable[[Job], None]) -> None:
         self._base, self._arrivals, self._begun = base, arrivals, begun
         self.receiver = arrivals.receiver
         arrivals.take(Job, self)
 
-    # The engine thread.
+    # On the engine thread.
 
     def take(self, events: Sequence[Event]) -> None:
-        """Answers to `reserve`, and grants that the engine takes back."""
+        """Pass on the engine's answers to `reserve`, and cancel grants that the engine takes back."""
         for event in events:
             if isinstance(event, Reserved):
                 self._base.metrics.grants["granted"].inc()
@@ -38,7 +39,7 @@ class Grants:
                 self._reservation_failed(cast(TransferKey, event.owner), event)
 
     def _reserve(self, engine: Engine, key: TransferKey, job: Job) -> None:
-        """Unless the node has become one that decodes nothing, since it was asked or before."""
+        """Reserve blocks, or refuse if the node has changed its role and no longer decodes."""
         if self._base.roles.computing == "decode":
             engine.reserve(key, job)
         else:
@@ -52,7 +53,7 @@ class Grants:
         else:
             self._arrivals.refuse(key, event.error)
 
-    # The link thread.
+    # Called on the link thread.
 
     def reserve(self, key: TransferKey, asked: Asked) -> None:
         assert isinstance(asked, Job)

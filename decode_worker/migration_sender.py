@@ -1,8 +1,8 @@
 """Sending side of stream migration on a draining decode node.
 
-A move's way: offered to the other node while the stream runs on → granted → its full blocks sent → the stream stands
-still, and its last block and its last tokens go → acknowledged: the stream ends here. Whatever fails, it runs on here.
-"""
+Steps of a migration: offered to the other node while the stream runs → granted → full blocks sent → the stream pauses,
+and its last block and last tokens are sent → acknowledged; the stream ends here. If a step fails, the stream continues
+here."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ from kvferry.protocol.messages import DecodeTarget, Job, MoveRequest
 from kvferry.worker.service import Base
 
 AT_ONCE = 8
-"""Moves under way: few share the link with a stream that stands still, and not each answer is awaited by itself."""
+"""Migrations in flight at once.
+
+Few of them share the link with a paused stream, and several answers are awaited at a time."""
 GRANT_S = 5.0
-"""How long the other node may keep a stream waiting for its blocks before another is tried."""
+"""Seconds to wait for the other node's grant; the router then tries another node."""
 STALL_S = 1.5
-"""How long nothing may move between the two: the client of a stream that stands still sees nothing meanwhile."""
+"""Seconds without progress after which a ship fails, since the client of a paused stream gets no tokens."""
 LOOK_S = 0.2
-"""How often it is seen whether who asked for a move still waits for it."""
+"""Seconds between two checks whether the router still waits for the migration."""
 
 
 @dataclass(slots=True, eq=False)
 class OutgoingMigration:
-    """A move until its ship is quiet. stood_at: when the stream stopped."""
+    """Migration in progress, until its ship is quiet.
+
+    stood_at: monotonic time at which the stream paused."""
 
     move: OutboundMigration
     target: DecodeTarget
@@ -43,7 +47,9 @@ class OutgoingMigration:
 
 
 class MigrationSender:
-    """Implements kv_transfer.ports.ShipEvents. Nothing here passes the asyncio loop but the question and its answer."""
+    """Sender of streams to other decode nodes.
+
+    Implements `kv_transfer.ports.ShipEvents`. Only the router's request and its answer pass the asyncio loop."""
 
     def __init__(self, base: Base, sender: Sender) -> None:
         self._base, self.sender = base, sender
@@ -53,18 +59,18 @@ class MigrationSender:
         self._asked = 0
         self._patience = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
 
-    # The asyncio loop.
+    # On the asyncio loop.
 
     def busy(self) -> bool:
-        """Return whether somebody waits for an answer, or blocks may still be sent from."""
+        """Return whether a router waits for an answer, or ships may still read blocks."""
         return bool(self._asked or self._open)
 
     async def move(self, request: MoveRequest, left: Callable[[], Awaitable[bool]]) -> None:
-        """Returns once the other node goes on with the stream.
+        """Move a stream; return once the other node continues it.
 
-        Raises why it runs on here: never NodeLost, which to a router is this node. left: whether who asks has gone;
-        then nothing is begun for it any more, and what was begun is given up: the stream runs on, and may be moved
-        elsewhere."""
+        Raises the reason if it stays here, but never NodeLost, which a router would take for the loss of this node.
+        left: returns whether the router has disconnected. Then a new migration does not begin and a running one is
+        aborted; the stream continues here and can be moved elsewhere."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked += 1
         try:
@@ -79,19 +85,19 @@ class MigrationSender:
         finally:
             self._asked -= 1
             if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # who asked may be gone before it is told: then nobody else looks at it
+                answer.exception()  # mark as retrieved: the router may have disconnected
 
     def _give_up(self, answer: asyncio.Future[None]) -> None:
-        """A move that nobody waits for any more, if it was begun."""
+        """Abort the migration that no router awaits any more, if it has begun."""
         with self._lock:
             given = [transfer for transfer, departure in self._open.items() if departure.answer is answer]
         for transfer in given:
             self.sender.abort(transfer, "nobody waits for the move any more")
 
-    # The engine thread.
+    # On the engine thread.
 
     def take(self, events: Sequence[Event]) -> None:
-        """A stream that ended here does not move."""
+        """Abort the migrations of streams that ended here."""
         if not self._open:
             return
         ended = {e.key for e in events if isinstance(e, Failed) or (isinstance(e, Generated) and e.delta.finish_reason)}
@@ -115,7 +121,7 @@ class MigrationSender:
             self._answer(answer, error if isinstance(error, KvferryError) else TransferFailed(reason(error)))
 
     def _stand(self, engine: Engine, transfer: int) -> None:
-        """All that the stream had in full blocks is sent: the rest goes now."""
+        """Pause the stream, whose full blocks are sent, and send the rest."""
         departure = self._find(transfer)
         stand = engine.moving.stand(transfer) if departure is not None else None
         if departure is None or stand is None:
@@ -125,7 +131,7 @@ class MigrationSender:
         self.sender.ship(transfer, stand.rest)
         self.sender.commit(transfer, stand.first, stand.covered)
 
-    # The link thread.
+    # Called on the link thread.
 
     def granted(self, transfer: int, first_block: int) -> None:
         departure = self._find(transfer)
@@ -159,7 +165,7 @@ class MigrationSender:
         self._answer(departure.answer, error)
 
     def quiet(self, transfer: int) -> None:
-        """`busy` ends when the engine has let go of the blocks."""
+        """Release the blocks; `busy` stays true until the engine has done so."""
 
         def quiet(engine: Engine) -> None:
             engine.moving.quiet(transfer)
@@ -168,14 +174,14 @@ class MigrationSender:
 
         self._base.engine.submit(quiet)
 
-    # Any thread.
+    # On any thread.
 
     def _find(self, transfer: int) -> OutgoingMigration | None:
         with self._lock:
             return self._open.get(transfer)
 
     def _answer(self, answer: asyncio.Future[None], error: KvferryError | None) -> None:
-        """To who asked for the move, unless it went away."""
+        """Answer the router's request, unless it has disconnected."""
 
         def told() -> None:
             self._base.metrics.moves["stayed" if error else "moved"].inc()
@@ -195,5 +201,5 @@ class MigrationSender:
 
 
 def _without(job: Job, target: DecodeTarget) -> Job:
-    """Nobody is their own buddy."""
+    """Return the job without its buddy, if the target is that buddy: no node is its own buddy."""
     return replace(job, buddy=None) if job.buddy == target else job

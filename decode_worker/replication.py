@@ -1,6 +1,6 @@
 """Replication of running streams: copies their full blocks to a buddy node in the background.
 
-A few streams replicate at a time, and no stream waits for it. A failed copy is retried with what is new by then."""
+Few streams replicate at a time, and no stream waits for it. A failed copy is retried together with newer blocks."""
 
 from __future__ import annotations
 
@@ -23,26 +23,30 @@ from kvferry.worker.service import Base
 MOST = 256
 """Blocks of one copy."""
 AT_ONCE = 4
-"""Copies under way: a busy buddy grants between two of its steps."""
+"""Copies in flight at once; a busy buddy grants them between two of its steps."""
 LOOK_S = 0.02
-"""How often is looked for streams to copy."""
+"""Seconds between two searches for streams to copy."""
 REST = 3
-"""How many times as long as blocks of a copy travelled, none is begun."""
+"""Pause after a copy, as a multiple of the time that its blocks travelled."""
 SHUN_S = 5.0
-"""How long a buddy is left alone that refused, failed, or dropped what it had been sent; twice as long each time until
-a copy comes about."""
+"""Seconds for which a buddy gets no copies after it refused, failed or dropped one.
+
+The time doubles with each failure in a row."""
 SHUN_MOST_S = 80.0
+"""Longest time for which a buddy gets no copies, in seconds."""
 DEADLINE_S = 30.0
+"""Deadline of a copy, in seconds."""
 GRANT_S, STALL_S = 5.0, 1.5
-"""How long a buddy may keep a copy waiting, and nothing of it move: there are others."""
+"""Seconds that a copy may wait for the buddy's grant, and seconds without progress until it fails."""
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaInProgress:
-    """A copy under way.
+    """Copy in flight.
 
-    length: blocks of the stream as it was asked for; upto: those that the buddy has in the end; lent_at: when blocks
-    began to travel; took_s: until all had come; given_up: for no fault of the buddy's."""
+    length: full blocks of the stream when the copy was offered. upto: blocks that the buddy has after the copy.
+    lent_at: when blocks began to travel. took_s: seconds until all had arrived. given_up: it ended through no fault of
+    the buddy."""
 
     request: Request
     buddy: DecodeTarget
@@ -54,7 +58,9 @@ class ReplicaInProgress:
 
 
 class Replication:
-    """Implements kv_transfer.ports.ShipEvents."""
+    """Sender of replica blocks to buddy nodes.
+
+    Implements `kv_transfer.ports.ShipEvents`."""
 
     def __init__(self, base: Base, sender: Sender) -> None:
         self._base, self._sender = base, sender
@@ -63,12 +69,12 @@ class Replication:
         self._making: dict[int, ReplicaInProgress] = {}
         self._next = 0.0
         self._shunned: dict[DecodeTarget, tuple[float, float]] = {}
-        """Until when, and for how long."""
+        """Per buddy: monotonic time at which it gets copies again, and the length of the pause in seconds."""
 
-    # The engine thread.
+    # On the engine thread.
 
     def take(self, events: Sequence[Event]) -> None:
-        """Streams have a new block: there may be enough to copy."""
+        """Start a search for streams to copy if a stream has a new block."""
         if (
             len(self._making) < AT_ONCE
             and time.monotonic() >= self._next
@@ -100,7 +106,9 @@ class Replication:
             self._making[transfer] = ReplicaInProgress(request, job.buddy, length)
 
     def _lend(self, engine: Engine, transfer: int, making: ReplicaInProgress, first: int) -> None:
-        """The buddy has the blocks before `first`, and takes the next ones."""
+        """Ship the next blocks; the buddy has those before `first`.
+
+        If it now has fewer than it confirmed, it drops what it received, and the copy is aborted."""
         request, upto = making.request, min(first + MOST, making.length)
         if request.copied is not None and first < request.copied:
             request.copied = first
@@ -116,7 +124,7 @@ class Replication:
         self._sender.commit(transfer, None)
 
     def _quiet(self, engine: Engine, transfer: int) -> None:
-        """One that failed costs the others no rest."""
+        """Release the blocks and set the pause before the next copy; a failed copy adds none."""
         engine.copies.returned(transfer)
         with self._lock:
             making = self._making.pop(transfer)
@@ -129,14 +137,14 @@ class Replication:
         long = min(2 * before, SHUN_MOST_S)
         self._shunned[buddy] = now + long, long
 
-    # The link thread.
+    # Called on the link thread.
 
     def granted(self, transfer: int, first_block: int) -> None:
         making = self._find(transfer)
         self._base.engine.submit(lambda engine: self._lend(engine, transfer, making, first_block))
 
     def sent(self, transfer: int) -> None:
-        """All of a copy is given at once."""
+        """Ignored: a copy is given to the sender all at once."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         making = self._find(transfer)

@@ -1,9 +1,8 @@
 """Decode role: grants blocks to other nodes, takes over their requests, generates, streams tokens to routers.
 
-It prefills locally what a router asks it to, with what other nodes hold of it; copies what streams have to their
-buddies, and hands them over while it drains. Engine, receiver and sender talk to each other directly (`grants`,
-`replication`, `migration_sender`, `worker.fetch_client`); everything here belongs to the asyncio loop.
-"""
+It prefills locally if a router asks for it, and fetches blocks of the prompt from other nodes. It replicates streams to
+their buddies, and migrates them while it drains. Engine, receiver and sender call each other directly (`grants`,
+`replication`, `migration_sender`, `worker.fetch_client`); everything here belongs to the asyncio loop."""
 
 from __future__ import annotations
 
@@ -36,7 +35,9 @@ from kvferry.worker.service import Base
 
 
 class DecodeService:
-    """Joins the engine and the receiver of a decode node. endpoints: those of the node, if it has them already."""
+    """Service of a decode node: joins HTTP, the engine, the receiver and the senders.
+
+    Implements `worker.service.Service`. endpoints: those of the node, if they exist already."""
 
     def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
         self._base = base
@@ -57,11 +58,11 @@ class DecodeService:
         self._base.engine.submit(lambda engine: self.endpoints.tiers.add(engine, job), urgent=job.newcomer)
 
     async def post_move(self, request: Request) -> None:
-        """Hand a stream over to another decode node; answered when that is done, or with why it stays."""
+        """Migrate a stream to another decode node; answered once done, or with why it stays."""
         await self._departures.move(await read_message(request, MoveRequest), request.is_disconnected)
 
     def cancel(self, cancel: CancelRequest) -> None:
-        """The engine tells what ended."""
+        """Ignored: the engine reports the attempts that end."""
 
     def busy(self) -> bool:
         return bool(self._base.engine.load.open_grants) or self._departures.busy()
@@ -70,7 +71,7 @@ class DecodeService:
         self._base.engine.submit(lambda engine: engine.cancel_router(router_id))
 
     def stop(self) -> None:
-        """Its streams end with the node's."""
+        """Ignored: the token streams end with the node."""
 
     def to_link(self, events: Sequence[Event]) -> None:
         self._grants.take(events)
@@ -79,7 +80,7 @@ class DecodeService:
         self.endpoints.take(events)
 
     def to_routers(self, events: Sequence[Event]) -> None:
-        """Send the engine's output for one router as one frame."""
+        """Send each router its output of one engine turn as one frame."""
         outputs: defaultdict[str, _Output] = defaultdict(_Output)
         for event in events:
             if isinstance(event, Generated | Failed):
@@ -106,7 +107,7 @@ class DecodeService:
 
 @dataclass(slots=True)
 class _Output:
-    """Of one turn of the engine, for one router."""
+    """Output of one engine turn for one router."""
 
     deltas: list[TokenDelta] = field(default_factory=list)
     failed: list[AttemptFailed] = field(default_factory=list)

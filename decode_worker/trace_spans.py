@@ -1,4 +1,4 @@
-"""Trace spans of a decode node, one per attempt, from arrival or grant to last token."""
+"""Trace spans of a decode node, one per attempt, from its arrival or grant request to its last token."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from kvferry.protocol.messages import Job
 from kvferry.runtime.tracing import TRACER, Span
 
 MOST = 4096
-"""Attempts whose end is awaited; beyond it the oldest is taken for ended."""
+"""Attempts with an open span; beyond it the oldest span ends as forgotten."""
 
 
 class TraceSpans:
-    """Begun on the link thread or the loop, ended on the loop; nothing is kept while no traces are recorded."""
+    """Open spans of attempts; nothing is kept while tracing is off.
+
+    `begin` runs on the link thread or the asyncio loop, `take` on the loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[Key, tuple[Span, int]] = {}
 
     def begin(self, job: Job) -> None:
-        """An attempt came, or a prefill node asks for its blocks."""
+        """Start a span: an attempt arrived, or a prefill node asks for its blocks."""
         if not TRACER.records:
             return
         span = TRACER.start("decode", job.trace, attempt=job.attempt)
@@ -32,7 +34,7 @@ class TraceSpans:
             self._end(oldest, "forgotten")
 
     def take(self, event: Generated | Failed) -> None:
-        """News of an attempt; the last one ends its span."""
+        """End the span of an attempt with its last event."""
         if not self._open:
             return
         if isinstance(event, Failed):

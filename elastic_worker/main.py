@@ -8,7 +8,7 @@ from kvferry.worker.serve import serve_node
 
 
 async def serve_elastic(settings: WorkerSettings) -> None:
-    """Run a node, in the role of its settings at first, until SIGTERM or SIGINT.
+    """Run a node, at first in the role of its settings, until SIGTERM or SIGINT.
 
     Raises ConfigError when it cannot start."""
     await serve_node(settings, ElasticService)

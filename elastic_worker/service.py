@@ -1,8 +1,7 @@
-"""Both roles over one engine, link and pool; each receives only events from the time in which it was active.
+"""Both roles over one engine, link and pool; each receives only the events of the time in which it is active.
 
-A role changes only when nothing of it is under way (`worker.roles`), so the half that is out of work knows of nothing.
-What a node does in either role, to keep copies, fetch, read tiers, give others what they ask for, goes on all the time.
-"""
+A role changes only when none of its work is running (`worker.roles`), so the inactive service has no state. Work that
+is independent of the role always continues: keeping replicas, fetching, reading tiers and supplying other nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +16,9 @@ from kvferry.worker.service import Base, Service
 
 
 class ElasticService:
-    """Implements worker.service.Service."""
+    """Service of an elastic node: passes engine events to the service of the current role.
+
+    Implements `worker.service.Service`."""
 
     def __init__(self, base: Base) -> None:
         self._roles, self.endpoints = base.roles, Endpoints(base)

@@ -1,9 +1,8 @@
 """Prefill role: takes attempts over HTTP, asks decode for a grant, computes, ships, commits.
 
-An attempt's life: offered to its decode node → granted → in the engine → first token to the router, commit to decode →
-acknowledged. Without a target it only passes through the engine. All state here belongs to the asyncio loop; what
-engine and link have to tell each other goes its own way (`ships`).
-"""
+States of an attempt: offered to its decode node → granted → in the engine → first token to the router, commit to decode
+→ acknowledged. Without a decode target it only passes through the engine. All state here belongs to the asyncio loop;
+calls between engine and link do not pass it (`ships`)."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from kvferry.worker.service import Base
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """Answer to one `POST /attempts/prefill`, while its attempt runs.
+    """Response to one `POST /attempts/prefill`, while its attempt runs.
 
     `outbox` feeds the response; None ends it."""
 
@@ -44,7 +43,9 @@ class Answer:
 
 
 class PrefillService:
-    """Joins HTTP, the engine and the ships of a prefill node. endpoints: those of the node, if it has them already."""
+    """Service of a prefill node: joins HTTP, the engine and the ships.
+
+    Implements `worker.service.Service`. endpoints: those of the node, if they exist already."""
 
     def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
         self._base = base
@@ -54,7 +55,7 @@ class PrefillService:
         base.app.post("/attempts/prefill")(self.post_prefill)
 
     async def post_prefill(self, request: Request) -> Response:
-        """Begin an attempt; the response streams FirstToken, then ShipDone, or AttemptFailed."""
+        """Begin an attempt; the response streams FirstToken, then ShipDone or AttemptFailed."""
         message = await read_message(request, PrefillRequest)
         self._base.require("prefill")
         answer = self._begin(message)
@@ -142,10 +143,10 @@ class PrefillService:
             self._fail(answer, error)
 
     def _fail(self, answer: Answer, error: KvferryError) -> None:
-        """End an attempt, unless it has ended, with an error: tell the router, the engine and the sender."""
+        """End a running attempt with an error: tell the router, the engine and the sender."""
         job = answer.job
         if self._answers.get(key_of(job)) is not answer:
-            return  # ended; one that repeats its key is another
+            return  # it has ended; another attempt may have its key
         answer.outbox.put_nowait(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
         self._end(answer, "cancelled" if isinstance(error, Cancelled) else "failed")
         self._base.engine.cancel(job.request_id, job.attempt)
@@ -159,7 +160,7 @@ class PrefillService:
         answer.outbox.put_nowait(None)
 
     def _abandon(self, answer: Answer) -> None:
-        """The response ended; if the attempt has not, the router went away."""
+        """Cancel the attempt if it has not ended: the router closed the response."""
         self._fail(answer, Cancelled("the router closed the connection"))
 
 

@@ -1,8 +1,7 @@
 """Ships of a prefill node: passes computed blocks to the sender and grants to the engine.
 
-Nothing here passes the asyncio loop but what routers are told: a busy HTTP server delays no block. The engine thread
-brings news, the link thread answers, the loop offers and gives up; a lock keeps the table of offers.
-"""
+Only reports to routers pass the asyncio loop, so a busy HTTP server delays no block. The engine thread brings events,
+the link thread answers, the loop offers and gives up. A lock protects the table of offers."""
 
 from __future__ import annotations
 
@@ -22,17 +21,17 @@ from kvferry.worker.service import Base, ship_outcome
 class Offer:
     """Offer of one job to its decode node, until its ship is quiet.
 
-    Events of an offer that was given up are ignored. Given up: whatever comes is no news any more."""
+    given_up: later events of the ship are ignored."""
 
     job: Job
     given_up: bool = False
 
 
 class Ships:
-    """Implements kv_transfer.ports.ShipEvents.
+    """Ships of a prefill node's attempts, from offer to quiet.
 
-    `on_done` and `on_failed` are called on the asyncio loop, with the job and the transfer, at most one of them for an
-    offer, and none after `give_up`."""
+    Implements `kv_transfer.ports.ShipEvents`. `on_done` and `on_failed` are called on the asyncio loop with the job and
+    the transfer. At most one of them is called per offer, and none after `give_up`."""
 
     def __init__(
         self,
@@ -46,17 +45,19 @@ class Ships:
         self._lock = threading.Lock()
         self._offers: dict[int, Offer] = {}
 
-    # The asyncio loop.
+    # On the asyncio loop.
 
     def offer(self, target: DecodeTarget, job: Job) -> int:
-        """Ask the decode node for a grant; the job is computed once it comes. Returns the transfer."""
+        """Ask the decode node for a grant and return the transfer; the job is computed once the grant comes."""
         with self._lock:  # the grant may come before `offer` returns
             transfer = self.sender.offer(target, job, self)
             self._offers[transfer] = Offer(job)
         return transfer
 
     def give_up(self, transfer: int, reason: str) -> None:
-        """The attempt ended. The engine must have been told, if it was its end."""
+        """Abort the ship of an attempt that ended.
+
+        If the attempt was cancelled or failed, the engine must have been told already."""
         with self._lock:
             offer = self._offers.get(transfer)
             if offer is not None:
@@ -64,25 +65,25 @@ class Ships:
         self.sender.abort(transfer, reason)
 
     def busy(self) -> bool:
-        """Return whether blocks may still be sent from."""
+        """Return whether ships may still read blocks."""
         return bool(self._offers)
 
-    # The engine thread.
+    # On the engine thread.
 
     def take(self, events: Sequence[Event]) -> None:
-        """Ship computed blocks; with the first token the ship is complete."""
+        """Ship computed blocks; the first token completes the ship."""
         for event in events:
             if isinstance(event, Computed):
                 self.sender.ship(event.transfer, event.blocks)
             elif isinstance(event, Generated) and event.handover is not None and self._open(event.handover):
                 self.sender.commit(event.handover, replace(event.delta, prompt_logprobs=None))
 
-    # The link thread.
+    # Called on the link thread.
 
     def granted(self, transfer: int, first_block: int) -> None:
-        """Decode reserved its blocks: now the prompt may be computed, or fetched.
+        """Submit the job to the engine, since decode has reserved its blocks.
 
-        An attempt that ends meanwhile is known to the engine as cancelled."""
+        If the attempt ends meanwhile, the engine knows it as cancelled."""
         offer = self._open(transfer)
         if offer is not None:
             job = offer.job
@@ -94,10 +95,10 @@ class Ships:
             )
 
     def sent(self, transfer: int) -> None:
-        """The prompt's next blocks go as they are computed."""
+        """Ignored: the next blocks are shipped when they are computed."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
-        """Decode has everything and owns the request now."""
+        """Report success: decode has everything and owns the request now."""
         self._base.call_soon(lambda: self._base.shipped(stats))
         offer = self._open(transfer)
         if offer is not None:
@@ -105,10 +106,10 @@ class Ships:
             self._base.call_soon(lambda: self._on_done(job, transfer, stats))
 
     def failed(self, transfer: int, error: KvferryError) -> None:
-        """The ship broke, or was given up.
+        """Cancel the attempt and report the error.
 
-        The engine lets go of the request before it hears that the ship is quiet: it would take new holds for the ship
-        otherwise."""
+        The engine drops the request before it hears that the ship is quiet; it would otherwise take new holds for the
+        ship."""
         offer = self._open(transfer)
         self._base.metrics.ships[ship_outcome(error) if offer is not None else "aborted"].inc()
         if offer is not None:
@@ -117,7 +118,7 @@ class Ships:
             self._base.call_soon(lambda: self._on_failed(job, transfer, error))
 
     def quiet(self, transfer: int) -> None:
-        """No send touches the ship's blocks any more."""
+        """Release the ship's blocks: no send touches them any more."""
         self._base.engine.submit(lambda engine: engine.transfer_holds.ship_quiet(transfer))
         with self._lock:
             self._offers.pop(transfer, None)

@@ -1,4 +1,4 @@
-"""Messages and names for LoRA adapters."""
+"""Messages and names of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.protocol.wire import message
 @message(8, checked=True)
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """An adapter that a node holds: what clients call it, and the id of its content."""
+    """Adapter that a node holds: the name that clients use, and the id of its content."""
 
     name: str
     id: str
@@ -19,8 +19,9 @@ class AdapterName:
 @message(9, checked=True)
 @dataclass(frozen=True, slots=True)
 class ChangeAdapter:
-    """Router → any node, `POST /adapters`: hold the adapter in the directory `path` (of the node's machine) under this
-    name, or with an empty path no longer. Answered once it is so."""
+    """Router → any node, `POST /adapters`: load an adapter under this name, or unload it.
+
+    path: directory on the node's machine; empty: unload. Answered once it is done."""
 
     name: str
     path: str = ""

@@ -1,4 +1,4 @@
-"""Metrics of canary checks."""
+"""Metrics of canary checks on a decode node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ LOOKS = ("agreed", "differed", "dropped")
 
 
 class CanaryMetrics:
-    """Beside the others of a node. looks: by outcome; deviations: to be bound to role and sender."""
+    """Canary metrics of a worker.
+
+    looks: counters by outcome. deviations: a family to be bound to role and sender."""
 
     def __init__(self, role: str, registry: ModelRegistry) -> None:
         looks = registry.family(

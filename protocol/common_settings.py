@@ -1,4 +1,4 @@
-"""Settings that every process has."""
+"""Settings that router and worker processes share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.protocol.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
-    """Settings of every process."""
+    """Base of every process's settings."""
 
     served_model_name: tuple[str, ...] = setting(
         (), "names clients use for the model, repeated or with commas; default: derived from --model"

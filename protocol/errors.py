@@ -1,4 +1,4 @@
-"""Error hierarchy; every foreign error is translated into it once, where the library is called.
+"""Error hierarchy with HTTP statuses and codes; exceptions of libraries are translated into it where they occur.
 
 KvferryError                 500 server_error
 ├─ ConfigError               the process cannot start as configured; the command exits with status 2
@@ -43,15 +43,15 @@ from __future__ import annotations
 from typing import Any
 
 LONGEST = 2000
-"""Characters of a message: it may quote what a client sent, however long that was."""
+"""Longest message in characters; a message may quote a client's input of any length."""
 
 
 class KvferryError(Exception):
-    """Base of the tree.
+    """Base class of all errors.
 
-    `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a request that a node answered
-    with it may be tried again there or elsewhere (Cancelled may: a node says it of an attempt that it dropped, the
-    router of a request)."""
+    `status` is the HTTP status, `code` the stable name on the wire. `retryable`: a request that a node answered with
+    this error may be tried again on the same node or another one. Cancelled is retryable: a node reports it for an
+    attempt that it dropped, only a router for a request."""
 
     status = 500
     code = "server_error"
@@ -67,7 +67,7 @@ class KvferryError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The error object of the OpenAI API: `{"error": {message, type, param, code}}`."""
+        """Return the error object of the OpenAI API: `{"error": {message, type, param, code}}`."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
@@ -144,7 +144,7 @@ class NodeLost(Retryable):
 
 
 class NodeDied(NodeLost):
-    """As far as can be told without asking the node's machine."""
+    """Process of a node that ended, as far as can be told without asking the node's machine."""
 
 
 class Fenced(NodeLost):
@@ -192,7 +192,7 @@ class Draining(Retryable):
 
 
 class Moved(Retryable):
-    """`later`: the attempt as which it goes on."""
+    """End of an attempt whose stream continues on another node as attempt `later`."""
 
     code = "moved"
     later = -1
@@ -215,7 +215,7 @@ class Cancelled(KvferryError):
 
 
 def _tree(cls: type[KvferryError]) -> dict[str, type[KvferryError]]:
-    """Classes by code; a subclass that keeps its parent's code is the parent on the wire."""
+    """Return the classes by code; a subclass without its own code is its parent on the wire."""
     found: dict[str, type[KvferryError]] = {}
     for sub in cls.__subclasses__():
         found.update(_tree(sub))
@@ -223,7 +223,7 @@ def _tree(cls: type[KvferryError]) -> dict[str, type[KvferryError]]:
 
 
 def from_body(body: Any, fallback: str = "unreadable error") -> KvferryError:
-    """The error that `body()` described, for the process that received it; an unknown code becomes KvferryError."""
+    """Return the error that a peer's `body()` describes; an unknown code becomes KvferryError."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):
         return KvferryError(fallback)
@@ -233,7 +233,9 @@ def from_body(body: Any, fallback: str = "unreadable error") -> KvferryError:
 
 
 def reason(error: BaseException) -> str:
-    """A foreign error in one line: its type, unless the text speaks for itself, and the first line of its text."""
+    """Return an exception of another library in one line.
+
+    It is the first line of its text, after its type unless an OSError's text suffices."""
     text = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, OSError) and text:
         return text

@@ -9,7 +9,9 @@ from kvferry.protocol.model_metrics import ModelRegistry
 
 
 class FetchMetrics:
-    """Beside the others of a node. ended: by outcome; blocks and bytes: by way; seconds: of those that came."""
+    """Prefix fetch metrics of a worker.
+
+    ended: by outcome. blocks, bytes: fetched and given. seconds: duration of the fetches that brought blocks."""
 
     def __init__(self, role: str, registry: ModelRegistry) -> None:
         def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, Counter]:

@@ -1,4 +1,4 @@
-"""Chained block hashes, equal in router and engine."""
+"""Chained block hashes of token sequences, computed identically in router and engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 HASH_BYTES = 16
+"""Bytes of a block hash: the first 128 bits of a SHA-256."""
 
 
 @lru_cache(maxsize=1024)
 def root_hash(fingerprint: str, namespace: str = "", adapter: str = "") -> bytes:
-    """Parent of a sequence's first block: covers model revision, KV layout, the tenant's namespace, and the id of the
-    adapter, if there is one."""
+    """Return the parent hash of a sequence's first block.
+
+    It covers model revision, KV layout, the tenant's namespace, and the adapter's id if there is one."""
     root = hashlib.sha256(b"kvferry-root\0" + fingerprint.encode() + b"\0" + namespace.encode()).digest()
     if adapter:
         root = hashlib.sha256(b"kvferry-adapter\0" + root + adapter.encode()).digest()
@@ -22,7 +24,7 @@ def root_hash(fingerprint: str, namespace: str = "", adapter: str = "") -> bytes
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> bytes:
-    """128 bits of SHA-256 over (parent, token ids as little-endian int32, tagged extras)."""
+    """Return 128 bits of SHA-256 over (parent, token ids as little-endian int32, tagged extras)."""
     (found,) = _hashes(parent, token_ids, len(token_ids), extras)
     return found
 
@@ -30,16 +32,18 @@ def block_hash(parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> 
 def chain(
     root: bytes, token_ids: Sequence[int], block_size: int, known: Sequence[bytes] = (), extras: bytes = b""
 ) -> list[bytes]:
-    """Hashes of all full blocks of `token_ids`, in order; `known` are those of its first blocks, already computed."""
+    """Return the hashes of all full blocks of `token_ids`, in order.
+
+    known: hashes of the first blocks, if computed already."""
     hashed = len(known) * block_size
     tail = token_ids[hashed:] if hashed else token_ids
     return [*known, *_hashes(known[-1] if known else root, tail, block_size, extras)]
 
 
 def _hashes(parent: bytes, token_ids: Sequence[int], block_size: int, extras: bytes) -> Iterator[bytes]:
-    """One for each full block.
+    """Yield one hash for each full block.
 
-    A long prompt has thousands, which others wait for: all its tokens become bytes at once."""
+    A long prompt has thousands of blocks and requests wait for the hashes, so all tokens become bytes at once."""
     tokens = array("i", token_ids)
     if sys.byteorder == "big":
         tokens.byteswap()

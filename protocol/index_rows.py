@@ -1,9 +1,10 @@
-"""Keys of the block index: consecutive blocks of a chain share one key, since most of a write's cost is per key.
+"""Rows and keys of the block index: consecutive blocks of a chain share one key.
 
-A row is ROW_BYTES: the block's place in its group, and 16 bytes by that. Place 0, of a chain's first block and of what
-stands for itself: its hash, which is the key. Places 1 to GROUP, of the blocks behind: 8 bytes of the hash of the
-group's first block, which are the key, and 8 of the block's own, which tell it from others there, also of chains that
-part within the group.
+Most of a write's cost is per key. A row has ROW_BYTES: one byte for the block's place in its group, then 16 bytes.
+
+Place 0 is the first block of a chain, or a block that stands alone: the 16 bytes are its hash, which is the key. Places
+1 to GROUP are the blocks behind it: 8 bytes of the hash of the group's first block, which are the key, then 8 bytes of
+the block's own hash. The latter tell it from other blocks under that key, also in chains that diverge within the group.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 ROW_BYTES, GROUP = 17, 16
+"""Bytes of a row, and blocks that share a key."""
 _PART = 8
 _PLACES = [bytes((place,)) for place in range(GROUP + 1)]
 
 
 def alone(block_hash: bytes) -> bytes:
-    """Row of a chain's first block, or of one that stands for itself."""
+    """Return the row of a chain's first block, or of a block that stands alone."""
     return _PLACES[0] + block_hash
 
 
 def behind(before: bytes, block_hash: bytes) -> bytes:
-    """Row of the block behind the one of this row; empty: of the first of a chain."""
+    """Return the row of the block behind the one of row `before`; if that is empty, of a chain's first block."""
     if not before:
         return alone(block_hash)
     place = before[0] % GROUP + 1
@@ -39,5 +41,7 @@ def rows_of(hashes: Iterable[bytes]) -> list[bytes]:
 
 
 def key_and_tag(row: bytes) -> tuple[bytes, bytes]:
-    """Its key, and what tells it from others of that key; no row that stands alone has another's key."""
+    """Return a row's key, and the tag that tells it from other rows under that key.
+
+    A row that stands alone shares its key with no other row."""
     return (row[1:], b"") if row[0] == 0 else (row[1 : 1 + _PART], row[1 + _PART :])

@@ -1,4 +1,4 @@
-"""Known label values of metrics."""
+"""Known label values of metrics, so that every series exists from the start."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ RUNGS = (
 )
 RECOVERED_SOURCES = ("cached", "computed")
 FOUND_MISSING = ("evicted", "not_arrived", "computing", "retracted", "fenced", "unknown")
-"""Why a node does not have what was predicted there, as it knows: it evicted it since; a ship or a copy was to bring it
-and has not landed; another request was to compute it and has not got there; it was found to be wrong; it was in a
-process that this one replaced; or nothing is known of it."""
+"""Reasons why predicted blocks are missing on a node, as that node knows them.
+
+evicted: the node evicted them since. not_arrived: a ship or copy was to bring them and has not landed. computing:
+another request was to compute them and has not yet. retracted: they were found to be wrong. fenced: they were in a
+process that this one replaced. unknown: none of these."""
 DEFLECTED = ("node_lost", "not_arrived", "fenced", "layout", "refused", "outrun")
-"""Why a request was not computed where it was predicted to find its prefix, as its attempt there ended: the node was
-lost; blocks did not come through to decode; another process had replaced it; layouts differed; the node refused, drains
-or broke; or an attempt beside it was faster."""
+"""Reasons why a request was not computed on the node predicted to have its prefix.
+
+node_lost: the node was lost. not_arrived: blocks did not reach decode. fenced: another process had replaced it. layout:
+the layouts differ. refused: the node refused, drains or failed. outrun: a parallel attempt was faster."""
 MISS_REASONS = tuple(dict.fromkeys(FOUND_MISSING + DEFLECTED))
 REFUSALS = ("rate", "queue", "limit")
 ERROR_ANSWERS = (("429", "overloaded"), ("503", "no_nodes"), ("500", "server_error"), ("504", "deadline_exceeded"))
-"""The most frequent ones; there are others."""
+"""Most frequent error answers as (status, code); others occur."""
 TOKEN_KINDS = ("prompt", "cached", "output")
 ROLES = ("prefill", "decode")
 NODE_STATES = ("ready", "draining", "incompatible")
@@ -46,5 +49,5 @@ TIER_OUTCOMES = ("done", "late", "failed", "refused")
 TIER_WAYS = ("read", "written", "lost")
 SHIP_OUTCOMES = ("done", "aborted", "failed", "corrupt")
 GRANT_OUTCOMES = ("granted", "refused", "aborted")
-MODEL = ("model_name",)  # the label that other servers use too
+MODEL = ("model_name",)  # the label that other inference servers use
 RENEWAL_OUTCOMES = ("renewed", "created", "fenced", "failed")

@@ -1,4 +1,4 @@
-"""A node's lease in the registry: address, role, capacity, load and rates, with durations in seconds."""
+"""Lease of a node in the registry: address, role, capacity, load and rates. Durations are in seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvferry.protocol.wire import WireError, message, pack, unpack
 class Load:
     """Current load of a node.
 
-    Tokens of waiting requests are those still to be computed. Blocks: free + active + cached + granted = total; each is
-    counted, so that one that nobody knows of is missed."""
+    waiting_tokens: tokens of waiting requests that are still to be computed. Blocks: free + active + cached + granted =
+    total. Each state is counted separately, so a leaked block shows as a wrong sum."""
 
     waiting_requests: int = 0
     waiting_tokens: int = 0
@@ -33,9 +33,10 @@ class Load:
 @message(41)
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Learned moving averages, seeded by the self-test at start: prompt tokens computed per second, seconds per decode
-    step, bytes shipped per second; seconds in which a block is read from its host memory, from its disk, and from the
-    store that it shares with others (0: nothing is read from there)."""
+    """Learned rates of a node: moving averages, seeded by a self-test at start.
+
+    Prompt tokens computed per second, seconds per decode step, bytes shipped per second. Seconds to read a block from
+    host memory, from disk and from the shared store; 0: not read from there."""
 
     prefill_tokens_per_s: float = 1000.0
     step_s: float = 0.02
@@ -48,9 +49,9 @@ class Rates:
 @message(50)
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Recent transfers from a node to another one, beside ships: copies of running streams, or migrations.
+    """Recent transfers from a node to another one, beside ships: replicas of running streams, or migrations.
 
-    bytes_per_s: over that time. bytes_per_s: over that time."""
+    bytes_per_s: average over the statistics window."""
 
     kind: str
     node_id: str
@@ -62,15 +63,14 @@ class Sent:
 @message(42)
 @dataclass(frozen=True, slots=True)
 class NodeLease:
-    """A node's row in the registry, renewed every second and gone five seconds after the last renewal.
+    """Row of a node in the registry, renewed every second and gone five seconds after the last renewal.
 
-    role is prefill or decode; state is ready or draining; http_url and link_address are what other processes dial.
-    model is the model's name after its files, served_names are what the node was told to call it. max_num_seqs is how
-    many requests it runs at once, 0: not told. adapters: those it can compute the model with. pulse: of its threads.
-    leaving: it was asked to end, or to change its role, and works on until another node does. sent: to whom, the most
-    bytes first. elastic: it may be asked to change its role; role_s: seconds since it last did, 0: it never did.
-    pressure: decode nodes that its streams would fill, 0 of a prefill node.
-    """
+    role: prefill or decode. state: ready or draining. http_url, link_address: dialled by other processes. model: the
+    name from the model's files. served_names: names given by the settings. max_num_seqs: requests run at once, 0:
+    unknown. adapters: those that the node holds. pulse: of its threads. leaving: the node was asked to end or change
+    its role, and works on until another node is ready. sent: transfers by target node, the most bytes first. elastic:
+    the node can change its role. role_s: seconds since it last did, 0: never. pressure: decode nodes that its streams
+    would fill, 0 for prefill."""
 
     node_id: str
     role: str
@@ -97,19 +97,20 @@ class NodeLease:
 
     @property
     def target(self) -> DecodeTarget:
+        """Return the node as the target of a ship."""
         return DecodeTarget(self.node_id, self.epoch, self.link_address, self.fingerprint)
 
     def serves_same(self, other: NodeLease) -> bool:
-        """Return whether both serve one model."""
+        """Return whether both nodes serve the same model."""
         return self.model == other.model or bool({*self.served_names} & {*other.served_names})
 
     def relieved_by(self, other: NodeLease) -> bool:
-        """Return whether the other node, of the same model, does what this one does, and stays."""
+        """Return whether the other node, of the same model, is ready in the same role and stays."""
         return other.role == self.role and other.state == "ready" and not other.leaving
 
 
 class IncompatibleLease(NamedTuple):
-    """A lease that a node of another wire version wrote. Nothing else of it can be believed."""
+    """Lease of a node with another wire version; nothing else in it can be relied on."""
 
     node_id: str
     role: str
@@ -117,14 +118,14 @@ class IncompatibleLease(NamedTuple):
 
 
 def sealed(lease: NodeLease) -> bytes:
-    """The lease as the registry keeps it. What stands before the lease itself is the same in every wire version."""
+    """Return the lease as bytes for the registry.
+
+    The part before the packed lease is the same in every wire version."""
     return pack([WIRE_VERSION, lease.node_id, lease.role, pack(lease)])
 
 
 def unsealed(data: bytes) -> NodeLease | IncompatibleLease:
-    """Parse what `sealed` wrote, in whatever wire version.
-
-    Raises WireError."""
+    """Parse bytes that `sealed` wrote, in any wire version. Raises WireError."""
     value = unpack(data)
     if isinstance(value, NodeLease):
         return IncompatibleLease(value.node_id, value.role, UNSEALED)
@@ -140,4 +141,4 @@ def unsealed(data: bytes) -> NodeLease | IncompatibleLease:
 
 
 UNSEALED = 4
-"""The last wire version whose leases did not tell it."""
+"""Last wire version whose leases did not state it."""

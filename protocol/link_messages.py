@@ -1,7 +1,6 @@
 """Control messages of the link between two nodes: grants, commits, fetches, copies and aborts.
 
-`transfer` names one ship and is never reused by that prefill process.
-"""
+`transfer` numbers one ship; the sending process never reuses it."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from kvferry.protocol.wire import message
 @message(48, checked=True)
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Request to a stream's buddy: keep the K/V of these tokens in full blocks.
+    """Request to a stream's buddy to keep the KV of these tokens, in full blocks.
 
-    It takes the first `most` of the blocks that it lacks. namespace, adapter: parts of the root of their hashes, as in
-    a Job. namespace, adapter: parts of the root of their hashes, as in a Job."""
+    most: it takes at most so many of the blocks that it lacks. namespace, adapter: parts of the root of their hashes,
+    as in a Job."""
 
     token_ids: tuple[int, ...]
     most: int
@@ -30,11 +29,11 @@ class Copy:
 @message(56, checked=True)
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Any node → any other: send me what you hold of these blocks.
+    """Any node → any other: request for cached blocks.
 
-    Answered on the same connection by a GrantRequest for a Supply, or by NoSupply. `transfer` numbers it, by who asks;
-    asker: as a grant is asked for there. hashes: of a prompt's leading blocks, one behind the other, of which the asker
-    has the first `first`. deadline_s: after which nobody waits for them any more."""
+    Answered on the same connection by a GrantRequest for a Supply, or by NoSupply. transfer: number chosen by the
+    asker. asker: the node as the target of a grant. hashes: of a prompt's leading blocks, in order; the asker has the
+    first `first`. deadline_s: seconds after which the asker no longer waits."""
 
     transfer: int
     asker: DecodeTarget
@@ -46,7 +45,7 @@ class Fetch:
 @message(57, checked=True)
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """Answer to a fetch: the first `count` of its blocks are held, and sent if they are granted."""
+    """Answer to a fetch: the first `count` of its blocks are held, and are sent once they are granted."""
 
     fetch: int
     count: int
@@ -56,7 +55,7 @@ class Supply:
 @message(58, checked=True)
 @dataclass(frozen=True, slots=True)
 class NoSupply:
-    """The answer to the fetch `transfer`: nothing comes. `code` names a class of protocol.errors."""
+    """Negative answer to the fetch `transfer`. `code` names a class of protocol.errors."""
 
     transfer: int
     code: str
@@ -64,7 +63,7 @@ class NoSupply:
 
 
 Asked = Job | Copy | Supply
-"""What blocks may be granted for."""
+"""Contents of a grant request."""
 
 
 @message(30, checked=True)
@@ -72,7 +71,7 @@ Asked = Job | Copy | Supply
 class GrantRequest:
     """Prefill → decode over the link: reserve blocks for this job and post receives for them.
 
-    Or decode → any node: for this copy; or any node → any that asked for it: for this supply."""
+    Also decode → any node for a copy, and any node → the asker of a fetch for a supply."""
 
     transfer: int
     epoch: int
@@ -83,9 +82,10 @@ class GrantRequest:
 @message(31, checked=True)
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode → prefill: receives are posted for prompt blocks first_block … first_block + block_count - 1; decode
-    already holds the earlier ones (`cached_len` = first_block * block_size tokens). `nonce` separates the tags of
-    connections."""
+    """Decode → prefill: receives are posted for prompt blocks first_block … first_block + block_count - 1.
+
+    Decode already holds the earlier blocks (`cached_len` = first_block * block_size tokens). `nonce` separates the tags
+    of connections."""
 
     transfer: int
     first_block: int
@@ -108,10 +108,10 @@ class Refusal:
 class Commit:
     """Prefill → decode, last message of a ship: every block was sent.
 
-    checksums: one per shipped block, in order (-1: not taken for this block), or empty where the sender took none.
-    `first` is the delta with the first token; `reuse` the prompt's accounting. A stream that moves brings all tokens
-    that were drawn since it was offered; `covered` tokens in front have their K/V in the blocks (0: those of the job).
-    Of a copy or a supply `first` is None. `sender` computed them, or had them."""
+    checksums: one per shipped block, in order (-1: none for this block), or empty if the sender computed none. first:
+    the delta with the first token and the prompt's reuse account; None for a copy or supply. For a migrating stream it
+    has all tokens generated since the offer. covered: leading tokens whose KV is in the blocks; 0: those of the job.
+    sender: the process that computed or held the blocks."""
 
     transfer: int
     block_count: int
@@ -124,7 +124,7 @@ class Commit:
 @message(34, checked=True)
 @dataclass(frozen=True, slots=True)
 class CommitAck:
-    """Decode → prefill: all blocks landed and verified; the sender may forget the transfer."""
+    """Decode → prefill: all blocks arrived and were verified; the sender may forget the transfer."""
 
     transfer: int
 
@@ -143,7 +143,7 @@ class Abort:
 class LinkTerms:
     """Terms that each end of a link sends in the handshake.
 
-    The address of the UCX worker that it keeps for this connection, and (name, value) of the settings that both must
+    address: of the UCX worker that it uses for this connection. settings: (name, value) pairs that both ends must
     share."""
 
     address: bytes

@@ -1,10 +1,11 @@
-"""Metric of event-loop lag."""
+"""Metrics of event-loop lag."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+"""Upper bounds of the lag histogram's buckets, in seconds."""
 
 
 class LoopMetrics:

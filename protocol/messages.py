@@ -1,6 +1,6 @@
-"""Messages between the router and its nodes. Durations are seconds; no message carries a timestamp.
+"""Messages between the router and its nodes.
 
-All carry (request_id, attempt): every step is idempotent by them.
+All carry (request_id, attempt), which makes every step idempotent. Durations are seconds; no message has a timestamp.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class DecodeTarget:
 @message(55, checked=True)
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A node that holds more of a job's tokens than the one where it goes: so many leading blocks, as far as is known,
-    and fetching them takes less time than computing them."""
+    """Node known to hold a job's first `blocks` blocks; fetching them takes less time than computing them."""
 
     node: DecodeTarget
     blocks: int
@@ -49,27 +48,26 @@ class Holder:
 @message(11, checked=True)
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of one attempt, the same for every node that touches it.
+    """Work of one attempt, the same for every node that handles it.
 
-    token_ids         the prompt, then any output tokens that an earlier attempt already delivered
+    token_ids         the prompt, then output tokens that earlier attempts delivered
     prompt_len        how many of token_ids are the prompt
-    work              what is asked of the model
-    router_id         whose token stream gets the output
+    work              what the model is to do
+    router_id         router whose token stream gets the output
     namespace         tenant namespace, part of the root of the block hashes
     deadline_s        seconds left for the request when the message was sent
-    adapter           id of the adapter that the model is computed with, part of the root too; empty: none
-    fork_of           request_id of one whose token_ids these begin with: where its blocks are they are shared, and what
-                      both have of its last one is copied. Empty: none
+    adapter           id of the LoRA adapter, part of the root too; empty: none
+    fork_of           request_id of a request whose token_ids these begin with: where its blocks are, they are shared,
+                      and the common part of its last block is copied; empty: none
     trace             W3C `traceparent` of the attempt; empty: none
-    ahead             of a stream that moves: output tokens beyond token_ids for which blocks are granted with those of
-                      token_ids, for it runs on until it stands
-    buddy             where a stream's full blocks are copied to while it runs (see Copy); None: nowhere
-    newcomer          its tenant has had less of the nodes than others whose requests are under way: until its first
-                      token it goes before theirs
-    predicted         (tokens, epoch): how many leading tokens the router expects to be cached where they would be
-                      computed, or fetched to there, and in which process
-    holder            where the node that computes the prompt may fetch leading blocks of it; None: nowhere
-    """
+    ahead             of a migrating stream: output tokens beyond token_ids for which blocks are granted, too, since it
+                      runs until it pauses
+    buddy             node to which a stream's full blocks are replicated while it runs (see Copy); None: none
+    newcomer          its tenant has used less of the nodes than others with running requests; it goes before theirs
+                      until its first token
+    predicted         (tokens, epoch): leading tokens that the router expects in the cache of the computing node or
+                      fetched to it, and that process's epoch
+    holder            node from which the computing node may fetch leading blocks of the prompt; None: none"""
 
     request_id: str
     attempt: int
@@ -96,16 +94,17 @@ class Job:
 
     @property
     def grammar(self) -> Grammar | None:
-        """Return the grammar of work that generates."""
+        """Return the grammar of work that generates; None otherwise."""
         return self.work.grammar if isinstance(self.work, Generate) else None
 
 
 @message(12, checked=True)
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """Router → prefill, `POST /attempts/prefill`. Without a target the request must end with its next
-    token, or without one (max_tokens 1, embeddings, the last token of a retried request). The answer is a stream of
-    FirstToken, then ShipDone or AttemptFailed."""
+    """Router → prefill, `POST /attempts/prefill`; answered by FirstToken, then ShipDone or AttemptFailed.
+
+    Without a target the request must end with its next token or with none (max_tokens 1, embeddings, the last token of
+    a retry)."""
 
     job: Job
     target: DecodeTarget | None = None
@@ -114,7 +113,7 @@ class PrefillRequest:
 @message(13, checked=True)
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Router → decode, `POST /attempts/generate`: prefill locally and generate; output goes to the token stream."""
+    """Router → decode, `POST /attempts/generate`: prefill locally and generate on the token stream."""
 
     job: Job
 
@@ -122,8 +121,7 @@ class GenerateRequest:
 @message(14, checked=True)
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """Router → any node, `POST /attempts/cancel`: drop all attempts of the request up to `attempt`, also later-arriving
-    messages of them."""
+    """Router → any node, `POST /attempts/cancel`: drop all attempts up to `attempt`, also if they come later."""
 
     request_id: str
     attempt: int
@@ -132,9 +130,10 @@ class CancelRequest:
 @message(15, checked=True)
 @dataclass(frozen=True, slots=True)
 class MoveRequest:
-    """Router → decode node that drains, `POST /attempts/move`: hand the stream `attempt` over to another decode node,
-    which goes on with it as attempt `later`. Answered once that node has it, and AttemptFailed with the code `moved`
-    comes on the token stream behind all that was generated here; or refused with why it runs on here."""
+    """Router → draining decode node, `POST /attempts/move`: migrate the stream to the target as attempt `later`.
+
+    Answered once the target has it; AttemptFailed with code `moved` then follows all output of this node on the token
+    stream. Refused with the reason why the stream stays."""
 
     request_id: str
     attempt: int
@@ -145,14 +144,14 @@ class MoveRequest:
 @message(20)
 @dataclass(slots=True)
 class TokenDelta:
-    """Not to be changed; made for every token, and to make a frozen one takes four times as long.
+    """New output tokens of one attempt; treat it as immutable.
 
-    New output tokens of one attempt. `index` is the place of the first of them among the request's output tokens
-    (0 = first output token of the whole request, whatever attempt). finish_reason: None, stop, length, or
-    closed: what its grammar asks for is complete, and was ended before max_tokens would have cut it.
-    `vector` (float32, little-endian) is the whole answer of work that generates nothing: no tokens come with it.
-    `stop_token` is the token that ended it, if one did; it is the last of token_ids. `reuse` comes with the first delta
-    of a locally prefilled attempt. `prompt_logprobs` (entry 0 is None) come with the first delta when asked for."""
+    It is not frozen because creating a frozen one takes four times as long, and every token needs one. index: position
+    of the first token among the request's output tokens, over all attempts. finish_reason: None, stop, length, or
+    closed (the grammar is complete and was ended before max_tokens would cut it). vector: float32, little-endian, the
+    whole result of work that generates nothing. stop_token: the token that ended the output, the last of token_ids.
+    reuse: with the first delta of a locally prefilled attempt. prompt_logprobs (entry 0 is None): with the first delta
+    if asked for."""
 
     request_id: str
     attempt: int
@@ -169,7 +168,7 @@ class TokenDelta:
 @message(21)
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Prefill → router, as soon as the first token is sampled. `queue_s` and `compute_s` are this attempt's times."""
+    """Prefill → router, once the first token is sampled. `queue_s` and `compute_s` are this attempt's times."""
 
     delta: TokenDelta
     queue_s: float
@@ -179,9 +178,9 @@ class FirstToken:
 @message(22)
 @dataclass(frozen=True, slots=True)
 class ShipDone:
-    """Prefill → router: the decode node acknowledged the commit; it owns the request now. `ship_s` are the
-    seconds in which blocks were on the link or the acknowledgement was awaited, `exposed_s` those of them after the
-    first token was sampled."""
+    """Prefill → router: the decode node acknowledged the commit and owns the request now.
+
+    ship_s: seconds with blocks on the link or the acknowledgement pending; exposed_s: those after the first token."""
 
     request_id: str
     attempt: int
@@ -194,8 +193,9 @@ class ShipDone:
 @message(23)
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """Any node → router: this attempt ended without finishing. `code` names a class of protocol.errors. `later`: of one
-    that moved, the attempt as which it goes on."""
+    """Any node → router: this attempt ended without finishing. `code` names a class of protocol.errors.
+
+    later: the attempt that continues a migrated stream."""
 
     request_id: str
     attempt: int
@@ -207,7 +207,7 @@ class AttemptFailed:
 @message(49)
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Decode → router: what `sender` shipped for the request came as it was sent, and this node computes others."""
+    """Decode → router: `sender`'s ship arrived as sent, and differs from what this node computes."""
 
     request_id: str
     sender: NodeName
@@ -216,7 +216,7 @@ class Deviation:
 @message(44)
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Seconds since each thread of a node was seen to move, of an idle engine 0; and what its turns take as a rule."""
+    """Seconds since each thread of a node made progress (idle engine: 0), and the usual time of an engine turn."""
 
     engine_s: float = 0.0
     link_s: float = 0.0
@@ -227,8 +227,10 @@ class Pulse:
 @message(24)
 @dataclass(frozen=True, slots=True)
 class StepFrame:
-    """Node → router on the standing stream: one engine step's output for all requests of that router. `number` counts
-    the frames of a router from 1. An empty frame is the heartbeat: its number is the last one's, and it has a pulse."""
+    """Node → router on the standing stream: one engine step's output for all requests of that router.
+
+    `number` counts a router's frames from 1. An empty frame is a heartbeat, with a pulse and the last frame's number.
+    """
 
     deltas: tuple[TokenDelta, ...] = ()
     failed: tuple[AttemptFailed, ...] = ()
@@ -240,7 +242,8 @@ class StepFrame:
 @message(45, checked=True)
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Router → node, `POST /streams/{router_id}/seen`, every second: the frames of the router's stream up to `number`
-    have come. A router that says so no more is taken for frozen."""
+    """Router → node, `POST /streams/{router_id}/seen`, every second: frames up to `number` have arrived.
+
+    A router that stops sending it counts as frozen."""
 
     number: int

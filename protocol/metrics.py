@@ -1,9 +1,8 @@
 """Router metrics: names, help and labels (workers' are in `worker_metrics`).
 
-Each process builds its set on its own registry and serves it at `GET /metrics`. Names follow Prometheus'
-conventions: base units, `_total` on counters, `_seconds`, `_bytes`, `_tokens`. Label values that are known beforehand
-exist at zero from the start, so that a rate or a ratio over them has a series before the first event.
-"""
+Each process has its own registry and serves it at `GET /metrics`. Names follow Prometheus' conventions: base units,
+`_total` on counters, `_seconds`, `_bytes`, `_tokens`. Children of known label values exist at zero from the start, so
+that a rate or ratio has a series before the first event."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from kvferry.protocol.scaling_metrics import RouterScaling
 from kvferry.protocol.token_histogram import TokenHistograms
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+"""Upper bounds of latency histograms' buckets, in seconds."""
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+"""Upper bounds of step-time histograms' buckets, in seconds."""
 
 
 class RouterMetrics:
-    """Metrics of the router, one instance per process.
-
-    One instance per process."""
+    """Metrics of a router process; one instance per process."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = registry or CollectorRegistry()

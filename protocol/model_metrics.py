@@ -1,4 +1,4 @@
-"""Label `model_name` of router and worker metrics."""
+"""Metrics with the label `model_name`: a router's metrics of one model, and a worker's registry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Family = TypeVar("Family", Counter, Gauge, Histogram)
 
 @dataclass(frozen=True, slots=True)
 class ModelMetrics:
-    """Router metrics with the label `model_name`, bound to one model.
+    """Router metrics bound to one model.
 
     prompt_tokens: by source."""
 
@@ -29,15 +29,15 @@ class ModelMetrics:
 def live_nodes(registry: CollectorRegistry) -> Gauge:
     """Define the gauge of live nodes by role, state and model, as a router sees them.
 
-    A node of another wire version has no model that could be told."""
+    The model of a node with another wire version is unknown, and its label empty."""
     told = "Live nodes by role, state and model (without one: of another wire version)."
     return Gauge("kvferry_nodes", told, ["role", "state", *labels.MODEL], registry=registry)
 
 
 class ModelRegistry(CollectorRegistry):
-    """Metric registry of a process that serves one model; each sample names it once `model_name` is known.
+    """Metric registry of a process that serves one model.
 
-    The label is the first name by which routers call it. As routers call it, its first name."""
+    Every sample gets the label once `model_name` is set: the first name by which routers call the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ModelRegistry(CollectorRegistry):
         self._families: dict[str, Any] = {}
 
     def family(self, kind: type[Family], name: str, help: str, names: Sequence[str], **more: Any) -> Family:
-        """The metric of this name, made when it is first asked for."""
+        """Return the metric of this name; create it on first use."""
         if name not in self._families:
             self._families[name] = kind(name, help, names, registry=self, **more)
         found = self._families[name]
@@ -53,12 +53,13 @@ class ModelRegistry(CollectorRegistry):
         return found
 
     def forget_gauges(self) -> None:
-        """Stop reporting the gauges that were bound."""
+        """Remove all children of gauges, so that they are no longer reported."""
         for family in self._families.values():
             if isinstance(family, Gauge):
                 family.clear()
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all metrics, with the model's label on each sample."""
         (label,) = labels.MODEL
         for family in super().collect():
             if self.model_name:

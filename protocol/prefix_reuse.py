@@ -8,16 +8,16 @@ from kvferry.protocol.labels import FOUND_MISSING
 from kvferry.protocol.wire import message
 
 Missed = tuple[tuple[str, int], ...]
-"""(reason, tokens) of what was predicted to be in a cache and was not, from left to right."""
+"""(reason, tokens) of tokens that were predicted in a cache and not found, from left to right."""
 
 
 @message(3)
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Origin of a prompt's tokens: prompt_len = reused_prefill + reused_decode + fetched + computed.
+    """Reuse account of a prompt: prompt_len = reused_prefill + reused_decode + fetched + computed.
 
-    `missed` are those of the computed ones that follow the reused ones and were predicted (Job.predicted), by what the
-    node that looked for them knows of them."""
+    missed: computed tokens right behind the reused ones that were predicted to be cached (Job.predicted), by the reason
+    that the node knows."""
 
     prompt_len: int
     reused_prefill: int = 0
@@ -28,11 +28,12 @@ class Reuse:
 
     @property
     def cached_len(self) -> int:
+        """Return the tokens that were not computed."""
         return self.reused_prefill + self.reused_decode + self.fetched
 
     @property
     def balanced(self) -> bool:
-        """Return whether it adds up, without a negative part."""
+        """Return whether the parts add up and none is negative."""
         parts = (self.reused_prefill, self.reused_decode, self.fetched, self.computed)
         missed = [tokens for _, tokens in self.missed]
         known = all(reason in FOUND_MISSING for reason, _ in self.missed)

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 NodeName = tuple[str, int]
-"""Id and epoch of one process."""
+"""Node id and epoch of one process."""
 NOBODY: NodeName = ("", 0)
+"""Name of no process."""

@@ -1,4 +1,4 @@
-"""Router metrics of prefix reuse: predicted, found, and why they differ."""
+"""Router metrics of prefix reuse: predicted and actual tokens, and why they differ."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvferry.protocol import labels
 
 
 class ReuseMetrics:
-    """Tokens of prompts, by model.
+    """Prompt tokens by reuse and model.
 
-    Over all: predicted + unpredicted = actual + missed, request by request and token by token, so that luck never hides
-    a miss."""
+    In sum, predicted + unpredicted = actual + missed. The equation holds for every request, so surplus reuse of one
+    never hides a miss of another."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, help: str, *more: str) -> Counter:
@@ -42,7 +42,9 @@ class ReuseMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ModelReuse:
-    """Bound to one model. misses: by reason."""
+    """Reuse metrics of one model.
+
+    misses: by reason."""
 
     predicted: Counter
     actual: Counter

@@ -10,11 +10,11 @@ from kvferry.protocol.wire import message
 @message(59, checked=True)
 @dataclass(frozen=True, slots=True)
 class ChangeRole:
-    """Router → a node that runs with --elastic, `POST /role`: take this role.
+    """Router → node with --elastic, `POST /role`: take this role.
 
-    Answered once it has begun to, or has it already; the lease tells when it is done. It is refused (RoleKept) where a
-    node of the same model changed its role less than `rest_s` seconds ago, one is about to, or this is the last ready
-    one of its role."""
+    Answered once the change has begun, or if the node has the role; the lease shows when it is done. Refused (RoleKept)
+    if a node of the same model changed its role less than `rest_s` seconds ago or is about to, or if this is the last
+    ready node of its role."""
 
     role: str
     rest_s: float = 0.0

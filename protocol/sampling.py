@@ -1,4 +1,4 @@
-"""Sampling parameters of a request on the wire."""
+"""Sampling parameters of a request: wire message and validation."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from kvferry.protocol.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+"""Most alternatives per token in logprobs and prompt_logprobs."""
 MAX_LOGIT_BIAS = 300
-"""Entries of logit_bias."""
+"""Most entries of logit_bias."""
 MAX_ALLOWED = 2**15
-"""Entries of allowed_token_ids."""
+"""Most entries of allowed_token_ids."""
 MAX_BAD_WORDS = 256
-"""Sequences of bad_words."""
+"""Most sequences of bad_words."""
 MAX_COUNT = 2**31 - 1
-"""Of anything that counts tokens."""
+"""Largest value of any count of tokens."""
 REPETITION = (0.01, 100.0)
-"""Bounds of the repetition penalty: logits are divided and multiplied by it, and stay finite."""
+"""Bounds of the repetition penalty, with which logits divided or multiplied by it stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters.
+    """Sampling parameters of a request.
 
-    Names and ranges are those of the OpenAI API and of vLLM's extensions to it.
+    Names and ranges follow the OpenAI API and vLLM's extensions to it.
 
     max_tokens / min_tokens  bounds on the number of output tokens; end-of-sequence and stop tokens cannot be drawn
                              before min_tokens
@@ -36,11 +37,10 @@ class SamplingParams:
     logprobs                 None: none; k >= 0: log-probability of the drawn token and of the k most likely ones
     prompt_logprobs          the same for every prompt token (the whole prompt is then computed, no prefix is reused)
     stop_token_ids           end the request and are not part of the text
-    eos_token_ids            the model's own; skipped when ignore_eos
-    allowed_token_ids        None: all; else nothing but these can be drawn, at most MAX_ALLOWED
+    eos_token_ids            the model's own; ignored with ignore_eos
+    allowed_token_ids        None: all; otherwise the only tokens that can be drawn, at most MAX_ALLOWED
     bad_words                token sequences, at most MAX_BAD_WORDS: the last token of one cannot be drawn where output
-                             ends with those before it
-    """
+                             ends with those before it"""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -63,7 +63,7 @@ class SamplingParams:
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end the request when drawn."""
+        """Return the tokens that end the request when drawn."""
         return self.stop_token_ids if self.ignore_eos else self.eos_token_ids + self.stop_token_ids
 
     def validate(self, vocab_size: int) -> None:

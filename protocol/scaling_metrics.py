@@ -1,6 +1,6 @@
 """Metrics for autoscaling of node pools.
 
-Each process reports its own part; sums over all processes are the pools'."""
+Each process reports its own part; the sum over all processes is the pool's value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ PRESSURE_HELP = (
 
 
 class NodeScaling:
-    """A worker's part, of its role. All are zero when it is idle, but for the rate, which it remembers."""
+    """Scaling gauges of a worker, for its role.
+
+    All are zero when it is idle, except for the rate, which it remembers."""
 
     def __init__(self, role: str, registry: ModelRegistry) -> None:
         def gauge(name: str, help: str) -> Gauge:
@@ -49,7 +51,9 @@ class NodeScaling:
 
 
 class RouterScaling:
-    """A router's part: what waits in it, by model. Each is asked for when the router is scraped."""
+    """Scaling gauges of a router: the load that waits in it, by model.
+
+    Values are computed when the router is scraped."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.prefill_backlog = Gauge(BACKLOG, BACKLOG_HELP, labels.MODEL, registry=registry)
@@ -63,7 +67,7 @@ class RouterScaling:
         )
 
     def exist(self, model: str) -> None:
-        """At zero."""
+        """Create the model's gauges, at zero."""
         for gauge in (self.prefill_backlog, self.decode_pressure, self.held):
             gauge.labels(model)
 
@@ -74,7 +78,7 @@ class RouterScaling:
         decode_pressure: Callable[[], float],
         held: Callable[[], float],
     ) -> None:
-        """Whom to ask for a model's figures."""
+        """Set the functions that return a model's values."""
         self.prefill_backlog.labels(model).set_function(prefill_backlog_s)
         self.decode_pressure.labels(model).set_function(decode_pressure)
         self.held.labels(model).set_function(held)

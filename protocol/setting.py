@@ -17,15 +17,14 @@ def setting(
     former: str = "",
     short: str = "",
 ) -> Any:
-    """A field of a settings class, with what the command line needs to offer and check it.
+    """Define a field of a settings class, with what the command line needs to offer and check it.
 
     A tuple is a flag that may be repeated, and a variable with spaces between its values.
 
-    choices       the allowed words, where there are no others
+    choices       the allowed words, if only certain words are allowed
     least, most   inclusive bounds of a number
-    hidden        for the supervisor, not for people: help and README leave it out
-    former        the name it had before, which is still understood
-    short         another flag for it, of few letters
-    """
+    hidden        set by the supervisor, not by people: help and README omit it
+    former        an earlier name, which still works
+    short         a second flag of few letters"""
     told = {"help": help, "choices": choices, "least": least, "most": most, "hidden": hidden}
     return field(default=default, metadata={**told, "former": former, "short": short})

@@ -1,8 +1,7 @@
 """Settings of each process as frozen dataclasses, parsed once by the command line.
 
-Every field is a flag (`--max-num-seqs`) and an environment variable (`KVFERRY_MAX_NUM_SEQS`). Nothing below the door
-reads the environment.
-"""
+Every field is a flag (`--max-num-seqs`) and an environment variable (`KVFERRY_MAX_NUM_SEQS`). Only the command line
+reads the environment."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from kvferry.protocol.layout import CACHE_DTYPES
 from kvferry.protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
-"""KV pool of a worker on a CPU when no size is given."""
+"""Default size of a worker's KV pool on a CPU, in GiB."""
 MOST_GIB = 2**20
-"""Of any memory: a PiB. What is infinite is no size."""
+"""Largest size of any memory setting in GiB, a PiB; it rejects infinity."""
 DEMO = "smollm2"
 MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
 QUEUE_TIMEOUT = "seconds a request waits while no node can take it: 503 if there is none by then, 429 if all are full"
@@ -237,7 +236,7 @@ class WorkerSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(RouterSettings, WorkerSettings):
-    """Settings of `kvferry serve`: a whole local cluster. Router and worker settings are passed on to the children."""
+    """Settings of `kvferry serve`, a whole local cluster; children receive the router and worker settings."""
 
     model: tuple[str, ...] = setting((DEMO,), MODELS)  # type: ignore[assignment]
     port: int = setting(8000, "HTTP port of the router", least=0, most=65535)

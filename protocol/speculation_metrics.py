@@ -1,4 +1,4 @@
-"""Metrics of speculative decoding."""
+"""Metrics of speculative decoding on a worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from kvferry.protocol.model_metrics import ModelRegistry
 
 
 class SpeculationMetrics:
-    """Beside the others of a node. drafted, accepted: tokens."""
+    """Speculation metrics of a worker.
+
+    drafted, accepted: tokens."""
 
     def __init__(self, role: str, registry: ModelRegistry) -> None:
         def counter(name: str, text: str) -> Counter:

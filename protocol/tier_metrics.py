@@ -1,4 +1,4 @@
-"""Metrics of KV tiers."""
+"""Metrics of a worker's KV tiers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvferry.protocol.model_metrics import ModelRegistry
 
 
 class TierMetrics:
-    """Beside the others of a node.
+    """KV tier metrics of a worker, by tier.
 
-    By tier: reads, by outcome; blocks, by way; seconds of reads that brought blocks. bytes: kept now in those that are
-    the node's own."""
+    reads: by outcome. blocks: by way (read, written, lost). seconds: duration of the reads that brought blocks. bytes:
+    held now in the node's own tiers."""
 
     def __init__(self, role: str, registry: ModelRegistry) -> None:
         def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, dict[str, Counter]]:

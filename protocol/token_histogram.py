@@ -1,7 +1,7 @@
-"""Fast histogram that is observed for every token.
+"""Prometheus histogram that is fast enough to observe every token.
 
-prometheus_client's own takes a lock twice and walks the bounds: 2.5 µs of the 20 that a token takes in a router, where
-this one takes 0.6."""
+prometheus_client's own takes a lock twice and scans the bounds: 2.5 µs of the 20 µs that a token takes in a router.
+This one takes 0.6 µs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 
 
 class TokenHistogram:
-    """Histogram for one combination of labels.
+    """Histogram of one combination of label values.
 
-    bounds: upper ones, which belong to their buckets, ascending. Observed and told on one thread."""
+    bounds: inclusive upper bounds of the buckets, ascending. Observe and collect on one thread."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -27,12 +27,13 @@ class TokenHistogram:
         self.sum = 0.0
 
     def observe(self, amount: float, times: int = 1) -> None:
+        """Count a value, `times` times."""
         self.counts[bisect_left(self._bounds, amount)] += times
         self.sum += amount * times
 
 
 class TokenHistograms(Collector):
-    """A family of them, as Prometheus reads a histogram."""
+    """Histogram metric with labels: a Prometheus collector of TokenHistogram children."""
 
     def __init__(
         self, name: str, told: str, labels: Sequence[str], *, registry: CollectorRegistry, buckets: Sequence[float]
@@ -42,13 +43,15 @@ class TokenHistograms(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> TokenHistogram:
-        """Made at zero when it is first asked for."""
+        """Return the histogram of these label values, created at zero on first use."""
         return self._named.setdefault(values, TokenHistogram(self._bounds))
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the metric without samples, for registration."""
         yield self._family()
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the metric with the samples of all children."""
         family = self._family()
         bounds = [*map(str, self._bounds), "+Inf"]
         for values, tally in self._named.items():

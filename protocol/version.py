@@ -1,4 +1,4 @@
-"""Version of the installed package."""
+"""Version of the installed kvferry package."""
 
 from __future__ import annotations
 

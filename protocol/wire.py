@@ -1,9 +1,8 @@
 """msgpack codec of wire messages, and their framing in streams.
 
-A message is an ExtType whose code is the class's number and whose payload is the list of its fields; tuples arrive as
-lists and are turned back by the class. Unknown codes and wrong field counts raise WireError: peers of another wire
-version are refused by fingerprint before any message travels.
-"""
+A message is an ExtType: its code is the class's number, its payload the list of its fields. Tuples travel as lists and
+are restored. Unknown codes and wrong field counts raise WireError. Fingerprints reject peers of another wire version
+before any message travels."""
 
 from __future__ import annotations
 
@@ -18,13 +17,16 @@ from kvferry.protocol.errors import InvalidRequest, KvferryError
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""Largest buffered part of a stream, in bytes."""
 MAX_ITEMS = 2**22
-"""Of one list or map: a byte of the wire may become a hundred of memory."""
+"""Most items of one list or map, since one byte on the wire may become a hundred in memory."""
 MAX_DEPTH = 8
-"""Messages within messages. Each level is a call on the C stack, which hostile bytes could otherwise exhaust."""
+"""Deepest nesting of messages: each level is a call on the C stack, which hostile bytes could exhaust."""
 BUFFER_BYTES = 256
-"""Where a message's bytes begin to be gathered; it grows. The codec's own defaults, 256 KiB to write one and 1 MiB to
-read a stream of them, cost more to get than most messages to write or read."""
+"""Initial size in bytes of read and write buffers, which grow.
+
+The codec's defaults are 256 KiB for a writer and 1 MiB for a stream reader. Allocating those costs more than reading or
+writing most messages."""
 
 _READING: dict[str, Any] = {
     "raw": False, "strict_map_key": False, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS
@@ -36,26 +38,26 @@ _CLASSES: dict[int, type] = {}
 _CHECKED: set[type] = set()
 _PLAIN: dict[type, frozenset[type]] = {int: frozenset((int, bool)), str: frozenset((str,))}
 _FIELDS: dict[type, tuple[str, ...]] = {}
-"""Names of each class's fields; asking `dataclasses.fields` for every message would be its largest cost."""
+"""Field names of each class; calling `dataclasses.fields` for every message would be its largest cost."""
 
 
 class WireError(KvferryError):
-    """Bytes that are no message of this wire version."""
+    """Bytes that are not a message of this wire version."""
 
     status, code = 400, "wire_error"
 
 
 class Unwritable(InvalidRequest):
-    """A value that the wire cannot carry: an integer outside 64 bits, text that is no UTF-8."""
+    """Value that the wire cannot carry: an integer outside 64 bits, or text that is not UTF-8."""
 
     code = "unwritable"
 
 
 def message(code: int, *, checked: bool = False) -> Any:
-    """Class decorator: give a frozen dataclass its number (0–127, never reused) on the wire.
+    """Decorate a frozen dataclass with its number on the wire (0–127, never reused).
 
-    checked: of the message's fields each must have its declared type, or it raises WireError; what comes with every
-    token is too frequent."""
+    checked: on arrival, raise WireError unless each field has its declared type. Messages sent for every token are not
+    checked, because they are too frequent."""
 
     def register(cls: type[T]) -> type[T]:
         assert is_dataclass(cls), cls
@@ -70,7 +72,7 @@ def message(code: int, *, checked: bool = False) -> Any:
 
 
 def pack(value: Any) -> bytes:
-    """Bytes of one message (or of plain lists, dicts, numbers, strings and bytes holding messages).
+    """Return the bytes of one message, or of plain lists, dicts, numbers, strings and bytes that hold messages.
 
     Raises Unwritable."""
     try:
@@ -80,7 +82,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """The value that `pack` wrote. Raises WireError."""
+    """Return the value that `pack` wrote. Raises WireError."""
     try:
         return msgpack.unpackb(data, ext_hook=_from_ext, **_READING)
     except _UNREADABLE as error:
@@ -88,7 +90,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
 
 
 class FrameReader:
-    """Messages out of a byte stream that was written as `pack(...)` after `pack(...)`."""
+    """Incremental parser of a byte stream of consecutive `pack(...)` outputs."""
 
     def __init__(self) -> None:
         self._unpacker = msgpack.Unpacker(
@@ -96,7 +98,7 @@ class FrameReader:
         )
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Add bytes; yield every message that is now whole. Raises WireError."""
+        """Add bytes and yield every message that is complete. Raises WireError."""
         try:
             self._unpacker.feed(data)
             yield from self._unpacker
@@ -131,15 +133,16 @@ def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:
 
 
 def well_typed(value: Any) -> bool:
-    """Return whether each field of a message has its declared type; what is within fields that are messages is not
-    looked at."""
+    """Return whether each field of a message has its declared type.
+
+    It does not check the fields of nested messages."""
     cls: type = value.__class__
     return all(fits(getattr(value, name)) for name, fits in zip(_FIELDS[cls], _checks(cls), strict=True))
 
 
 @cache
 def _checks(cls: type) -> tuple[Callable[[Any], bool], ...]:
-    """For each field, whether a value has its type."""
+    """Return one type check per field of the class."""
     hints = get_type_hints(cls)
     return tuple(_check(hints[name]) for name in _FIELDS[cls])
 
@@ -147,7 +150,7 @@ def _checks(cls: type) -> tuple[Callable[[Any], bool], ...]:
 def _check(hint: Any) -> Callable[[Any], bool]:
     parts = get_args(hint)
     if get_origin(hint) is tuple and parts[-1] is Ellipsis:
-        if parts[0] in _PLAIN:  # a prompt's tokens are many
+        if parts[0] in _PLAIN:  # fast path for a prompt's many tokens
             plain = _PLAIN[parts[0]]
             return lambda value: isinstance(value, tuple) and plain.issuperset(map(type, value))
         each = _check(parts[0])
@@ -167,4 +170,4 @@ def _check(hint: Any) -> Callable[[Any], bool]:
 
 
 _HOOKS = tuple(partial(_from_ext, depth=depth + 1) for depth in range(MAX_DEPTH))
-"""What reads the messages within a message, by how deep that one lies."""
+"""Decoders of nested messages, by the depth of the outer one."""

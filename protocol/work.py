@@ -18,20 +18,18 @@ class Grammar:
 
     json_schema     source is a JSON schema, as JSON text ("{}" is any JSON value)
     json_object     any JSON object; source is empty
-    regex           a regular expression (Rust's `regex` syntax), matched by the whole output
-    choice          a JSON list of texts, one of which is the whole output
-    lark            a grammar in Lark's notation as llguidance reads it; its rule `start` is the whole output. It mixes
-                    literal text, special tokens by id `<[17]>` and JSON schemas `%json {...}`:
-                    structured_output/lark.py writes these pieces. End-of-sequence tokens are not named: the output may
-                    end where the grammar is complete
+    regex           a regular expression (Rust's `regex` syntax) that matches the whole output
+    choice          a JSON list of texts; the whole output is one of them
+    lark            a grammar in llguidance's Lark notation; its rule `start` is the whole output. It mixes literal
+                    text, special tokens by id `<[17]>` and JSON schemas `%json {...}`: structured_output/lark.py writes
+                    these pieces. End-of-sequence tokens are not named: the output may end where the grammar is complete
     ebnf            a grammar in GBNF / EBNF notation; its rule `root` is the whole output
     structural_tag  JSON text: free text in which certain words open a part with a grammar of its own
                     (structured_output/structural.py)
 
-    lenient         of JSON schemas: keywords that cannot be enforced are ignored; otherwise they are refused
-    whitespace      of JSON: a regular expression for the blanks between tokens, None for those of Python's json.dumps,
-                    empty for none
-    """
+    lenient         of JSON schemas: ignore keywords that cannot be enforced, instead of rejecting them
+    whitespace      of JSON: a regular expression for whitespace between tokens; None: as Python's json.dumps writes it;
+                    empty: no whitespace"""
 
     kind: str
     source: str
@@ -42,34 +40,35 @@ class Grammar:
 @message(5, checked=True)
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Output tokens: how they are drawn, and the grammar that bounds them."""
+    """Work that generates output tokens, with sampling parameters and an optional grammar."""
 
     params: SamplingParams
     grammar: Grammar | None = None
 
     @property
     def whole_prompt(self) -> bool:
-        """Return whether the prompt's hidden states are all wanted, so that none of it may come from a cache."""
+        """Return whether hidden states of the whole prompt are needed, so that none may come from a cache."""
         return self.params.prompt_logprobs is not None
 
     def ends_on_prompt(self, delivered: int = 0) -> bool:
-        """Return whether nothing is left to do once the prompt and `delivered` output tokens are computed but what
-        comes of their last position: no decode node is needed."""
+        """Return whether the work is done once the prompt's last position is computed.
+
+        delivered: output tokens delivered before. No decode node is needed then."""
         return self.params.max_tokens - delivered <= 1
 
 
 POOLINGS = ("last", "cls", "mean")
+"""Poolings that Embed supports."""
 
 
 @message(6, checked=True)
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """A vector of the prompt, from its hidden states after the final norm.
+    """Work that returns a vector of the prompt, from hidden states after the final norm.
 
-    pooling     last: of its last token; cls: of its first; mean: over all
-    normalize   to length 1
-    dimensions  how many numbers of it to keep, before it is normalised; 0: all
-    """
+    pooling     last: of the last token; cls: of the first; mean: over all
+    normalize   scale to length 1
+    dimensions  how many numbers to keep, before normalising; 0: all"""
 
     pooling: str = "last"
     normalize: bool = True
@@ -77,14 +76,17 @@ class Embed:
 
     @property
     def whole_prompt(self) -> bool:
-        """A prefix from the cache brings no hidden states: only the last token's are computed in any case."""
+        """Return whether hidden states of the whole prompt are needed.
+
+        A cached prefix has none, and pooling by the last token needs only that token's, which is always computed."""
         return self.pooling != "last"
 
     def ends_on_prompt(self, delivered: int = 0) -> bool:
+        """Return True: there are no output tokens."""
         return True
 
     def validate(self) -> None:
-        """Raise InvalidRequest for what no node can do."""
+        """Raise InvalidRequest for values that no node supports."""
         if self.pooling not in POOLINGS:
             raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}", param="pooling")
         if self.dimensions < 0:
@@ -94,24 +96,26 @@ class Embed:
 @message(7, checked=True)
 @dataclass(frozen=True, slots=True)
 class Classify:
-    """Logits of a sequence classification head for the prompt, one per label.
+    """Work that returns logits of a sequence classification head for the prompt, one per label.
 
-    second_from: where the second text of a pair begins, for families that mark it; 0: no pair, or no mark."""
+    second_from: start of a pair's second text, for families that mark it; 0: no pair or no mark."""
 
     second_from: int = 0
 
     @property
     def whole_prompt(self) -> bool:
+        """Return True: the whole prompt is computed."""
         return True
 
     def ends_on_prompt(self, delivered: int = 0) -> bool:
+        """Return True: there are no output tokens."""
         return True
 
     def validate(self) -> None:
-        """Raise InvalidRequest for what no node can do."""
+        """Raise InvalidRequest for values that no node supports."""
         if self.second_from < 0:
             raise InvalidRequest(f"second_from must be at least 0, got {self.second_from}", param="second_from")
 
 
 Work = Generate | Embed | Classify
-"""Embed and Classify are answered by one TokenDelta without tokens, whose `vector` is the result."""
+"""Kinds of work. Embed and Classify are answered by one TokenDelta without tokens, with `vector` as the result."""

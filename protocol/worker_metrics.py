@@ -1,4 +1,4 @@
-"""Worker metrics by role."""
+"""Worker metrics: names, help and labels, bound to the worker's role."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvferry.protocol.tier_metrics import TierMetrics
 class WorkerMetrics:
     """Metrics of a prefill or decode process.
 
-    Every metric carries the label `role`, bound here, for looking it up at every step costs more than counting. Those
-    with one more label are dicts by its values, which are all known. All are served with `registry.model_name`, which
-    is the caller's to set."""
+    Every metric is bound to the label `role` here, because a lookup at every step costs more than counting. Metrics
+    with one more label are dicts by its values, which are all known. All are exposed with `registry.model_name`, which
+    the caller sets."""
 
     def __init__(self, role: str, registry: ModelRegistry | None = None) -> None:
         self.registry = registry or ModelRegistry()
         self.count_as(role)
 
     def count_as(self, role: str) -> None:
-        """From now on all is counted in this role.
+        """Bind all metrics to this role from now on.
 
-        What was counted in another one stays as it is; what is measured now is told of this one alone."""
+        Counters of an earlier role keep their values; gauges are reported for this role only."""
         self.role, r = role, self.registry
         r.forget_gauges()
 

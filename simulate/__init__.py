@@ -1,3 +1,3 @@
-"""Cluster simulator on a virtual clock, with the real placement, registry and index.
+"""Cluster simulator on a virtual clock, with the real placement, registry and block index.
 
 It uses no sockets and no torch."""

@@ -1,4 +1,4 @@
-"""Calibration of a hardware model from a running cluster."""
+"""Calibration of the simulated hardware model from the leases of a running cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from kvferry.simulate.machine import Machine
 async def leases_of(redis_url: str, cluster: str = "default", model: str = "") -> list[NodeLease]:
     """Return the leases of the cluster's ready nodes of that model.
 
-    Raises ConfigError where there are none, or where no model is named and there are several; RegistryUnavailable."""
+    Raises ConfigError if no node is ready, or if no model is named and there are several; raises RegistryUnavailable.
+    """
     store = RedisStore(redis_url, cluster)
     try:
         leases = [lease for lease in await store.nodes() if lease.state == "ready"]
@@ -29,7 +30,9 @@ async def leases_of(redis_url: str, cluster: str = "default", model: str = "") -
 
 
 def of_model(leases: Sequence[NodeLease], model: str) -> list[NodeLease]:
-    """Rates of several models would be mixed up. Raises ConfigError."""
+    """Return the leases of one model, because rates of several must not be mixed.
+
+    Raises ConfigError."""
     names = sorted({lease.model for lease in leases})
     if not model and len(names) > 1:
         raise ConfigError(
@@ -41,9 +44,10 @@ def of_model(leases: Sequence[NodeLease], model: str) -> list[NodeLease]:
 
 
 def calibrated(leases: Sequence[NodeLease], machine: Machine) -> Machine:
-    """`machine` with what the leases tell: medians over the nodes, of prompts over those that compute them.
+    """Return `machine` with the rates of the leases. Raises ConfigError without a ready decode node.
 
-    A step's share for each stream is what placement takes it for."""
+    Rates are medians over the nodes; prefill rates, over the nodes that prefill. The part of a step per stream is the
+    share that placement assumes (STREAM_SHARE)."""
     decodes = [lease for lease in leases if lease.role == "decode"]
     prefills = [lease for lease in leases if lease.role == "prefill"] or decodes
     if not decodes:
@@ -71,5 +75,5 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _read_s(leases: Sequence[NodeLease], block_s: Callable[[Rates], float]) -> float:
-    """Of those that have such a tier; 0 where none has."""
+    """Return the median seconds to read a block, over the nodes that have this tier; 0 if none has."""
     return _median([each for lease in leases if (each := block_s(lease.rates))] or [0.0])

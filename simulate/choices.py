@@ -1,4 +1,4 @@
-"""Named choices of policies, workloads and models."""
+"""Validation of names of policies, workloads, evictions and models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from kvferry.protocol.errors import ConfigError
 
 
 def check_known(param: str, name: str, known: Collection[str]) -> None:
-    """Raises ConfigError, of the setting that is called so."""
+    """Raise ConfigError for the setting `param` unless `name` is one of the known names."""
     if name not in known:
         raise ConfigError(f"{param} must be one of {', '.join(known)}, not {name!r}", param=param)

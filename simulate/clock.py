@@ -1,4 +1,4 @@
-"""Virtual clock and event queue."""
+"""Virtual clock and event queue of a simulation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import heapq
 from collections.abc import Awaitable, Callable
 
 Deed = Callable[[], Awaitable[None] | None]
+"""Event: a call, whose result is awaited if it returns an awaitable."""
 
 
 class Clock:
-    """`now`: seconds since the simulation began. Deeds of one moment happen in the order in which they were planned."""
+    """Virtual clock: it runs planned events in order of time and jumps from one to the next.
+
+    now: seconds since the simulation began. Events of the same time run in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,18 +20,20 @@ class Clock:
         self._planned = 0
 
     def time(self) -> float:
+        """Return the current time in seconds."""
         return self.now
 
     def at(self, when: float, deed: Deed) -> None:
-        """Plan a deed, not before now."""
+        """Plan an event at a time; a past time means now."""
         self._planned += 1
         heapq.heappush(self._deeds, (max(when, self.now), self._planned, deed))
 
     def soon(self, delay_s: float, deed: Deed) -> None:
+        """Plan an event in `delay_s` seconds."""
         self.at(self.now + delay_s, deed)
 
     async def run(self, done: Callable[[], bool]) -> None:
-        """Until `done`, or nothing is planned."""
+        """Run events until `done` returns true or no event is left."""
         while self._deeds and not done():
             self.now, _, deed = heapq.heappop(self._deeds)
             if (more := deed()) is not None:

@@ -19,6 +19,7 @@ from kvferry.simulate.workloads import Asked
 from kvferry.simulate.world import Loss
 
 LOADS = (1e-6, 1e6)
+"""Bounds of the factor on a workload's usual load."""
 Say = Callable[[str], None]
 
 
@@ -40,7 +41,7 @@ def simulate_command(
     ttft_ktoken: float,
     itl: float,
 ) -> int:
-    """Raises ConfigError, for all that can be known to be wrong before anything is simulated."""
+    """Simulate and print the results. Raises ConfigError for invalid arguments, before it simulates."""
     goal = Goal(ttft, ttft_ktoken, itl)
     if trace and workload:
         raise ConfigError("give either a trace or workloads, not both", param="trace")
@@ -76,7 +77,7 @@ def simulate_command(
 
 
 def _read(path: Path, machine: Machine, load: float, most: int, say: Say) -> list[Scenario]:
-    """Those that count, and whether there are more."""
+    """Read the trace's requests, and say so if only the first `most` are used."""
     asks = read_trace(path, machine.block_size, speed=load, most=most)
     if len(asks) == most:
         say(f"{path}: the first {most} requests count, as --requests says")

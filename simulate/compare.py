@@ -1,4 +1,4 @@
-"""Comparison of routing policies on the same traces."""
+"""Comparison of routing policies on the same traces, with the standard cases."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from kvferry.simulate.world import Loss, World
 OURS = "kvferry"
 POLICIES: Mapping[str, Callable[[], Policy]] = {OURS: KvferryPolicy, **OTHERS}
 MOST_S = 7 * 24 * 3600
+"""Longest time span of a trace's arrivals that is simulated, in seconds: a week."""
 LOSSES = 4
-"""Nodes that are lost in a trace with losses, one after the other, alternating between roles."""
+"""Nodes lost in a trace with losses, one after the other, alternating between roles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload at a load that a fleet of 8 prefill and 8 decode nodes of the default machine can just bear."""
+    """Workload at a request rate that 8 prefill and 8 decode nodes of the default machine can just serve.
+
+    losses: nodes lost during the trace."""
 
     workload: str
     rate: float
@@ -59,10 +62,9 @@ def simulated(
     losses: Sequence[Loss] = (),
     pace: SimulationProgress | None = None,
 ) -> Figures:
-    """One policy on one trace.
+    """Simulate one policy on one trace and return the results.
 
-    Raises ConfigError where there is no such policy, a request that fits into no pool, or requests that come over too
-    long a time."""
+    Raises ConfigError for an unknown policy, a request that fits on no node, or arrivals over more than MOST_S."""
     check_known("policy", name, POLICIES)
     check_fits(trace, shape)
     check_span(trace)
@@ -76,7 +78,7 @@ def simulated(
 
 @contextmanager
 def _quiet_routers() -> Iterator[None]:
-    """The router's code warns of each node that is lost."""
+    """Suppress the router's warnings, which report every lost node."""
     log = logging.getLogger("kvferry.router")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -101,7 +103,9 @@ def check_fits(trace: Sequence[Scenario], shape: Shape) -> None:
 
 
 def check_span(trace: Sequence[Scenario], param: str = "load") -> None:
-    """Leases are renewed all the time, whether anything is asked or not. Raises ConfigError, of what is named so."""
+    """Raise ConfigError for the setting `param` if arrivals span more than MOST_S.
+
+    Leases are renewed all the time, so a long span is slow to simulate even if few requests arrive."""
     last_s = max(ask.at for ask in trace)
     if last_s > MOST_S:
         raise ConfigError(
@@ -110,14 +114,16 @@ def check_span(trace: Sequence[Scenario], param: str = "load") -> None:
 
 
 def losses_of(count: int, trace: Sequence[Scenario], rate: float) -> list[Loss]:
-    """So many, spread over the time in which the trace's requests arrive."""
+    """Return so many losses, spread over the time in which the trace's requests arrive."""
     span_s = len(trace) / rate
     roles = ("prefill", "decode")
     return [Loss((i + 1) * span_s / (count + 1), roles[i % 2], (0.37 * i) % 1) for i in range(count)]
 
 
 def case(name: str, asked: Asked) -> tuple[list[Scenario], list[Loss], tuple[str, ...]]:
-    """A case's trace, losses and models; `asked` has its rate as a multiple of the usual one. Raises ConfigError."""
+    """Return a case's trace, losses and models. Raises ConfigError.
+
+    asked: its rate is a multiple of the case's usual rate."""
     check_known("workload", name, CASES)
     which = CASES[name]
     given = replace(asked, rate=which.rate * asked.rate)

@@ -1,4 +1,4 @@
-"""CPU cores that several simulated nodes share."""
+"""CPU cores shared by several simulated nodes, which slow each other down."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import Protocol
 from kvferry.simulate.machine import Machine
 
 LEAST = 0.05
-"""Of their speed that streams have, however much prompts take."""
+"""Least share of full speed that streams keep, however much prompts take."""
 
 
 class Computing(Protocol):
-    """A node that computes on shared cores."""
+    """Simulated node that computes on shared cores."""
 
     role: str
     machine: Machine
 
 
 class Cores:
-    """Prompts and streams of different nodes take turns on them: while both are there, a prefill node has the share of
-    its speed that its machine calls `beside`, and a decode node the rest."""
+    """Cores on which prefill and decode nodes take turns.
+
+    While both roles work, a prefill node has the share `beside` of its machine's speed, and a decode node has the rest.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[Computing, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._working: set[Computing] = set()
 
     def join(self, node: Computing, advance: Callable[[], None], go_on: Callable[[], None]) -> None:
-        """One more computes here; it is told to go to now as planned, and to plan anew."""
+        """Add a node.
+
+        advance: brings its state to the current time at the old speed. go_on: plans its next event anew."""
         self._nodes[node] = advance, go_on
 
     def share(self, node: Computing) -> float:
@@ -38,7 +42,9 @@ class Cores:
         return beside if node.role == "prefill" else max(LEAST, 1 - beside)
 
     def works(self, node: Computing, works: bool) -> None:
-        """Return whether it has anything to compute. What others did until now was at the speed that they had."""
+        """Set whether the node is computing; the other role's nodes advance first and then plan anew.
+
+        Their work until now was done at the old speed."""
         if works == (node in self._working):
             return
         others = [told for each, told in self._nodes.items() if each.role != node.role]

@@ -1,8 +1,7 @@
 """Alternative eviction policies to compare with the engine's own, in the simulator only.
 
-Each stands in the place of a pool's `SegmentedLru`. A block with children in the pool is never given up: chains leave
-from their tails.
-"""
+Each replaces a pool's `SegmentedLru`. A block with children in the pool is never evicted: chains are evicted from their
+tails."""
 
 from __future__ import annotations
 
@@ -18,18 +17,19 @@ if TYPE_CHECKING:
     from kvferry.engine.block_pool import BlockPool
 
 EVICTIONS = ("slru", "lru", "s3fifo", "gdsf", "gdsf-cost")
-"""The first is the engine's own."""
+"""Names of the policies; the first is the engine's own."""
 SMALL = 10
-"""Of S3-FIFO: one block of so many may be in the queue of those that were used once."""
+"""Divisor of the pool for S3-FIFO: one block in SMALL may be in the queue of blocks used once."""
 MOST_USES = 3
+"""Highest use count that S3-FIFO keeps per block."""
 COST_BLOCKS = 512
-"""Position, in blocks, at which one costs twice as much to compute again (Machine.attention_len)."""
+"""Position in blocks at which recomputing a block costs twice as much (Machine.attention_len)."""
 MOST_LOOKS = 64
-"""At heads of queues for one block; then the block that is idle for longest leaves."""
+"""Queue heads that are tried per eviction; then the block that is idle for longest is evicted."""
 
 
 def order_of(name: str, pool: BlockPool) -> SegmentedLru:
-    """Raises ConfigError."""
+    """Return the eviction policy of that name for the pool. Raises ConfigError."""
     check_known("eviction", name, EVICTIONS)
     if name == "slru":
         return pool.idle
@@ -41,7 +41,7 @@ def order_of(name: str, pool: BlockPool) -> SegmentedLru:
 
 
 class _Known(SegmentedLru):
-    """What the others share: which blocks are idle, and what is known of each block's content by its hash."""
+    """Common part of the policies: the idle blocks, and content hashes of blocks."""
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(0)
@@ -70,8 +70,10 @@ class _Known(SegmentedLru):
 
 
 class Gdsf(_Known):
-    """Greedy dual with frequency (Cherkasova, 1998): a block's rank is how often it was used, times what it costs to
-    compute again (1, or growing with its position), plus the rank of what left last."""
+    """Greedy dual size frequency (Cherkasova, 1998).
+
+    A block's rank is its use count times its cost to recompute, plus the rank of the block evicted last. The cost is 1,
+    or grows with the block's position. The lowest rank is evicted."""
 
     def __init__(self, pool: BlockPool, *, attention_blocks: int = 0) -> None:
         super().__init__(pool)
@@ -83,17 +85,20 @@ class Gdsf(_Known):
         self._age, self._entered = 0.0, 0
 
     def found(self, block_ids: Iterable[int]) -> None:
+        """Count another use of each block."""
         for block in block_ids:
             key = self._hash(block)
             self._uses[key] = self._uses.get(key, 1) + 1
 
     def put(self, block_id: int) -> None:
+        """Add a block that has no user left, and rank it."""
         self._idle[block_id] = None
         self._rank[block_id] = self._age + self._uses.setdefault(self._hash(block_id), 1) * self._cost(block_id)
         if self._leaf(block_id):
             self._enter(block_id)
 
     def pop(self) -> int:
+        """Remove and return the leaf of the lowest rank."""
         while True:
             rank, _, block = heapq.heappop(self._heap)
             if block in self._idle and self._rank[block] == rank and self._leaf(block):
@@ -104,16 +109,16 @@ class Gdsf(_Known):
         self._depth.pop(self._hash(block), None)
         parent = self._pool._blocks[block].parent
         if parent in self._idle and self._pool._blocks[parent].children == 1:
-            self._enter(parent)  # a leaf, once this one is gone
+            self._enter(parent)  # it becomes a leaf
         return block
 
     def _enter(self, block: int) -> None:
-        """Only leaves stand in the heap: a parent may have a lower rank than its children."""
+        """Add a leaf to the heap; only leaves are there, since a parent may rank below its children."""
         self._entered += 1
         heapq.heappush(self._heap, (self._rank[block], self._entered, block))
 
     def _cost(self, block: int) -> float:
-        """Of computing it again, in first blocks."""
+        """Return the cost to recompute the block, in units of a chain's first block."""
         if not self._attention_blocks:
             return 1.0
         chain, at = [], block
@@ -127,8 +132,10 @@ class Gdsf(_Known):
 
 
 class S3Fifo(_Known):
-    """Yang et al., 2023: new blocks wait in a small queue; those used again there, or remembered from lately, go to the
-    main one, where each use is another round."""
+    """S3-FIFO (Yang et al., 2023).
+
+    New blocks wait in a small queue. Blocks that are used again there, or that were evicted recently, go to the main
+    queue, where each use gives another round."""
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
@@ -140,11 +147,13 @@ class S3Fifo(_Known):
         self._most_small = max(1, pool.num_blocks // SMALL)
 
     def found(self, block_ids: Iterable[int]) -> None:
+        """Count another use of each block, up to MOST_USES."""
         for block in block_ids:
             key = self._hash(block)
             self._uses[key] = min(MOST_USES, self._uses.get(key, 0) + 1)
 
     def put(self, block_id: int) -> None:
+        """Add a block that has no user left, and queue it unless it is queued already."""
         self._idle[block_id] = None
         key = self._hash(block_id)
         if (known := self._where.get(block_id)) is not None and known[1] == key:
@@ -154,6 +163,7 @@ class S3Fifo(_Known):
         queue.append(block_id)
 
     def pop(self) -> int:
+        """Remove and return the block to evict."""
         for _ in range(MOST_LOOKS):
             small = self._small and (len(self._small) > self._most_small or not self._main)
             block = self._from(self._small if small else self._main)
@@ -164,7 +174,7 @@ class S3Fifo(_Known):
         return block
 
     def _from(self, queue: deque[int]) -> int | None:
-        """The head of the queue if it leaves; None if it went elsewhere."""
+        """Return the head of the queue if it is evicted; None if it was moved or is out of date."""
         if not queue:
             return None
         block = queue.popleft()
@@ -174,7 +184,7 @@ class S3Fifo(_Known):
             return None
         key, uses = known[1], self._uses.get(known[1], 0)
         if block not in self._idle:
-            del self._where[block]  # it enters again when it is idle
+            del self._where[block]  # it is queued again once idle
         elif not self._leaf(block):
             queue.append(block)
         elif uses:

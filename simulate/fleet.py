@@ -1,4 +1,4 @@
-"""All nodes of a simulated cluster and their registry state."""
+"""All nodes of a simulated cluster, with their leases and index rows."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from kvferry.simulate.report import lease_of
 SLICES = 10
 """Parts of the fleet that renew their leases one after the other."""
 FLUSH_S = 0.05
-"""Between two writes of a node's changes to the index (cluster_state/index_writer.py)."""
+"""Seconds between two writes of a node's changes to the index (cluster_state/index_writer.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a cluster: nodes of each role per model, and their machine; prefill 0: decode nodes compute prompts."""
+    """Shape of a cluster: nodes of each role per model, and their machine.
+
+    prefill 0: decode nodes compute prompts. Raises ConfigError."""
 
     prefill: int
     decode: int
@@ -40,7 +42,9 @@ class Shape:
 
 
 class Fleet:
-    """`nodes` by name. `beat` and `flush` keep registry and index as nodes would."""
+    """Nodes of a simulated cluster, by name.
+
+    `beat` and `flush` update registry and index as real nodes would."""
 
     def __init__(self, shape: Shape, clock: Clock) -> None:
         self.shape, self.clock = shape, clock
@@ -56,29 +60,30 @@ class Fleet:
         self._turn = 0
 
     def _share(self, prefills: Sequence[Node], decodes: Sequence[Node]) -> None:
-        """Each decode node computes on the cores of a prefill node, in turn."""
+        """Let each decode node share the cores of a prefill node, in turn."""
         cores = [Cores() for _ in prefills]
         for nodes in (prefills, decodes) if cores else ():
             for number, node in enumerate(nodes):
                 node.share(cores[number % len(cores)])
 
     def of(self, role: str, model: str) -> list[Node]:
-        """Return the live nodes."""
+        """Return the live nodes of a role and model."""
         return [each for each in self.nodes.values() if each.alive and each.role == role and each.model == model]
 
     async def announce(self, nodes: Sequence[Node]) -> None:
+        """Write the leases of live nodes to the registry."""
         for node in nodes:
             if node.alive:
                 await self.store.announce(lease_of(node))
 
     async def beat(self) -> None:
-        """One slice's leases; call it SLICES times in RENEWAL_S."""
+        """Renew the leases of one slice, and plan the next; SLICES calls take RENEWAL_S."""
         await self.announce(list(self.nodes.values())[self._turn :: SLICES])
         self._turn = (self._turn + 1) % SLICES
         self.clock.soon(RENEWAL_S / SLICES, self.beat)
 
     async def flush(self) -> None:
-        """Write stored and dropped blocks of pools and tiers into the index."""
+        """Write stored and evicted blocks of pools and tiers to the index, and plan the next flush."""
         for node in self.nodes.values():
             if node.dirty and node.alive:
                 node.dirty = False

@@ -1,4 +1,4 @@
-"""Grants at a simulated decode node and their queue."""
+"""Queue of grant requests at a simulated decode node."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from kvferry.simulate.memory import Memory
 from kvferry.simulate.scenario import Run
 
 Granted = Callable[[int], None]
-"""Told how many of the stream's blocks are here."""
+"""Callback of a grant, called with the number of the stream's blocks that are in the pool."""
 
 
 class Grants:
-    """held: of each that is granted, its blocks that hold nothing yet."""
+    """Waiting grant requests and open grants of a node.
+
+    held: per granted run, its reserved blocks without content."""
 
     def __init__(self, machine: Machine) -> None:
         self.held: dict[Run, int] = {}
@@ -23,23 +25,25 @@ class Grants:
         self._asking: deque[tuple[Run, Granted]] = deque()
 
     def __iter__(self) -> Iterator[Run]:
-        """Who waits, and who is granted."""
+        """Iterate over runs that wait, then those that are granted."""
         yield from (run for run, _ in self._asking)
         yield from self.held
 
     @property
     def asking(self) -> int:
+        """Return the number of waiting requests."""
         return len(self._asking)
 
     def ask(self, run: Run, granted: Granted) -> None:
+        """Queue a run for a grant."""
         self._asking.append((run, granted))
 
     def drop(self, run: Run) -> None:
-        """It does not wait any more."""
+        """Remove a run from the queue."""
         self._asking = deque(each for each in self._asking if each[0] is not run)
 
     def seat(self, memory: Memory, streams: int) -> None:
-        """Grant in turn what there is room for, beside so many streams."""
+        """Grant requests in order while blocks and seats last, beside so many streams."""
         size = self._machine.block_size
         while self._asking and streams + len(self.held) < self._machine.max_num_seqs:
             run, granted = self._asking[0]

@@ -1,4 +1,4 @@
-"""kvferry's own routing policy: the real node table, index and placement on the virtual clock."""
+"""Routing policy of kvferry itself: the real node table, index and placement on the virtual clock."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvferry.simulate.node import Node, Run
 from kvferry.simulate.policy import Choice
 
 LOOKUP_S = 60.0
-"""The index answers at once here, however long that takes."""
+"""Timeout of an index lookup, in seconds; on the virtual clock every lookup is instant."""
 
 
 class KvferryPolicy:
-    """kvferry's policy; it makes a dispatch's reservations (router/dispatch/attempt.py) at the same moments.
+    """kvferry's policy, with reservations made and released as in a real dispatch (router/dispatch/attempt.py).
 
-    local_tokens: see RouterSettings.local_prefill_tokens."""
+    Implements `simulate.policy.Policy`. local_tokens: see RouterSettings.local_prefill_tokens."""
 
     def __init__(self, local_tokens: int = 0) -> None:
         self._local_tokens = local_tokens
@@ -89,7 +89,7 @@ class KvferryPolicy:
         return Choice(prefill, decode)
 
     def launched(self, run: Run) -> None:
-        """Booked as it was chosen."""
+        """Ignored: `choose` made the reservations."""
 
     def first_token(self, run: Run) -> None:
         self._expected[run].over()
@@ -126,4 +126,4 @@ class KvferryPolicy:
 
 
 def _nobody(error: NodeLost) -> None:
-    """The world tells of a loss itself."""
+    """Ignore a lost node, since the simulated cluster reports losses itself."""

@@ -9,23 +9,22 @@ from kvferry.protocol.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One node with one model.
+    """One node with one model. Raises ConfigError for a field out of bounds.
 
     prefill_tokens_per_s  of a short prompt
-    attention_len         prompt position at which a token costs twice as much, for attention's share; 0: never
-    step_s, stream_s      of a decode step: a constant, and what each stream adds
-    context_s             what each token of the streams' contexts adds to a step
+    attention_len         prompt position at which a token costs twice as much, because of attention; 0: never
+    step_s, stream_s      seconds of a decode step: a constant, and what each stream adds
+    context_s             seconds that each token of the streams' contexts adds to a step
     chunk_tokens          prompt tokens that a step computes beside running streams
-    ship_bytes_per_s      of a node's link, in either direction
-    block_size            tokens per KV block; a coarser one than a cluster's makes a simulation faster
+    ship_bytes_per_s      of a node's link, in each direction
+    block_size            tokens per KV block; a larger one than the cluster's makes a simulation faster
     block_bytes, blocks   of the pool
     max_num_seqs          streams at once
-    host_blocks, disk_blocks    that host memory and disk keep beside it (`--kv-host-gib`, `--kv-disk-gib`)
-    host_block_s, disk_block_s  in which a block is read from there
+    host_blocks, disk_blocks    capacity of the host and disk tiers (`--kv-host-gib`, `--kv-disk-gib`)
+    host_block_s, disk_block_s  seconds to read a block from there
     overhead_s            of a request before its first token, beside queues and computing: router, messages, network
-    beside                share of its speed that a prefill node keeps while streams run on a decode node with which it
-                          shares its cores, as nodes of `serve` do: the streams keep the rest; 1: cores of its own
-    """
+    beside                share of its speed that a prefill node keeps while streams run on a decode node on the same
+                          cores, as with `serve`; the streams have the rest; 1: cores of its own"""
 
     prefill_tokens_per_s: float = 8_000.0
     attention_len: int = 32_768
@@ -57,10 +56,11 @@ class Machine:
         return end - start + more
 
     def compute_s(self, start: int, end: int) -> float:
+        """Return the seconds to compute a prompt's tokens from start to end."""
         return self.work(start, end) / self.prefill_tokens_per_s
 
     def decode_s(self, streams: int, context: float) -> float:
-        """Return the seconds of a decode step of so many streams with so many tokens together."""
+        """Return the seconds of a decode step with so many streams and so many context tokens in total."""
         return self.step_s + self.stream_s * streams + self.context_s * context
 
 
@@ -68,7 +68,7 @@ LEAST = {
     "attention_len": 0, "stream_s": 0.0, "context_s": 0.0, "chunk_tokens": 1, "block_size": 1, "block_bytes": 1,
     "blocks": 1, "max_num_seqs": 1, "host_blocks": 0, "disk_blocks": 0, "overhead_s": 0.0, "beside": 0.01,
 }  # fmt: skip
-"""Bounds of the fields that may be zero or count."""
+"""Lower bounds of fields that may be zero or are counts; 1e-9 for others."""
 
 MOST = {
     "prefill_tokens_per_s": 1e9, "attention_len": 1e9, "step_s": 3600.0, "stream_s": 3600.0, "context_s": 3600.0,
@@ -76,8 +76,8 @@ MOST = {
     "max_num_seqs": 1e6, "host_blocks": 1e8, "host_block_s": 3600.0, "disk_blocks": 1e9, "disk_block_s": 3600.0,
     "overhead_s": 3600.0, "beside": 1.0,
 }  # fmt: skip
-"""Beyond these a clock of floats does not advance any more, or a pool does not fit into memory."""
+"""Upper bounds: beyond them the floating-point clock stops advancing, or a pool exceeds memory."""
 
 
 LARGE = Machine()
-"""A large model on a few large GPUs."""
+"""Large model on a few large GPUs."""

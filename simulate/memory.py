@@ -1,4 +1,4 @@
-"""Block pool of a simulated node: the engine's own pool and ledger."""
+"""Block pool of a simulated node, built on the engine's own pool and ledger."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from kvferry.engine.ports import REQUEST
 from kvferry.simulate.eviction import order_of
 
 COPY_KEPT = 4
-"""One block of so many must stay available at a node that takes a copy (engine/replication.py)."""
+"""Divisor of the pool: one block in COPY_KEPT must stay available after a copy (engine/replication.py)."""
 
 
 class Memory(BlockPool):
-    """Owners hold chains: leading blocks that were found, then fresh ones, which get their hashes once computed."""
+    """Block pool in which each owner holds one chain.
+
+    A chain has leading blocks that were found in the pool, then fresh blocks, which get their hashes once computed."""
 
     def __init__(self, num_blocks: int, eviction: str = "slru") -> None:
         super().__init__(num_blocks, Ledger(num_blocks))
@@ -23,11 +25,13 @@ class Memory(BlockPool):
         self._chains: dict[Hashable, list[int]] = {}
 
     def found(self, hashes: Sequence[bytes]) -> int:
-        """Leading blocks that are here."""
+        """Return the number of leading blocks that are in the pool."""
         return len(self.match(hashes))
 
     def take(self, owner: Hashable, hashes: Sequence[bytes], blocks: int, *, keep: int = 0) -> int | None:
-        """Hold a chain of so many blocks of which `hashes` may be found; returns how many were, None without room."""
+        """Hold a chain of `blocks` blocks; return how many of `hashes` were found, or None without enough blocks.
+
+        keep: blocks that must stay available."""
         reused = self.match(hashes)[:blocks]
         chain = self.acquire(owner, REQUEST, reused, blocks - len(reused), keep=keep)
         if chain is None:
@@ -37,7 +41,7 @@ class Memory(BlockPool):
         return len(reused)
 
     def fill(self, owner: Hashable, hashes: Sequence[bytes]) -> None:
-        """The owner's leading blocks hold what these hashes name."""
+        """Register the owner's leading blocks under these hashes."""
         chain = self._chains[owner]
         parent: int | None = None
         for place, block_hash in enumerate(hashes[: len(chain)]):
@@ -46,12 +50,12 @@ class Memory(BlockPool):
             parent = chain[place]
 
     def give(self, owner: Hashable) -> None:
-        """The owner needs its chain no more."""
+        """Release the owner's chain, if it has one."""
         if (chain := self._chains.pop(owner, None)) is not None:
             self.release(owner, REQUEST, chain)
 
     def copy(self, owner: Hashable, hashes: Sequence[bytes]) -> bool:
-        """Keep what another node computed, if there is room enough."""
+        """Cache blocks that another node computed; return False without enough blocks."""
         if self.take(owner, hashes, len(hashes), keep=self.num_blocks // COPY_KEPT) is None:
             return False
         self.fill(owner, hashes)

@@ -1,7 +1,7 @@
-"""Reader of traces in Mooncake's published format.
+"""Reader of request traces in Mooncake's published format.
 
-Each JSON line has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`, one per 512 tokens of the
-prompt, equal where everything up to there is equal."""
+Each JSON line has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`. There is one hash id per
+512 prompt tokens; equal ids mean that the prompts are equal up to there."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from kvferry.simulate.workloads import hashes_of
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 ID_TOKENS = 512
+"""Prompt tokens of one hash id."""
 MOST_TOKENS = 1 << 24
+"""Largest length of a prompt or output, in tokens."""
 MOST_MS = 10**15
-"""Of a time of day, until a float tells no milliseconds any more."""
+"""Largest timestamp in milliseconds, beyond which a float loses milliseconds."""
 
 
 def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0) -> list[Scenario]:
-    """The first `most` requests (0: all), which come `speed` times as fast, the earliest of them at 0; lines need
-    not be in the order of their times. Raises ConfigError with the line that is wrong."""
+    """Return the first `most` requests of the trace (0: all), shifted to begin at 0.
+
+    speed: factor by which they arrive faster. Lines need not be in order of time. Raises ConfigError naming the wrong
+    line."""
     if ID_TOKENS % block_size:
         raise ConfigError(
             f"block_size must divide {ID_TOKENS}, the tokens of a hash id, not be {block_size}", param="block_size"
@@ -90,7 +94,9 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> Scenario:
 
 
 def _split(ids: list[int], block_size: int) -> list[bytes]:
-    """Each id as blocks, equal where all ids before it are, too, whatever else a file uses the same id for."""
+    """Return the block hashes of hash ids.
+
+    They are equal only where all ids before are equal too, even if a file uses the same id elsewhere."""
     found: list[bytes] = []
     parent = b""
     for each in ids:

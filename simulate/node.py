@@ -1,4 +1,4 @@
-"""Simulated node: a prompt queue, a decode batch, a block pool and a link."""
+"""Simulated node: a prompt queue, a decode batch, a block pool, tiers and a link."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from kvferry.simulate.streams import Streams
 from kvferry.simulate.tiers import Tiers
 
 WEIGHT = 0.1
-"""Of a new observation in the rates that its lease tells (worker/rates.py)."""
+"""Weight of a new observation in the rates that the node's lease announces (worker/rates.py)."""
 LEAST_TOKENS = 32
-"""Fewer say nothing about a prompt's speed."""
+"""Prompt tokens below which a prompt says nothing about the node's speed."""
 
 
 class Node:
-    """Between two events its batch is the same and each step takes as long: it goes on by arithmetic, not by steps.
+    """Simulated node that advances from event to event by arithmetic, not step by step.
 
-    What a prompt or a stream needs is held from its beginning to its end, so nothing is preempted.
+    Between two events the batch stays the same, so every step takes the same time. A prompt or stream holds all the
+    blocks it needs from start to end, so nothing is preempted.
 
-    busy_s    spent computing prompts
-    computed  prompt tokens
-    """
+    busy_s: seconds spent on prompts. computed: prompt tokens computed."""
 
     def __init__(self, name: str, role: str, model: str, machine: Machine, clock: Clock, eviction: str) -> None:
         self.name, self.role, self.model, self.machine, self.clock = name, role, model, machine, clock
@@ -46,27 +45,27 @@ class Node:
 
     @property
     def asking(self) -> int:
+        """Return the number of requests that wait here for a grant, a tier read or computing."""
         return self.grants.asking + len(self.tiers.reading) + len(self.prompts.waiting)
 
     def share(self, cores: Cores) -> None:
-        """Compute there from now on, with others; nothing is here yet."""
+        """Compute on these cores, shared with other nodes, from now on; the node must be empty."""
         self._cores = cores
         cores.join(self, self._advance, self._go_on)
 
-    # What is asked of it.
+    # Called by the world.
 
     def grant(self, run: Run, granted: Granted) -> None:
-        """Hold what the stream will need, once there is room and a seat; `granted` is told how many blocks are here."""
+        """Reserve blocks and a seat for the stream; `granted` is then called with the blocks already here."""
         self.grants.ask(run, granted)
         self._seat()
 
     def compute(self, run: Run, done: Callable[[], None]) -> None:
-        """The prompt, when its turn comes, once tiers have brought what they have of it; `done` when its next token is
-        there."""
+        """Compute the prompt in turn, after tier reads; `done` is called with its next token there."""
         self.tiers.bring(run, self.memory, run.decode is self, lambda: self._enter(run, done))
 
     def join(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
-        """A stream that is whole here begins: so many more tokens."""
+        """Start a stream, whose blocks are all here, that has so many more tokens to generate."""
         self._advance()
         self.grants.held.pop(run, None)
         self.streams.join(run, tokens, done)
@@ -79,11 +78,13 @@ class Node:
         self.dirty = True
 
     def copy(self, run: Run, hashes: Sequence[bytes]) -> None:
+        """Cache blocks of a run that another node computed, if there are enough blocks."""
         if self.memory.copy(("copy", run), hashes):
             self.tiers.write(hashes)
         self.dirty = True
 
     def give(self, owner: Run) -> None:
+        """Release the owner's blocks and grant, and seat requests that wait."""
         self.memory.give(owner)
         self.grants.held.pop(owner, None)
         self.dirty = True
@@ -92,7 +93,7 @@ class Node:
         self._go_on()
 
     def drop(self, run: Run) -> None:
-        """Forget it."""
+        """Remove a run and everything that it holds."""
         self._advance()
         self.prompts.drop(run)
         self.tiers.drop(run, self.memory)
@@ -101,7 +102,7 @@ class Node:
         self.give(run)
 
     def die(self) -> list[Run]:
-        """All that was here is gone; a new process follows when the caller says so. Returns whom it had."""
+        """Lose everything but the disk tier; return the runs that were here. `live` starts a new process."""
         self._advance()
         here = [*self.streams.break_off(), *self.grants]
         here += self.tiers.reading
@@ -114,7 +115,7 @@ class Node:
         return list(dict.fromkeys(here))
 
     def live(self) -> None:
-        """A new process."""
+        """Start a new process with the next epoch."""
         self.alive, self.epoch, self._at, self.dirty = True, self.epoch + 1, self.clock.now, True
 
     def rates(self) -> Rates:
@@ -125,10 +126,10 @@ class Node:
             self._rate, self._step_s, self.machine.ship_bytes_per_s, *(block_s.get(each, 0.0) for each in OWN_TIERS)
         )
 
-    # How it goes on.
+    # Progress.
 
     def _enter(self, run: Run, done: Callable[[], None]) -> None:
-        """What tiers had of it is in the pool."""
+        """Queue the prompt, whose blocks from tiers are now in the pool."""
         reusable = self._reusable(run)
         if any(self.tiers):
             if run.decode is self:
@@ -140,7 +141,7 @@ class Node:
         self._go_on()
 
     def _reusable(self, run: Run) -> int:
-        """Tokens found here, of whole blocks; one at least is always computed."""
+        """Return the prompt tokens of whole blocks in the pool; at least one token is always computed."""
         size = self.machine.block_size
         return self.memory.found(run.ask.hashes[: (run.length - 1) // size]) * size
 
@@ -148,7 +149,9 @@ class Node:
         self.grants.seat(self.memory, len(self.streams))
 
     def _begin(self, prompt: Prompt) -> bool:
-        """Its blocks, if there are enough; on the node that will decode it has them already."""
+        """Reserve the prompt's blocks and start it; return False without enough blocks.
+
+        On the node that will decode it, the grant has reserved them already."""
         run, size = prompt.run, self.machine.block_size
         if run.decode is self:
             start = run.here * size
@@ -165,7 +168,7 @@ class Node:
         return True
 
     def _speed(self, prompt: Prompt | None) -> tuple[float, float]:
-        """Steps of streams and work on the prompt, in a second."""
+        """Return decode steps and prompt work per second."""
         machine, count, share = self.machine, len(self.streams), self._cores.share(self)
         if not count:
             return 0.0, share * machine.prefill_tokens_per_s if prompt else 0.0
@@ -177,7 +180,7 @@ class Node:
         return share / step_s, share * machine.chunk_tokens / step_s
 
     def _advance(self) -> None:
-        """To now, as planned."""
+        """Advance streams and prompt to the current time."""
         passed, self._at = self.clock.now - self._at, self.clock.now
         if passed <= 0:
             return
@@ -225,3 +228,4 @@ class Node:
 
 
 Run = RunOf[Node]
+"""Run on these nodes."""

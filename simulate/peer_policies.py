@@ -1,7 +1,6 @@
 """Routing policies of other routers, such as those of SGLang and llm-d, by their published rules and weights.
 
-They know more than theirs do: each sees the queues of all nodes as they are, not as they were scraped.
-"""
+They are better informed than the originals: each sees the current queues of all nodes, not scraped ones."""
 
 from __future__ import annotations
 
@@ -17,16 +16,20 @@ from kvferry.simulate.policy import Choice
 
 
 class Counting:
-    """The base of all: requests under way at each node, by what this router sent."""
+    """Base of the policies: counts this router's requests in flight at each node.
+
+    Implements `simulate.policy.Policy`."""
 
     def __init__(self) -> None:
         self.load: Counter[Node] = Counter()
         self.rng = random.Random(0)
 
     def enter(self, fleet: Fleet) -> None:
+        """Start with the fleet."""
         self.fleet = fleet
 
     async def choose(self, run: Run) -> Choice | None:
+        """Choose a prefill and a decode node; None if a role has no live node."""
         prefills = self.fleet.of("prefill", run.ask.model)
         decodes = self.fleet.of("decode", run.ask.model)
         if not decodes or (self.fleet.shape.prefill and not prefills):
@@ -38,23 +41,26 @@ class Counting:
         raise NotImplementedError
 
     def launched(self, run: Run) -> None:
+        """Count the request at both nodes."""
         self.load.update(self._nodes(run))
 
     def first_token(self, run: Run) -> None:
-        """Counted until the prefill node has shipped."""
+        """Ignored: the request counts until the prefill node has shipped."""
 
     def decoding(self, run: Run) -> None:
+        """Stop counting the request at its prefill node."""
         if run.prefill is not None:
             self.load[run.prefill] -= 1
 
     def ended(self, run: Run) -> None:
+        """Stop counting the request where it is still counted."""
         self.load.subtract(self._nodes(run) if run.first_s < 0 else self._nodes(run)[-1:])
 
     async def poll(self) -> None:
-        """They poll nothing."""
+        """Ignored: these policies poll nothing."""
 
     def lost(self, node: Node) -> None:
-        """A node that died is not among those that live."""
+        """Ignored: the fleet lists only live nodes."""
 
     def _nodes(self, run: Run) -> list[Node]:
         return [node for node in (run.prefill, run.decode) if node is not None]
@@ -64,22 +70,26 @@ class RoundRobin(Counting):
     """Sends requests to nodes in turn."""
 
     def enter(self, fleet: Fleet) -> None:
+        """Start with the fleet and reset the turns."""
         super().enter(fleet)
         self._turns: Counter[tuple[str, str]] = Counter()
 
     async def pick(self, run: Run, nodes: Sequence[Node]) -> Node:
+        """Return the next node in turn."""
         turn = (nodes[0].role, nodes[0].model)
         self._turns[turn] += 1
         return nodes[self._turns[turn] % len(nodes)]
 
 
 class LeastLoad(Counting):
-    """The fewest requests under way; of equals any."""
+    """Sends each request to the node with the fewest requests in flight; ties are broken at random."""
 
     async def pick(self, run: Run, nodes: Sequence[Node]) -> Node:
+        """Return the least loaded node."""
         return self.least(nodes)
 
     def least(self, nodes: Sequence[Node]) -> Node:
+        """Return one of the least loaded nodes, at random."""
         least = min(self.load[node] for node in nodes)
         return self.rng.choice([node for node in nodes if self.load[node] == least])
 
@@ -88,15 +98,18 @@ class PowerOfTwo(LeastLoad):
     """Sends each request to the less loaded of two random nodes."""
 
     async def pick(self, run: Run, nodes: Sequence[Node]) -> Node:
+        """Return the less loaded of two random nodes."""
         return self.least(self.rng.sample(nodes, min(2, len(nodes))))
 
 
 class Affinity(Counting):
-    """Consistent hashing of the session, whatever is loaded."""
+    """Maps each session to a node by consistent hashing, regardless of load."""
 
     POINTS = 100
+    """Points of each node on the hash ring."""
 
     async def pick(self, run: Run, nodes: Sequence[Node]) -> Node:
+        """Return the session's node on the hash ring."""
         ring = self._ring(tuple(nodes))
         at = bisect_right(ring, crc32(run.ask.session.encode()), key=lambda point: point[0])
         return ring[at % len(ring)][1]
@@ -110,9 +123,11 @@ class Affinity(Counting):
 
 
 class PrefixTree(LeastLoad):
-    """SGLang's `cache_aware`: the node whose approximate tree shares most of the prompt, if that is more than a share
-    of it, else the least loaded; the least loaded, too, while loads differ by more than both thresholds. Decode nodes
-    by power of two."""
+    """SGLang's `cache_aware` policy.
+
+    It picks the node whose approximate tree shares most of the prompt, if that is more than the share CACHE of it, and
+    the least loaded node otherwise. It also picks the least loaded node while loads differ by more than both the
+    ABSOLUTE and the RELATIVE threshold. Decode nodes are picked by power of two."""
 
     CACHE, ABSOLUTE, RELATIVE = 0.3, 64, 1.5
     MOST = 1 << 18
@@ -123,6 +138,7 @@ class PrefixTree(LeastLoad):
         self._tree: dict[bytes, dict[Node, None]] = {}
 
     async def pick(self, run: Run, nodes: Sequence[Node]) -> Node:
+        """Return a node by shared prefix or load, and add the prompt to the node's tree."""
         if nodes[0].role == "decode" and self.fleet.shape.prefill:
             return self.least(self.rng.sample(nodes, min(2, len(nodes))))
         loads = [self.load[node] for node in nodes]
@@ -154,12 +170,14 @@ class PrefixTree(LeastLoad):
 
 
 class Scorers(LeastLoad):
-    """llm-d's: prefix (of the real index, in blocks of the prompt), queue and use of the pool, each from 0 to 1, by
-    their default weights; the greatest sum is picked."""
+    """llm-d's scorers with their default weights; the node with the greatest sum is picked.
+
+    Each scores from 0 to 1: cached prefix (by the real index, in blocks of the prompt), queue, and use of the pool."""
 
     WEIGHTS: Mapping[str, float] = {"prefix": 3.0, "queue": 2.0, "pool": 2.0}
 
     async def pick(self, run: Run, nodes: Sequence[Node]) -> Node:
+        """Return the node with the best weighted score; ties are broken at random."""
         hashes = run.ask.hashes[: run.length // nodes[0].machine.block_size]
         held = await self.fleet.store.longest_prefix(hashes, {node.name: node.epoch for node in nodes})
         queues = [node.asking for node in nodes]

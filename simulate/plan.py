@@ -17,16 +17,21 @@ from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.workloads import Asked, Writer
 
 BUSY = 0.7
-"""Of its time that a prefill node of the first guess computes: queues grow beyond."""
+"""Share of its time that a prefill node computes in the first guess; beyond it queues grow."""
 MOST_NODES = 4096
+"""Most nodes of each role that are simulated."""
 MOST_CHECKS = 24
+"""Most simulations per plan."""
 SHARED_PREFIXES = 4
+"""Different shared prefixes in the trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A load: requests per second, tokens of a prompt and of an output on average, and which share of a prompt's tokens
-    other prompts begin with, too. share: of the requests that are to meet the goal."""
+    """Load to plan for. Raises ConfigError for a field out of bounds.
+
+    rate: requests per second. prompt, output: mean tokens. reuse: share of a prompt's tokens that are a shared prefix.
+    share: share of the requests that must meet the goal."""
 
     rate: float
     prompt: int
@@ -42,10 +47,10 @@ class Need:
 
 
 def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
-    """(prefill, decode) nodes.
+    """Estimate the number of (prefill, decode) nodes.
 
-    Prefill nodes are busy for BUSY of their time; a decode node takes the streams whose step still meets the goal, and
-    whose blocks it holds. Raises ConfigError where one request alone cannot meet it."""
+    Prefill nodes are busy for BUSY of their time. A decode node takes as many streams as keep a step within the goal
+    and fit in its blocks. Raises ConfigError if a single request cannot meet the goal."""
     start = int(need.prompt * need.reuse)
     compute_s = machine.compute_s(start, need.prompt)
     allowed_s = goal.ttft_s + goal.ttft_ktoken_s * need.prompt / 1000
@@ -78,7 +83,7 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
 
 
 def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[Scenario]:
-    """Requests of such lengths, log-normal around their means, at random times."""
+    """Return requests at random times, with log-normal lengths around the needed means."""
     writer = Writer(Asked(requests, need.rate, seed, block_size), "plan")
     shrink = math.exp(-SPREAD * SPREAD / 2)
     for at in writer.times(need.rate):
@@ -96,16 +101,17 @@ def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[Scen
 
 
 SPREAD = 0.4
-"""Of the lengths."""
+"""Standard deviation of the logarithm of the lengths."""
 
 
 def checks(
     need: Need, machine: Machine, goal: Goal, requests: int, seed: int, say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[tuple[int, int, Figures]]:  # fmt: skip
-    """Tries from the guess on, each simulated; the last one is the least that was found enough.
+    """Simulate fleets from the guess on and yield (prefill, decode, results); the last is the smallest enough.
 
-    More nodes where it is not, of the role whose half of the goal is missed more often; then fewer, one role after the
-    other, while it still is. say: is told how far each is. Raises ConfigError where no fleet is enough."""
+    While the goal is missed, it adds nodes of the role whose half of the goal is missed by more. Then it removes nodes,
+    one role after the other, while the goal is still met. say: called with progress. Raises ConfigError if no fleet is
+    enough."""
     trace = trace_of(need, requests, seed, machine.block_size)
     check_span(trace, "rate")
     longest = max(blocks_for(ask.prompt_len + ask.output_len, machine.block_size) for ask in trace)
@@ -149,7 +155,7 @@ def _more(nodes: tuple[int, int], found: Figures, goal: Goal) -> tuple[int, int]
 
 
 def _step(count: int) -> int:
-    """By how many nodes a try differs."""
+    """Return by how many nodes of a role two tries differ."""
     return max(1, count // 10)
 
 
@@ -168,9 +174,7 @@ def plan_command(
     ttft_ktoken: float,
     itl: float,
 ) -> int:
-    """Run `kvferry plan`.
-
-    Raises ConfigError."""
+    """Run `kvferry plan` and print the result. Raises ConfigError."""
     need, goal = Need(rate, prompt, output, reuse, share), Goal(ttft, ttft_ktoken, itl)
     say("guess by arithmetic: {} prefill and {} decode nodes".format(*guess(need, machine, goal)))
     found: tuple[int, int, Figures] | None = None

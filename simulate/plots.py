@@ -11,7 +11,7 @@ from kvferry.simulate.compare import OURS
 from kvferry.simulate.results import Figures, medians
 
 Results = Mapping[str, Mapping[str, Sequence[Figures]]]
-"""By workload and policy, one for each seed."""
+"""Results by workload, then by policy, one for each seed."""
 
 HEAD = (
     "workload",
@@ -27,11 +27,13 @@ HEAD = (
 COLOURS = ("#0b7a75", "#c9d1d9", "#b3bdc7", "#9ca8b4", "#e0a070", "#b5838d", "#d8b4a0")
 BACK, TEXT, FAINT = "#f5f7f9", "#24292f", "#57606a"
 WIDTH, LEFT, PANEL, BAR, PAD, TOP = 960, 112, 404, 14, 12, 40
-"""Of the plot, in pixels: the whole, names, one column, a bar with its gap, room around a workload, the head."""
+"""Dimensions of the plot in pixels.
+
+Total width, names, one column, a bar with its gap, padding around a workload, and the head."""
 
 
 def table(results: Results) -> str:
-    """Markdown: a row for each workload and policy."""
+    """Return a Markdown table with a row for each workload and policy."""
     rows = [_row(HEAD), _row(["---"] * len(HEAD))]
     for workload, found in results.items():
         middle = [medians(each) for each in found.values()]
@@ -63,7 +65,9 @@ def _marked(goodput: float, best: float) -> str:
 
 
 def goodputs(results: Results) -> str:
-    """Markdown: a row for each workload, a column for each policy, and what kvferry has of the best of the others."""
+    """Return a Markdown table of goodputs, with a row per workload and a column per policy.
+
+    The last column compares kvferry with the best other policy."""
     names = list(dict.fromkeys(name for found in results.values() for name in found))
     compared = OURS in names and len(names) > 1
     head = ["workload", *names, *(["of the best other"] if compared else [])]
@@ -76,7 +80,7 @@ def goodputs(results: Results) -> str:
 
 
 def _compared(found: Mapping[str, Sequence[Figures]]) -> str:
-    """Goodput over that of the best of the others, seed by seed: the median (least … most)."""
+    """Return kvferry's goodput over the best other policy's, as median (min … max) of the seeds."""
     others = zip(*(each for name, each in found.items() if name != OURS), strict=True)
     best = [max(each.goodput for each in seed) for seed in others]
     ratios = [_ratio(each.goodput, other) for each, other in zip(found[OURS], best, strict=True)]
@@ -84,13 +88,14 @@ def _compared(found: Mapping[str, Sequence[Figures]]) -> str:
 
 
 def _ratio(goodput: float, other: float) -> float:
-    """1 where nobody met the goal."""
+    """Return the ratio; 1 if both are 0."""
     return goodput / other if other else math.inf if goodput else 1.0
 
 
 def plot(results: Results) -> str:
-    """SVG: per workload a bar of each policy's goodput, as a share of the best, and of its 99th percentile of TTFT, as
-    a share of the worst. Lines over the bars reach from the least to the most of all seeds."""
+    """Return an SVG with bars of each policy's goodput and 99th percentile of TTFT, per workload.
+
+    Goodput is scaled to the best, TTFT to the worst. Lines over the bars span the range of all seeds."""
     parts, height = [], TOP
     for workload, found in results.items():
         parts.append(_panel(workload, found, height))
@@ -127,7 +132,7 @@ def _panel(workload: str, found: Mapping[str, Sequence[Figures]], top: int) -> s
 
 
 def _bars(left: int, top: int, values: Sequence[Sequence[float]]) -> Iterator[str]:
-    """One for each list of a figure's values with several seeds, to one scale."""
+    """Yield one bar for each policy's values over the seeds, on a common scale."""
     scale = (PANEL - 48) / (max(map(max, values)) or 1.0)
     for number, seeds in enumerate(values):
         y, width = top + BAR * number, max(1.0, scale * median(seeds))

@@ -9,36 +9,38 @@ from kvferry.simulate.node import Node, Run
 
 
 class Choice(NamedTuple):
-    """prefill None: the decode node computes the prompt."""
+    """Nodes of a request; prefill None: the decode node computes the prompt."""
 
     prefill: Node | None
     decode: Node
 
 
 class Policy(Protocol):
-    """Told of each request's way.
-
-    `choose` answers None while it must wait at the router, and raises ContextLengthExceeded where it fits nowhere."""
+    """Routing policy, which is told of each request's progress."""
 
     def enter(self, fleet: Fleet) -> None:
-        """The fleet is there; once, first."""
+        """Start with the fleet; called once, first."""
 
-    async def choose(self, run: Run) -> Choice | None: ...
+    async def choose(self, run: Run) -> Choice | None:
+        """Choose the nodes of a request; None: it must wait at the router.
+
+        Raises ContextLengthExceeded if it fits on no node."""
+        ...
 
     def launched(self, run: Run) -> None:
-        """It goes where `choose` said, which `run.prefill` and `run.decode` tell now."""
+        """Report that the request goes to the chosen nodes, `run.prefill` and `run.decode`."""
 
     def first_token(self, run: Run) -> None:
-        """Its prompt is computed."""
+        """Report that the prompt is computed."""
 
     def decoding(self, run: Run) -> None:
-        """It runs on its decode node."""
+        """Report that the stream runs on its decode node."""
 
     def ended(self, run: Run) -> None:
-        """Record that nothing of this attempt runs any more."""
+        """Report that nothing of this attempt runs any more."""
 
     async def poll(self) -> None:
-        """Half a second passed."""
+        """Refresh the view of the cluster; called every half second."""
 
     def lost(self, node: Node) -> None:
-        """The node died, as its connections tell."""
+        """Report that the node died, as a router sees from its connections."""

@@ -1,4 +1,4 @@
-"""Progress display of a simulation."""
+"""Progress lines of a running simulation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable
 
 LINE_S = 10.0
+"""Shortest time between two lines, in seconds."""
 
 
 class SimulationProgress:
-    """A line every LINE_S seconds at most, while requests end; `name`: what is simulated."""
+    """Prints how many requests have ended, at most every LINE_S seconds.
+
+    name: of the simulation."""
 
     def __init__(
         self, name: str, total: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -18,7 +21,7 @@ class SimulationProgress:
         self._said = clock()
 
     def left(self, count: int) -> None:
-        """So many requests have not ended yet."""
+        """Print a line if one is due; `count` requests have not ended yet."""
         if self._clock() - self._said >= LINE_S:
             self._said = self._clock()
             self._say(f"{self._name}: {self._total - count} of {self._total} requests")

@@ -11,8 +11,11 @@ from kvferry.simulate.scenario import Run
 
 @dataclass(slots=True, order=True)
 class Prompt:
-    """place: streams that began first, then who is due first; tokens and work: still to be computed, as expected until
-    it begins; start: tokens that were found."""
+    """Prompt in a node's queue.
+
+    place: sort key: prompts of interrupted streams first, then those due first. tokens, work: still to compute; an
+    estimate until the prompt begins. start: tokens found in the pool. left: remaining work. spent_s: seconds spent on
+    it."""
 
     place: tuple[bool, float, int]
     run: Run = field(compare=False)
@@ -25,13 +28,14 @@ class Prompt:
 
     @property
     def tokens_left(self) -> int:
+        """Return the tokens still to compute."""
         return int(self.tokens * self.left / self.work) if self.work else self.tokens
 
 
 class Prompts:
-    """Waiting and begun prompts of a node.
+    """Waiting and started prompts of a node.
 
-    A shorter one passes a longer one until as many tokens were computed as that one has."""
+    A shorter prompt overtakes a longer one until as many tokens have been computed as the longer one has."""
 
     def __init__(self) -> None:
         self.waiting: list[Prompt] = []
@@ -45,17 +49,18 @@ class Prompts:
 
     @property
     def tokens(self) -> int:
-        """Not yet computed, less those that were found on arrival."""
+        """Return the tokens still to compute, without those that were found in the pool on arrival."""
         return self._queued + sum(prompt.tokens_left for prompt in self.begun)
 
     def enter(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
+        """Queue a prompt with so many tokens to compute."""
         self._entered += 1
         place = (not run.delivered, self.worked + tokens, self._entered)
         heappush(self.waiting, Prompt(place, run, tokens, done))
         self._queued += tokens
 
     def drop(self, run: Run) -> None:
-        """It is not to be computed here any more."""
+        """Remove a run's prompt."""
         self._queued -= sum(prompt.tokens for prompt in self.waiting if prompt.run is run)
         self.waiting = [prompt for prompt in self.waiting if prompt.run is not run]
         self.begun = [prompt for prompt in self.begun if prompt.run is not run]

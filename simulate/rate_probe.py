@@ -1,7 +1,7 @@
 """Probe of a running cluster for rates that leases do not contain.
 
-A few requests on an idle cluster measure their fixed cost, what streams add to each other's steps, and how prompts and
-streams slow each other."""
+A few requests to an idle cluster measure the fixed cost of a request, the step time that each stream adds, and how
+prompts and streams slow each other down."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from kvferry.simulate.choices import check_known
 from kvferry.simulate.machine import Machine
 
 LENGTHS = (64, 320, 768)
-"""Tokens of prompts that are computed alone."""
+"""Tokens of the prompts that are computed alone."""
 ROUNDS = 3
-"""Each of them so often: medians count, the first round for nothing, for it meets what is cold."""
+"""Measured rounds per length, of which the median counts; a first round to warm up does not count."""
 STREAMS, TOKENS = 3, 24
-"""Streams at once, and tokens of each of them, and of a lone one."""
+"""Concurrent streams, and tokens of each of them and of a single one."""
 BESIDE_TOKENS = 400
-"""Tokens of the streams beside which prompts are computed, at most: they are left once those have come."""
+"""Most tokens of a stream beside which a prompt is computed; it is cancelled once the prompt is done."""
 LEAST_SHARE, OWN = 0.05, 0.9
-"""Of its speed that a prompt keeps beside streams: at least, and what only those keep that have cores of their own."""
+"""Bounds of the share of its speed that a prompt keeps beside streams.
+
+It is at least LEAST_SHARE. From OWN on, the prefill node counts as having cores of its own."""
 TIMEOUT_S = 60.0
+"""Timeout of a request, in seconds."""
 
 
 class Answered(NamedTuple):
-    """Seconds to the first token, and between two tokens on average."""
+    """Seconds to the first token, and mean seconds between two tokens."""
 
     first_s: float
     between_s: float
@@ -42,7 +45,9 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProbeClient:
-    """A router, and what is asked of it: the model, and the name and the key that it wants."""
+    """Client of one router, which sends probe requests.
+
+    model: name that the router knows. longest: context length in tokens. client: sends the API key."""
 
     url: str
     model: str
@@ -50,6 +55,7 @@ class ProbeClient:
     client: httpx.AsyncClient
 
     async def ask(self, prompt: Sequence[int], output: int) -> Answered:
+        """Send a prompt, read `output` tokens and return their timing. Raises ConfigError."""
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": output, "ignore_eos": True, "stream": True}
         began, times = time.monotonic(), []
         async with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
@@ -64,9 +70,9 @@ class ProbeClient:
 
 
 async def lines(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Split a stream of events into lines, as bytes: in text, outputs hold more line ends.
+    """Split an event stream into lines of bytes.
 
-    They end as bytes do; in text, outputs hold more that ends a line."""
+    Only \\n ends a line; httpx's text lines would also split at other line ends within outputs."""
     rest = b""
     async for data in answer.aiter_bytes():
         *whole, rest = (rest + data).split(b"\n")
@@ -75,9 +81,9 @@ async def lines(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 async def probed(url: str, machine: Machine, api_key: str = "", model: str = "") -> Machine:
-    """`machine` with what this router's cluster shows of that model (default: its first one).
+    """Return `machine` with rates measured on the router's cluster, for that model (default: its first one).
 
-    Raises ConfigError where it cannot be asked."""
+    Raises ConfigError if the router cannot be probed."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
@@ -127,8 +133,9 @@ async def _probe(door: ProbeClient, machine: Machine) -> Machine:
 
 
 def fitted(alone_s: dict[int, float], machine: Machine) -> tuple[float, float]:
-    """Seconds of a request beside those of computing, and prompt tokens in a second, by seconds to the first token of
-    prompts of so many tokens. Raises ConfigError where longer prompts took no longer."""
+    """Fit the fixed seconds of a request and the prompt tokens per second, by linear regression.
+
+    alone_s: seconds to the first token by prompt length. Raises ConfigError if longer prompts took no longer."""
     work, times = [machine.work(0, length) for length in alone_s], list(alone_s.values())
     token_s, overhead_s = linear_regression(work, times)
     if token_s <= 0:
@@ -145,7 +152,7 @@ def share(alone_s: float, beside_s: float, overhead_s: float) -> float:
 
 
 async def _beside_s(door: ProbeClient, source: random.Random, length: int, tokens: int) -> float:
-    """To the first token of such a prompt while a stream runs: the median of ROUNDS."""
+    """Return the seconds to the first token of such a prompt beside a stream: the median of ROUNDS."""
     found = []
     for _ in range(ROUNDS):
         stream = asyncio.create_task(door.ask(_prompt(source, 16), tokens))
@@ -159,5 +166,5 @@ async def _beside_s(door: ProbeClient, source: random.Random, length: int, token
 
 
 def _prompt(source: random.Random, length: int) -> list[int]:
-    """Of tokens that every vocabulary has; nobody has its prefix."""
+    """Return random tokens that exist in every vocabulary; no cached prefix matches them."""
     return source.choices(range(100, 1000), k=length)

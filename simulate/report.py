@@ -1,4 +1,4 @@
-"""Lease-like report of a simulated node."""
+"""Lease of a simulated node, for its registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a simulation."""
+"""Results of a simulation: latency percentiles, goodput, hit rate and balance."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.simulate.node import Node, Run
 
 PERCENTILES = (50, 90, 99)
+"""Percentiles of latencies that are reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A request meets it whose first token comes within ttft_s and ttft_ktoken_s for each thousand tokens of its
-    prompt, and whose tokens come itl_s apart on average."""
+    """Latency goal of a request. Raises ConfigError for a negative or infinite field.
+
+    The first token must come within ttft_s plus ttft_ktoken_s per thousand prompt tokens, and tokens must be itl_s
+    apart on average or less."""
 
     ttft_s: float = 1.0
     ttft_ktoken_s: float = 0.25
@@ -27,6 +30,7 @@ class Goal:
                 raise ConfigError(f"{field.name} must be 0 or more, not {getattr(self, field.name)}", param=field.name)
 
     def met(self, run: Run) -> bool:
+        """Return whether the run met the goal."""
         first_s = self.ttft_s + self.ttft_ktoken_s * run.ask.prompt_len / 1000
         return not run.failed and run.ttft_s <= first_s and run.itl_s <= self.itl_s
 
@@ -35,13 +39,13 @@ class Goal:
 class Figures:
     """Results of one policy on one trace.
 
-    ttft_s, itl_s   percentiles (50, 90, 99); of each request the mean time between its tokens counts
-    goodput         requests that met the goal, per second of arrivals; share: of all
-    hit_rate        share of prompts' tokens that were reused where the prompt was computed
-    imbalance       most seconds that a node computed prompts, over the mean of those that should
-    failed          requests that fitted nowhere
-    virtual_s, real_s   how long it took there and here
-    """
+    ttft_s, itl_s   percentiles (50, 90, 99) in seconds; a request's itl_s is the mean time between its tokens
+    goodput         requests that met the goal, per second of arrivals
+    share           share of all requests that met the goal
+    hit_rate        share of prompt tokens that were reused where the prompt was computed
+    imbalance       most seconds that a node spent on prompts, over the mean of the nodes that should
+    failed          requests that fit on no node
+    virtual_s, real_s   duration on the virtual clock and of the simulation itself"""
 
     policy: str
     requests: int
@@ -57,7 +61,7 @@ class Figures:
 
 
 def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal, virtual_s: float) -> Figures:
-    """Return the results of at least one run, all of which have ended."""
+    """Return the results of at least one run; all runs must have ended."""
     done = [run for run in runs if not run.failed]
     first = _percentiles([run.ttft_s for run in done])
     between = _percentiles([run.itl_s for run in done if run.ask.output_len > 1])
@@ -84,6 +88,7 @@ def medians(found: Sequence[Figures]) -> Figures:
 
 
 SINGLE = ("goodput", "share", "hit_rate", "imbalance", "virtual_s", "real_s")
+"""Fields of Figures that are single numbers."""
 
 
 def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Scenario of a simulated cluster and its runs."""
+"""Requests of a simulated trace, and the state of a request while it runs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 N = TypeVar("N")
-"""A node."""
+"""Type of node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One request of a trace.
 
-    number      its place in the trace
+    number      its position in the trace
     at          seconds of its arrival; with `after`, since the end of that request
     hashes      of the full blocks of its prompt and its output
     after       number of an earlier request, for a client that waits for its answer; -1: none
-    session     what a client would send to be kept together
-    """
+    session     key that a client would send for session affinity"""
 
     number: int
     at: float
@@ -32,12 +31,12 @@ class Scenario:
 
 @dataclass(slots=True, eq=False)
 class RunOf(Generic[N]):
-    """A request under way, from its arrival on.
+    """Request in the simulation, from its arrival on.
 
-    delivered: its output tokens that are out; attempt: how many nodes it lost; cached_len: of its first attempt, tokens
-    reused where the prompt was computed; first_s and last_s: when its first and last token came; begun_s: when its
-    prompt began to be computed; here: leading blocks that its decode node held when it made room; failed: nothing could
-    take it; excluded: nodes that died under it."""
+    delivered: output tokens delivered. attempt: number of nodes lost so far. cached_len: tokens reused where the prompt
+    was computed, in the first attempt. first_s, last_s: times of the first and last token. begun_s: time at which the
+    prompt started. here: leading blocks that the decode node held when it granted. failed: it fits on no node.
+    excluded: nodes that died during it."""
 
     ask: Scenario
     arrived: float
@@ -55,19 +54,20 @@ class RunOf(Generic[N]):
 
     @property
     def length(self) -> int:
-        """Tokens whose KV must exist before the next one can be drawn."""
+        """Return the tokens whose KV must exist before the next one can be drawn."""
         return self.ask.prompt_len + self.delivered
 
     @property
     def ttft_s(self) -> float:
+        """Return the time to first token, in seconds."""
         return self.first_s - self.arrived
 
     @property
     def itl_s(self) -> float:
-        """Mean time between its tokens."""
+        """Return the mean time between its tokens, in seconds."""
         gaps = self.ask.output_len - 1
         return (self.last_s - self.first_s) / gaps if gaps > 0 else 0.0
 
 
 Run = RunOf[Any]
-"""As the parts of a node know it: they look at none of its nodes."""
+"""Run as parts of a node use it; they do not access its nodes."""

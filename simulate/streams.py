@@ -9,11 +9,13 @@ from heapq import heapify, heappop, heappush
 from kvferry.simulate.scenario import Run
 
 NEAR = 1e-6
-"""Steps that rounding may leave."""
+"""Tolerance in steps for rounding errors."""
 
 
 class Streams:
-    """steps: made so far; context: tokens of all streams together, as of then."""
+    """Streams of a decode batch.
+
+    steps: steps done so far, possibly fractional. context: total tokens of all streams."""
 
     def __init__(self) -> None:
         self.steps = self.context = 0.0
@@ -27,33 +29,35 @@ class Streams:
         return any(each[2] is run for each in self._ends)
 
     def join(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
-        """So many more tokens, from the next step on."""
+        """Add a stream that ends in `tokens` steps."""
         self._joined += 1
         heappush(self._ends, (self.steps + tokens, self._joined, run, done))
         self.context += run.length
 
     def drop(self, run: Run) -> None:
+        """Remove a run's stream."""
         self._ends = [each for each in self._ends if each[2] is not run]
         heapify(self._ends)
 
     def go_on(self, steps: float) -> None:
+        """Advance all streams by so many steps."""
         self.steps += steps
         self.context += steps * len(self._ends)
 
     @property
     def next_end(self) -> float:
-        """Steps until the first one ends; there is one."""
+        """Return the steps until the first stream ends; there must be one."""
         return self._ends[0][0] - self.steps
 
     def ended(self) -> Iterator[Callable[[], None]]:
-        """Remove and return the requests of streams that have all their tokens."""
+        """Remove streams that have all their tokens, and yield their callbacks."""
         while self._ends and self._ends[0][0] <= self.steps + NEAR:
             _, _, run, done = heappop(self._ends)
             self.context = max(0.0, self.context - run.ask.prompt_len - run.ask.output_len) if self._ends else 0.0
             yield done
 
     def break_off(self) -> list[Run]:
-        """All end here, with the tokens that they have."""
+        """End all streams with the tokens that they have, and return their runs."""
         for end, _, run, _ in self._ends:
             run.delivered = run.ask.output_len - math.ceil(end - self.steps - NEAR)
         here = [each[2] for each in self._ends]

@@ -14,12 +14,14 @@ from kvferry.simulate.memory import COPY_KEPT, Memory
 from kvferry.simulate.scenario import Run
 
 GROUP = 64
-"""Blocks of a chain that are written together, at most (kv_transfer/tiers/files.py)."""
+"""Most blocks of a chain that are written together (kv_transfer/tiers/files.py)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """See `kv_transfer.tiers.catalog.Group`; size: in blocks."""
+    """Group of blocks in a tier.
+
+    Implements `kv_transfer.tiers.catalog.Group`; size is in blocks."""
 
     name: str
     parent: bytes
@@ -31,7 +33,7 @@ class Group:
 
 
 class Tier:
-    """So many blocks, of which each takes block_s to be read, one read after the other. Writing takes no time."""
+    """Tier of a fixed number of blocks: reads run one after the other, block_s per block; writes take no time."""
 
     def __init__(self, name: str, blocks: int, block_s: float) -> None:
         self.name, self.block_s = name, block_s
@@ -45,7 +47,7 @@ class Tier:
         return next((index for index, each in enumerate(hashes) if each not in self._catalog), len(hashes))
 
     def write(self, hashes: Sequence[bytes]) -> None:
-        """Keep a chain: what of it is not here comes behind what is."""
+        """Store the blocks of a chain that are missing, behind those that are here; evict the oldest groups."""
         here = self.run(hashes)
         if here and (last := self._catalog.find(hashes[here - 1])):
             self._catalog.touch(last)
@@ -56,22 +58,22 @@ class Tier:
             self._change((), self._catalog.leave(oldest))
 
     def read_s(self, blocks: int, now: float) -> float:
-        """Until so many are read, behind what is being read."""
+        """Return the seconds until so many blocks are read, after reads in progress."""
         return max(0.0, self._free_s - now) + blocks * self.block_s
 
     def read(self, hashes: Sequence[bytes], blocks: int, now: float) -> None:
-        """The last `blocks` of a chain, which are here."""
+        """Read the last `blocks` of a chain, which must be here."""
         self._free_s = now + self.read_s(blocks, now)
         if last := self._catalog.find(hashes[-1]):
             self._catalog.touch(last)
 
     def restart(self) -> None:
-        """A new process finds all of it, and has told nobody."""
+        """Report all blocks as stored again, after a restart of the node."""
         self._free_s, self._removed = 0.0, {}
         self._stored = dict.fromkeys(self._catalog.rows())
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, removed) rows of the index since the last call."""
+        """Return the (stored, removed) index rows since the last call."""
         changes = list(self._stored), list(self._removed)
         self._stored, self._removed = {}, {}
         return changes
@@ -88,10 +90,10 @@ class Tier:
 class Tiers:
     """Tiers of one simulated node (worker/tiers.py).
 
-    New blocks are written to all tiers. A prompt is read from the quickest one that has its next block, where that is
+    New blocks are written to all tiers. A prompt is read from the fastest tier that has its next block, if that is
     faster than computing.
 
-    `reading`: whose prompts are."""
+    reading: runs whose prompts are being read."""
 
     def __init__(self, machine: Machine, clock: Clock) -> None:
         self.machine, self.clock = machine, clock
@@ -100,16 +102,19 @@ class Tiers:
         self._tiers = self._made()
 
     def __iter__(self) -> Iterator[Tier]:
-        """The quickest first."""
+        """Iterate over the tiers, fastest first."""
         return iter(self._tiers)
 
     def write(self, hashes: Sequence[bytes]) -> None:
+        """Write a chain to all tiers."""
         for tier in self._tiers:
             tier.write(hashes)
 
     def bring(self, run: Run, memory: Memory, seated: bool, go_on: Callable[[], None]) -> None:
-        """Have the prompt's blocks read into the memory, then go on: at once where nothing is worth a read, or there is
-        no room. seated: it has blocks there, into which they are read."""
+        """Read the prompt's blocks into the pool, then call `go_on`.
+
+        It is called at once if no read pays or the pool has no free blocks. seated: the run already has blocks in the
+        pool, into which they are read."""
         if not self._tiers:
             go_on()
             return
@@ -143,12 +148,12 @@ class Tiers:
         self.clock.soon(seconds, came)
 
     def drop(self, run: Run, memory: Memory) -> None:
-        """Drop a read that nothing awaits any more."""
+        """Cancel a run's read."""
         if self.reading.pop(run, None) is not None:
             memory.give(("read", run))
 
     def die(self) -> None:
-        """Lose what was in memory; what is on disk stays for the next process."""
+        """Lose the host tier; the disk tier stays for the next process."""
         self.reading.clear()
         kept = {tier.name: tier for tier in self._tiers if tier.name == OWN_TIERS[1]}
         self._tiers = [kept.get(tier.name, tier) for tier in self._made()]

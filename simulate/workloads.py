@@ -1,4 +1,4 @@
-"""Seeded synthetic workloads."""
+"""Synthetic workloads: seeded generators of request traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.protocol.hashing import HASH_BYTES
 from kvferry.simulate.scenario import Scenario
 
 Piece = tuple[str, int]
-"""Text by what it is, and its tokens."""
+"""Piece of text: an identifier of its content, and its length in tokens."""
 
 
 def hashes_of(pieces: Sequence[Piece], block_size: int) -> tuple[bytes, ...]:
@@ -35,7 +35,7 @@ def hashes_of(pieces: Sequence[Piece], block_size: int) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Parameters of a workload: requests, arrivals per second, and block size."""
+    """Parameters of a workload: number of requests, arrivals per second, seed and block size. Raises ConfigError."""
 
     count: int
     rate: float
@@ -48,7 +48,7 @@ class Asked:
 
 
 class Writer:
-    """Collects a trace."""
+    """Collects a trace, with random times and lengths."""
 
     def __init__(self, asked: Asked, name: str) -> None:
         self.asked, self.rng = asked, random.Random(f"{asked.seed}/{name}")
@@ -56,10 +56,11 @@ class Writer:
 
     @property
     def full(self) -> bool:
+        """Return whether the trace has all requests."""
         return len(self.trace) >= self.asked.count
 
     def times(self, rate: float) -> Iterator[float]:
-        """Arrivals at random."""
+        """Yield random arrival times in seconds, as a Poisson process."""
         now = 0.0
         while True:
             now += self.rng.expovariate(rate)
@@ -70,7 +71,7 @@ class Writer:
         return max(least, int(self.rng.lognormvariate(0.0, spread) * median))
 
     def ask(self, at: float, prompt: Sequence[Piece], output: int, *, after: int = -1, session: str = "") -> Piece:
-        """Write one; returns its output as text."""
+        """Add a request and return its output as a piece."""
         number = len(self.trace)
         said = (f"out{number}", output)
         hashes = hashes_of([*prompt, said], self.asked.block_size)
@@ -79,7 +80,7 @@ class Writer:
         return said
 
     def talk(self, at: float, context: list[Piece], turns: int, said: int, output: int, pause_s: float) -> None:
-        """A client that waits for each answer, then `pause_s` at random."""
+        """Add a conversation whose client waits for each answer, then for `pause_s` on average."""
         session, after = f"s{len(self.trace)}", -1
         for turn in range(turns):
             context.append((f"{session}t{turn}", self.length(said)))
@@ -90,7 +91,7 @@ class Writer:
 
 
 def low_sharing(asked: Asked) -> list[Scenario]:
-    """Prompts of their own."""
+    """Return a trace of prompts that share no prefix."""
     writer = Writer(asked, "low")
     for at in writer.times(asked.rate):
         if writer.full:
@@ -100,7 +101,7 @@ def low_sharing(asked: Asked) -> list[Scenario]:
 
 
 def hot_prefix(asked: Asked) -> list[Scenario]:
-    """One long system prompt for all."""
+    """Return a trace in which all prompts share one long system prompt."""
     writer = Writer(asked, "hot")
     for at in writer.times(asked.rate):
         if writer.full:
@@ -110,7 +111,7 @@ def hot_prefix(asked: Asked) -> list[Scenario]:
 
 
 def many_prefixes(asked: Asked) -> list[Scenario]:
-    """Hundreds of long prefixes, some more liked than others: together more than any node holds."""
+    """Return a trace with hundreds of long prefixes of different popularity, more than a node can hold."""
     writer = Writer(asked, "many")
     names = range(400)
     weights = [1 / (1 + name) ** 0.6 for name in names]
@@ -123,12 +124,12 @@ def many_prefixes(asked: Asked) -> list[Scenario]:
 
 
 def chat(asked: Asked) -> list[Scenario]:
-    """Conversations of several turns, of a few applications."""
+    """Return a trace of conversations of several turns, from a few applications."""
     return _talks(asked, "chat", turns=8, first=(10, 3000), said=1500, output=250, pause_s=5.0)
 
 
 def agents(asked: Asked) -> list[Scenario]:
-    """Loops of tool calls: much comes back from tools, little is said, and soon."""
+    """Return a trace of tool-call loops: long tool results, short outputs, short pauses."""
     return _talks(asked, "agents", turns=15, first=(20, 4000), said=700, output=80, pause_s=1.5)
 
 
@@ -145,7 +146,7 @@ def _talks(
 
 
 def bursts(asked: Asked) -> list[Scenario]:
-    """Two seconds in ten have six tenths of the requests, which share prefixes."""
+    """Return a trace in which two of ten seconds have six tenths of the requests; requests share prefixes."""
     writer = Writer(asked, "bursts")
     now = 0.0
     while not writer.full:
@@ -156,7 +157,7 @@ def bursts(asked: Asked) -> list[Scenario]:
 
 
 def documents(asked: Asked) -> list[Scenario]:
-    """Long documents, about each of which a few questions are asked within a minute."""
+    """Return a trace of long documents, with a few questions about each within a minute."""
     writer = Writer(asked, "documents")
     questions = 4
     for at in writer.times(asked.rate / questions):
@@ -172,7 +173,7 @@ def documents(asked: Asked) -> list[Scenario]:
 
 
 def mixed_models(asked: Asked) -> list[Scenario]:
-    """Two models, each on nodes of its own: agents for one, prompts of their own for the other."""
+    """Return a trace for two models on separate nodes: agents for one, unshared prompts for the other."""
     half = replace(asked, count=-(-asked.count // 2))
     first = agents(replace(half, rate=asked.rate * 0.7))
     others = [replace(ask, model="n") for ask in low_sharing(replace(half, rate=asked.rate * 0.3))]

@@ -1,4 +1,4 @@
-"""Simulation of one trace on one cluster under one policy."""
+"""Simulation of one trace on one cluster under one routing policy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.scenario import Scenario
 
 POLL_S = 0.5
-"""Between two looks of a router at the registry."""
+"""Seconds between two reads of the registry by a router."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A node dies, and a new process has its place `back_s` later.
+    """Loss of a node; a new process replaces it `back_s` seconds later.
 
-    share: which one, as a share of the nodes of its role."""
+    share: position of the node among those of its role, from 0 to 1."""
 
     at: float
     role: str
@@ -34,7 +34,9 @@ class Loss:
 
 
 class World:
-    """`runs`: all requests that arrived, in the order of their arrival. pace: told as they end."""
+    """Simulated cluster with its router and clients.
+
+    runs: all requests that have arrived, in order of arrival. pace: called with the requests left as they end."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class World:
         self._pumping = False
 
     async def play(self) -> None:
-        """Until every request has ended."""
+        """Run until every request has ended."""
         self.policy.enter(self.fleet)
         await self.fleet.announce(list(self.fleet.nodes.values()))
         await self.policy.poll()
@@ -86,7 +88,7 @@ class World:
         return arrive
 
     async def _pump(self) -> None:
-        """Place those that wait at the router, in their order, while there is room."""
+        """Place requests that wait at the router, in order, while the policy places them."""
         if self._pumping:
             return
         self._pumping = True
@@ -158,7 +160,9 @@ class World:
             run.first_s = self.clock.now
 
     def _shipped(self, run: Run) -> float:
-        """When the last block has arrived: blocks travel while later ones are computed, but those of the last chunk."""
+        """Return when the last block has arrived at decode.
+
+        Blocks travel while later ones are computed, except for those of the last chunk."""
         prefill, decode = run.prefill, run.decode
         assert prefill is not None
         assert decode is not None
@@ -191,7 +195,7 @@ class World:
             self.clock.soon(0.0, self._pump)
 
     def _lose(self, loss: Loss) -> None:
-        """What was there begins again elsewhere, behind its delivered tokens."""
+        """Kill a node; its requests start again elsewhere, behind their delivered tokens."""
         nodes = self.fleet.of(loss.role, self.fleet.shape.models[0])
         node = nodes[int(loss.share * len(nodes))]
         gone = node.die()
@@ -209,7 +213,7 @@ class World:
         if run.prefill is lost and run.decode is not None and run in run.decode.streams:
             return
         for node in (run.prefill, run.decode):
-            if node is not None:  # a dead one, too: what was granted meanwhile went there
+            if node is not None:  # also a dead one: it may have got a grant meanwhile
                 node.drop(run)
         self.policy.ended(run)
         run.attempt += 1

@@ -22,10 +22,10 @@ log = logging.getLogger("kvferry.worker")
 
 
 class NodeAdapters:
-    """`held` is what the lease says.
+    """LoRA adapters that the node holds, and their loading and unloading.
 
-    Belongs to the asyncio loop. first: those that the engine holds from the start; announce: tell the registry at once.
-    """
+    Runs on the asyncio loop. `held`: the adapters that the lease announces. first: the adapters that the engine holds
+    from the start. announce: updates the lease in the registry at once."""
 
     def __init__(
         self,
@@ -63,7 +63,9 @@ class NodeAdapters:
             log.info("adapter %s loaded from %s, %.1f MiB", change.name, change.path, adapter.num_bytes / 2**20)
 
     async def _unload(self, name: str) -> None:
-        """Nothing where it is not loaded: the node may have started since."""
+        """Unload the adapter; do nothing if it is not loaded.
+
+        The node may have restarted since the adapter was loaded."""
         adapter_id = next((each.id for each in self.held if each.name == name), "")
         self.held = tuple(each for each in self.held if each.name != name)
         if adapter_id and all(each.id != adapter_id for each in self.held):
@@ -72,7 +74,7 @@ class NodeAdapters:
 
 
 def read_one(settings: WorkerSettings, model: Computing, path: str, held: int) -> Adapter:
-    """The adapter at `path`, for a node that holds so many. Raises ConfigError."""
+    """Load the adapter at `path` for a node that already holds `held` adapters. Raises ConfigError."""
     if settings.batch_invariant:
         raise ConfigError("adapters are not batch-invariant; leave --batch-invariant out", param="lora")
     if held >= settings.max_loras:
@@ -81,7 +83,7 @@ def read_one(settings: WorkerSettings, model: Computing, path: str, held: int) -
 
 
 def read_first(settings: WorkerSettings, model: Computing) -> list[tuple[AdapterName, Adapter]]:
-    """The adapters of --lora. Raises ConfigError."""
+    """Load the adapters given by --lora. Raises ConfigError."""
     found: list[tuple[AdapterName, Adapter]] = []
     for given in settings.lora:
         name, _, path = given.partition("=")

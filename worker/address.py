@@ -15,13 +15,14 @@ from kvferry.runtime.http import bind, make_app, make_server
 
 log = logging.getLogger("kvferry.worker")
 UNSPECIFIED = ("0.0.0.0", "::", "[::]", "")
-"""Hosts to listen on that name no machine."""
+"""Listen addresses that other processes cannot dial."""
 
 
 class NodeAddress:
-    """Bound from the start, so that the port is known; serves between `start` and `stop`.
+    """HTTP server of a node, with its name, URL and cluster secrets.
 
-    Roles add their endpoints to `app`. Raises ConfigError when the address cannot be used."""
+    The constructor binds the socket, so the port is known at once; the server answers between `start` and `stop`. Roles
+    add their endpoints to `app`. Raises ConfigError when the address cannot be used."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class NodeAddress:
         self._serving: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Start the HTTP server as an asyncio task."""
         self._serving = asyncio.create_task(self._serve(), name="http-server")
 
     async def _serve(self) -> None:
@@ -56,7 +58,7 @@ class NodeAddress:
             await self._server.serve(sockets=[self._socket])
 
     async def stop(self) -> None:
-        """Close the server; responses that still stream get a moment to end."""
+        """Stop the server; open streams get a moment to end."""
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving

@@ -1,4 +1,4 @@
-"""Asynchronous copies between a GPU's KV pool and host memory."""
+"""Asynchronous copies between a GPU's KV pool and host memory, on streams of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 
 
 class Beside:
-    """A thread that copies has a stream of its own, where the device is a GPU. It waits for no other one."""
+    """Context manager that runs copies on a CUDA stream of the calling thread, beside the engine's stream.
+
+    It does not wait for other streams. On a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,7 +22,7 @@ class Beside:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """All that was begun within has ended at its end."""
+        """Enter the thread's copy stream; on exit, wait until its copies are done."""
         if self._device.type != "cuda":
             yield
             return
@@ -34,16 +36,21 @@ class Beside:
 
 
 class DeviceCopies:
-    """Implements kv_transfer.tiers.staging.Copies; blocks are uint8 tensors [bytes of a block] of the device.
+    """Copies between blocks of a pool on a device and rows of host memory.
 
-    Those that a tier is told of were computed by steps that have ended, and those that it fills no step has yet."""
+    Implements `kv_transfer.tiers.staging.Copies`. A block is a uint8 tensor [bytes of a block] on the device.
+
+    Copies need not wait for engine steps: the steps that computed a source block have ended, and no step uses a target
+    block yet."""
 
     def __init__(self, device: torch.device, block_bytes: int) -> None:
         self._device, self._block_bytes = device, block_bytes
         self._beside = Beside(device)
 
     def room(self, blocks: int) -> Sequence[np.ndarray]:
-        """Allocate host memory, page-locked where the device is a GPU, which copies by itself."""
+        """Allocate host memory for `blocks` blocks. Raises MemoryError.
+
+        It is page-locked for a GPU, so that the GPU copies by DMA."""
         pinned = self._device.type == "cuda"
         try:
             rows = torch.empty((blocks, self._block_bytes), dtype=torch.uint8, pin_memory=pinned)

@@ -1,6 +1,6 @@
 """Pools of a node's ranks, one per device, presented as one pool to the link and the tiers.
 
-Whole blocks pass through rows of host memory, and every rank reads or writes its own part of them."""
+Whole blocks pass through rows of host memory. Each rank reads or writes its own part of a row."""
 
 from __future__ import annotations
 
@@ -22,34 +22,42 @@ from kvferry.worker.segments import Move, Segments
 from kvferry.worker.shared_rows import SharedRows
 
 GROWTH, MOST = 64 << 20, 256
-"""Bytes, and rows at most, by which those for the link grow: as many stay as blocks ever were on their way at once."""
+"""Bytes, and maximum rows, by which the link's row buffer grows at a time.
+
+The buffer never shrinks: it keeps as many rows as were ever in flight at once."""
 
 
 class DeviceRankPool(BlockMemory):
-    """Pool of all ranks, on rank 0; `follow` runs on the others.
+    """Pool of all ranks, used on rank 0; the other ranks run `follow`.
 
-    It implements kv_transfer.tiers.staging.Copies, too, from any thread: to tiers a block is its id. Raises DeviceLost
-    once a rank did not do as it was told, or there is no memory for what the link moves, and ever after: what has moved
-    is not known. lost: why, from then on; the node must end then, though link and tiers go on where a call raises."""
+    Implements `kv_transfer.ports.BlockMemory` for the link thread, and `kv_transfer.tiers.staging.Copies` for any
+    thread. Tiers pass block ids as blocks.
+
+    Calls raise DeviceLost once a rank has failed to move its part, or once host memory for the link's rows has run out:
+    it is then unknown which parts moved. `lost` says why. The node must end then; link and tiers survive the exception.
+    """
 
     def __init__(self, own: Segments, rows: SharedRows, lines: RankChannels, others: int, block_bytes: int) -> None:
         self._own, self._rows, self._lines, self._others = own, rows, lines, others
         self._block_bytes = block_bytes
         self._lock, self.lost = threading.Lock(), ""
         self._numbers: dict[int, int] = {}
-        """Of rows, by their addresses."""
+        """Number of each row by its memory address."""
         self._spare: list[np.ndarray] = []
 
-    # The link, on its thread.
+    # Called on the link thread.
 
     @property
     def block_bytes(self) -> int:
+        """Return the size of a whole block in bytes."""
         return self._block_bytes
 
     def block(self, block_id: int) -> int:
+        """Return the block id itself."""
         return block_id
 
     def to_fill(self, block_id: int) -> np.ndarray:
+        """Return a free row for a block to receive. Raises DeviceLost if host memory runs out."""
         if not self._spare:
             try:
                 self._spare += self.room(max(1, min(GROWTH // self._block_bytes, MOST)))
@@ -59,26 +67,33 @@ class DeviceRankPool(BlockMemory):
         return self._spare.pop()
 
     def to_send(self, block_id: int) -> np.ndarray:
+        """Return a row with the block's bytes, gathered from all ranks."""
         row = self.to_fill(block_id)
         self.to_host([block_id], [row])
         return row
 
     def landed(self, block_id: int, buffer: np.ndarray) -> None:
+        """Copy a received row into the block on all ranks."""
         self.to_device([buffer], [block_id])
 
     def give_back(self, buffer: np.ndarray) -> None:
+        """Return a row to the free list."""
         self._spare.append(buffer)
 
     def checksums(self, submit: Callable[[Callable[[], None]], None], prepare: Callable[[], None]) -> Checksums:
-        """Return checksums as `PoolMemory.checksums` does: rows are in host memory."""
+        """Return checksums that are computed on the link thread.
+
+        As in `PoolMemory.checksums`, this is the choice for blocks in host memory, which rows are."""
         return InlineChecksums()
 
-    # Slower memories.
+    # Called by the tiers, from any thread.
 
     def copies(self) -> DeviceRankPool:
+        """Return this pool, which copies blocks for the tiers."""
         return self
 
     def room(self, blocks: int) -> Sequence[np.ndarray]:
+        """Allocate rows of host memory for `blocks` blocks. Raises MemoryError or DeviceLost."""
         size, left = blocks * self._block_bytes, available_memory()
         if size > MEMORY_MARGIN * left:
             what = f"blocks need {size / GIB:.2f} GiB more of the host's memory, of which {left / GIB:.2f} are left"
@@ -89,9 +104,11 @@ class DeviceRankPool(BlockMemory):
         return list(rows.values())
 
     def to_host(self, blocks: Sequence[Any], rows: Sequence[np.ndarray]) -> None:
+        """Copy blocks from all ranks into rows."""
         self._move(blocks, rows, out=True)
 
     def to_device(self, rows: Sequence[np.ndarray], blocks: Sequence[Any]) -> None:
+        """Copy rows into blocks on all ranks."""
         self._move(blocks, rows, out=False)
 
     def _move(self, blocks: Sequence[int], rows: Sequence[np.ndarray], *, out: bool) -> None:
@@ -100,7 +117,7 @@ class DeviceRankPool(BlockMemory):
             self._together(move)
 
     def _together(self, call: int | Move) -> Sequence[int]:
-        """All ranks do it, at the same time: see `_do`."""
+        """Run one call on all ranks at the same time, see `_do`. Raises DeviceLost."""
         if self.lost:
             raise DeviceLost(self.lost)
         try:
@@ -117,7 +134,9 @@ class DeviceRankPool(BlockMemory):
 
 
 def follow(line: RankChannel, own: Segments, rows: SharedRows) -> None:
-    """Do what the first rank's ApartPool says. Ends by what is raised where that is gone: OSError or EOFError."""
+    """Execute the calls of rank 0's DeviceRankPool, in a loop.
+
+    Raises OSError or EOFError when rank 0 has ended."""
     while True:
         call: int | Move = pickle.loads(line.hear())
         try:
@@ -129,7 +148,7 @@ def follow(line: RankChannel, own: Segments, rows: SharedRows) -> None:
 
 
 def _do(call: int | Move, own: Segments, rows: SharedRows) -> Sequence[int]:
-    """A number is of rows that there are to be more of."""
+    """Execute one call: a number grows the shared rows by so many, a Move copies this rank's part."""
     if isinstance(call, int):
         return rows.grow(call)
     own.move(call)

@@ -1,4 +1,4 @@
-"""Ranks of a node with a GPU each, whose pools hold their own heads."""
+"""Ranks of a node with one GPU each: every rank's pool holds only its own KV heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from kvferry.worker.shared_rows import SharedRows
 
 
 class DeviceRanks(Ranks):
-    """device: of the first one; the others have those behind it. Raises OSError, ConfigError."""
+    """Other ranks of a node, each with its own device and its own KV pool.
+
+    device: rank 0's; the other ranks use the devices after it. Raises OSError, ConfigError."""
 
     def __init__(self, settings: WorkerSettings, device: torch.device) -> None:
         ranks = settings.tensor_parallel_size
@@ -35,18 +37,22 @@ class DeviceRanks(Ranks):
         self._moves.given()
 
     def lead(self, model: Model) -> ShardedModel:
+        """Wait for all ranks to load their shards, then connect the device group. Raises ConfigError."""
         led = super().lead(model)
-        self._told(b"")  # all are there: none is waited for with a deadline while it loads
+        self._told(b"")  # all have loaded: connect has a deadline that loading could exceed
         self._joined.connect()
         return led
 
     def available(self, layout: KVLayout, beside: int) -> float:
+        """Return the bytes that whole blocks could take, limited by the rank with the least memory.
+
+        beside: bytes that each rank stores beside its part of a block."""
         own = layout.of_rank(self._joined.ranks).block_bytes + beside
         least = min(available_bytes(self.device), *self._available)
         return least * (layout.block_bytes + beside) / own
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
-        """This rank's own."""
+        """Make this rank's own pool, and tell the others to make theirs. Raises ConfigError."""
         ranks = self._joined.ranks
         kv = make_pool(layout.of_rank(ranks), blocks, self.device)
         self._told(pickle.dumps((layout, blocks)))
@@ -56,6 +62,7 @@ class DeviceRanks(Ranks):
         return kv
 
     def close(self) -> None:
+        """Kill the other ranks and close the channels to them."""
         super().close()
         self._moves.close()
         self._joined.close()

@@ -1,4 +1,4 @@
-"""Construction of an engine's draft model from settings."""
+"""Construction of an engine's draft model, for speculative decoding, from settings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ GIB = 1024**3
 
 
 def draft_layout(model: Model | None, block_size: int, kv_dtype: torch.dtype | None) -> KVLayout | None:
-    """Return the layout of the draft model's KV blocks.
+    """Return the layout of the draft model's KV blocks; None without a draft model.
 
-    kv_dtype: None for the model's own. kv_dtype: None for the model's own."""
+    kv_dtype: None for the model's own."""
     return model.info.layout(kv_dtype or model.dtype, block_size) if model is not None else None
 
 
@@ -37,7 +37,9 @@ def make_draft(
     vocab_size: int,
     shift: CoreTurns | None,
 ) -> DraftModel | None:
-    """Its pool has as many blocks as the one of the model that it drafts for, so it holds the same tokens."""
+    """Build the draft model with its own KV pool; None without a draft model.
+
+    The pool has as many blocks as the target model's, so it holds the same tokens."""
     if model is None or layout is None:
         return None
     runner = Runner(model, make_pool(layout, num_blocks, model.device), layout.block_size)

@@ -1,8 +1,8 @@
 """Construction of an encoder engine from settings; it needs no KV pool.
 
-Each text in a step holds one block of a pool that takes next to no memory: a block has more slots than the longest text
-has tokens, so none is ever full, found or shipped, and all else that an engine does stays as it is.
-"""
+An encoder keeps no KV, but the engine expects a block per request. Each text of a step therefore holds one block of a
+pool that takes almost no memory. A block has more slots than the longest text has tokens, so no block is ever full,
+cached or shipped, and the rest of the engine works unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from kvferry.worker.pool_memory import make_pool
 log = logging.getLogger("kvferry.worker")
 
 CPU_TOKENS, GPU_TOKENS = 1024, 16_384
-"""Of a step, where no budget is given: no stream waits for its end."""
+"""Default token budget of a step on a CPU and on a GPU.
+
+It is larger than a decoder's, since no token stream waits for the step."""
 
 
 def assemble_encoder(
@@ -42,7 +44,7 @@ def assemble_encoder(
     device: torch.device,
     progress: Callable[[float], None] | None = None,
 ) -> EngineParts:
-    """Load the model. Raises ConfigError naming the flag to change."""
+    """Load the encoder and build its engine. Raises ConfigError naming the flag to change."""
     _require_plain(settings)
     dtype = auto_dtype(device, compiled=False) if settings.dtype == "auto" else getattr(torch, settings.dtype)
     classifies = task.kind == "classify"
@@ -67,6 +69,7 @@ def assemble_encoder(
 
 
 def _require_plain(settings: WorkerSettings) -> None:
+    """Raise ConfigError if a setting is on that only decoders support."""
     for flag, refused in (
         ("quantization", settings.quantization == "int8"),
         ("batch_invariant", settings.batch_invariant),

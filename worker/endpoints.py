@@ -1,4 +1,4 @@
-"""Dock endpoints of both roles: one sender and one receiver."""
+"""Link endpoints that both roles share: sender, receiver, prefix fetch, replicas and tiers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvferry.worker.tiers import Tiers
 
 
 class Endpoints:
-    """Before the dock starts.
+    """Link endpoints of a node, created before the dock starts.
 
-    A role adds what is its own: whom its jobs' grants go to (`arrivals`), what it offers (`sender`)."""
+    Each role adds its own parts: handlers for its grant requests (`arrivals`), and ships that it offers (`sender`)."""
 
     def __init__(self, base: Base) -> None:
         self.sender = Sender(base.dock, grant_timeout=base.settings.grant_timeout)
@@ -28,6 +28,6 @@ class Endpoints:
         self.supplies = PrefixSupplier(base, self.sender)
 
     def take(self, events: Sequence[Event]) -> None:
-        """On the engine thread."""
+        """Handle engine events for fetches and tiers, on the engine thread."""
         self.fetches.take(events)
         self.tiers.take(events)

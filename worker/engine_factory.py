@@ -43,7 +43,7 @@ log = logging.getLogger("kvferry.worker")
 
 
 def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> EngineParts:
-    """Load the model and make the pool. Raises ConfigError naming the flag to change."""
+    """Load the model, build the KV pool and the engine. Raises ConfigError naming the flag to change."""
     device = choose_device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -118,7 +118,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
 
 
 def choose_device(name: str) -> torch.device:
-    """auto: CUDA if there is a device, else CPU. Raises ConfigError."""
+    """Return the device of that name; auto: CUDA if a GPU is available, else the CPU. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -134,8 +134,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def refuse_expandable_segments(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where PyTorch would make the pool of memory that other processes cannot open, so that no block
-    could be shipped from GPU to GPU."""
+    """Raise ConfigError if PyTorch is configured to use expandable segments.
+
+    Other processes cannot open such memory, so no block could be shipped from GPU to GPU."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
             raise ConfigError(
@@ -144,7 +145,9 @@ def refuse_expandable_segments(environment: Mapping[str, str]) -> None:
 
 
 def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int) -> int:
-    """Longest prompt plus output (tokens) that model and pool allow. Raises ConfigError when more was asked for."""
+    """Return the longest prompt plus output, in tokens, that model and pool allow.
+
+    Raises ConfigError when --max-model-len is larger."""
     room = num_blocks * settings.block_size
     wanted = settings.max_model_len
     if wanted > info.max_model_len:
@@ -157,10 +160,10 @@ def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int)
 
 
 def step_limits(settings: WorkerSettings, device: torch.device) -> Limits:
-    """Budgets of one step.
+    """Return the budgets of one step.
 
-    It has room for a token of every running request, and for a block of some prompt beside them: a prompt that is begun
-    goes on under any load."""
+    The token budget fits one token of every running request plus one block of a prompt. A prompt that has started thus
+    makes progress under any load."""
     on_gpu = device.type == "cuda"
     budget = settings.max_num_batched_tokens or (8192 if on_gpu else 256)
     beside = settings.max_prefill_tokens_while_decoding or (2048 if on_gpu else 256)

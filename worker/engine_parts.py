@@ -1,4 +1,4 @@
-"""Result of building an engine: the engine and what its node announces of it."""
+"""Engine of a node with the facts that the node announces about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from kvferry.worker.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine and what the node announces about it. ranks: the others, where several compute the model."""
+    """Engine that is ready to run, and what the node announces about it.
+
+    kv: the pool of this process. ranks: the other ranks, if several compute the model."""
 
     engine: Engine
     kv: torch.Tensor
@@ -33,14 +35,14 @@ class EngineParts:
 
     @property
     def apart(self) -> DeviceRankPool | None:
-        """The pool as link and tiers reach it, where kv is the first rank's alone."""
+        """Return the joined pool of all ranks, if each rank has a pool of its own; None otherwise."""
         return self.ranks.pool if self.ranks is not None else None
 
 
 def describe(parts: EngineParts) -> dict[str, str]:
-    """Describe the node's devices and pool size for a person.
+    """Describe the node's model, devices and pool size for a person.
 
-    Ranks on GPUs have those from the first on."""
+    Ranks on GPUs use consecutive devices; the first is named."""
     ops, pool = parts.engine.runner.model.ops, parts.engine.pool
     threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
     on_cpu, ranks = parts.kv.device.type == "cpu", parts.ranks.part.group.ranks if parts.ranks is not None else 1
@@ -54,9 +56,10 @@ def describe(parts: EngineParts) -> dict[str, str]:
 
 
 def arithmetic(settings: WorkerSettings, model: Computing, ops: Ops) -> str:
-    """Return the arithmetic part of the fingerprint.
+    """Return the part of the fingerprint that names the arithmetic.
 
-    It names the model's number format, the instruction set where equal bits are promised, and the number of ranks."""
+    It is the model's number format. With --batch-invariant on a CPU it adds the instruction set and the number of
+    ranks, because nodes then promise equal bits."""
     words = [str(model.dtype).removeprefix("torch.")]
     if settings.batch_invariant and isinstance(ops, CpuOps):
         words += ["batch-invariant", ops.instruction_set]

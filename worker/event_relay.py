@@ -15,8 +15,9 @@ log = logging.getLogger("kvferry.worker")
 
 
 class EventRelay:
-    """From the engine's outbox to the link and, over the asyncio loop (`call_soon`), to routers, the metrics, the
-    learned rates and the block index (`note`)."""
+    """Passes engine events to the link, and on the asyncio loop to routers, metrics, rates and block index.
+
+    call_soon: runs a call on the asyncio loop. note: records stored and removed blocks for the block index."""
 
     def __init__(
         self,
@@ -30,10 +31,10 @@ class EventRelay:
         self._call_soon = call_soon
 
     def take(self, events: Sequence[Event]) -> None:
-        """On the engine thread.
+        """Pass on the events of one engine turn, on the engine thread.
 
-        The loop is told first, so that it hears of a first token before it hears that decode acknowledged its commit;
-        the link does not wait for it."""
+        The loop is scheduled before the link gets the events. The loop thus sees a first token before it sees decode's
+        acknowledgement of the commit. The link does not wait for the loop."""
         self._call_soon(lambda: self._take_on_loop(events))
         try:
             self._service.to_link(events)
@@ -41,7 +42,7 @@ class EventRelay:
             log.exception("the link did not take the engine's news")
 
     def _take_on_loop(self, events: Sequence[Event]) -> None:
-        """The service comes first: tokens are waited for."""
+        """Pass events to the service first, since clients wait for tokens, then to metrics and index."""
         self._service.to_routers(events)
         for event in events:
             if isinstance(event, Stepped):
@@ -74,7 +75,7 @@ class EventRelay:
 
 
 def set_load_gauges(metrics: WorkerMetrics, load: Load, leaked_s: float) -> None:
-    """Mirror the engine's books."""
+    """Set the gauges of the engine's load and of leaked blocks."""
     metrics.leaked.set(leaked_s)
     metrics.requests_waiting.set(load.waiting_requests)
     metrics.waiting_tokens.set(load.waiting_tokens)
@@ -86,7 +87,7 @@ def set_load_gauges(metrics: WorkerMetrics, load: Load, leaked_s: float) -> None
 
 
 def block_books(load: Load) -> dict[str, int]:
-    """Blocks by state; they add up to the pool's size."""
+    """Return the blocks by state; the counts add up to the pool's size."""
     return {
         "free": load.free_blocks,
         "active": load.active_blocks,

@@ -1,11 +1,10 @@
-"""Prefix fetch from other nodes instead of computing.
+"""Prefix fetch: copies a prompt's leading KV blocks from another node instead of computing them.
 
-A request is AWAITING meanwhile, which may cost no more than a bounded time over computing.
+The request is AWAITING meanwhile, at most a bounded time longer than computing would take.
 
-A fetch goes piece by piece; what came is kept whatever becomes of the next. Requests that lack the same blocks await
-one fetch. Each piece has the time in which it could be computed, and somewhat more; a holder that does not keep to
-that, or is lost, is left alone for a while.
-"""
+A fetch transfers the blocks piece by piece; pieces that arrived are kept even if the next one fails. Requests that lack
+the same blocks share one fetch. Each piece may take SLOWNESS times its computing time. A holder that is late or lost is
+not asked again for SHUN_S."""
 
 from __future__ import annotations
 
@@ -40,12 +39,11 @@ from kvferry.worker.service import Base
 PIECE = 256
 """Blocks of one fetch."""
 TURNS = 4
-"""Fetches that a request awaits beyond those that its blocks are worth: what came may be evicted at once, and others'
-fetches may be given up."""
+"""Fetches that a request may await beyond the expected number, because blocks get evicted or fetches cancelled."""
 LEAST_S, SLOWNESS = 1.0, 2.0
-"""A piece has so many seconds, or so many times as long as computing it would take here, if that is more."""
+"""Time limit of a piece: at least LEAST_S, and SLOWNESS times the time to compute it here."""
 SHUN_S = 5.0
-"""How long a holder is left alone that was late, lost, or sent what was not right."""
+"""Seconds for which a holder is not asked after it was late, lost, or sent corrupt blocks."""
 OUTCOMES: tuple[tuple[type[KvferryError], str], ...] = (
     (NotFound, "lacking"),
     (GrantRefused, "refused"),
@@ -54,17 +52,17 @@ OUTCOMES: tuple[tuple[type[KvferryError], str], ...] = (
     (BlocksCorrupt, "corrupt"),
     (KvferryError, "lost"),
 )
-"""As metrics call the end of a fetch, by the first kind of its error."""
+"""Metric label of a failed fetch: that of the first class that its error is an instance of."""
 BLAMED = ("late", "corrupt", "lost")
 
 
 @dataclass(slots=True, eq=False)
 class PendingFetch:
-    """A request that awaits blocks.
+    """Request that awaits blocks from another node.
 
-    number: of the fetch that it asked for, 0 while it awaits another's; missing: hash of the first block that comes by
-    it; hashes: of all until its last one; turns: how many fetches it awaited; others: those that await the same blocks.
-    """
+    number: id of its own fetch, 0 while it awaits another request's. missing: hash of the first block that the fetch
+    brings. hashes: of all blocks up to the last one. turns: fetches awaited so far. others: requests that await the
+    same fetch."""
 
     request: Request
     holder: Holder
@@ -77,9 +75,10 @@ class PendingFetch:
 
 
 class PrefixFetcher:
-    """Implements kv_transfer.fetch.FetchEvents, and kv_transfer.ports.GrantEvents of supplies.
+    """Client side of prefix fetches: requests blocks from holders and places them in the pool.
 
-    Owned by the engine thread, but for what says otherwise."""
+    Implements `kv_transfer.fetch.FetchEvents`, and `kv_transfer.ports.GrantEvents` for supplies. Runs on the engine
+    thread unless stated."""
 
     def __init__(self, base: Base, arrivals: GrantDispatch) -> None:
         self._base, self._arrivals = base, arrivals
@@ -91,7 +90,7 @@ class PrefixFetcher:
         self._shunned: dict[DecodeTarget, float] = {}
 
     def add(self, engine: Engine, job: Job, **how: Any) -> None:
-        """`Engine.add`: where the job names a holder, it awaits what that has of its prompt and this node has not."""
+        """Add a job to the engine; if it names a holder, first fetch the blocks that this node lacks."""
         if job.holder is None:
             engine.add(job, **how)
             return
@@ -99,7 +98,7 @@ class PrefixFetcher:
         self.begin(engine, job)
 
     def begin(self, engine: Engine, job: Job) -> None:
-        """An attempt that awaits a fetch has what this node can bring of its prompt itself."""
+        """Start the fetch of a job that is in the engine and awaits one."""
         request = engine.request_table.find(key_of(job))
         awaited = request is not None and Awaits.FETCH in request.awaits and request.key not in self._waiting
         if request is not None and awaited and job.holder is not None:
@@ -113,7 +112,7 @@ class PrefixFetcher:
                 self._base.engine.submit(lambda engine, key=event.key: self._ended(engine, key))  # type: ignore[misc]
 
     def _next(self, engine: Engine, fetching: PendingFetch) -> None:
-        """Ask for what is still missing, await it with others, or let the request go on."""
+        """Fetch the next missing piece, join another request's fetch, or let the request run."""
         request, holder = fetching.request, fetching.holder
         if self._gone(engine, fetching):
             return
@@ -136,12 +135,14 @@ class PrefixFetcher:
         self._open[fetching.number] = self._coming[fetching.missing] = fetching
 
     def _gone(self, engine: Engine, fetching: PendingFetch) -> bool:
-        """Return whether nothing more is to be done for it. One that ended in this very turn is told of by `take`."""
+        """Return whether the request is no longer waiting, or has been replaced or removed in the engine.
+
+        A request that ended in this turn is reported by `take`."""
         request = fetching.request
         return self._waiting.get(request.key) is not fetching or engine.request_table.find(request.key) is not request
 
     def _go_on(self, engine: Engine, fetching: PendingFetch) -> None:
-        """It computes what has not come."""
+        """Let the request run; it computes the blocks that did not arrive."""
         request = fetching.request
         if self._gone(engine, fetching):
             return
@@ -151,7 +152,7 @@ class PrefixFetcher:
         engine.resume(request.key, Awaits.FETCH)
 
     def _ended(self, engine: Engine, key: Key) -> None:
-        """Its own fetch is of no use any more; those that awaited it, too, ask themselves."""
+        """Cancel the fetch of a request that ended; requests that shared it start their own."""
         fetching = self._waiting.get(key)
         if fetching is None or engine.request_table.find(key) is fetching.request:
             return
@@ -162,6 +163,7 @@ class PrefixFetcher:
                 self._next(engine, other)
 
     def _grant(self, engine: Engine, key: TransferKey, supply: Supply) -> None:
+        """Reserve blocks for a supply, or refuse it."""
         try:
             fetching = self._open.get(supply.fetch)
             if fetching is None:
@@ -174,7 +176,7 @@ class PrefixFetcher:
             self._base.dock.submit(lambda: self.failed(key, known))
 
     def _landed(self, engine: Engine, key: TransferKey, number: int | None) -> None:
-        """Of a fetch that nobody awaits any more, too: its blocks are here now."""
+        """Register arrived blocks, even if no request awaits them any more, and continue the requests."""
         blocks = engine.copies.land(key)
         if number in self._open:
             fetching = self._open[number]
@@ -185,7 +187,7 @@ class PrefixFetcher:
                 self._next(engine, each)
 
     def _failed(self, engine: Engine, number: int, error: KvferryError) -> None:
-        """Who counts on the same holder does not ask it again."""
+        """End a failed fetch; requests with the same holder compute, others fetch from their own."""
         if number not in self._open:
             return
         fetching, outcome = self._open[number], next(name for kind, name in OUTCOMES if isinstance(error, kind))
@@ -200,7 +202,7 @@ class PrefixFetcher:
                 self._go_on(engine, each)
 
     def _closed(self, fetching: PendingFetch, outcome: str) -> list[PendingFetch]:
-        """Its fetch has ended so; who else awaited it is returned."""
+        """Remove the fetch, count its outcome, and return the other requests that awaited it."""
         self._base.metrics.fetches.ended[outcome].inc()
         del self._open[fetching.number], self._coming[fetching.missing]
         others, fetching.others, fetching.number = fetching.others, [], 0
@@ -208,14 +210,14 @@ class PrefixFetcher:
 
     @property
     def _here(self) -> DecodeTarget:
-        """As grants are asked for at this node."""
+        """Return this node as the target of a grant."""
         base = self._base
         return DecodeTarget(base.dock.name[0], base.epoch, base.dock.link.address, base.parts.fingerprint)
 
     def _patience_s(self, tokens: int) -> float:
         return max(LEAST_S, SLOWNESS * tokens / max(self._base.rates.rates.prefill_tokens_per_s, 1.0))
 
-    # The link thread.
+    # Called on the link thread.
 
     def reserve(self, key: TransferKey, asked: Asked) -> None:
         assert isinstance(asked, Supply)
@@ -231,7 +233,7 @@ class PrefixFetcher:
         self._base.engine.submit(lambda engine: self._landed(engine, key, number))
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
-        """Its blocks stay held until it is quiet."""
+        """End the fetch; its blocks stay held until `quiet`."""
         number = self._asker.ended(key)
         if number is not None:
             self.unsupplied(number, error)

@@ -1,4 +1,4 @@
-"""Supply of blocks to nodes that fetch a prefix; blocks are held while they are sent."""
+"""Server side of prefix fetches: sends cached blocks to other nodes, and holds the blocks meanwhile."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from kvferry.protocol.link_messages import Fetch, Supply
 from kvferry.worker.service import Base
 
 AT_ONCE = 16
-"""Supplies under way: anyone who asks beyond them computes."""
+"""Supplies in flight at once; further fetches are denied, and their nodes compute instead."""
 
 
 class PrefixSupplier:
-    """Implements kv_transfer.ports.ShipEvents, of what is sent to those who asked for it."""
+    """Supplier of cached blocks to nodes that fetch a prefix.
+
+    Implements `kv_transfer.ports.ShipEvents`, for supplies."""
 
     def __init__(self, base: Base, sender: Sender) -> None:
         self._base, self._sender = base, sender
@@ -26,7 +28,7 @@ class PrefixSupplier:
         self._giving: dict[int, list[tuple[int, int]]] = {}
         self._giver = FetchServer(base.dock, self._wanted)
 
-    # The engine thread.
+    # On the engine thread.
 
     def _give(self, engine: Engine, peer: Peer, fetch: Fetch) -> None:
         here = engine.pool.match(split(fetch.hashes))
@@ -46,7 +48,7 @@ class PrefixSupplier:
         with self._lock:
             del self._giving[transfer]
 
-    # The link thread.
+    # Called on the link thread.
 
     def _wanted(self, peer: Peer, fetch: Fetch) -> None:
         try:
@@ -63,7 +65,7 @@ class PrefixSupplier:
         self._sender.commit(transfer, None)
 
     def sent(self, transfer: int) -> None:
-        """All is given at once."""
+        """Ignored: a supply is given to the sender all at once."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         fetches = self._base.metrics.fetches
@@ -72,7 +74,7 @@ class PrefixSupplier:
         self._base.call_soon(lambda: self._base.rates.shipped(stats.bytes, stats.sending_s))
 
     def failed(self, transfer: int, error: KvferryError) -> None:
-        """Anyone who asked counts it."""
+        """Ignored: the node that fetches counts the failure."""
 
     def quiet(self, transfer: int) -> None:
         self._base.engine.submit(lambda engine: self._quiet(engine, transfer))

@@ -17,13 +17,17 @@ from kvferry.structured_output.vocabulary import Vocabulary
 log = logging.getLogger("kvferry.worker")
 
 CORES_PER_THREAD = 8
-"""These threads make masks that the engine thread does not: first ones, slow ones, looks for a way out."""
+"""CPU cores per mask thread.
+
+These threads compute the masks that would hold up the engine thread: first masks, slow ones, and searches for a way to
+complete the output."""
 
 
 def make_masks(source: ModelSource, vocab_size: int) -> GrammarMasks:
     """Return grammar masks; for an unreadable tokenizer, masks that refuse every grammar and say why.
 
-    Takes a second, with the interpreter's lock held: before there are requests, not with the first grammar."""
+    Reading the tokenizer takes about a second with the GIL held. It is therefore done at start, not at the first
+    grammar."""
     began = time.monotonic()
     try:
         tokenizer, facts = load_tokenizer(source), read_facts(source)

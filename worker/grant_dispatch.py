@@ -1,4 +1,4 @@
-"""Dispatch of incoming grants to their handlers by kind."""
+"""Dispatch of incoming grant requests to handlers by the type of what is asked for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from kvferry.worker.service import Base
 
 
 class GrantDispatch:
-    """Implements kv_transfer.ports.GrantEvents, by those of them that were named before the dock starts.
+    """Routes grant requests and their later events to the handler of their kind.
 
-    On the link thread; `refuse` may be called from any."""
+    Implements `kv_transfer.ports.GrantEvents` on the link thread. Handlers are registered before the dock starts.
+    `refuse` may be called from any thread."""
 
     def __init__(self, base: Base) -> None:
         self._dock = base.dock
@@ -25,7 +26,9 @@ class GrantDispatch:
         self._kinds[kind] = events
 
     def refuse(self, key: TransferKey, error: KvferryError) -> None:
-        """In answer to `reserve`. The receiver says no more of it, or that it is quiet at once."""
+        """Refuse the grant request of a `reserve` call.
+
+        The receiver then reports nothing more about it, except `quiet` if the ship has already failed."""
         self.receiver.refused(key, error)
         self._dock.submit(lambda: self._forget(key))
 

@@ -13,7 +13,7 @@ from kvferry.protocol.errors import ConfigError
 
 
 def require_batch_invariance(model: Model) -> None:
-    """Raises ConfigError unless every operation of the model gives a token the same bits in every batch."""
+    """Raise ConfigError unless every operation gives a token the same bits in every batch."""
     dim, led = model.info.head_dim, isinstance(model, ShardedModel)
     model = model.own.decoder if isinstance(model, ShardedModel) else model
     if not isinstance(model, Decoder):

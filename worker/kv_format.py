@@ -1,4 +1,4 @@
-"""Number format of a node's KV cache."""
+"""Choice of the number format of a node's KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kvferry.protocol.settings import WorkerSettings
 
 
 def kv_format(settings: WorkerSettings, *models: Model | None) -> torch.dtype | None:
-    """None: in that of each model. Raises ConfigError where kernels do not have it for them."""
+    """Return the KV number format of the settings; None: each model's own.
+
+    Raises ConfigError when the kernels do not support it for a model."""
     name = settings.kv_cache_dtype
     found = cache_format(name, batch_invariant=settings.batch_invariant)
     if found is None:

@@ -17,11 +17,15 @@ from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.pool_memory import PoolMemory
 
 LINK_NICENESS = 10
-"""By which a decode node's link and its checksums stand behind what it computes."""
+"""Niceness of a decode node's link and checksum threads, in nice levels.
+
+They yield to computing."""
 
 
 class LinkParts:
-    """Makes both. Of kv: the node's KV pool; apart: what stands for it where that is the first rank's alone."""
+    """Factory of a node's link and dock.
+
+    kv: the node's KV pool. apart: the joined pool to use instead, if kv is only rank 0's part."""
 
     def __init__(
         self, settings: WorkerSettings, face: NodeAddress, kv: torch.Tensor, apart: DeviceRankPool | None = None
@@ -30,7 +34,7 @@ class LinkParts:
         self._memory = apart or PoolMemory(kv)
 
     def link(self, on_fault: Callable[[], None]) -> UcxLink:
-        """on_fault: the link thread has ended; on it."""
+        """Create the UCX link. on_fault: called on the link thread when that thread ends."""
         settings, checksums = self._settings, ALGORITHM if self._settings.verify_checksums else "off"
         return UcxLink(
             self._face.host,
@@ -45,20 +49,22 @@ class LinkParts:
         )
 
     def dock(self, link: UcxLink, epoch: int) -> Dock:
+        """Create the dock: it moves blocks of the pool over the link under this node's name and epoch."""
         memory = self._memory
         checksums = memory.checksums(link.submit, self._enter_link)
         name = (self._face.node_id, epoch)
         return Dock(link, memory, name=name, verify=self._settings.verify_checksums, checksums=checksums)
 
     def enter_thread(self) -> None:
-        """First call on a thread that touches the device."""
+        """Select the pool's device; the first call on every thread that uses the device."""
         if self._kv.device.type == "cuda":
             torch.cuda.set_device(self._kv.device)
 
     def _enter_link(self) -> None:
-        """First call on the link thread, and on that of its checksums.
+        """Prepare the link thread or a checksum thread; the first call on it.
 
-        Blocks that come in do not hold up streams that run: on a core that both want, tokens come first."""
+        On a decode node it lowers the thread's priority: on a shared core, running streams come before incoming blocks.
+        """
         self.enter_thread()
         if self._settings.role == "decode" or self._settings.elastic:
             give_way(LINK_NICENESS)

@@ -1,8 +1,7 @@
-"""Pool usage that a node's own work would need, for autoscaling.
+"""Scaling signals of a node: prefill backlog and decode pressure.
 
-Both are in units that may be summed over nodes: seconds of a node's time, and nodes. They are zero when it is idle, and
-none of them jumps: autoscalers act on them.
-"""
+Their units can be summed over nodes: seconds of one node's time, and nodes. Both are zero when the node is idle.
+Neither jumps, because autoscalers act on them."""
 
 from __future__ import annotations
 
@@ -12,28 +11,33 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.rates import RateMeter
 
 WAIT_S = 30.0
-"""Once the next one has waited so long for a seat, each that waits is worth one: before, seats still come free."""
+"""Seconds that the next request waits for a seat until each waiting request counts as a full stream.
+
+Before that, seats may still come free, and waiting requests count in part."""
 SLOWER = 1.25
-"""A target that a stream misses even alone is taken for so many times what it takes then: more nodes would not help."""
+"""Factor on the latency of a lone stream that replaces a target which even a lone stream misses.
+
+More nodes would not help in that case."""
 
 
 def prefill_backlog_s(load: Load, tokens_per_s: float) -> float:
-    """Seconds until the prompts here are computed, at that rate."""
+    """Return the seconds until the node's waiting prompts are computed at that rate."""
     return load.waiting_tokens / max(1.0, tokens_per_s)
 
 
 def latency_share(itl_s: float, alone_s: float, target_s: float) -> float:
-    """Return the share of the latency target that streams use: 0 where each runs as if alone, 1 at the target.
+    """Return the share of the latency target that streams use: 0 if each runs as if alone, 1 at the target.
 
-    A step grows by about the same with each stream, and so does this."""
+    Each stream adds about the same to a step's time, so the share grows evenly with the number of streams."""
     target_s = max(target_s, SLOWER * alone_s)
     return max(0.0, (itl_s - alone_s) / max(target_s - alone_s, 1e-6))
 
 
 def decode_pressure(load: Load, seats: int, latency: float, waits_s: float) -> float:
-    """Nodes that the streams here would fill, and those for what waits here.
+    """Return how many decode nodes the node's streams and waiting requests would fill.
 
-    latency: see `latency_share`, of no more nodes than there are streams; waits_s: of the next one, for a seat."""
+    seats: streams that the node runs at once. latency: see `latency_share`; it counts for at most one node per stream.
+    waits_s: seconds for which the next request has waited for a seat."""
     wanted = load.running_requests + load.open_grants + load.waiting_requests
     taken = min(wanted, max(seats, wanted - load.waiting_requests))
     held = (load.active_blocks + load.granted_blocks) / max(1, load.total_blocks)
@@ -43,9 +47,9 @@ def decode_pressure(load: Load, seats: int, latency: float, waits_s: float) -> f
 
 
 def pressure_now(role: str, settings: WorkerSettings, load: Load, meter: RateMeter, waits_s: float) -> float:
-    """Return the node's contribution to the pressure of its model's decode nodes.
+    """Return the node's contribution to the decode pressure of its model; 0 for a prefill node.
 
-    waits_s: of the request that is next, for a seat or blocks."""
+    waits_s: seconds for which the next request has waited for a seat or blocks."""
     if role != "decode":
         return 0.0
     latency = latency_share(meter.itl_s, meter.alone_s, settings.itl_target_ms / 1000)

@@ -22,37 +22,44 @@ from kvferry.protocol.worker_metrics import WorkerMetrics
 log = logging.getLogger("kvferry.worker")
 
 RELIEF_S = 0.5
-"""Between two looks for a node that could serve in the place of the last one."""
+"""Seconds between two checks for a node that can replace this one, the last of its role."""
 LAST_WORD_S = 0.5
-"""What withdrawing the lease may take when a thread has ended or hangs: the process is to be restarted at once."""
+"""Limit in seconds to withdraw the lease after a thread ended or hangs, since the process must restart soon."""
 LEAVE_S = 1.0
-"""What each last word to Redis may take: a Redis that hangs must not keep a node from ending."""
+"""Limit in seconds of each other call to Redis at the end, so that a Redis that hangs does not block the exit."""
 
 
 class Kept(Protocol):
-    """Blocks in a tier, by their rows. changed: to be told (stored, removed), from any thread."""
+    """Set of blocks in a tier, by their rows of the block index.
+
+    changed: called with (stored, removed) rows, from any thread."""
 
     changed: Callable[[Sequence[bytes], Sequence[bytes]], None]
 
-    def rows(self) -> list[bytes]: ...
+    def rows(self) -> list[bytes]:
+        """Return the rows of all blocks in the tier."""
+        ...
 
 
 class Own(Kept, Protocol):
-    """A tier with a name of its own in the index."""
+    """Tier that belongs to this node, with its own name in the block index."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return the tier's name."""
+        ...
 
 
 class Membership:
-    """Kept up from `join` to `leave`. Redis may come and go; nothing here raises.
+    """Membership of the node in the cluster, from `join` to `leave`.
 
-    make_lease   the node's row in the registry, as of now
-    findable     rows of all blocks in its pool that can be reused, parents before children
-    kept         the tiers that are its own, which then tell of changes here
-    shared       what it knows of the blocks in a store that others read and write, too; None: it has none
-    note         what changed of the pool: (stored, removed); from any thread
-    """
+    It renews the lease and publishes the node's blocks. Nothing here raises: Redis may be unavailable at any time.
+
+    make_lease   returns the node's current lease
+    findable     rows of all reusable blocks in the pool, parents before children
+    kept         the node's own tiers; their `changed` is set to publish changes
+    shared       what the node knows of blocks in the shared store; None: no shared store
+    note         records changes of the pool as (stored, removed) rows; from any thread"""
 
     def __init__(
         self,
@@ -81,32 +88,33 @@ class Membership:
 
     @property
     def held(self) -> bool:
-        """Return whether the registry has the node's lease, as far as can be known."""
+        """Return whether the registry holds the node's lease, as far as the node knows."""
         return self._keeper.held
 
     @property
     def trouble(self) -> str:
-        """Return why the registry lacks the node; empty while it does not."""
+        """Return why the registry lacks the node's lease; empty if it has it."""
         return self._keeper.trouble
 
     async def join(self) -> None:
-        """Begin to announce the node and its blocks; returns once the registry has its lease."""
+        """Start to publish the lease and blocks; returns once the registry holds the lease."""
         for writer in self._all():
             await writer.start()
         self._keeper.start()
         await self._keeper.first_held()
 
     async def announce(self) -> bool:
-        """The node's state changed: tell it now. Whether the registry took it."""
+        """Write the changed lease to the registry now; return whether the registry accepted it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 return await self._keeper.announce_now()
         return False
 
     async def relief(self, may_wait: Callable[[], bool]) -> None:
-        """Returns once another node of the role that serves the same model is ready and stays, or one must not wait for
-        it any more. The lease says that this one leaves before it looks: of two that leave at once, neither counts on
-        the other."""
+        """Return once another ready node of the same role and model stays, or `may_wait` returns false.
+
+        The lease says that this node leaves before others are checked. Of two nodes that leave at once, neither then
+        counts on the other."""
         told = False
         while may_wait():
             self._leaving = True
@@ -120,7 +128,8 @@ class Membership:
     async def step_back(self, rest_s: float) -> str:
         """Announce that the node wants to leave its role; return why it must keep it, empty if it may leave.
 
-        As in `relief`, that is said before anybody is looked for: of two that step back at once, neither does."""
+        As in `relief`, the lease says so before others are checked: of two nodes that step back at once, neither does.
+        rest_s: seconds in which no other node may have changed its role."""
         if self._leaving:
             return "the node is about to end"
         self._leaving = True
@@ -133,11 +142,11 @@ class Membership:
         return why
 
     def stay(self) -> None:
-        """It does not leave, anyone who asked it to change its role; `announce` tells."""
+        """Clear the wish to leave the role; `announce` publishes it."""
         self._leaving = False
 
     async def spared(self) -> bool:
-        """Return whether others of the role are still there; no, while the registry does not answer."""
+        """Return whether other ready nodes have the role; False while the registry does not answer."""
         return await self._relieved()
 
     async def _kept_by(self, rest_s: float) -> str:
@@ -155,11 +164,11 @@ class Membership:
         return replace(lease, leaving=True) if self._leaving else lease
 
     async def _relieved(self) -> bool:
-        """Nobody can tell while the registry does not answer: then no."""
+        """Return whether another node can replace this one; False while the registry does not answer."""
         return any(map(self._lease().relieved_by, await self._others() or ()))
 
     async def _others(self) -> list[NodeLease] | None:
-        """Those that serve the same model; None while the registry does not answer."""
+        """Return the other nodes of the same model; None while the registry does not answer."""
         own = self._lease()
         try:
             async with asyncio.timeout(LEAVE_S):
@@ -169,7 +178,7 @@ class Membership:
         return [node for node in nodes if node.node_id != own.node_id and own.serves_same(node)]
 
     async def leave(self, limit_s: float = LEAVE_S) -> None:
-        """Withdraw the lease; rows end with it."""
+        """Withdraw the lease; the node's index rows become void with it."""
         await _within(limit_s, self._keeper.stop(), *(writer.stop() for writer in self._all()))
 
     async def close(self) -> None:
@@ -177,6 +186,7 @@ class Membership:
         await _within(LEAVE_S, self._store.close())
 
     def set_gauges(self) -> None:
+        """Set the gauges of published and pending index rows."""
         self._metrics.index_rows.set(sum(writer.rows for writer in self._writers))
         self._metrics.index_pending.set(sum(writer.pending for writer in self._all()))
 
@@ -192,8 +202,10 @@ class Membership:
 
 
 async def new_epoch(store: RedisStore, node_id: str) -> int:
-    """The epoch of a process that starts: as the registry gives it, for a clock may have been set back since the last
-    start; by the clock where the registry does not answer."""
+    """Return the epoch of a starting process.
+
+    The registry assigns it, since the clock may have been set back since the last start. If the registry does not
+    answer, the epoch is the clock in microseconds."""
     clock = time.time_ns() // 1000
     try:
         async with asyncio.timeout(LEAVE_S):
@@ -203,12 +215,12 @@ async def new_epoch(store: RedisStore, node_id: str) -> int:
 
 
 async def withdraw_now(store: RedisStore, lease: NodeLease) -> None:
-    """Take a lease out of the registry, if that answers at once."""
+    """Remove a lease from the registry, if the registry answers within LAST_WORD_S."""
     await _within(LAST_WORD_S, store.withdraw(lease.node_id, lease.epoch))
 
 
 async def _within(seconds: float, *calls: Coroutine[Any, Any, Any]) -> None:
-    """Run the calls at once and give up those that take longer."""
+    """Run the calls concurrently and cancel those that exceed the limit."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await asyncio.gather(*calls)

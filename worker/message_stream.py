@@ -1,4 +1,4 @@
-"""Streaming HTTP response of wire messages that detects a disconnect at once."""
+"""Streaming HTTP response of packed wire messages that detects a disconnect at once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MEDIA_TYPE = "application/msgpack"
 
 
 class MessageStreamResponse(Response):
-    """Sends `messages`, which come packed.
+    """Streaming response of packed `messages`.
 
-    `on_close` runs exactly once, whichever way the response ends, even before the first message."""
+    `on_close` runs exactly once, however the response ends, even before the first message."""
 
     def __init__(self, messages: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
         super().__init__(media_type=MEDIA_TYPE)

@@ -23,7 +23,7 @@ def load(
     weights_fd: int = -1,
     part: RankAssignment | None = None,
 ) -> Model:
-    """`load_model` as the settings say."""
+    """Load a model with `load_model` and the options of the settings."""
     return load_model(
         source,
         device=device,

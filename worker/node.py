@@ -1,8 +1,7 @@
 """Lifecycle of a node: loading, joining, ready, draining.
 
-Ready means that routers can find it: a node whose lease has lapsed, since Redis was away for longer, is joining again.
-It is alive then, and goes on serving those who know it.
-"""
+A ready node is one that routers can find. If Redis is away long enough for the lease to expire, the node is joining
+again; it still serves routers that know it."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ log = logging.getLogger("kvferry.worker")
 class Ending(Enum):
     """End of a node: drained, stopped before its model was loaded, or failed.
 
-    In the second case the thread that loads is left behind; in the third, threads, connections and requests are left as
-    they were."""
+    UNLOADED leaves the loading thread running. BROKEN leaves threads, connections and requests as they are."""
 
     DRAINED = auto()
     UNLOADED = auto()
@@ -46,10 +44,11 @@ class Ending(Enum):
 
 
 class Node:
-    """Answers over HTTP from the start of `run`; `loaded` is there once its model is.
+    """One node in this process: it loads the model, joins the cluster, serves and drains.
 
-    Belongs to one asyncio loop. Raises ConfigError when the settings cannot be used. die: ends the process at once,
-    from any thread, when a thread hangs and the loop cannot end the node; None: the process is not the node's."""
+    It answers HTTP from the start of `run`; `loaded` is set once the model is loaded. It belongs to one asyncio loop.
+    Raises ConfigError when the settings cannot be used. die: ends the process at once, from any thread, when a thread
+    hangs and the asyncio loop cannot end the node; None: the process does not belong to the node."""
 
     def __init__(
         self, settings: WorkerSettings, make_service: MakeService, die: Callable[[], None] | None = None
@@ -66,6 +65,7 @@ class Node:
 
     @property
     def state(self) -> str:
+        """Return loading, joining, ready, draining or broken."""
         if self.loaded is None:
             return "loading"
         if self.loaded.fault is not None:
@@ -90,7 +90,7 @@ class Node:
         return ending
 
     async def _live(self, loaded: WorkerRuntime, asked: asyncio.Task[bool], stop: StopSignal) -> Ending:
-        """From the moment that the model is loaded."""
+        """Join and serve until asked to stop or broken, then drain or abandon the node."""
         broken = asyncio.create_task(loaded.broken.wait())
         joining = asyncio.create_task(self._join(loaded))
         await asyncio.wait({asked, broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +126,9 @@ class Node:
         )
 
     def _last_resort(self, fault: str) -> None:
-        """The loop hangs, too: leave the registry from this thread, over a connection of its own, and die."""
+        """Withdraw the lease over a connection of its own and end the process.
+
+        Called on another thread when the asyncio loop hangs too."""
         assert self._die
         assert self.loaded
         log.critical("%s ends at once: %s", self.face.node_id, fault)
@@ -155,7 +157,7 @@ class Node:
         return (200, body) if fault is None else (503, {**body, "fault": fault})
 
     def _unready(self) -> str:
-        """Why it takes no new work; empty when it does."""
+        """Return why the node takes no new work; empty if it does."""
         if self.loaded is None:
             return f"the model is loading: {self._progress:.0%}"
         if self.state == "joining":
@@ -168,13 +170,13 @@ class Node:
 
 
 def _first_name(settings: WorkerSettings) -> str:
-    """What clients call the model; empty where the settings leave that to its files."""
+    """Return the first name that the settings give the model; empty if they give none."""
     (names,) = split_names(settings.served_model_name, 1)
     return names[0] if names else ""
 
 
 async def _first(work: asyncio.Task[None], other: asyncio.Task[bool]) -> bool:
-    """Return whether the work is done before the other is; if not, it is given up. Raises what it raised."""
+    """Return True once the work is done, or False and cancel it if `other` is done first. Raises the work's error."""
     await asyncio.wait({work, other}, return_when=asyncio.FIRST_COMPLETED)
     if work.done():
         work.result()

@@ -1,4 +1,4 @@
-"""Memory of the KV pool: its size, and its blocks as the link addresses them."""
+"""Memory of the KV pool: its size in blocks, its allocation, and access to single blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEMORY_MARGIN = 0.95
 
 
 class PoolMemory(BlockMemory):
-    """The KV pool as the link sees it."""
+    """Bytes of the KV pool's blocks, as the link sends and receives them."""
 
     def __init__(self, kv: torch.Tensor) -> None:
         self._bytes = kv.view(torch.uint8).flatten(1)
@@ -35,21 +35,21 @@ class PoolMemory(BlockMemory):
         self._stream: torch.cuda.Stream | None = None
 
     def block(self, block_id: int) -> Any:
-        """Writable contiguous bytes of the block: numpy on a CPU, the CUDA array interface on a GPU."""
+        """Return the block's bytes, writable and contiguous: a numpy array on a CPU, a CUDA tensor on a GPU."""
         return self._array[block_id] if self._on_cpu else self._bytes[block_id]
 
     def copies(self) -> DeviceCopies | None:
-        """Return the copies by which tiers reach the blocks; None: they are host bytes."""
+        """Return the copies through which tiers reach blocks on a GPU; None on a CPU, whose blocks are host bytes."""
         return None if self._on_cpu else DeviceCopies(self._bytes.device, self._bytes.shape[1])
 
     def checksums(self, submit: Callable[[Callable[[], None]], None], prepare: Callable[[], None]) -> Checksums:
-        """Return the checksums of these blocks.
+        """Return checksums of these blocks: inline on a CPU, on a thread of their own for a GPU.
 
-        submit, prepare: as ThreadedChecksums has them. submit, prepare: as ThreadedChecksums has them."""
+        submit, prepare: see ThreadedChecksums."""
         return InlineChecksums() if self._on_cpu else ThreadedChecksums(submit, prepare, self._device_digests)
 
     def _device_digests(self, blocks: Sequence[Any]) -> list[int]:
-        """By the GPU's kernels, on a stream beside that of the engine. On one thread."""
+        """Compute digests with GPU kernels, on a CUDA stream beside the engine's. One thread only."""
         from kvferry.kernels.triton.checksum import digests
 
         self._stream = self._stream or torch.cuda.Stream(self._bytes.device)  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ class PoolMemory(BlockMemory):
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that the pool could take on the device."""
+    """Return the bytes of memory that are free on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_memory()
@@ -67,9 +67,10 @@ def available_bytes(device: torch.device) -> int:
 def pool_blocks(
     settings: WorkerSettings, block_bytes: int, device: torch.device, available: float | None = None
 ) -> int:
-    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens.
+    """Return the number of blocks of the pool.
 
-    available: bytes; None: those of the device. Raises ConfigError when they do not fit into memory."""
+    block_bytes: size of one block, including the draft model's part of the same tokens. available: free bytes; None:
+    those of the device. Raises ConfigError when the blocks do not fit into memory."""
     available = available_bytes(device) if available is None else available
     if settings.kv_blocks:
         blocks, flag = settings.kv_blocks, "kv_blocks"
@@ -94,9 +95,10 @@ def pool_blocks(
 def make_pool(
     layout: KVLayout, num_blocks: int, device: torch.device, mapped: Callable[[int], torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Zeros [block, layer, plane, kv_head, slot, dim].
+    """Allocate the pool as zeros [block, layer, plane, kv_head, slot, dim]. Raises ConfigError.
 
-    On a CPU a page takes memory once its block is first written. mapped: gives that memory in place of `_mapped`."""
+    On a CPU a page takes memory only once its block is first written. mapped: allocates that memory instead of
+    `_mapped`."""
     shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
     try:
         if device.type == "cpu":
@@ -107,8 +109,10 @@ def make_pool(
 
 
 def _mapped(num_bytes: int) -> torch.Tensor:
-    """Zeros uint8 [num_bytes], aligned to a page, on huge pages where the system has some: a first write then faults
-    once in 2 MiB, and zeroing what it gets costs far less than computing or receiving it."""
+    """Map zeros uint8 [num_bytes], aligned to a page, on huge pages if the system has them.
+
+    With huge pages first writes fault once per 2 MiB. Zeroing a page costs far less than computing or receiving its
+    content."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

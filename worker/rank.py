@@ -1,7 +1,7 @@
-"""Process of a rank other than 0: loads its shard and follows rank 0 until that one ends.
+"""Process of a rank other than 0: loads its shard of the model and follows rank 0 until that ends.
 
-Arguments: its number, and the descriptors of its channel, of the ranks' memory and of the blocks' memory; where each
-rank has its own pool, also of a second channel and of the rendezvous file."""
+Arguments: the rank, then file descriptors of its channel, of the ranks' shared memory and of the blocks' memory. If
+each rank has its own pool, a second channel and the rendezvous file follow."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from kvferry.worker.shared_rows import SharedRows
 log = logging.getLogger("kvferry.worker")
 
 SIGN_S = 0.1
-"""Between two signs of life."""
+"""Seconds between two heartbeats."""
 
 
 def compute(
     rank: int, line: RankChannel, memory_fd: int, pool_fd: int, moves: RankChannel | None = None, meeting_fd: int = -1
 ) -> None:
-    """moves, meeting_fd: where each rank has a pool of its own.
+    """Load the shard, join the group and compute until rank 0 ends.
 
-    Ends by what is raised where the first rank is gone: OSError or EOFError."""
+    moves, meeting_fd: given if each rank has its own pool. Raises OSError or EOFError when rank 0 has ended."""
     settings: WorkerSettings = pickle.loads(line.hear())
     set_up_log(settings.log_level, settings.log_format)
     ranks, device = settings.tensor_parallel_size, device_of(rank, torch.device(settings.device))
@@ -63,7 +63,7 @@ def compute(
     threading.Thread(target=_live, args=(memory.signs, rank), daemon=True).start()
     line.say(pickle.dumps(("", available_bytes(device))))
     if isinstance(group, DeviceGroup):
-        line.hear()  # that all others have loaded theirs, too
+        line.hear()  # rank 0 reports that all ranks have loaded
         group.connect()
     layout, blocks = _pool_of(line)
     if moves is None:
@@ -84,7 +84,9 @@ def _decoder(settings: WorkerSettings, device: torch.device, part: RankAssignmen
 
 
 def _move(line: RankChannel, own: Segments, rows: SharedRows) -> None:
-    """Ends the process by whatever else ends this thread: the first rank would wait for its answers."""
+    """Move block parts for rank 0's DeviceRankPool.
+
+    Any other error ends the process, because rank 0 would wait for answers for ever."""
     try:
         device_rank_pool.follow(line, own, rows)
     except (OSError, EOFError):
@@ -100,7 +102,9 @@ def _pool_of(line: RankChannel) -> tuple[KVLayout, int]:
 
 
 def _live(signs: np.ndarray, rank: int) -> None:
-    """Ends the process without its first one: what a device waits for in a meeting does not come."""
+    """Send heartbeats, and end the process when its parent, rank 0, has ended.
+
+    A collective operation on a device would otherwise wait for rank 0 for ever."""
     first = os.getppid()
     while os.getppid() == first:
         signs[rank] += 1
@@ -109,7 +113,7 @@ def _live(signs: np.ndarray, rank: int) -> None:
 
 
 def main() -> None:
-    """It is ended without taking an interpreter with torch apart."""
+    """Run the rank, then exit without finalizing the interpreter and torch."""
     rank, descriptor, memory_fd, pool_fd, *apart = map(int, sys.argv[1:])
     status = 0
     try:

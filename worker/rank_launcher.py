@@ -1,4 +1,4 @@
-"""Launcher of a node's other ranks."""
+"""Launch of a node's other ranks, after checks of the settings and GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from kvferry.worker.ranks import Ranks
 
 
 def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
-    """The others begin to load their parts; None: there are no others. Raises ConfigError: they cannot be had."""
+    """Start the processes of the other ranks, which begin to load their shards; None with a single rank.
+
+    Raises ConfigError when they cannot be started."""
     if settings.tensor_parallel_size == 1:
         if settings.enable_expert_parallel:
             raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size 2 or more", param=BY_EXPERT)
@@ -29,7 +31,7 @@ def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
 
 
 def _require_gpus(settings: WorkerSettings, first: torch.device) -> None:
-    """Raises ConfigError unless there is one for each rank."""
+    """Raise ConfigError unless there is a GPU for each rank."""
     ranks, count = settings.tensor_parallel_size, torch.cuda.device_count()
     index = first.index or 0
     if first.type == "cuda" and index + ranks > count:

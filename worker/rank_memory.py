@@ -14,19 +14,18 @@ _SIGNS_BYTES = 4096
 
 
 def make_memory(ranks: int) -> tuple[int, int]:
-    """Descriptors of the ranks' memory, and of that of their pool, which has no size yet.
+    """Return file descriptors of the ranks' memory and of the pool's memory, which has no size yet.
 
-    Neither has a name, and both are gone with the last process that has them. Raises OSError."""
+    Both are anonymous and end with the last process that has them open. Raises OSError."""
     memory, pool = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("ranks", "kv"))
     os.ftruncate(memory, _SIGNS_BYTES + 4 * TURNS * ranks * ROOM)
     return memory, pool
 
 
 class RankMemory:
-    """One process's view of it.
+    """View of the ranks' shared memory in one process.
 
-    signs: int64 [ranks], which the other ranks count up while they live; places: see
-    `engine.ranks.shared_group.SharedGroup`."""
+    signs: int64 [ranks], heartbeat counters of the other ranks. places: see `engine.ranks.shared_group.SharedGroup`."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         pages = mmap.mmap(descriptor, 0)
@@ -36,6 +35,6 @@ class RankMemory:
 
 
 def shared_pool(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """Zeros uint8 [num_bytes], the same to all ranks. A page takes memory once it is first written. Raises OSError."""
+    """Map zeros uint8 [num_bytes], shared by all ranks; a page takes memory once written. Raises OSError."""
     os.ftruncate(descriptor, num_bytes)
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)

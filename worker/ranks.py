@@ -1,8 +1,7 @@
 """Ranks of a node: this process is rank 0 and supervises the others.
 
-On a CPU they share the pool of KV blocks. Each writes its heads' bytes of a block, so this process, which has the link,
-finds blocks that are whole and lie as those of any other node do. On GPUs each has its own: see `device_ranks`.
-"""
+On a CPU all ranks share the pool of KV blocks. Each rank writes the bytes of its heads, so rank 0, which owns the link,
+finds whole blocks in the same layout as on any other node. On GPUs each rank has its own pool: see `device_ranks`."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ from kvferry.worker.rank_memory import RankMemory, make_memory, shared_pool
 
 
 class Ranks:
-    """The other ranks.
+    """Other ranks of a node: their processes, channels and heartbeats.
 
-    device: this one's; part: what it has of the model; pool: all ranks' pools as one, once they are made, where each
-    has its own. Raises OSError."""
+    device: of rank 0. part: rank 0's shard of the model. pool: the joined pools of all ranks, once they are made, if
+    each rank has its own. Raises OSError."""
 
     pool: DeviceRankPool | None = None
 
@@ -67,12 +66,13 @@ class Ranks:
         return ShardedModel(model, self.part.group, self._lines.tell)
 
     def available(self, layout: KVLayout, beside: int) -> float:
-        """Bytes that blocks of the layout, with so many beside each on this rank's device, could take if all of them
-        lay there. Once all ranks have loaded their parts."""
+        """Return the bytes that whole blocks could take on this device, after all ranks have loaded.
+
+        beside: bytes that each block needs on this rank's device in addition."""
         return available_bytes(self.device)
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
-        """Make this rank's pool as `pool_memory.make_pool` does, in memory that all ranks share.
+        """Make the pool as `pool_memory.make_pool` does, in memory that all ranks share.
 
         Raises ConfigError."""
         kv = make_pool(layout, blocks, self.device, partial(shared_pool, self._pool_fd))
@@ -88,23 +88,19 @@ class Ranks:
 
     @property
     def signs(self) -> list[int]:
-        """Return a heartbeat counter of each other rank, from any thread.
-
-        From any thread."""
+        """Return a heartbeat counter of each other rank, from any thread."""
         return [int(sign) for sign in self._signs[1:]]
 
     @property
     def ended(self) -> str | None:
-        """Return which rank has ended or failed, in words, from any thread.
-
-        From any thread."""
+        """Return in words which rank has ended or failed, from any thread; None if none."""
         for rank, process in enumerate(self._processes, 1):
             if (status := process.poll()) is not None:
                 return f"rank {rank} ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
         return (self.pool is not None and self.pool.lost) or None
 
     def close(self) -> None:
-        """End them, whatever they do: as when this process ends, however it does."""
+        """Kill the other ranks' processes, whatever they do."""
         self._lines.close()
         for process in self._processes:
             process.kill()
@@ -114,11 +110,13 @@ class Ranks:
         return SharedGroup(0, memory.places, self._lines.meet)
 
     def _given(self, rank: int) -> tuple[int, ...]:
-        """Descriptors that it inherits: of its line, of the memory of blocks, and what else it needs of that."""
+        """Return the descriptors that a rank inherits: its channel, the blocks' memory and related ones."""
         return self._lines.give(rank - 1), self._pool_fd
 
     def _started(self, rank: int, memory_fd: int) -> subprocess.Popen[bytes]:
-        """In a process group of its own: what a terminal sends to all at once is for this process."""
+        """Start a rank's process, in a process group of its own.
+
+        A terminal's signals to the foreground group thus reach only this process."""
         line, *others = self._given(rank)
         descriptors = (line, memory_fd, *others)
         command = (sys.executable, "-m", "kvferry.worker.rank", str(rank), *map(str, descriptors))

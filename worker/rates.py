@@ -25,21 +25,23 @@ log = logging.getLogger("kvferry.worker")
 WEIGHT = 0.1
 """Weight of a new observation in the moving averages."""
 FIRST_TOKENS, ENOUGH_S = 64, 0.1
-"""Of the warm-up: tokens of its first chunk, and seconds of a chunk beyond which longer ones would tell nothing new."""
+"""Warm-up: tokens of the first chunk, and duration in seconds beyond which chunks no longer double.
+
+Longer chunks would show nothing new."""
 LEAST_TURNS, FULL_TURNS = 3, 2
-"""Of the warm-up: turns that count at least, and how many fill a step."""
+"""Warm-up: minimum number of measured turns, and number of turns with a full step."""
 ITL_S = 10.0
-"""Of steps with streams: the time over which their length is averaged."""
+"""Time constant in seconds of the average duration of steps with streams."""
 ADJUSTED = SamplingParams(temperature=0.0, repetition_penalty=1.1, logit_bias=((0, 1.0),))
-"""Of a draw that adds to logits and takes from them."""
+"""Sampling parameters that add to logits and subtract from them, for the warm-up of sampling."""
 LEAST_PREFILL_TOKENS = 32
 """Steps with fewer prompt tokens say nothing about prefill speed."""
 
 
 class RateMeter:
-    """Observes, and answers with Rates.
+    """Learned rates of the node: prefill speed, step time and ship speed.
 
-    Between two tokens of a stream pass itl_s as of late, alone_s where it runs alone."""
+    itl_s: recent inter-token latency in seconds. alone_s: that of a stream that runs alone."""
 
     def __init__(self, seed: Rates) -> None:
         self._prefill = seed.prefill_tokens_per_s
@@ -49,10 +51,13 @@ class RateMeter:
 
     @property
     def rates(self) -> Rates:
+        """Return the current rates."""
         return Rates(self._prefill, self._step, self._ship)
 
     def stepped(self, step: Stepped) -> None:
-        """A pure prefill step tells tokens per second, a pure decode step seconds per step."""
+        """Learn from an engine step.
+
+        A pure prefill step shows tokens per second, a pure decode step seconds per step."""
         if step.seconds <= 0:
             return
         if step.decode_tokens:
@@ -63,18 +68,18 @@ class RateMeter:
             self._step += WEIGHT * (step.seconds - self._step)
 
     def shipped(self, num_bytes: int, seconds: float) -> None:
-        """A ship of `num_bytes` had blocks on the link for `seconds`."""
+        """Learn from a ship of `num_bytes` that had sends in flight for `seconds`."""
         if seconds > 0 and num_bytes:
             self._ship += WEIGHT * (num_bytes / seconds - self._ship)
 
 
 def warm_up(engine: Engine) -> Rates:
-    """Run prefill chunks and decode steps on the unused pool.
+    """Measure rates with prefill chunks and decode steps on the unused pool.
 
-    First calls compile kernels and allocate workspaces, so that no request waits for it: the first turn counts for
-    nothing. Chunks then double until they fill a step or take ENOUGH_S, and those run again. The fastest turn counts,
-    since other processes that start on the machine at the same time only ever make one slower. Raises ConfigError when
-    the model cannot compute a step."""
+    First calls compile kernels and allocate workspaces; requests then need not wait for that, and the first turn does
+    not count. Chunks then double until they fill a step or take ENOUGH_S, and that size repeats. The fastest turn
+    counts, because other processes that start on the machine can only slow a turn down. Raises ConfigError when the
+    model cannot compute a step."""
     bs = engine.config.block_size
     room = min(engine.config.max_model_len, engine.pool.num_blocks * bs) - 1
     longest = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
@@ -112,7 +117,7 @@ def warm_up(engine: Engine) -> Rates:
 
 
 def warm_draft(engine: Engine, request: Request, longest: int) -> None:
-    """The first steps of the draft model, whose pool has as many blocks.
+    """Run the first steps of the draft model, whose pool has as many blocks as the target model's.
 
     Raises ConfigError when it cannot compute one."""
     assert engine.draft_model is not None
@@ -136,12 +141,14 @@ def _useless(runner: StepRunner, error: Exception, param: str) -> ConfigError:
 
 
 def compile_all(engine: Engine, request: Request, longest: int) -> None:
-    """Take the first step of each kind, of a request of `longest` + 1 tokens that has blocks for them."""
+    """Run one step of every kind, so that GPU kernels compile and graphs are captured.
+
+    request: has `longest` + 1 tokens and blocks for them."""
     limits = engine.config.limits
     rows = limits.max_num_seqs * (1 + engine.config.drafts)
     for slices in first_steps(request, request, longest, rows):
         engine.runner.run(slices)
     for params in (request.job.params, ADJUSTED):
         request.sample_row = SampleRow(params, request.token_ids, request.job.prompt_len)
-        engine.runner.run([Slice(request, longest, 1)])  # which draws
+        engine.runner.run([Slice(request, longest, 1)])  # samples a token
     request.sample_row = None

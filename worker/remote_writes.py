@@ -14,10 +14,10 @@ from kvferry.worker.write_batches import TURN, WriteBatches
 
 
 class RemoteWrites(WriteBatches):
-    """On the engine thread.
+    """Writer of new blocks to the shared object store, on the engine thread.
 
-    A group is written when its last block is here; what the store has no room for, or cannot take now, is not tried
-    again."""
+    A group is written once its last block is in the pool. A group that the store has no space for, or cannot take now,
+    is not retried."""
 
     def __init__(self, base: Base, tier: RemoteTier, transfers: Iterator[int]) -> None:
         super().__init__(base, tier, "remote", transfers)
@@ -37,7 +37,9 @@ class RemoteWrites(WriteBatches):
                 self._write(engine, chain[: wanted[-1].end], wanted)
 
     def _write(self, engine: Engine, chain: list[tuple[bytes, int]], groups: list[Group]) -> None:
-        """Of a chain, which is held as a whole, so that a block never leaves before those behind it."""
+        """Write groups of one chain.
+
+        The whole chain is held, so that no block is evicted before the blocks behind it."""
         transfer, left = next(self._transfers), len(groups)
 
         def copied(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Replicas that a node keeps for streams elsewhere: blocks arrive by grants and are cached."""
+"""Replica blocks that this node keeps for streams on other nodes, received by grants and cached."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from kvferry.worker.service import Base
 
 
 class ReplicaStore:
-    """Implements kv_transfer.ports.GrantEvents, of copies."""
+    """Receiver of replica blocks.
+
+    Implements `kv_transfer.ports.GrantEvents`, for copies."""
 
     def __init__(self, base: Base, arrivals: GrantDispatch) -> None:
         self._base, self._arrivals = base, arrivals
         arrivals.take(Copy, self)
 
-    # The link thread.
+    # Called on the link thread.
 
     def reserve(self, key: TransferKey, asked: Asked) -> None:
-        """The hashes are made here: who asks can make nothing findable under others than those of its tokens, and no
-        step waits for them."""
+        """Hash the tokens and request a reservation.
+
+        The hashes are computed here, so a peer can only register blocks under the hashes of their tokens. They are
+        computed on the link thread, so no engine step waits for them."""
         assert isinstance(asked, Copy)
         try:
             self._base.require_ready()
@@ -40,12 +44,12 @@ class ReplicaStore:
         self._base.engine.submit(lambda engine: self._land(engine, key))
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
-        """Its blocks stay held until it is quiet."""
+        """Do nothing: the blocks stay held until `quiet`."""
 
     def quiet(self, key: TransferKey) -> None:
         self._base.engine.submit(lambda engine: engine.copies.quiet(key))
 
-    # The engine thread.
+    # On the engine thread.
 
     def _grant(self, engine: Engine, key: TransferKey, hashes: Sequence[bytes], most: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Consistency check of reuse accounts before they leave the node."""
+"""Consistency check of a prompt's reuse account before it leaves the node."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ log = logging.getLogger("kvferry.worker")
 
 
 def audit(delta: TokenDelta, metrics: WorkerMetrics, prompt_len: int | None = None) -> None:
-    """Log and count the account of a first delta, if it has one, unless it adds up, to `prompt_len` (tokens) where that
-    is known. The tokens are right whatever the account says, so the delta goes out."""
+    """Log and count a first delta's reuse account that does not add up.
+
+    prompt_len: the total in tokens that it must add up to, if known. The delta is sent anyway, because its tokens are
+    right."""
     reuse = delta.reuse
     if reuse is None or (reuse.balanced and prompt_len in (None, reuse.prompt_len)):
         return

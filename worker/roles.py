@@ -1,9 +1,8 @@
 """Role of a node, and its change on an elastic node.
 
-A change is a drain in place: nothing new is taken, what runs finishes or moves, as where a node ends; then the other
-role's half of the node is given the engine's news. Engine, link, pool, epoch and lease stay: so does what is cached,
-and others' rows and addresses of it.
-"""
+A change is a drain in place. The node takes nothing new, and running work finishes or moves, as when a node ends. Then
+the other role's service receives the engine's events. Engine, link, pool, epoch and lease stay, so cached blocks and
+other nodes' index rows and addresses stay valid."""
 
 from __future__ import annotations
 
@@ -27,13 +26,16 @@ from kvferry.worker.membership import Membership
 
 log = logging.getLogger("kvferry.worker")
 LOOK_S = 0.05
-"""Between two looks whether anything is still under way."""
+"""Seconds between two checks for running work."""
 
 
 @dataclass(slots=True)
 class Roles:
-    """`now` belongs to the asyncio loop, `computing` to the engine thread, where a change comes first: whatever the
-    engine tells goes to the role in which it was made. changed_at: on the monotonic clock; None: it never changed."""
+    """Current role of a node, as seen by its two threads.
+
+    `now` belongs to the asyncio loop, `computing` to the engine thread, where a change happens first. Each engine event
+    thus goes to the role in which it was created. changed_at: time of the last change on the monotonic clock; None:
+    never."""
 
     now: str
     computing: str
@@ -41,26 +43,23 @@ class Roles:
 
     @property
     def role_s(self) -> float:
-        """Seconds since the last change; 0: there was none."""
+        """Return the seconds since the last change; 0 if there was none."""
         return 0.0 if self.changed_at is None else max(1e-3, time.monotonic() - self.changed_at)
 
     def require(self, role: str) -> None:
-        """Raise Draining, as who takes nothing new of it, unless this is the role. On the asyncio loop."""
+        """Raise Draining unless the node has this role. On the asyncio loop."""
         if self.now != role:
             raise Draining(f"this is a {self.now} node now")
 
 
 class RoleChange:
-    """Role changes of one node, one at a time.
+    """Role changes of one node, one at a time, on the asyncio loop unless stated.
 
-    On the asyncio loop but for what says otherwise.
-
-    elastic   whether the node may change its role at all
-    call_soon as Base has it: what it is given comes behind the engine's news
-    drains    sets whether the node takes anything new; the lease is told by who calls it
-    busy      whether anything is under way that the role is asked for
-    within_s  what that may take before the node stays what it is
-    """
+    elastic   true if the node may change its role
+    call_soon as in Base: its calls run after earlier engine events
+    drains    sets whether the node rejects new work; the caller updates the lease
+    busy      returns whether work of the current role is running
+    within_s  limit in seconds for that work to end; else the node keeps its role"""
 
     def __init__(
         self,
@@ -83,12 +82,13 @@ class RoleChange:
         self._ended = False
 
     async def post_role(self, request: Request) -> None:
+        """Handle `POST /role`: begin a role change."""
         await self.begin(await read_message(request, ChangeRole))
 
     async def begin(self, change: ChangeRole) -> None:
-        """Returns once the node has begun to change, or if it has the role.
+        """Return once the node has begun to change, or if it has the role already.
 
-        Raises InvalidRequest where it never may, RoleKept where it must not now: then it works on as it did."""
+        Raises InvalidRequest if it can never change, and RoleKept if it must not now; it then works on as before."""
         if change.role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}; got {change.role!r}", param="role")
         if not self._elastic:
@@ -108,7 +108,7 @@ class RoleChange:
             self._task = asyncio.create_task(self._change(change.role), name="role-change")
 
     async def stop(self) -> None:
-        """The node ends: a change under way is given up, unless it is done, and none begins."""
+        """Cancel a running change, because the node ends, and allow no further one."""
         self._ended = True
         if self._task is not None:
             self._task.cancel()
@@ -133,7 +133,7 @@ class RoleChange:
         await self._membership.announce()
 
     async def _until_changed(self, role: str) -> None:
-        """Returns once it has, or must not any more."""
+        """Return once the role has changed, or once this node is the last one of its role."""
         while True:
             while self._busy():  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(LOOK_S)
@@ -146,9 +146,9 @@ class RoleChange:
             await asyncio.sleep(LOOK_S)
 
     def _pass(self, engine: Engine, role: str, changed: asyncio.Future[bool]) -> None:
-        """Let the other role have the news from now on, if there is none of this one.
+        """Switch engine events to the other role, if the engine has no work and no events of this one.
 
-        On the engine thread: what it told before is on its way already, and what comes next comes behind."""
+        On the engine thread: earlier events are already queued for the loop, and later ones follow."""
         quiet = not (engine.request_table or engine.moving or engine.events)
         if quiet:
             self._roles.computing = role

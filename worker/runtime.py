@@ -1,8 +1,7 @@
 """Running node with a loaded model: joins engine, link, role and membership.
 
-Threads: the engine thread, the link thread (started by the service) and the asyncio loop, on which everything here runs
-but what says otherwise.
-"""
+Threads: the engine thread, the link thread (started by the service) and the asyncio loop. Everything here runs on the
+loop unless stated."""
 
 from __future__ import annotations
 
@@ -42,10 +41,10 @@ log = logging.getLogger("kvferry.worker")
 
 
 class WorkerRuntime:
-    """Serves from `join` until `drain` has returned.
+    """Node that serves from `join` until `drain` has returned.
 
-    seed: rates that the warm-up measured; last_resort: ends the process for a fault, on any thread, where the asyncio
-    loop cannot; None where the process is not the node's."""
+    seed: rates measured by the warm-up. last_resort: ends the process because of a fault, from any thread, if the
+    asyncio loop cannot; None: the process does not belong to the node."""
 
     def __init__(
         self,
@@ -126,14 +125,14 @@ class WorkerRuntime:
 
     @property
     def state(self) -> str:
-        """Return the state as the lease has it."""
+        """Return the state for the lease: ready or draining."""
         return "draining" if self.draining else "ready"
 
     @property
     def fault(self) -> str | None:
-        """Return why the process must end, if so: a thread ended or hangs, accounting failed, or the device failed.
+        """Return why the process must end; None if it need not. `broken` is set then.
 
-        `broken` is set then."""
+        Faults: a thread ended or hangs, block accounting failed, or the device failed."""
         return self.vitals.fault
 
     def require_ready(self) -> None:
@@ -148,12 +147,12 @@ class WorkerRuntime:
         self.service.cancel(cancel)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Run on the asyncio loop, from any thread; ignored once the loop is closed."""
+        """Run a call on the asyncio loop, from any thread; ignored once the loop is closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
 
     def lease(self) -> NodeLease:
-        """The node's row in the registry, as of now."""
+        """Return the node's current lease."""
         return NodeLease(
             node_id=self._face.node_id,
             role=self.roles.now,
@@ -180,9 +179,9 @@ class WorkerRuntime:
 
     @property
     def absence(self) -> str:
-        """Return why routers cannot find the node; empty while they can.
+        """Return why routers cannot find the node; empty if they can.
 
-        Work from routers that know the node already is taken all the same."""
+        The node still takes work from routers that know it."""
         return "" if self._membership.held else self._membership.trouble or "its lease has lapsed"
 
     async def join(self) -> None:
@@ -190,9 +189,10 @@ class WorkerRuntime:
         await self._membership.join()
 
     async def drain(self, stop: StopSignal) -> None:
-        """Serve on as the last node of the role, while routers are there, until another is ready; then take nothing
-        new, let what runs finish or move, leave the cluster, stop. All of it no longer than `drain_timeout`, and
-        nothing in a hurry."""
+        """Drain and stop the node, within `drain_timeout`; in a hurry, wait for nothing.
+
+        The last node of its role first serves on until another is ready, while routers are connected. Then it takes
+        nothing new, lets running work finish or move, leaves the cluster and stops."""
         may_wait = stop.patience(self._settings.drain_timeout)
         await self.role_change.stop()
         if not self._settings.respawned:
@@ -216,19 +216,19 @@ class WorkerRuntime:
         await self._membership.close()
 
     def unwatch(self) -> None:
-        """Threads that stand still are no fault any more: they are to end."""
+        """Stop the watchdog, because threads are about to end."""
         self._watchdog.stop()
         self._clock.stop()
 
     async def abandon(self) -> None:
-        """A thread has ended, or hangs: nothing here can be brought to an end.
+        """Withdraw the lease, if Redis answers at once, after a thread has ended or hangs.
 
-        Take the node out of the cluster, if Redis answers at once; its process ends next, which its peers and routers
-        notice."""
+        Nothing here can be ended in order. The process ends next, which peers and routers notice."""
         log.critical("%s ends: %s", self._face.node_id, self.fault)
         await self._membership.leave(LAST_WORD_S)
 
     def set_gauges(self) -> None:
+        """Set the gauges of load, scaling, index and tiers."""
         set_load_gauges(self._metrics, self.engine.load, self.engine.leaked_s())
         set_scaling_gauges(
             self._metrics.scaling, self.roles.now, self._settings, self.engine.load, self._rates, self.engine.waits_s
@@ -244,5 +244,5 @@ class WorkerRuntime:
         return self.engine.busy or self.service.busy()
 
     def _break(self) -> None:
-        """There is a fault. On any thread."""
+        """Signal a fault, from any thread."""
         self.call_soon(self.broken.set)

@@ -1,4 +1,4 @@
-"""One rank's part of whole blocks, copied between its pool and host memory."""
+"""Copies of one rank's part of whole blocks between its pool and host memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from kvferry.worker.device_copies import Beside
 from kvferry.worker.shared_rows import SharedRows
 
 STAGED = 32 << 20
-"""Bytes of parts that are copied to or from the device at once; one part at least."""
+"""Bytes of block parts copied to or from the device at once; at least one part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """blocks: of every rank's pool; rows: one for each, of whole blocks. out: from the pools."""
+    """Order to copy block parts between all ranks' pools and rows of host memory.
+
+    blocks: ids, the same in every rank's pool. rows: one row of a whole block for each. out: from the pools to the
+    rows."""
 
     blocks: Sequence[int]
     rows: Sequence[int]
@@ -25,14 +28,13 @@ class Move:
 
 
 class Segments:
-    """Segments of the pool `kv` of `rank` among the ranks that hold the blocks of `layout`.
+    """One rank's parts of the pool's blocks, copied to and from rows of whole blocks.
 
-    Of one thread at a time.
+    kv: the pool of `rank`. layout: of whole blocks. Used by one thread at a time.
 
-    A part lies in stretches within a row, so the parts of several blocks are laid together on both sides, and cross by
-    one copy: from and to memory that is pinned where the device is a GPU. What is taken out of a block was computed by
-    steps that have ended, and what is put into one no step has yet: so it waits for no step. On return all is copied.
-    """
+    A part is scattered in stretches over its row. The parts of several blocks are therefore gathered on both sides and
+    cross in one copy, through pinned memory for a GPU. No copy waits for engine steps: the steps that computed a source
+    block have ended, and no step uses a target block yet. All copies are done on return."""
 
     def __init__(self, kv: torch.Tensor, layout: KVLayout, rank: int, ranks: int, rows: SharedRows) -> None:
         shared = layout.of_rank(ranks) == layout
@@ -44,7 +46,9 @@ class Segments:
         self._staged = self._own.new_empty(0)
 
     def move(self, move: Move) -> None:
-        """Raises IndexError, on a GPU, too, where a device would be lost by it."""
+        """Copy the parts. Raises IndexError for a block that does not exist.
+
+        On a GPU an index out of range would otherwise lose the device."""
         if wrong := [block for block in move.blocks if not 0 <= block < len(self._own)]:
             raise IndexError(f"there is no block {wrong[0]}")
         rows = [self._rows[number].view(self._whole)[:, self._part] for number in move.rows]
@@ -74,7 +78,7 @@ class Segments:
         return torch.tensor(blocks, dtype=torch.int64).to(self._own.device)
 
     def _room(self, count: int) -> torch.Tensor:
-        """Host memory for parts [count, planes, bytes], good until the next call. It grows as it is needed."""
+        """Return host memory [count, planes, bytes] for parts, valid until the next call; it grows on demand."""
         if len(self._staged) < count:
             shape, pinned = (count, *self._own.shape[1:]), self._own.device.type == "cuda"
             self._staged = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)

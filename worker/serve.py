@@ -1,4 +1,4 @@
-"""Node process: runs until a signal drains it or until it fails."""
+"""Main coroutine of a node process: serves until a signal drains the node or until it fails."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from kvferry.worker.service import MakeService
 
 
 async def serve_node(settings: WorkerSettings, make_service: MakeService) -> None:
-    """Run a node until SIGTERM or SIGINT, then drain.
+    """Run a node until SIGTERM or SIGINT, then drain it.
 
-    A thread that ends by itself or hangs takes the process with it, with exit status 1. Raises ConfigError when the
-    node cannot start."""
+    If a thread ends or hangs, the process ends with exit status 1. Raises ConfigError when the node cannot start."""
     stop = StopSignal()
     stop.listen()
     ending = await Node(settings, make_service, die=lambda: os._exit(1)).run(stop)
     if ending is not Ending.DRAINED:
         logging.shutdown()
-        os._exit(1 if ending is Ending.BROKEN else 0)  # the threads that are left cannot be ended otherwise
+        os._exit(1 if ending is Ending.BROKEN else 0)  # remaining threads cannot be ended otherwise

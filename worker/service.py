@@ -1,4 +1,4 @@
-"""Interface between a node and its role."""
+"""Interface between a node and its role: the role's service, and what the node provides to it."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ from kvferry.worker.transfer_stats import TransferStats
 
 
 class Service(Protocol):
-    """The role's half of a node.
+    """Role-specific half of a node.
 
-    Both get all news of a turn of the engine, in order; what is no news to them is among it."""
+    Both event methods get all events of each engine turn, in order, including events that the role ignores."""
 
     def to_link(self, events: Sequence[Event]) -> None:
-        """On the engine thread: blocks, grants and hand-overs go to the link. Must not block."""
+        """Pass blocks, grants and migrations to the link, on the engine thread. Must not block."""
 
     def to_routers(self, events: Sequence[Event]) -> None:
-        """On the asyncio loop: tokens and ends of attempts go to their routers."""
+        """Send tokens and ends of attempts to their routers, on the asyncio loop."""
 
     def cancel(self, cancel: CancelRequest) -> None:
-        """All attempts of a request up to the given one are dropped; the engine has been told. On the asyncio loop."""
+        """Drop all attempts of a request up to the given one, on the asyncio loop.
+
+        The engine has been told already."""
 
     def busy(self) -> bool:
-        """Return whether attempts are under way (a draining node waits for them)."""
+        """Return whether attempts are running; a draining node waits for them."""
 
     def router_lost(self, router_id: str) -> None:
-        """The router was given up: so is all that runs for it. On the asyncio loop."""
+        """Cancel everything that runs for a router that is gone, on the asyncio loop."""
 
     def stop(self) -> None:
-        """Close every open response. The link is closed next."""
+        """Close every open response; the link is closed next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Foundation of a role: a node whose model is loaded and whose threads have not started.
+    """Parts of a node that a role builds on: model loaded, threads not started.
 
-    The service mounts its endpoints on the dock, which is started next.
+    The service mounts its endpoints on the dock, which starts next.
 
     require_ready   raises Draining unless new work may begin; from any thread
-    roles           which of them the node has
-    call_soon       runs a call on the asyncio loop; from any thread, ignored once the loop is closed
-    """
+    roles           current role of the node
+    call_soon       runs a call on the asyncio loop; from any thread, ignored once the loop is closed"""
 
     settings: WorkerSettings
     epoch: int
@@ -77,12 +78,12 @@ class Base:
     def require(self, role: str) -> None:
         """Raise Draining unless new work of this role may begin.
 
-        On the asyncio loop, with nothing awaited between this and its beginning."""
+        On the asyncio loop; the caller must begin the work before it awaits anything."""
         self.require_ready()
         self.roles.require(role)
 
     def shipped(self, stats: ShipStats) -> None:
-        """A ship from this node was acknowledged: count it and learn from it. On the asyncio loop."""
+        """Count an acknowledged ship of this node and learn its rate, on the asyncio loop."""
         self.metrics.ships["done"].inc()
         self.metrics.ship_bytes.inc(stats.bytes)
         self.metrics.ship_seconds.inc(stats.ship_s)

@@ -1,4 +1,4 @@
-"""Host memory with one row per block that all ranks share, in a file that only grows."""
+"""Host memory that all ranks share, as rows of one block each, in a file that only grows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 
 
 class SharedRows:
-    """One process's view. All processes grow it by the same counts, in the same order. row_bytes: of a block."""
+    """View of the shared rows in one process.
+
+    All processes grow it by the same counts in the same order. row_bytes: size of a block."""
 
     def __init__(self, descriptor: int, row_bytes: int) -> None:
         self._descriptor, self._row_bytes, self._end = descriptor, row_bytes, 0
@@ -19,13 +21,13 @@ class SharedRows:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        """uint8 [row_bytes]."""
+        """Return the row as uint8 [row_bytes]."""
         return self._rows[number]
 
     def grow(self, count: int) -> range:
-        """The numbers of new rows.
+        """Add rows and return their numbers. Raises OSError.
 
-        Their memory is taken at once, so anyone who asks next how much is left is told the truth. Raises OSError."""
+        The memory is allocated at once, so that later queries of free memory account for it."""
         size = -(-count * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if os.fstat(self._descriptor).st_size < self._end + size:
             os.posix_fallocate(self._descriptor, self._end, size)

@@ -1,9 +1,9 @@
 """Token streams of a node: one per router, with one frame per engine step.
 
-Frames are numbered and kept until the router says that it has seen them, so that a stream which broke goes on where it
-broke off. Given up, with all that runs for it, is a router that opens its stream anew, stays away for ABSENT_S, is
-silent on an open stream for FROZEN_S, or has KEPT_FRAMES or KEPT_BYTES to read yet.
-"""
+Frames are numbered and kept until the router acknowledges them, so a broken stream resumes at the right frame.
+
+A router is given up, with everything that runs for it, if it opens a new stream, stays away for ABSENT_S, is silent on
+an open stream for FROZEN_S, or leaves more than KEPT_FRAMES or KEPT_BYTES unread."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from kvferry.worker.message_stream import MessageStreamResponse
 log = logging.getLogger("kvferry.worker")
 
 HEARTBEAT_S = 0.4
-"""A router takes a stream for broken after 0.8 s without any frame."""
+"""Seconds between heartbeats; a router takes a stream for broken after 0.8 s without a frame."""
 STANDS_S, HURRIED_S = 1.0, 0.1
-"""Where the engine has stood still for so long, routers hear of it that often: they leave it soon, and their clients
-wait."""
+"""Seconds after which a still engine counts as standing, and seconds between heartbeats from then on.
+
+Routers soon move requests away from such a node, and clients wait meanwhile."""
 ABSENT_S, FROZEN_S = 2.5, 5.0
-"""In seconds during which this node was awake. A router takes a node for lost after 1.6 s: nothing is kept for it
-much longer."""
+"""Seconds that a router may be absent or silent, counted while this node was awake.
+
+A router takes a node for lost after 1.6 s, so nothing is kept for it much longer."""
 KEPT_FRAMES, KEPT_BYTES = 4096, 64 * 2**20
 
 Reader = asyncio.Queue[bytes | None]
@@ -39,8 +41,9 @@ Reader = asyncio.Queue[bytes | None]
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """One router's frames: `frames` are those it has not acknowledged, `last` the number of the newest, `heard` when it
-    last gave a sign, or went away."""
+    """Frames kept for one router.
+
+    frames: not acknowledged yet. last: number of the newest. heard: when the router last gave a sign or went away."""
 
     heard: float
     last: int = 0
@@ -49,6 +52,7 @@ class Kept:
     reader: Reader | None = None
 
     def put(self, frame: StepFrame) -> None:
+        """Number, pack and queue a frame."""
         data = pack(replace(frame, number=self.last + 1))
         self.last += 1
         self.frames.append((self.last, data))
@@ -57,11 +61,12 @@ class Kept:
             self.reader.put_nowait(data)
 
     def forget(self, number: int) -> None:
+        """Drop the frames up to `number`, which the router has."""
         while self.frames and self.frames[0][0] <= number:
             self.size -= len(self.frames.popleft()[1])
 
     def read(self, after: int) -> Reader:
-        """Begin with the frame behind `after`. The stream's older reader ends."""
+        """Start a reader at the frame behind `after`; an older reader of the stream ends."""
         self.leave()
         self.forget(after)
         self.reader = asyncio.Queue()
@@ -70,18 +75,18 @@ class Kept:
         return self.reader
 
     def leave(self) -> None:
+        """End the current reader, if there is one."""
         if self.reader is not None:
             self.reader.put_nowait(None)
         self.reader = None
 
 
 class RouterStreams:
-    """Streams by router id. Owned by the asyncio loop.
+    """Token streams by router id, owned by the asyncio loop.
 
-    epoch     of the process: a router that means another one gets nothing
-    pulse     how the node's threads move now
-    on_lost   told of a router that was given up
-    """
+    epoch     of this process; a router that asks for another one is rejected
+    pulse     returns the pulse of the node's threads
+    on_lost   called with the id of a router that was given up"""
 
     def __init__(
         self, epoch: int, pulse: Callable[[], Pulse], on_lost: Callable[[str], None], clock: LoopClock
@@ -92,21 +97,24 @@ class RouterStreams:
         self._stopped = False
 
     def mount(self, app: FastAPI) -> None:
+        """Add the stream endpoints to the app."""
         app.get("/streams/{router_id}")(self.get_stream)
         app.post("/streams/{router_id}/seen", status_code=202)(self.post_seen)
 
     async def get_stream(self, router_id: str, epoch: int, after: int | None = None) -> Response:
-        """The standing stream of a router."""
+        """Serve the standing token stream of a router."""
         reader = self.open(router_id, epoch, after)
         return MessageStreamResponse(frames(reader), on_close=lambda: self.close(router_id, reader))
 
     async def post_seen(self, router_id: str, request: Request) -> None:
+        """Handle a router's acknowledgement of frames."""
         self.seen(router_id, (await read_message(request, Seen)).number)
 
     def open(self, router_id: str, epoch: int, after: int | None) -> Reader:
-        """Go on behind frame `after`, or begin anew: then all that runs for the router is given up.
+        """Resume a stream behind frame `after`, or begin a new one.
 
-        Raises Fenced for another process's epoch, and StreamGone where frames behind `after` are not here."""
+        A new one cancels everything that runs for the router. Raises Fenced for another process's epoch, and StreamGone
+        if frames behind `after` are no longer kept."""
         if epoch != self._epoch:
             raise Fenced(f"the stream belongs to epoch {epoch}, and this process is {self._epoch}")
         if self._stopped:
@@ -133,20 +141,20 @@ class RouterStreams:
         return bool(self._routers)
 
     def close(self, router_id: str, reader: Reader) -> None:
-        """The reader went away; the router may come back."""
+        """Detach a reader that disconnected; its router may come back."""
         kept = self._routers.get(router_id)
         if kept is not None and kept.reader is reader:
             kept.reader, kept.heard = None, self._clock.now()
 
     def seen(self, router_id: str, number: int) -> None:
-        """The router has the frames up to this one."""
+        """Drop the frames up to `number`, which the router has."""
         kept = self._routers.get(router_id)
         if kept is not None and kept.reader is not None:
             kept.heard = self._clock.now()
             kept.forget(number)
 
     def publish(self, router_id: str, frame: StepFrame) -> None:
-        """Queue one frame for a router; what runs for one that was given up is given up, too."""
+        """Queue one frame for a router; for an unknown router, cancel what runs for it."""
         kept = self._routers.get(router_id)
         if kept is None:
             self._on_lost(router_id)
@@ -161,14 +169,14 @@ class RouterStreams:
             self._lose(router_id, f"has not read {len(kept.frames)} frames")
 
     def stop(self) -> None:
-        """End every stream after what is queued."""
+        """End every stream after its queued frames."""
         self._stopped = True
         for kept in self._routers.values():
             kept.leave()
         self._routers.clear()
 
     def _beat(self) -> None:
-        """An empty frame now and then tells the reader that the node lives, and how its threads move."""
+        """Send heartbeats on idle streams, and give up routers that are absent or silent for too long."""
         now = self._clock.now()
         for router_id, kept in list(self._routers.items()):
             if now - kept.heard > (FROZEN_S if kept.reader else ABSENT_S):

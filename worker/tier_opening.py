@@ -28,13 +28,15 @@ GIB = 1024**3
 
 
 MARGIN = 0.95
-"""Share of the available memory that blocks may take."""
+"""Share of the available host memory that blocks may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTiers:
-    """host, disk: of this node alone, the quickest first; remote: of all nodes that compute the same; block: a block of
-    the pool by its id, as these reach it."""
+    """Open KV tiers of a node.
+
+    host, disk: the node's own, fastest first. remote: shared with all nodes that compute the same. block: returns a
+    pool block by its id, in the form that the tiers copy."""
 
     host: LocalTier[Any] | None = None
     disk: LocalTier[Any] | None = None
@@ -43,21 +45,21 @@ class OpenTiers:
 
     @property
     def local(self) -> list[LocalTier[Any]]:
-        """Return this node's own tiers, quickest first."""
+        """Return the node's own tiers, fastest first."""
         return [tier for tier in (self.host, self.disk) if tier is not None]
 
     @property
     def shared(self) -> Known | None:
-        """Return the knowledge of the shared tier."""
+        """Return what the node knows of blocks in the shared store; None without one."""
         return self.remote.known if self.remote else None
 
     def paced(self, rates: Rates) -> Rates:
-        """With the seconds in which a block is read from each, as of late."""
+        """Return the rates with the recent seconds per block read from each tier."""
         host_s, disk_s, store_s = (tier.block_s if tier else 0.0 for tier in (self.host, self.disk, self.remote))
         return replace(rates, host_block_s=host_s, disk_block_s=disk_s, store_block_s=store_s)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Stop all tiers; no new reads or writes begin."""
         for tier in self.local:
             tier.close()
         if self.remote is not None:
@@ -65,7 +67,9 @@ class OpenTiers:
 
 
 def open_tiers(settings: WorkerSettings, parts: EngineParts) -> OpenTiers:
-    """Raises ConfigError. It may take as long as reading the headers of all files."""
+    """Open the KV tiers that the settings name. Raises ConfigError.
+
+    It may take as long as reading the headers of all files on disk."""
     for name in ("kv_host_gib", "kv_disk_path", "kv_remote_url"):
         if getattr(settings, name):
             _require_cached(settings, parts, name)
@@ -107,7 +111,7 @@ def _open_disk(settings: WorkerSettings, parts: EngineParts, copies: Copies | No
 
 
 def _open_remote(settings: WorkerSettings, parts: EngineParts, copies: Copies | None) -> RemoteTier:
-    """It is not asked for anything yet: a node starts also while the store is away."""
+    """Create the remote tier without contacting the store: a node must start while the store is away."""
     objects, size = Objects(settings.kv_remote_url), int(settings.kv_remote_gib * GIB)
     try:
         return RemoteTier(objects, size, parts.fingerprint, parts.layout.block_bytes, copies)

@@ -1,6 +1,6 @@
-"""Writes of new blocks to a slower tier as soon as they are computed or have arrived.
+"""Writes of new blocks to a local tier as soon as they are computed or received.
 
-Blocks are held meanwhile, so what the pool evicts or a restart loses is already there."""
+Blocks are held until they are written. Blocks that the pool later evicts, or a restart loses, are thus in the tier."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from kvferry.worker.service import Base
 from kvferry.worker.write_batches import TURN, WriteBatches
 
 ENOUGH, PATIENCE_S = 8, 5.0
-"""New blocks of a chain that are written at once; fewer may become more for so long, as those of a stream do."""
+"""New blocks of a chain that are written at once, and seconds for which fewer wait to become more.
+
+A stream's blocks arrive one by one."""
 HELD = 2
-"""One block of so many may be held to be written, for all tiers of the node together, also where a disk hangs."""
+"""Divisor of the pool: one block in HELD may be held for writes, over all tiers, even if a disk hangs."""
 
 
 class TierWrites(WriteBatches):
-    """On the engine thread.
+    """Writer of new blocks to one local tier, on the engine thread.
 
-    What is written begins where the tier ends of a chain, so that this has all that stands before a block that it has;
-    what could not be written is tried again with what comes behind it."""
+    A write starts where the tier's copy of the chain ends, so the tier always has the blocks before each of its blocks.
+    Blocks that could not be written are retried with the blocks behind them."""
 
     def __init__(self, base: Base, tier: LocalTier[Any], transfers: Iterator[int]) -> None:
         super().__init__(base, tier, tier.name, transfers)
@@ -54,8 +56,10 @@ class TierWrites(WriteBatches):
         self._fresh = {**fresh, **self._fresh}
 
     def _write(self, engine: Engine, new: list[bytes]) -> tuple[int, list[bytes] | None]:
-        """The end of a chain, which is held as a whole, so that a block never leaves before those behind it: how many
-        blocks that takes, and which of the new ones are to be tried later; None: their chain is too long."""
+        """Write the end of a chain; return how many blocks it holds, and which new ones to retry later.
+
+        The whole chain is held, so that no block is evicted before the blocks behind it. None instead of a list: the
+        chain is too long to be held."""
         ways, whole = self._ways, chain_of(engine.pool, new[-1])
         most, before = engine.pool.num_blocks // HELD // len(self._base.tiers.local), len(whole) - len(new)
         chain = whole[: most - self._held]

@@ -1,7 +1,6 @@
-"""Prefix reads from slower tiers.
+"""Prefix reads from KV tiers: host memory first, then disk, then the shared store.
 
-A request is AWAITING them where reading takes less time than computing, and computes what does not come in time. The
-node's own tiers come first, host memory before disk, then the shared store."""
+A request is AWAITING reads that are faster than computing, and computes blocks that do not arrive in time."""
 
 from __future__ import annotations
 
@@ -28,16 +27,16 @@ from kvferry.worker.write_batches import WriteBatches, later
 PIECE = 256
 """Blocks of one read."""
 TURNS = 4
-"""Reads that a request awaits beyond those that its blocks are worth: what came may be evicted at once."""
+"""Reads that a request may await beyond the expected number, since blocks may be evicted at once."""
 PATIENT = 8
-"""The remote tier may take so manyth part of the time of computing to say what it has."""
+"""Divisor of the computing time: limit for the remote tier to say which blocks it has."""
 LEAST_S, SLOWNESS = 1.0, 2.0
-"""A read has so many seconds, or so many times as long as computing would take, if that is more."""
+"""Time limit of a read: at least LEAST_S, and SLOWNESS times the time to compute its blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A request that awaits blocks, after so many reads."""
+    """Request that awaits reads, and the number of reads so far."""
 
     request: Request
     job: Job
@@ -49,10 +48,9 @@ Done = Callable[[KvferryError | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tier as it is read from.
+    """Read interface of a tier.
 
-    seconds: that so many blocks take; read: a chain's blocks from one of them to its end, into these (False: not now).
-    """
+    seconds: time to read so many blocks. read: reads a chain from an index to its end into blocks; False: not now."""
 
     name: str
     seconds: Callable[[int], float]
@@ -72,7 +70,7 @@ class Grant:
 
 
 class Tiers:
-    """Between a node's service and its engine. On the engine thread, but for what says otherwise."""
+    """Tier reads and writes of a node, between its service and its engine. On the engine thread unless stated."""
 
     def __init__(self, base: Base, fetches: PrefixFetcher) -> None:
         self._base, self._fetches = base, fetches
@@ -89,7 +87,7 @@ class Tiers:
             self._of_remote = Source("remote", remote.seconds, remote.read)
 
     def add(self, engine: Engine, job: Job, **how: Any) -> None:
-        """`PrefixFetcher.add`, once what slower memories have of its prompt has been read."""
+        """Add a job as `PrefixFetcher.add` does, after reading its prompt's blocks from the tiers."""
         if not any(tier.used for tier, _ in self._local) and (self._remote is None or self._remote.out):
             self._fetches.add(engine, job, **how)
             return
@@ -110,7 +108,7 @@ class Tiers:
                     writes.take(event)
 
     def _next(self, engine: Engine, reading: Reading) -> None:
-        """Read what is still missing, await it with others, or let the request go on."""
+        """Read the next missing blocks, join another request's read, or let the request run."""
         if self._gone(engine, reading):
             return
         hashes = reading.request.reusable_hashes
@@ -127,7 +125,7 @@ class Tiers:
             self._go_on(engine, reading)
 
     def _here(self, request: Request, first: int) -> tuple[Source, int] | None:
-        """Which tier blocks from this one on are worth a read from, and how many: the quickest that has the first."""
+        """Return the fastest local tier worth reading from, and how many blocks it has from `first` on."""
         wanted = request.reusable_hashes[first : first + PIECE]
         for tier, source in self._local:
             if (count := tier.run(wanted)) and self._worth(source, count, request):
@@ -135,8 +133,10 @@ class Tiers:
         return None
 
     def _looked_for(self, reading: Reading, here: int) -> bool:
-        """Return whether the remote tier is asked what it has, which is told to `_found`: where all that it could have
-        is worth a read, and the question next to nothing of that. A peer's pool is quicker."""
+        """Ask the remote tier which blocks it has, and return whether it was asked; `_found` gets the answer.
+
+        It is asked only if reading all it could have would pay, and if no peer holds blocks: a peer's pool is faster.
+        """
         request, tier = reading.request, self._remote
         if tier is None or reading.job.holder is not None:
             return False
@@ -151,7 +151,7 @@ class Tiers:
         )
 
     def _found(self, engine: Engine, reading: Reading, first: int, count: int) -> None:
-        """So many blocks of its chain are there, from this one on; the pool may have lost what it had before it."""
+        """Read `count` blocks from `first` on; the pool may have lost earlier ones meanwhile."""
         request = reading.request
         if self._gone(engine, reading):
             return
@@ -199,7 +199,7 @@ class Tiers:
         seconds: float,
         error: KvferryError | None,
     ) -> None:
-        """What was said to be wrong meanwhile is not taken for right because it is as it was written."""
+        """Register the blocks read, unless one of them was retracted as wrong meanwhile."""
         metrics, reason, name = self._base.metrics.tiers, engine.pool.miss_reasons.reason, grant.source.name
         self._late.discard(grant)
         if error is not None or any(reason(each) == "retracted" for each in hashes):
@@ -215,7 +215,7 @@ class Tiers:
         self._told(engine, grant, missing, outcome, self._go_on)
 
     def _overdue(self, engine: Engine, grant: Grant, missing: bytes) -> None:
-        """The tier is slow, or hangs: it is not read until it has answered. Its blocks stay held until then."""
+        """Pause a slow or hanging source until it answers; its blocks stay held until then."""
         if self._coming.get(missing, (None, []))[0] == grant:
             self._late.add(grant)
             self._told(engine, grant, missing, "late", self._go_on)
@@ -223,7 +223,7 @@ class Tiers:
     def _told(
         self, engine: Engine, grant: Grant, missing: bytes, outcome: str, go: Callable[[Engine, Reading], None]
     ) -> None:
-        """The read has ended so, for all that await it; nothing if they know already."""
+        """Report a read's outcome to all requests that await it, once."""
         if self._coming.get(missing, (None, []))[0] == grant:
             _, waiting = self._coming.pop(missing)
             self._base.metrics.tiers.reads[grant.source.name][outcome].inc()
@@ -235,7 +235,7 @@ class Tiers:
         return self._waiting.get(key) is not reading or engine.request_table.find(key) is not reading.request
 
     def _go_on(self, engine: Engine, reading: Reading) -> None:
-        """What has not come is fetched from a peer, or computed."""
+        """Let the request run: missing blocks are fetched from a peer, or computed."""
         request = reading.request
         if self._gone(engine, reading):
             return

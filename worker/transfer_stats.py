@@ -1,4 +1,4 @@
-"""Statistics of recent transfers to other nodes, announced in the lease."""
+"""Statistics of a node's recent replica and migration transfers, announced in its lease."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from kvferry.kv_transfer.ports import ShipStats
 from kvferry.protocol.lease import Sent
 
 LATELY_S = 20.0
+"""Length of the statistics window, in seconds."""
 MOST, TOLD = 512, 8
-"""Transfers that are remembered, and rows that are told."""
+"""Transfers that are remembered, and rows that the lease announces."""
 
 
 class _Transfer(NamedTuple):
@@ -25,14 +26,14 @@ class _Transfer(NamedTuple):
 
 
 class TransferStats:
-    """Noted on any thread."""
+    """Statistics of transfers to other nodes; thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._transfers: deque[_Transfer] = deque(maxlen=MOST)
 
     def note(self, kind: str, node_id: str, stats: ShipStats) -> None:
-        """A transfer to that node ended well. kind: copy or move."""
+        """Record a successful transfer to a node. kind: copy or move."""
         with self._lock:
             self._transfers.append(_Transfer(self._clock(), kind, node_id, stats.blocks, stats.bytes))
 

@@ -1,4 +1,4 @@
-"""Warm-up: compiles every GPU kernel and captures every batch size before requests arrive."""
+"""Warm-up steps that compile every GPU kernel and capture every batch size before requests arrive."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from kvferry.engine.step_slices import Slice
 from kvferry.kernels.cuda_graphs import LADDER
 
 LONGEST_TILE = 8192
-"""Tokens of a chunk from which on all longer ones run in the same tiles (kernels/triton/tile_sizes.py): those of a
-model of few heads need so many to fill a device."""
+"""Tokens of a chunk from which on all longer ones use the same tiles (kernels/triton/tile_sizes.py).
+
+Models with few heads need so many tokens to fill a device."""
 
 
 def first_steps(stream: Request, prompt: Request, longest: int, most: int) -> Iterator[list[Slice]]:
-    """Slices of each step, of requests that have blocks for `longest` tokens.
+    """Yield the slices of each warm-up step; the steps sample nothing.
 
-    They sample nothing. Chunks in each size of tile; a decode beside a chunk; and decodes alone in each size of batch
-    that is captured, for `most` rows: the largest first, whose memory then serves all smaller ones."""
+    The steps are: chunks in each tile size, a decode beside a chunk, and decodes alone in each captured batch size up
+    to `most` rows. The largest batch comes first, so that smaller ones reuse its memory. The requests have blocks for
+    `longest` tokens."""
     last, chunk = min(LONGEST_TILE, longest), 2
     while chunk < last:
         yield [Slice(prompt, 0, chunk)]

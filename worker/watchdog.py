@@ -1,4 +1,4 @@
-"""Watchdog of a node's threads: detects those that died or hang."""
+"""Watchdog of a node's threads and ranks: detects those that ended or hang."""
 
 from __future__ import annotations
 
@@ -18,27 +18,33 @@ from kvferry.worker.rates import RateMeter
 log = logging.getLogger("kvferry.worker")
 
 LOOK_S = 0.1
-"""Between two looks at the threads."""
+"""Seconds between two checks of the threads."""
 ENGINE_S, LINK_S, LOOP_S, RANK_S = 15.0, 3.0, 5.0, 3.0
-"""A thread that makes no move for so long does not come back: of the engine, unless its turns are long as a rule; of
-the link, whose rounds take milliseconds; of the asyncio loop; of another rank, which gives ten signs a second. The
-watcher counts only time in which it was itself awake, so a machine or a process that stands still for a moment finds
-its threads alive; nor, of the link, which gives way to all others, time in which it had no core. A step that waits for
-cores is long for its clients, so routers hear of it; to end the process would not give it any."""
+"""Seconds without progress after which a thread counts as hanging.
+
+The engine gets longer if its turns are usually long. The link's rounds take milliseconds. Another rank sends ten
+heartbeats a second.
+
+Only time in which the watchdog itself was awake counts, so threads survive a suspended machine or process. For the
+link, which yields to all other threads, time without a core does not count either. An engine step that waits for cores
+is slow for clients, so routers hear of it; but ending the process would not give it a core."""
 SLOW = 10.0
-"""A turn may take this many times what its tokens should, at the learned rate: large steps of large models on few cores
-are long, and their attention is longer at the end of a long prompt."""
+"""Factor by which an engine turn may exceed the time for its tokens at the learned rate.
+
+Large steps of large models on few cores are long, and attention is slower at the end of a long prompt."""
 INTERPRETER_S = 60.0
-"""After so long without any Python the process ends, by a timer that needs no interpreter."""
+"""Seconds without any Python running after which a timer outside the interpreter ends the process."""
 LAST_S = 1.5
-"""What ending in order may take the asyncio loop, before the watcher ends the process."""
+"""Seconds that the asyncio loop has to end the node before the watchdog ends the process."""
 
 
 @dataclass(slots=True)
 class Watched:
-    """One thread. `mark` changes whenever it moves and is None while it has nothing to do; `still_s` is how long it has
-    not moved, in seconds of the watcher in which it had a core: `held_up` is how long it waited for one, ever. Of one
-    whose `starved` tells that instead, all time counts, and `starved_s` is how much of it passed without a core."""
+    """Progress of one thread.
+
+    mark: changes whenever the thread makes progress; None while it is idle. still_s: seconds without progress, on the
+    watchdog's clock. held_up: total seconds that the thread waited for a core; they are excluded from still_s. starved:
+    the same, for a thread whose still_s includes them; starved_s is then the part of still_s without a core."""
 
     mark: Callable[[], Hashable]
     held_up: Callable[[], float] = float
@@ -50,6 +56,7 @@ class Watched:
     starved_s: float = 0.0
 
     def look(self, now: float) -> None:
+        """Update the figures at time `now`."""
         mark, own = self.mark(), now - self.held_up()
         if mark is None or mark != self.last:
             self.last, self.since, self.starved_since = mark, own, self.starved()
@@ -57,10 +64,9 @@ class Watched:
 
 
 class ThreadVitals:
-    """`fault` says why the process must be ended, if it must, `pulse` how its threads move.
+    """Progress of all threads and ranks: `fault` says why the process must end, `pulse` feeds heartbeats.
 
-    budget: most tokens of a step; ranks: the others that compute the model, each with a process. `look` is the
-    watcher's."""
+    budget: maximum tokens of a step. ranks: the other ranks, each a process. Only the watchdog calls `look`."""
 
     def __init__(
         self,
@@ -82,6 +88,7 @@ class ThreadVitals:
         self._others = [Watched(lambda i=i: self._ranks.signs[i]) for i, _ in enumerate(signs)]  # type: ignore
 
     def look(self) -> None:
+        """Check every thread and rank once."""
         self._clock.tick()
         for each in (*self._threads.values(), *self._others):
             each.look(self._clock.now())
@@ -94,7 +101,7 @@ class ThreadVitals:
 
     @property
     def fault(self) -> str | None:
-        """Return the fault of a thread; an ended one comes before a hanging one."""
+        """Return the fault of a thread; one that ended comes before one that hangs. None: no fault."""
         if self._link.fault is not None:
             return f"the link thread ended: {self._link.fault}"
         ended = self._ranks.ended if self._ranks is not None else None
@@ -102,7 +109,7 @@ class ThreadVitals:
 
     @property
     def _usual_s(self) -> float:
-        """What a turn of the engine takes at most, as a rule."""
+        """Return the usual upper bound of an engine turn, in seconds."""
         rates = self._rates.rates
         return max(rates.step_s, self._budget / max(1.0, rates.prefill_tokens_per_s))
 
@@ -121,13 +128,12 @@ class ThreadVitals:
 
 
 class Watchdog:
-    """The thread that looks, from `start` to `stop`.
+    """Thread that checks the vitals from `start` to `stop`.
 
-    A fault is told once, on it, to `on_fault`; if nobody has stopped it LAST_S later, `last` is called, with the fault:
-    the loop hangs too.
+    On a fault it calls `on_fault` once. If it is not stopped within LAST_S, the asyncio loop hangs too, and it calls
+    `last` with the fault.
 
-    of_process   the process ends, too, when the interpreter itself is held up for INTERPRETER_S
-    """
+    of_process: end the process, too, when the interpreter itself does not run for INTERPRETER_S."""
 
     def __init__(
         self,
@@ -142,10 +148,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more. The node ends as it was asked to."""
+        """Stop the thread, because the node ends in order."""
         self._stop.set()
         self._thread.join()
 

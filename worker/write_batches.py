@@ -1,4 +1,4 @@
-"""Batches of new blocks to write to a slower tier."""
+"""Batches of new pool blocks to write to a slower tier: collection, and the timing of writes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvferry.engine.events import BlocksChanged
 from kvferry.worker.service import Base
 
 GATHER_S = 0.2
-"""Between two looks for new blocks."""
+"""Seconds between two checks for new blocks."""
 TURN = 4096
-"""Blocks that are held or walked over in one look, after which the engine has its turn."""
+"""Blocks held or visited in one check, so that the engine is not delayed for long."""
 
 
 def later(base: Base, seconds: float, call: Callable[[Engine], None]) -> None:
-    """On the engine thread, after so many seconds."""
+    """Run a call on the engine thread after so many seconds."""
 
     def wait() -> None:
         asyncio.get_running_loop().call_later(seconds, lambda: base.engine.submit(call))
@@ -29,13 +29,17 @@ def later(base: Base, seconds: float, call: Callable[[Engine], None]) -> None:
 
 
 class Drops(Protocol):
-    """A memory that can be told what is wrong."""
+    """Tier that can drop blocks found to be wrong."""
 
-    def drop(self, hashes: Collection[bytes]) -> None: ...
+    def drop(self, hashes: Collection[bytes]) -> None:
+        """Drop the blocks of these hashes."""
+        ...
 
 
 class WriteBatches:
-    """On the engine thread. name: of the memory, as metrics call it; transfers: numbers that no other lending has."""
+    """Collector of new blocks for one tier, on the engine thread; subclasses write them.
+
+    name: the tier's label in metrics. transfers: numbers unique among all holds for transfers."""
 
     def __init__(self, base: Base, tier: Drops, name: str, transfers: Iterator[int]) -> None:
         self._base, self._drops, self._name, self._transfers = base, tier, name, transfers
@@ -47,7 +51,7 @@ class WriteBatches:
         return self._base.metrics.tiers.blocks[self._name]
 
     def take(self, event: BlocksChanged) -> None:
-        """New blocks are to be written, wrong ones not to be found."""
+        """Queue new blocks for writing, and drop retracted ones from the tier."""
         miss_reasons = self._base.parts.engine.pool.miss_reasons
         wrong = [each for each in event.removed if miss_reasons.reason(each) == "retracted"]
         if wrong:
@@ -68,5 +72,5 @@ class WriteBatches:
         self._look_again()
 
     def _gather(self, engine: Engine) -> None:
-        """Write what is worth it of the fresh blocks, of the last ones first: each brings those before it."""
+        """Write the queued blocks that are worth it, last ones first, since each brings those before it."""
         raise NotImplementedError
