@@ -81,7 +81,7 @@ class ThreadedChecksums:
         return None
 
     def _go(self) -> None:
-        """Until nothing is left. What is taken out first cannot hold up what comes later, should it raise."""
+        """Compute until no block is left. A batch leaves the queue first, so its error does not block later ones."""
         while self._given:
             blocks = [self._given.popleft() for _ in range(min(len(self._given), AT_ONCE))]
             values = self._digests([buffer for buffer, _ in blocks])

@@ -1,7 +1,6 @@
-"""Composition of the 64-bit tag that matches a block with its receive: nonce 24 | transfer 24 | prompt block index 16.
+"""64-bit tag that matches a block with its receive: nonce 24 | transfer 24 | prompt block index 16 bits.
 
-The receiving process gives every connection its own nonce. Nonce 0 belongs to the link itself.
-"""
+The receiving process gives every connection its own nonce. The link itself uses nonce 0."""
 
 from __future__ import annotations
 
