@@ -102,7 +102,7 @@ class UcxBlocks:
         return None
 
     def abandon(self) -> list[Done]:
-        """Callbacks of every block not ended. Buffers stay referenced until `release`: UCX may still touch them."""
+        """Return the callbacks of all blocks in flight. Buffers stay referenced until `release`."""
         abandoned = [operation for operations in self._lanes.values() for operation in operations]
         self._kept.extend(abandoned)
         self._lanes.clear()

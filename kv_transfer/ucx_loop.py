@@ -81,7 +81,7 @@ class UcxLoop:
         self.native_id = self._thread.native_id
 
     def stop(self) -> None:
-        """Close and join. Commands submitted later never run. A thread that hangs is left, after STOP_S."""
+        """Close and join the thread. Commands submitted later never run. Waits at most STOP_S."""
         if self._thread is None:
             return
         self._stopping = True
