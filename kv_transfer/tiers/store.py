@@ -78,7 +78,7 @@ class Store(Generic[G]):
         self._doomed: deque[G] = deque()
         self._stuck: deque[G] = deque()  # removal failed: they still occupy their bytes
         self.trouble = RateLimitedLog(log, every_s=60.0)
-        with suppress(OSError):  # nothing is written until enough is evicted
+        with suppress(OSError):  # put tries again before every write
             self._make_room(0)
 
     def put(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], right: Callable[[], bool]) -> bool:
