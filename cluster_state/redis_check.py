@@ -66,7 +66,7 @@ async def _rehearse(client: redis.Redis, prefix: str) -> None:
     """Run each command of the scripts, on unused keys.
 
     Raises Forbidden naming those that the server's ACL forbids."""
-    loaded = await client.script_load(REHEARSAL)  # even if the server has it already: SCRIPT LOAD itself may be forbidden
+    loaded = await client.script_load(REHEARSAL)  # even if already loaded: SCRIPT LOAD may be forbidden
     refused = await client.evalsha(loaded, 1, prefix, *COMMANDS)
     await client.get(f"{prefix}r:rehearsal")
     if refused:

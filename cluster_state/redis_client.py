@@ -55,6 +55,7 @@ class PasswordFile(CredentialProvider):
         self._user, self._path = user, Path(path).expanduser()
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return (user, password), or (password,) without a user. Raises RedisConnectionError for a file error."""
         try:
             password = self._path.read_text().strip()
         except (OSError, ValueError) as error:
