@@ -68,7 +68,7 @@ class StoreRows:
             await self._task
 
     async def flush(self) -> None:
-        """Write what waits. A failed batch waits again, unless `note` changed its rows meanwhile."""
+        """Write all waiting rows. A failed batch waits again, unless `note` changed its rows meanwhile."""
         while self._waiting:
             with self._lock:
                 batch = dict(islice(self._waiting.items(), BATCH))

@@ -25,7 +25,7 @@ class FetchEvents(Protocol):
     """Events of a node's fetches. All calls come on the link thread."""
 
     def unsupplied(self, fetch: int, error: KvferryError) -> None:
-        """Report that no blocks come. Not called for an abandoned fetch, nor for one whose grant ended."""
+        """Handle a fetch that gets no blocks. Not called for an abandoned fetch, nor after its grant ended."""
 
 
 @dataclass(slots=True, eq=False)

@@ -71,7 +71,7 @@ class Incoming:
         self._given_up = True
 
     def closed(self) -> None:
-        """Return all buffers: the connection is closed and no receive touches memory any more."""
+        """Give all buffers back: the connection is closed and no receive touches memory any more."""
         self.in_flight = 0
         while self._lent:
             self._path.memory.give_back(self._lent.popitem()[1])

@@ -110,7 +110,7 @@ class Outgoing:
         self._send()
 
     def closed(self) -> None:
-        """Return all buffers: the connection is closed and no send is in flight any more."""
+        """Give all buffers back: the connection is closed and no send is in flight any more."""
         self.in_flight = self._unsummed = 0
         while self._lent:
             self._path.memory.give_back(self._lent.popitem()[1])

@@ -70,7 +70,7 @@ class ShipEvents(Protocol):
         It already has the prompt blocks before first_block, which need not be shipped."""
 
     def sent(self, transfer: int) -> None:
-        """Report that everything given to `ship` is sent; called again after later blocks."""
+        """Handle the end of all sends posted so far; called again after later blocks."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         """Handle decode's acknowledgement of the commit."""

@@ -1,9 +1,9 @@
-"""Receiving side of ships: asks the engine for blocks, posts receives, verifies them and hands them over.
+"""Receiving side of a ship (transfer of one request's KV blocks): reserves, receives, verifies and hands over.
 
-States: see receiver_grant. Block receives: see incoming. A failed grant is quiet when all its receives have completed:
-the sender completes those that it will not fill with a single byte each (see sender). Nothing is cancelled, because UCX
-goes on writing after a cancel. If the sender does not complete them in time, the whole connection is closed, which
-makes every receive on it quiet."""
+States: see receiver_grant. Block receives: see incoming. A failed grant is quiet (its memory is not written any more)
+when all its receives have completed: the sender completes those that it will not fill with a single byte each (see
+sender). Nothing is cancelled, because UCX goes on writing after a cancel. If the sender does not complete them in time,
+the whole connection is closed, which makes every receive on it quiet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State machine of a grant on the receiving side."""
+"""State machine of a grant (blocks reserved for one ship) on the receiving side."""
 
 from __future__ import annotations
 

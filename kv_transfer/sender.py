@@ -1,10 +1,10 @@
-"""Sending side of ships: offers a ship, posts blocks as they are computed, commits, and handles failures.
+"""Sending side of a ship (transfer of one request's KV blocks): offers, sends, commits and handles failures.
 
 States: see sender_ship. Block sends: see outgoing. One connection per decode address carries all ships; it is made
 again after a loss. UCX may go on writing after a cancelled receive, so the receiver cancels nothing. Its memory is
-quiet when all its receives have completed. So a ship that fails after its grant sends a single byte to each receive
-that it will not fill. A ship that fails or stalls ends alone. The connection is closed, with all ships on it, only
-after an error of the connection or if sends do not end even then."""
+quiet (not written any more) when all its receives have completed. So a ship that fails after its grant sends a single
+byte to each receive that it will not fill. A ship that fails or stalls ends alone. The connection is closed, with all
+ships on it, only after an error of the connection or if sends do not end even then."""
 
 from __future__ import annotations
 

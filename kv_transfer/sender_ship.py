@@ -1,4 +1,4 @@
-"""State machine of a ship on the sending side."""
+"""State machine of a ship (transfer of one request's KV blocks) on the sending side."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ SHIP_LIVE = frozenset({ShipState.OFFERED, ShipState.GRANTED, ShipState.RUNNING, 
 class Ship:
     """One offer of node `sender` to node `decode`. `events` receives its events.
 
-    unanswered     neither Grant nor Refusal came yet
-    blocks         set by the grant
-    first, covered set by the engine's commit (see Commit), at time committed_at
-    sent_before_s  seconds with sends in flight before the commit
-    ends           time at which the ship fails for lack of progress
-    question       the message that decode has to answer
+    unanswered      neither Grant nor Refusal came yet
+    blocks          set by the grant
+    first, covered  set by the engine's commit (see Commit), at time committed_at
+    sent_before_s   seconds with sends in flight before the commit
+    ends            time at which the ship fails for lack of progress
+    question        the message that decode has to answer
     """
 
     transfer: int

@@ -34,7 +34,10 @@ RETRY_S = 0.2
 class ConnectionTimeouts:
     """Timeouts of a link's connections, in seconds.
 
-    Between ALIVE frames, without any sign of a peer until it is lost, and per attempt to connect."""
+    ping_interval    between ALIVE frames
+    silence_limit    without any sign of a peer until it is lost
+    connect_timeout  per attempt to connect
+    """
 
     ping_interval: float
     silence_limit: float

@@ -106,7 +106,7 @@ class UcxWorker:
         """Handle the close of the endpoint, by UCX itself or by `close`.
 
         ucxx keeps the operations in flight of a closed endpoint, and so the worker, until another operation is
-        registered on it. `close` therefore gets one registered here, and cancels it with the others."""
+        registered on it. So during `close` this method registers one, which is cancelled with the others."""
         if self._closing:
             self._endpoint.tag_recv(self._library.array(bytearray(1)), self._library.api.UCXXTag(NEVER_SENT_TAG))
         else:

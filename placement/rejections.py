@@ -29,7 +29,7 @@ def full(drained_s: float) -> Overloaded:
 
 
 def too_late(by_s: float) -> Overloaded:
-    """`by_s`: seconds after its deadline at which its first token is expected."""
+    """Return the error for a request that would miss its deadline. by_s: expected seconds from it to first token."""
     return Overloaded(
         "so much waits for the nodes that this request would not begin before its deadline",
         retry_after=min(max(by_s, RETRY_S[0]), RETRY_S[1]),

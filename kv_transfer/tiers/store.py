@@ -65,9 +65,9 @@ class Backing(Protocol[G]):
 
 
 class Store(Generic[G]):
-    """Groups of at most `size` bytes. One thread calls `put` and `tidy`, another `get`; all else is thread-safe.
+    """Groups of at most `size` bytes. One thread calls `put` and `tidy`, another `get`; other calls are thread-safe.
 
-    lock      guards the catalog; nothing enters while it is held
+    lock      guards the catalog; no group is added while it is held
     changed   called on any thread with the lock held, so in the order of the changes; must not call back into the store
     """
 

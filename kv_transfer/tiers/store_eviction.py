@@ -25,7 +25,7 @@ MARK = "swept"
 async def keep_below(
     objects: Objects, folder: str, size: int, deleted: Callable[[Sequence[str]], None] = lambda names: None
 ) -> None:
-    """Evict for ever, keeping the folder below `size` bytes.
+    """Evict forever, keeping the folder below `size` bytes.
 
     deleted: called with the names of deleted objects."""
     while True:
