@@ -56,7 +56,7 @@ class Link(Protocol):
         """Queue a control message of at most MAX_MESSAGE_BYTES."""
 
     def send_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
-        """Send a buffer to the receive with this tag. `done(None)`: the buffer may be reused, not that it arrived."""
+        """Send a buffer to the receive with this tag. `done(None)`: the buffer may be reused; it may be in flight."""
 
     def receive_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
         """Post a receive into this buffer under a tag. `done(None)`: the bytes arrived.
