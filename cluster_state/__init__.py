@@ -1,3 +1,3 @@
-"""State of the cluster in Redis: the node registry, the block index and the stores behind them.
+"""State of the cluster in Redis: node registry, block index and stored responses.
 
-It imports neither models nor links."""
+The package does not depend on models or links."""

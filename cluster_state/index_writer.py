@@ -1,4 +1,4 @@
-"""Writer that keeps one node's rows of the block index equal to its blocks."""
+"""Writer that keeps one node's rows in the block index equal to the blocks that the node holds."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger("kvferry.index")
 
 PACE_S = 5.0
-"""What writing all rows again is spread over."""
+"""Seconds over which writing all rows again is spread."""
 TURN = 32
-"""Batches that are written before refreshing and looking for losses have their turn, whatever keeps coming."""
+"""Most batches written before refresh and loss detection get a turn."""
 FULL_S = 2.0
-"""Between two tries to add rows to a store that is full."""
+"""Seconds between attempts to add rows to a full store."""
 
 
 class IndexWriter:
     """Keeps one node's rows in the index equal to what the node holds, in batches, off the token path.
 
-    snapshot     rows of all blocks the node holds now, parents before children; called on the asyncio loop
-    flush_s      how long changes are collected before they are written
-    refresh_s    how often all rows are written again, slowly, and compared with the snapshot
-    sample_s     how often a few rows are looked for: where one is lost, all are written again, slowly
-    max_noted    changes held while the loop does not come round; beyond it they are dropped and the snapshot is used
+    snapshot     returns rows of all blocks the node holds now, parents before children; called on the asyncio loop
+    flush_s      seconds for which changes are collected before they are written
+    refresh_s    seconds between slow rewrites of all rows, which also compare them with the snapshot
+    sample_s     seconds between samples of rows; if one is lost, all rows are slowly written again
+    max_noted    most changes held between two runs of the loop; beyond it they are dropped and the snapshot is used
 
-    Removals are written before additions, additions parents first, so the index errs towards fewer blocks. After a
-    failure everything is written again. A store that is full is no failure: removals go on, additions wait for room.
-    Memory: the node's rows, those that left it during an outage, and a batch.
-    `note` may be called from any thread, the rest belongs to one asyncio loop. Nothing here raises.
-    """
+    Removals are written before additions, and parents before children, so the index errs towards fewer blocks. After a
+    failure everything is written again. A full store is no failure: removals go on and additions wait. Memory use: the
+    node's rows, rows removed during an outage, and a batch. `note` may be called from any thread; everything else
+    belongs to one asyncio loop. No method raises."""
 
     def __init__(
         self,
@@ -65,23 +64,25 @@ class IndexWriter:
         self._noted = 0
         self._compare, self._rewrite = True, False
         self._rows = OwnRows()
-        self._stale: deque[bytes] = deque()  # to be refreshed
+        self._stale: deque[bytes] = deque()  # rows to refresh
         self._failures = 0
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def rows(self) -> int:
-        """Rows in the index, as far as known."""
+        """Return the number of rows in the index, as far as known."""
         return len(self._rows.held) - len(self._rows.new)
 
     @property
     def pending(self) -> int:
-        """Additions and removals not written yet."""
+        """Return the number of additions and removals not written yet."""
         return len(self._rows.new) + len(self._rows.gone) + self._noted
 
     def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """The node's blocks changed. Of a row in both, the order is unknown and it is taken out. Thread-safe."""
+        """Record a change of the node's blocks. Thread-safe.
+
+        A row in both arguments is removed, because the order is unknown."""
         with self._lock:
             if self._compare:
                 return
@@ -91,21 +92,21 @@ class IndexWriter:
                 self._notes, self._noted, self._compare = [], 0, True
 
     def republish(self) -> None:
-        """The index may have lost our rows: write all of them again."""
+        """Write all rows again, because the index may have lost them."""
         self._rewrite = True
 
     async def start(self) -> None:
-        """Begin writing, with what the node holds already."""
+        """Start writing; the first batch contains what the node already holds."""
         self._task = asyncio.create_task(self._run(), name="index-writer")
 
     async def stop(self) -> None:
-        """Finish the batch under way. What is pending stays unwritten: the node's rows end with its lease."""
+        """Finish the current batch and stop. Pending changes stay unwritten; the node's rows end with its lease."""
         self._stopping.set()
         if self._task is not None:
             await self._task
 
     async def flush(self) -> bool:
-        """Write what is pending, TURN batches at most, and some of the refresh. Whether all additions are written."""
+        """Write pending changes, at most TURN batches, and part of a refresh; return True if no addition is left."""
         try:
             await self._take_notes()
             for _ in range(TURN):
@@ -147,22 +148,24 @@ class IndexWriter:
                 continue
 
     async def _write(self) -> None:
-        """One batch. While the index is away, removals come to fill it, so that no more additions are tried in vain:
-        each of them would have to be remembered."""
+        """Write one batch.
+
+        While the index is unavailable, removals fill the batch, so that few additions are tried: each tried one must be
+        remembered."""
         gone = list(islice(self._rows.gone, self._batch))
         new = list(islice(self._rows.new, self._batch - len(gone))) if self._room() else []
         for row in new:
             self._rows.new[row] = True
         await self._index.publish(self._node_id, self._epoch, new, gone)
         if self._reached():
-            return  # An addition that timed out may still take effect after this removal: remove once more.
+            return  # An addition that timed out may still take effect after this removal: remove it again.
         for row in gone:
             del self._rows.gone[row]
         for row in new:
             del self._rows.new[row]
 
     def _reached(self) -> bool:
-        """The index answers. Returns whether it had failed before; then everything is to be written again."""
+        """Record that the index answered; return whether it had failed before, so that everything is written again."""
         if self._failures == 0:
             return False
         log.info("block index answers again")
@@ -189,7 +192,9 @@ class IndexWriter:
             self._pace = max(self._batch, math.ceil(len(self._rows.held) * self._flush_s / PACE_S))
 
     async def _take_notes(self) -> None:
-        """What is noted from here on is taken after a snapshot that may have it already."""
+        """Apply the recorded changes, and compare with the snapshot if needed.
+
+        Changes noted from now on are applied after the snapshot, which may already contain them."""
         with self._lock:
             notes, self._notes, self._noted = self._notes, [], 0
             compare, self._compare = self._compare or self._rewrite, False

@@ -1,4 +1,4 @@
-"""In-memory node registry and block index for tests and simulations.
+"""In-memory node registry and block index, for tests and simulations.
 
 It has the same contract as `redis_store`."""
 
@@ -19,9 +19,9 @@ from kvferry.protocol.lease import IncompatibleLease, NodeLease
 
 
 class MemoryStore:
-    """Registry and BlockIndex in one process.
+    """Store in one process. Implements cluster_state.registry.Registry and cluster_state.index.BlockIndex.
 
-    `available` False makes every call raise RegistryUnavailable, `flush` loses all data; `clock` tells seconds."""
+    If `available` is False, every call raises RegistryUnavailable. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class MemoryStore:
         self._ends: dict[bytes, float] = {}
 
     def flush(self) -> None:
+        """Delete all data."""
         self._leases.clear()
         self._epochs.clear()
         self._rows.clear()
@@ -48,10 +49,12 @@ class MemoryStore:
         """Do nothing."""
 
     async def check(self) -> str:
+        """Return the name of this store."""
         self._reach()
         return "memory"
 
     async def ping(self) -> None:
+        """Raise RegistryUnavailable if the store is unavailable."""
         self._reach()
 
     async def next_epoch(self, node_id: str, least: int) -> int:
@@ -126,7 +129,7 @@ class MemoryStore:
         return lease if ends > self._clock() else None
 
     def _least(self, name: str, own: str) -> float:
-        """Of what stands under a name, rows of this epoch and later ones may be of use."""
+        """Return the lowest valid epoch of rows under a name; infinite if all are void."""
         lease = self._live(owner(name))
         if lease is not None:
             return lease.epoch

@@ -1,4 +1,4 @@
-"""A node's own rows of the block index: those written, those to write and those to remove."""
+"""State of a node's own rows in the block index: written, to write and to remove."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 SLICE = 4096
-"""Rows that are looked at before others on the loop have their turn: a fraction of a millisecond for each thousand."""
+"""Rows handled before other tasks of the loop get a turn; a thousand rows take a fraction of a millisecond."""
 
 
 class OwnRows:
-    """Every row of ours is in `held` or `gone`; `new` maps those of `held` that are to be written to whether they may
-    be there already. On the asyncio loop; one task changes it."""
+    """A node's rows. Belongs to one asyncio loop; only one task changes it.
+
+    held   rows of blocks that the node holds
+    new    rows of `held` to write; True if the row may already be in the index
+    gone   rows to remove from the index
+    """
 
     def __init__(self) -> None:
         self.held: dict[bytes, None] = {}
@@ -20,18 +24,20 @@ class OwnRows:
         self.gone: dict[bytes, None] = {}
 
     def add(self, row: bytes) -> None:
+        """Record that the node holds the row's block."""
         if row not in self.held:
             self.held[row] = None
             self.new[row] = self.gone.pop(row, self) is not self
 
     def remove(self, row: bytes) -> None:
+        """Record that the node dropped the row's block."""
         if row in self.held:
             del self.held[row]
             if self.new.pop(row, True):
                 self.gone[row] = None
 
     async def compare(self, snapshot: Iterable[bytes]) -> None:
-        """These are held now, and no others."""
+        """Make the held rows equal to the snapshot."""
         there: dict[bytes, None] = {}
         for part in slices(snapshot):
             there.update(dict.fromkeys(part))
@@ -47,7 +53,7 @@ class OwnRows:
             await asyncio.sleep(0)
 
     async def rewrite(self) -> None:
-        """All are to be written again."""
+        """Mark all held rows as to be written."""
         new: dict[bytes, bool] = {}
         for part in slices(list(self.held)):
             new.update((row, self.new.get(row, True)) for row in part)
@@ -56,7 +62,7 @@ class OwnRows:
 
 
 def slices(hashes: Iterable[bytes]) -> Iterator[Sequence[bytes]]:
-    """SLICE of them at once."""
+    """Yield the hashes in parts of SLICE."""
     rest = iter(hashes)
     while part := list(islice(rest, SLICE)):
         yield part

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 def longest(count: int, held: Callable[[int], bool]) -> int:
-    """Number of leading blocks held, of `count`, where held(i) is whether block i = 0 … count - 1 is.
+    """Return the number of leading blocks held, of `count`; held(i) tells whether block i = 0 … count - 1 is held.
 
-    Gallops by fours, then bisects: at most 3 * log4(count) + 3 calls. With rows missing in between: an i with held(i -
-    1) and not held(i)."""
+    Gallops by fours, then bisects: at most 3 * log4(count) + 3 calls. If rows in between are missing, the result is
+    some i with held(i - 1) and not held(i)."""
     if count == 0 or not held(0):
         return 0
     low, high = 1, 4

@@ -11,17 +11,17 @@ from kvferry.cluster_state.redis_client import sensible
 from kvferry.protocol.errors import KvferryError, RegistryUnavailable
 
 MOST_BYTES = 2**18
-"""Of the questions of one call; a longer one goes alone."""
+"""Most bytes of the queries in one call; a longer query is sent alone."""
 
 Question = tuple[bytes, ...]
 Waiting = tuple[Question, asyncio.Future[Any]]
 
 
 class QueryBatcher:
-    """`ask` is answered by `call`, which takes several questions and gives as many answers in their order.
+    """Batches queries. `call` takes several queries and returns as many answers, in their order.
 
-    Those that are asked before the loop comes to them go together. A call belongs to none of those who wait for it:
-    each of them may be cancelled, or stop to wait after `limit_s`, and the others have their answers."""
+    Queries made in the same iteration of the loop are sent together. A caller that is cancelled, or stops waiting after
+    `limit_s` seconds, does not affect the other callers of its batch."""
 
     def __init__(self, call: Callable[[Sequence[Question]], Awaitable[Any]], limit_s: float) -> None:
         self._call, self._limit_s = call, limit_s
@@ -29,7 +29,7 @@ class QueryBatcher:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, question: Question) -> Any:
-        """Raises RegistryUnavailable, also where there is no answer in time."""
+        """Return the answer to a query. Raises RegistryUnavailable, also if no answer comes in time."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((question, answer))
@@ -56,7 +56,9 @@ class QueryBatcher:
             task.add_done_callback(self._calls.discard)
 
     async def _answer(self, asked: Sequence[Waiting]) -> None:
-        """An error is everybody's answer, and never left to be retrieved from a future."""
+        """Make one call and pass each answer, or the error, to its caller.
+
+        Errors are set as results, so that no future with an unretrieved exception remains."""
         try:
             async with asyncio.timeout(self._limit_s):
                 told = await self._call([question for question, _ in asked])
@@ -72,5 +74,5 @@ class QueryBatcher:
 
 
 def _size(waiting: Waiting) -> int:
-    """Bytes of the question."""
+    """Return the bytes of the query."""
     return sum(map(len, waiting[0]))

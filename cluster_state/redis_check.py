@@ -1,4 +1,4 @@
-"""Checks of a Redis or Valkey server before use: a single server, sufficient ACL, and a safe eviction policy."""
+"""Checks of a Redis or Valkey server before use: a single server, a sufficient ACL and a safe eviction policy."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from kvferry.protocol.errors import ConfigError, RegistryRefuses, RegistryUnavai
 log = logging.getLogger("kvferry.redis")
 
 UNFIT_POLICIES = ("volatile-ttl", "volatile-lru", "volatile-lfu", "volatile-random", "allkeys-random")
-"""Leases are the keys with the shortest life, and few among many: these evict them while there is anything else."""
+"""Eviction policies that may evict leases before block rows: leases are few and have the shortest time to live."""
 _NO_DATABASE = re.compile("DB index|SELECT is not allowed")
 
 
 class Forbidden(Exception):
-    """The server's ACL keeps commands from kvferry."""
+    """The server's ACL forbids commands that kvferry needs."""
 
 
 async def checked(client: redis.Redis, prefix: str, shown: str, limit_s: float) -> str:
-    """The server's name and version.
+    """Check the server and return its name and version.
 
-    `prefix`: of all keys. Raises ConfigError for a server that would never do, RegistryRefuses for one that does not
-    let us in or forbids what we do, since its ACL or our password may change, and RegistryUnavailable where there is no
-    answer yet."""
+    prefix: of all keys. Raises ConfigError for an unsuitable server, RegistryRefuses for one that rejects the password
+    or whose ACL forbids a command (both may change later), and RegistryUnavailable if no answer comes yet."""
     try:
         async with asyncio.timeout(limit_s):
             await client.ping()
@@ -56,7 +55,7 @@ async def checked(client: redis.Redis, prefix: str, shown: str, limit_s: float) 
 
 
 async def _facts(client: redis.Redis) -> dict[str, Any]:
-    """What the server tells of itself; nothing where its ACL keeps that from us."""
+    """Return the server's INFO; empty if its ACL forbids it."""
     try:
         return dict(await client.info())
     except NoPermissionError:
@@ -64,10 +63,10 @@ async def _facts(client: redis.Redis) -> dict[str, Any]:
 
 
 async def _rehearse(client: redis.Redis, prefix: str) -> None:
-    """Run each command that the scripts run, on keys that nobody uses.
+    """Run each command of the scripts, on unused keys.
 
     Raises Forbidden naming those that the server's ACL forbids."""
-    loaded = await client.script_load(REHEARSAL)  # also where the server knows it already: it may be forbidden
+    loaded = await client.script_load(REHEARSAL)  # even if already loaded: SCRIPT LOAD may be forbidden
     refused = await client.evalsha(loaded, 1, prefix, *COMMANDS)
     await client.get(f"{prefix}r:rehearsal")
     if refused:

@@ -1,9 +1,8 @@
-"""Redis client with deadlines; its errors are RegistryUnavailable and contain no password.
+"""Redis client with deadlines; its errors become RegistryUnavailable and contain no password.
 
-It reaches one server, or what Sentinels call the master. Whatever it has lost it asks for anew: where a connection
-failed, its fellows are made anew before their next use, so the name is resolved, the password read and the Sentinels
-asked again. How often it is tried is the caller's affair.
-"""
+It connects to one server, or to the master that Sentinels name. After a connection fails, all others are re-established
+before their next use: the name is resolved, the password read and the Sentinels asked again. Retries are up to the
+caller."""
 
 from __future__ import annotations
 
@@ -45,17 +44,18 @@ _odd = RateLimitedLog(log)
 
 _MAX_CONNECTIONS = 16
 LONGEST = 3
-"""A call may take so many times the bound of one answer: it waits for a connection, makes it, and is tried again."""
+"""Most time of a call, in multiples of the answer's timeout: it may wait for a connection, connect and retry once."""
 CLUSTER_MODE = "it runs in Cluster mode, which kvferry does not use: give a single server, or one behind Sentinels"
 
 
 class PasswordFile(CredentialProvider):
-    """Read for each connection: a password that was changed is used by the next one."""
+    """Credentials from a file that is read for each connection, so that a changed password takes effect."""
 
     def __init__(self, user: str, path: str) -> None:
         self._user, self._path = user, Path(path).expanduser()
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return (user, password), or (password,) without a user. Raises RedisConnectionError for a file error."""
         try:
             password = self._path.read_text().strip()
         except (OSError, ValueError) as error:
@@ -63,17 +63,18 @@ class PasswordFile(CredentialProvider):
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """Return the credentials; read the file on a thread."""
         return await asyncio.to_thread(self.get_credentials)
 
 
 def connected(url: str, timeout_s: float, password_file: str = "") -> redis.Redis:
-    """Connects on first use, reconnects by itself; `timeout_s` bounds connecting and every answer.
+    """Return a client that connects on first use and reconnects by itself.
 
-    Raises ConfigError for a URL or a file that cannot be read."""
+    timeout_s bounds connecting and every answer. Raises ConfigError for an invalid URL or an unreadable file."""
     where = redis_url.read(url)
     options: dict[str, Any] = where.server | _deadlines(timeout_s)
     options |= {"max_connections": _MAX_CONNECTIONS, "timeout": timeout_s}
-    # One more try: a pooled connection may belong to a server that has restarted since.
+    # One retry: a pooled connection may belong to a server that has restarted since.
     options["retry"] = Retry(NoBackoff(), 1, (RedisConnectionError,))
     if password_file:
         options["credential_provider"] = _of_file(where, options, password_file)
@@ -93,7 +94,7 @@ def _deadlines(timeout_s: float) -> dict[str, Any]:
 
 
 def _of_file(where: redis_url.RedisUrl, options: dict[str, Any], path: str) -> PasswordFile:
-    """The credentials of connections with these options, which lose their own."""
+    """Return the credentials from the file, and remove user and password from the options."""
     if options.pop("password", ""):
         raise ConfigError(f"redis_url {where.shown} has a password already", param="redis_password_file")
     provider = PasswordFile(options.pop("username", ""), path)
@@ -114,17 +115,17 @@ async def close(client: redis.Redis) -> None:
 
 
 class Script:
-    """A script of `redis_scripts`.
+    """A Lua script of `redis_scripts`.
 
-    Servers before Redis 7 know no flags in a script's first line: without it they do the same, but for what the flag
-    allows."""
+    Servers before Redis 7 reject the flags in a script's first line. Without that line the script works the same there,
+    except for what the flag allows."""
 
     def __init__(self, client: redis.Redis, text: str, timeout_s: float) -> None:
         self._client, self._limit_s = client, LONGEST * timeout_s
         self._script, self._text = client.register_script(text), text
 
     async def run(self, keys: list[str], args: list[Any]) -> Any:
-        """The answer. Raises RegistryUnavailable."""
+        """Run the script and return its answer. Raises RegistryUnavailable."""
         return await answered(self._client, self._call(keys, args), self._limit_s)
 
     async def _call(self, keys: list[str], args: list[Any]) -> Any:
@@ -140,14 +141,16 @@ class Script:
             return await self._script(keys=keys, args=args)
 
     def _line(self, error: ResponseError) -> str:
-        """What a server that names no command refused: Redis before 7.2."""
+        """Return the script's line that caused an error, since Redis before 7.2 does not name the command."""
         number = re.search(r"user_script:(\d+)", str(error))
         return "".join(self._text.splitlines()[int(number[1]) - 1 :][:1]).strip() if number else ""
 
 
 async def answered(client: redis.Redis, answer: Awaitable[Any], limit_s: float) -> Any:
-    """Await an answer of the client; its errors become RegistryUnavailable: RegistryFull for want of memory,
-    RegistryRefuses where it does not let us in or forbids what was asked."""
+    """Await an answer of the client; convert its errors to RegistryUnavailable.
+
+    Raises RegistryFull if the server is out of memory, RegistryRefuses if it rejects the password or forbids the
+    command."""
     try:
         async with asyncio.timeout(limit_s):
             return await answer
@@ -165,7 +168,7 @@ async def answered(client: redis.Redis, answer: Awaitable[Any], limit_s: float) 
 
 @contextlib.contextmanager
 def sensible() -> Iterator[None]:
-    """Around the reading of an answer: one of another kind than was asked for is RegistryUnavailable."""
+    """Convert errors in reading an answer to RegistryUnavailable: it has another type than expected."""
     try:
         yield
     except (AttributeError, TypeError, ValueError, IndexError) as error:
@@ -182,7 +185,7 @@ def told(error: Exception) -> str:
 
 
 def is_cluster(error: Exception) -> bool:
-    """Return whether only a server in Cluster mode answers so."""
+    """Return whether the error shows a server in Cluster mode."""
     if isinstance(error, MasterDownError):
         return False
     return isinstance(error, (ClusterDownError, ClusterCrossSlotError, MovedError, AskError)) or (

@@ -1,4 +1,4 @@
-"""Connection pool for one Redis or Valkey, or for the master that Sentinels name."""
+"""Connection pool for one Redis or Valkey server, or for the master that Sentinels name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 log = logging.getLogger("kvferry.redis")
 
 FOLLOW_S = 2.0
-"""How often Sentinels are asked who is master, while the one that was serves on: it may have been cut off from them."""
+"""Seconds between questions to the Sentinels while the known master still answers.
+
+It may be a former master that was cut off from them."""
 
 State = dict[str, Any]
-"""What a Sentinel tells of a master."""
+"""State of a master as a Sentinel reports it."""
 
 
 class Pool(redis.BlockingConnectionPool):
-    """Connections that nobody closes but who uses them: closed by others, they break calls that just began."""
+    """Connection pool that closes a connection only when its next user takes it.
+
+    Closing it from elsewhere would break calls that just began."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -33,12 +37,12 @@ class Pool(redis.BlockingConnectionPool):
     def renew(self) -> None:
         """Reconnect all connections when they are next used.
 
-        An error that one connection met would meet the others, each in its own time."""
+        An error of one connection would otherwise hit the others one by one."""
         self._fresh = WeakSet()
 
     async def ensure_connection(self, connection: Any) -> None:
-        """Called with each connection that somebody is about to use."""
-        fresh = self._fresh  # a `renew` while it is made counts for it, too
+        """Prepare a connection for use. The pool calls it with each connection before a call uses it."""
+        fresh = self._fresh  # a `renew` during the connect must also apply to this connection
         if connection not in fresh:
             await connection.disconnect(nowait=True)
         await super().ensure_connection(connection)
@@ -48,8 +52,8 @@ class Pool(redis.BlockingConnectionPool):
 class SentinelPool(SentinelConnectionPool, Pool):
     """Connections to the master.
 
-    Sentinels are asked for each new one, and every FOLLOW_S while connections are used: what still goes to a former
-    master is not used again."""
+    Sentinels are asked for each new connection, and every FOLLOW_S while connections are used. Connections to a former
+    master are not used again."""
 
     def __init__(self, service: str, sentinels: Sentinel, **options: Any) -> None:
         super().__init__(service, sentinels, **options)  # type: ignore[no-untyped-call]
@@ -57,6 +61,7 @@ class SentinelPool(SentinelConnectionPool, Pool):
         self._asking: asyncio.Task[None] | None = None
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
+        """Return a connection to the master; start asking the Sentinels if FOLLOW_S has passed."""
         now = time.monotonic()
         if now >= self._asked_at + FOLLOW_S and (self._asking is None or self._asking.done()):
             self._asked_at = now
@@ -64,7 +69,7 @@ class SentinelPool(SentinelConnectionPool, Pool):
         return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
 
     async def get_master_address(self) -> tuple[str, int]:
-        """Host and port, asked of the Sentinels now. Raises what `master` does."""
+        """Ask the Sentinels for the master's host and port. Raises what `master` raises."""
         address = await master(self.sentinel_manager.sentinels, self.service_name)
         if address != self.master_address:
             if self.master_address is not None:
@@ -74,6 +79,7 @@ class SentinelPool(SentinelConnectionPool, Pool):
         return address
 
     async def aclose(self) -> None:
+        """Close the connections to the master and the Sentinels."""
         if self._asking is not None:
             self._asking.cancel()
         await super().aclose()
@@ -87,11 +93,11 @@ class SentinelPool(SentinelConnectionPool, Pool):
 
 
 async def master(sentinels: Iterable[redis.Redis], service: str) -> tuple[str, int]:
-    """Host and port of what the Sentinels call the master.
+    """Return host and port of the master that the Sentinels name.
 
-    One that is cut off together with a former master goes on naming it, so all are asked at once, and the answers of
-    more than half of them are waited for. Raises MasterNotFoundError, or the error by which a Sentinel refuses us if no
-    other knows the master."""
+    A Sentinel that is cut off together with a former master keeps naming it. So all are asked at once, and more than
+    half of them must answer, or all that can. Raises MasterNotFoundError, or a Sentinel's refusal if no other knows the
+    master."""
     asking = [asyncio.create_task(_state(each, service)) for each in sentinels]
     states: list[State] = []
     refusal: Exception | None = None
@@ -118,7 +124,9 @@ async def master(sentinels: Iterable[redis.Redis], service: str) -> tuple[str, i
 
 
 async def _state(sentinel: redis.Redis, service: str) -> State | Exception | None:
-    """None: it knows no such service. An error is the answer, too, for nobody may be waiting for it any more."""
+    """Return the Sentinel's state of the service; None if it does not know it, and the error if the call fails.
+
+    Errors are returned, not raised, because the task may be abandoned."""
     try:
         masters: Any = await sentinel.sentinel_masters()
         return masters.get(service)  # type: ignore[no-any-return]
@@ -127,9 +135,9 @@ async def _state(sentinel: redis.Redis, service: str) -> State | Exception | Non
 
 
 def newest(states: Iterable[State]) -> tuple[str, int] | None:
-    """Host and port of the master that was made last, if one of those who know it has it up.
+    """Return host and port of the master with the newest epoch, if a Sentinel that knows it reports it up.
 
-    While a failover is under way, who leads it tells the old master's address with the new one's epoch."""
+    While a failover runs, its leader reports the old master's address with the new epoch; that state is used last."""
     states = list(states)
     last = max((state["config-epoch"] for state in states), default=0)
     up = [

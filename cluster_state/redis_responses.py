@@ -4,8 +4,7 @@ kvferry:<cluster>:r:<tenant>:<id>    string, the record; expires with its life
 kvferry:<cluster>:r:<tenant>#ages    sorted set  id → microseconds of its writing: the tenant's records, by age
 kvferry:<cluster>:r:<tenant>#sizes   hash  id → bytes, and the field "" with their sum
 
-<tenant> is a hash of the tenant's name: one length, no colon, and nobody's name in a dump.
-"""
+<tenant> is a hash of the tenant's name: fixed length, no colon, and no name readable in a dump."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ local function forget(id)
 end
 """
 
-# KEYS: prefix of records, ages, sizes. ARGV: id, record, ttl in ms, most bytes, most records. Where none but the new
-# record is left to go, the books were wrong (Redis lost a key) and begin anew.
+# KEYS: prefix of records, ages, sizes. ARGV: id, record, TTL in ms, most bytes, most records. If only the new record is
+# left to evict, the bookkeeping was wrong (Redis lost a key) and starts again.
 PUT = (
     _FORGET
     + """
@@ -60,12 +59,15 @@ DELETE = _FORGET + "return forget(ARGV[1])"
 
 
 class RedisResponses:
-    """ResponseStore of one cluster. Connects on first use, reconnects by itself; belongs to one asyncio loop.
+    """Responses of one cluster. Implements cluster_state.responses.ResponseStore.
 
-    ttl_s      life of a record after it was written
-    share      bytes that one tenant may keep
-    timeout_s  bound on every answer: a client waits for it
-    password_file  as of `redis_client.connected`
+    Connects on first use and reconnects by itself; belongs to one asyncio loop.
+
+    ttl_s          seconds after which a record expires
+    share          most bytes of one tenant
+    most           most records of one tenant
+    timeout_s      limit on every answer, because a client waits for it
+    password_file  see `redis_client.connected`
     """
 
     def __init__(

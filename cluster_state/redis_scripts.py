@@ -1,13 +1,11 @@
-"""Lua scripts that run inside Redis or Valkey.
+"""Lua scripts for the node registry that run inside Redis or Valkey.
 
-A script is one round trip and atomic: it sees one state of the store.
+A script is one round trip and atomic: it sees one state of the store. Epochs are compared as numbers, which are exact
+below 2**53. Keys are built from the prefixes in KEYS, so the store must be one server (with replicas or Sentinels if
+wanted), not a Redis Cluster. Leases and epochs are written even if memory is full: they are few, and without them the
+rows of the index (`row_scripts`) are useless."""
 
-Epochs are compared as numbers, exact below 2**53. Keys are built from the prefixes in KEYS, so the store is one server
-(with replicas or Sentinels if wanted), not a Redis Cluster. Where memory is full, leases and epochs are written all the
-same: there are few of them, and without them the rows of the index (`row_scripts`) are of no use.
-"""
-
-# KEYS: last epoch, members. ARGV: node id, least epoch, life in ms of what is remembered. Answers the new epoch.
+# KEYS: last epoch, members. ARGV: node id, least epoch, TTL of the last epoch in ms. Returns the new epoch.
 EPOCH = """#!lua flags=allow-oom
 local last = tonumber(redis.call('GET', KEYS[1]) or 0)
 local known = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or 0)
@@ -16,7 +14,7 @@ redis.call('SET', KEYS[1], epoch, 'PX', ARGV[3])
 return epoch
 """
 
-# KEYS: members, lease. ARGV: node id, epoch, packed lease, life in ms.
+# KEYS: members, lease. ARGV: node id, epoch, packed lease, TTL in ms.
 ANNOUNCE = """#!lua flags=allow-oom
 local alive = redis.call('EXISTS', KEYS[2]) == 1
 local known = redis.call('HGET', KEYS[1], ARGV[1])
@@ -34,7 +32,7 @@ if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then
 end
 """
 
-# KEYS: members, prefix of leases. Members whose lease has expired are dropped on the way.
+# KEYS: members, prefix of leases. Also drops members whose lease has expired.
 NODES = """
 local leases = {}
 for _, id in ipairs(redis.call('HKEYS', KEYS[1])) do
@@ -44,8 +42,8 @@ end
 return leases
 """
 
-# Every command of the scripts, here, in `row_scripts` and in `redis_responses`, with arguments that change nothing that
-# anybody uses: the ACL of a server is tried with them. `#` stands for the key.
+# Every command of the scripts, here, in `row_scripts` and in `redis_responses`, with harmless arguments: they test the
+# ACL of a server. `#` stands for the key.
 COMMANDS = (
     "set # 1 PX 1000", "get #", "exists #", "pexpire # 1000", "del #",
     "hset # a 1", "hincrby # a 1", "hget # a", "hmget # a", "hgetall #", "hkeys #", "hrandfield # 1",
@@ -54,8 +52,8 @@ COMMANDS = (
     "time",
 )  # fmt: skip
 
-# KEYS: prefix of all keys. ARGV: COMMANDS. Answers the names of those that its ACL forbids. What else may be wrong (no
-# memory, a replica, another type left where DEL is forbidden) is not this script's affair.
+# KEYS: prefix of all keys. ARGV: COMMANDS. Returns the names of commands that the ACL forbids. It ignores other errors
+# (out of memory, a replica, a key of another type left because DEL is forbidden).
 REHEARSAL = """
 local refused = {}
 local function forbidden(words, key)

@@ -3,9 +3,9 @@
 kvferry:<cluster>:nodes         hash  node id → epoch: the members
 kvferry:<cluster>:node:<id>     string, the NodeLease as sealed, expires with the lease
 kvferry:<cluster>:epoch:<id>    string, the epoch last given to the node's processes, expires EPOCH_TTL_S after that
-kvferry:<cluster>:b:<16 bytes>  hash  node id, or another name of `index` → epoch: who holds the block of this hash, the
-                                first of a chain, or what it stands for
-kvferry:<cluster>:g:<8 bytes>   hash  8 bytes, name → epoch: the same of the blocks of a group (`protocol.index_rows`).
+kvferry:<cluster>:b:<16 bytes>  hash  node id, or another name of `index` → epoch: holders of the block with this hash,
+                                the first of a chain or the last of a store's group
+kvferry:<cluster>:g:<8 bytes>   hash  8 bytes, name → epoch: the same for the blocks of a group (`protocol.index_rows`).
                                 Both expire ROW_TTL_S after the last write
 """
 
@@ -30,18 +30,20 @@ from kvferry.protocol.wire import WireError
 log = logging.getLogger("kvferry.redis")
 
 EPOCH_TTL_S = 7 * 86_400.0
-"""Far beyond what a clock is set back by."""
+"""Seconds for which a node's last epoch is kept: far longer than a clock is set back."""
 CHECK_S = 2.0
-"""What `check` may take."""
+"""Most seconds that `check` takes."""
 
 
 class RedisStore:
-    """Registry and BlockIndex of one cluster. Connects on first use, reconnects by itself; belongs to one asyncio loop.
+    """Store of one cluster. Implements cluster_state.registry.Registry and cluster_state.index.BlockIndex.
 
-    url            see `redis_url`. Raises ConfigError if it cannot be read
-    timeout_s      bound on connecting and on every answer, for which all calls but lookups wait
-    lookup_s       bound on a whole longest_prefix: a request waits for it
-    password_file  holds the password, read at each connection; empty: what the URL says
+    Connects on first use and reconnects by itself; belongs to one asyncio loop.
+
+    url            see `redis_url`; raises ConfigError if it is invalid
+    timeout_s      limit on connecting and on every answer, of all calls but lookups
+    lookup_s       limit on a whole longest_prefix, because a request waits for it
+    password_file  contains the password, read at each connection; empty: the URL's password is used
     """
 
     def __init__(
@@ -80,8 +82,8 @@ class RedisStore:
     async def check(self) -> str:
         """Check the server and describe it.
 
-        Raises ConfigError for one that would never do, RegistryRefuses for one that refuses us as yet,
-        RegistryUnavailable where none answers."""
+        Raises ConfigError for an unsuitable server, RegistryRefuses for one that rejects this process for now, and
+        RegistryUnavailable if none answers."""
         return await checked(self._client, self._prefix, self._shown, CHECK_S)
 
     async def ping(self) -> None:
@@ -104,9 +106,9 @@ class RedisStore:
         await self._withdraw.run([self._members, self._leases + node_id], [node_id, epoch])
 
     async def nodes(self) -> list[NodeLease]:
-        """Leases that this version cannot read are left out: an incompatible node may share the registry.
+        """Return all live leases that this version can read, since an incompatible node may share the registry.
 
-        Those that tell another version are `incompatible` then."""
+        Leases of another version are in `incompatible` afterwards."""
         leases: list[NodeLease] = []
         incompatible, unreadable = [], ""
         answer = await self._nodes.run([self._members, self._leases], [])
@@ -155,10 +157,10 @@ class RedisStore:
         return held
 
     async def _longest_prefixes(self, questions: Sequence[Question]) -> Any:
-        """One answer for each: of hashes, and of those that stand for the store's groups."""
+        """Return one answer for each question: a chain's hashes, and the hashes that stand for the store's groups."""
         return await self._longest.run(self._rows, [ON_STORE, *chain.from_iterable(questions)])
 
 
 def _told(rows: Sequence[bytes], name: str) -> bytes:
-    """As scripts read them: the name behind each."""
+    """Return the rows as the scripts read them, each followed by the name."""
     return name.encode().join((*rows, b""))

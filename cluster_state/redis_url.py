@@ -4,10 +4,9 @@ It does not import the redis package and never prints a password.
 
 redis://[user:password@]host[:port][/db]                          one server; rediss:// the same over TLS
 unix://[user:password@]/path/of/socket[?db=0]                     one server
-redis+sentinel://[user:password@]host[:port],…[/service[/db]]     what Sentinels call the master; rediss+sentinel://
+redis+sentinel://[user:password@]host[:port],…[/service[/db]]     the master that Sentinels name; rediss+sentinel://
 
-Parameters follow a `?`: those in PARAMETERS, and for Sentinels `sentinel_username` and `sentinel_password`.
-"""
+Parameters follow a `?`: those in PARAMETERS, and for Sentinels `sentinel_username` and `sentinel_password`."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def _protocol(text: str) -> int:
 
 
 def _client_name(text: str) -> str:
-    """As servers want it: nothing but what can be seen."""
+    """Return the client name, which servers restrict to visible ASCII characters."""
     if not all("!" <= letter <= "~" for letter in text):
         raise ValueError
     return text
@@ -73,12 +72,14 @@ _SENTINELS_OWN = {"sentinel_username": "username", "sentinel_password": "passwor
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """shown      the URL without password and parameters: what logs and errors may tell
-    server        arguments of a connection to the server, as the redis package names them; without host and port where
-                  Sentinels know these
-    sentinels     host and port of each; empty: there are none
+    """Parsed Redis URL.
+
+    shown         the URL without password and parameters, for logs and errors
+    server        arguments of a connection to the server, as the redis package names them; without host and port if
+                  Sentinels provide these
+    sentinels     host and port of each; empty without Sentinels
     sentinel      arguments of a connection to a Sentinel
-    service       what the Sentinels call the master
+    service       name of the master at the Sentinels
     tls           whether connections are encrypted
     """
 
@@ -91,23 +92,23 @@ class RedisUrl:
 
 
 def shown(url: str) -> str:
-    """The URL without password and parameters, whatever is wrong with it."""
+    """Return the URL without password and parameters, even if it is invalid."""
     scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
     place = re.split(r"[?#]", rest, maxsplit=1)[0]
     if "@" in rest[len(place) :]:
-        return f"{scheme}{separator}***"  # a ? or # in the password, or an @ in a parameter: it cannot be told
+        return f"{scheme}{separator}***"  # ambiguous: a ? or # in the password, or an @ in a parameter
     secret, at, place = place.rpartition("@")
     user = secret.partition(":")[0] if ":" in secret else ""
     return f"{scheme}{separator}{user + ':***@' if at else ''}{place}"
 
 
 def has_password(url: str) -> bool:
-    """Return whether others must not see the URL."""
+    """Return whether the URL may contain a password."""
     return "@" in url or "password" in url.partition("?")[2]
 
 
 def read(url: str) -> RedisUrl:
-    """Raises ConfigError, which tells no password."""
+    """Return the parsed URL. Raises ConfigError, whose text contains no password."""
     try:
         parts = urlsplit(url)
         netloc, path = parts.netloc, unquote(parts.path)

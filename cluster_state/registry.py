@@ -1,8 +1,7 @@
 """Node registry: live nodes, each under a lease that its process renews.
 
-Implementations: `redis_store.RedisStore` and `memory_store.MemoryStore`. Their calls raise RegistryUnavailable and
-nothing else; every call may be repeated.
-"""
+Implementations: `redis_store.RedisStore` and `memory_store.MemoryStore`. Calls raise only RegistryUnavailable, and
+every call may be repeated."""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger("kvferry.registry")
 
 LEASE_S = 5.0
-"""Life of a lease after its last renewal."""
+"""Seconds after which a lease expires unless it is renewed."""
 RENEWAL_S = 1.0
 
 
 class Announced(StrEnum):
     """Result of announcing a lease.
 
-    The registry held this node's own lease, none (first, expired, or lost), or a live lease of a newer epoch, which
-    stays."""
+    RENEWED: the registry had this lease. CREATED: it had none (first time, expired or lost). FENCED: it has a live
+    lease of a newer epoch, which stays."""
 
     RENEWED = "renewed"
     CREATED = "created"
@@ -41,35 +40,34 @@ class Registry(Protocol):
     """Leases by node id. Of two processes with one node id the newer epoch wins."""
 
     async def next_epoch(self, node_id: str, least: int) -> int:
-        """An epoch for a process that starts: `least`, or above all that this node's processes had, whatever became of
-        the clock of its machine."""
+        """Return an epoch for a starting process: at least `least`, and above all earlier ones of this node.
+
+        It increases even if the machine's clock was set back."""
 
     async def announce(self, lease: NodeLease) -> Announced:
-        """Write the lease; it lives LEASE_S from now."""
+        """Write the lease, which expires LEASE_S from now."""
 
     async def withdraw(self, node_id: str, epoch: int) -> None:
         """Remove the lease if this epoch wrote it."""
 
     async def nodes(self) -> list[NodeLease]:
-        """Every live lease, in no order."""
+        """Return all live leases, in no order."""
 
 
 class LeaseKeeper:
-    """Announces a node every second for as long as it serves. Nothing here raises.
+    """Announces a node every second while it serves. No method raises.
 
-    make_lease    the lease as of now
-    on_restored   the registry answers again after a failure, or lost our lease: what was published there may be gone
-    on_outcome    told "renewed", "created", "fenced" or "failed" after each try
-    lease_s       life of a lease in this registry
+    make_lease    returns the current lease
+    on_restored   called when the registry answers again after a failure, or lost our lease: published rows may be gone
+    on_outcome    called with "renewed", "created", "fenced" or "failed" after each attempt
+    lease_s       seconds after which a lease expires in this registry
+    trouble       why the lease is not held, as of the last attempt; empty while it is
 
-    A lease stands once it was read back where routers read it, and renewed since: a registry that takes a lease may not
-    keep it, or not be the one that routers ask. One that lapsed must be read back again.
+    A lease counts as held once it was read back as routers read it, and renewed since: a registry that accepts a lease
+    may not store it, or may not be the one that routers read. A lapsed lease must be read back again.
 
-    trouble: why the lease is not held, as of the last try; empty while it is.
-
-    Belongs to one asyncio loop; callbacks come on it. The log has one line per outage, and one more if it outlives the
-    lease; a line each ten seconds where the registry refuses us, which somebody has to mend.
-    """
+    Belongs to one asyncio loop; callbacks run on it. The log has one line per outage and one more if it lasts longer
+    than the lease, or a line every ten seconds while the registry refuses this node, which an operator has to fix."""
 
     def __init__(
         self,
@@ -98,26 +96,26 @@ class LeaseKeeper:
 
     @property
     def held(self) -> bool:
-        """Return whether the registry has our lease: it stands, and was renewed less than its life ago."""
+        """Return whether the registry has our lease: it was read back, and renewed less than `lease_s` ago."""
         return self._stands and time.monotonic() < self._held_until
 
     def start(self) -> None:
-        """Announce now, and go on until `stop`."""
+        """Announce now, and periodically until `stop`."""
         self._task = asyncio.create_task(self._keep(), name="lease-keeper")
 
     async def first_held(self) -> None:
-        """Returns once a lease of ours stands."""
+        """Wait until a lease of this node is held for the first time."""
         await self._held_once.wait()
 
     async def announce_now(self) -> bool:
-        """Announce outside the rhythm (the node's state changed). Returns whether the registry took it."""
+        """Announce at once, because the node's state changed; return whether the registry accepted the lease."""
         async with self._busy:
             outcome = await self._announce()
         self._on_outcome(outcome)
         return outcome in (Announced.RENEWED, Announced.CREATED)
 
     async def stop(self) -> None:
-        """Finish the announcement under way, then withdraw the lease."""
+        """Finish the current announcement, then withdraw the lease."""
         self._stopping.set()
         if self._task is not None:
             await self._task
@@ -137,7 +135,7 @@ class LeaseKeeper:
                     await self._stopping.wait()
 
     async def _read_back(self) -> None:
-        """Look for our lease as a router would, and renew it where it is found."""
+        """Look for our lease as a router would, and renew it if it is found."""
         try:
             found = {(lease.node_id, lease.epoch) for lease in await self._registry.nodes()}
         except Exception as error:
@@ -158,7 +156,7 @@ class LeaseKeeper:
             self._held_once.set()
 
     def _delay_s(self) -> float:
-        """The period; after failures soon again, then less often, spread so that nodes do not return all at once."""
+        """Return the seconds until the next attempt: the period, or a jittered exponential backoff after failures."""
         if self._failures == 0:
             return self._period_s
         return min(self._period_s * 0.1 * 2.0**self._failures, 2 * self._period_s) * random.uniform(0.5, 1.0)

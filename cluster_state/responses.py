@@ -1,8 +1,7 @@
-"""Store of responses that clients fetch later: bounded in time, and in bytes per tenant.
+"""Store of responses that clients fetch later, bounded in time and in bytes per tenant.
 
-Implementations: `redis_responses.RedisResponses` and `MemoryResponses`. Their calls raise RegistryUnavailable and
-nothing else; every call may be repeated.
-"""
+Implementations: `redis_responses.RedisResponses` and `MemoryResponses`. Calls raise only RegistryUnavailable, and every
+call may be repeated."""
 
 from __future__ import annotations
 
@@ -13,24 +12,28 @@ from typing import Protocol
 from kvferry.protocol.errors import RegistryUnavailable
 
 MAX_RESPONSES = 10_000
-"""Of one tenant, whatever their size."""
+"""Most records of one tenant, whatever their size."""
 
 
 class ResponseStore(Protocol):
-    """Records by tenant and id. What a tenant keeps is bounded; the oldest records leave first."""
+    """Records by tenant and id. Each tenant's records are bounded; the oldest are evicted first."""
 
     async def put(self, tenant: str, response_id: str, record: bytes) -> bool:
-        """Keep the record, in place of an earlier one; False where it alone is larger than a tenant's share."""
+        """Store or replace the record; return False if it alone is larger than a tenant's share."""
 
     async def get(self, tenant: str, response_id: str) -> bytes | None:
-        """The record, unless it is not the tenant's, was deleted, has expired or has left."""
+        """Return the record; None if it belongs to another tenant, or was deleted, expired or evicted."""
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Return whether there was one."""
+        """Delete the record; return whether it existed."""
 
 
 class MemoryResponses:
-    """In one process, for tests and routers without Redis. `available` False makes every call raise."""
+    """Responses in process memory, for tests and routers without Redis.
+
+    Implements cluster_state.responses.ResponseStore.
+
+    If `available` is False, every call raises RegistryUnavailable."""
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class MemoryResponses:
         return self._rows(tenant).pop(response_id, None) is not None
 
     def _rows(self, tenant: str) -> dict[str, tuple[bytes, float]]:
-        """The tenant's records that live, oldest first."""
+        """Return the tenant's live records, oldest first."""
         if not self.available:
             raise RegistryUnavailable("the response store is switched off")
         rows, now = self._records.setdefault(tenant, {}), self._clock()

@@ -14,24 +14,27 @@ from kvferry.protocol.index_rows import GROUP
 log = logging.getLogger("kvferry.index")
 
 SAMPLE, NEWEST = 8, 8
-"""Rows that are looked for at once: some anywhere, and some of those written last, which a store loses that goes back
-to an older state. Each is GROUP from the next one, for what shares a key is mostly lost together."""
+"""Rows sampled at once: SAMPLE from a random position, and NEWEST of those written last.
+
+A store that returns to an older state loses the newest rows. Sampled rows are GROUP apart, because rows that share a
+key are mostly lost together."""
 MEND_S, LONGEST_MEND_S = 10.0, 160.0
-"""Between two times that all rows are written again since some were lost, and what it doubles to while they are lost
-again and again: the store has no room for them."""
+"""Seconds between two rewrites of all rows after losses, and the limit to which the interval doubles.
+
+It doubles while rows are lost again and again, because the store then lacks memory for them."""
 
 
 class RowLossDetector:
-    """Rows may be lost while the lease lives: the store was short of memory, or went back to an older state.
+    """Detects lost rows while the lease is live: the store ran out of memory, or returned to an older state.
 
-    Says every `sample_s` which rows to look for, and when to write all of them again."""
+    Every `sample_s` seconds it selects rows to look for, and decides when to write all rows again."""
 
     def __init__(self, sample_s: float) -> None:
         self._sample_s, self._due_at = sample_s, time.monotonic() + sample_s
         self._mended_at, self._mend_s = -math.inf, MEND_S
 
     def sample(self, rows: dict[bytes, None], unwritten: Container[bytes]) -> list[bytes]:
-        """Some of the rows that were written; none before it is time again."""
+        """Return a sample of the written rows; empty if the next sample is not due yet."""
         now = time.monotonic()
         if now < self._due_at:
             return []
@@ -42,7 +45,7 @@ class RowLossDetector:
         return list(dict.fromkeys(each for each in looked if each not in unwritten))
 
     def mend(self, found: int, asked: int) -> bool:
-        """Of a sample so many were found. Whether all rows are to be written again now."""
+        """Return whether to write all rows again, after `found` of `asked` sampled rows were found."""
         now = time.monotonic()
         if found >= asked or now < self._mended_at + self._mend_s:
             return False

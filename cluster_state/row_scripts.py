@@ -1,13 +1,12 @@
 """Lua scripts of the block index (see `redis_scripts`).
 
-Block hashes travel as one string of 16 bytes each, rows (`protocol.index_rows`) as one of 17 and a name each. Where
-memory is full, rows that are there live on; new ones are refused.
-"""
+Block hashes are passed as one string with 16 bytes each, rows (`protocol.index_rows`) as one with 17 bytes and a name
+each. If memory is full, existing rows are renewed and new ones refused."""
 
-# Each command that a script calls costs the server a microsecond and more, so one is for all rows of a key that follow
-# each other. They stand under a node's id, or under `index.on_tier` of it, whose lease is the node's, or under
-# `index.ON_STORE`; in the key of a group (`protocol.index_rows`) the block's tag is before the name. The name travels
-# behind each row, so that a field is one piece of what came: making strings is most of what Lua takes.
+# Each command of a script costs the server a microsecond or more, so one command handles all consecutive rows of a key.
+# A row's name is a node's id, its `index.on_tier` (under the node's lease), or `index.ON_STORE`. In the key of a group
+# (`protocol.index_rows`) the block's tag precedes the name. The name follows each row in the argument, so that a field
+# is one substring of it: creating strings takes most of the script's time.
 _ROWS = """
 local call, sub, byte = redis.call, string.sub, string.byte
 local id, epoch = ARGV[1], ARGV[2]
@@ -36,9 +35,9 @@ end
 local function own(other) return other == epoch end
 """
 
-# A registered epoch, which nearly all writers have, asks for no row before it writes it: those of the node's other ones
-# are void. Where memory is full and that is refused, it asks: what is there lives on. Before that nothing is written,
-# for a script that has written is refused nothing more.
+# A registered epoch (nearly all writers have one) writes rows without reading them first: rows of the node's other
+# epochs are void. If memory is full and the write is refused, it reads them, and existing rows are renewed. Nothing may
+# be written before that, because Redis refuses no further write to a script that has already written.
 _CHANGES = (
     _ROWS
     + """
@@ -67,7 +66,7 @@ end
 """
 )
 
-# KEYS: prefix of rows that stand alone, of groups, members. ARGV: node id, epoch, ttl in ms, rows stored, rows removed.
+# KEYS: prefix of single rows, prefix of groups, members. ARGV: node id, epoch, TTL in ms, rows stored, rows removed.
 PUBLISH = (
     _CHANGES
     + """
@@ -76,8 +75,8 @@ each(ARGV[4], store)
 """
 )
 
-# KEYS: as of PUBLISH, and prefix of leases. ARGV: node id, epoch, ttl in ms, rows. A key may have tens of thousands of
-# fields, so some of them are looked at, at random, and more where more is written.
+# KEYS: those of PUBLISH, and prefix of leases. ARGV: node id, epoch, TTL in ms, rows. A key may have tens of thousands
+# of fields, so only a random sample is checked, which grows with the number of rows written.
 REFRESH = (
     _CHANGES
     + """
@@ -102,7 +101,7 @@ end)
 """
 )
 
-# KEYS: prefix of rows that stand alone, of groups. ARGV: node id, epoch, rows. Answers how many of them are there.
+# KEYS: prefix of single rows, prefix of groups. ARGV: node id, epoch, rows. Returns how many of them are present.
 PRESENT = (
     _ROWS
     + """
@@ -112,12 +111,11 @@ return found
 """
 )
 
-# KEYS: prefix of rows that stand alone, of groups. ARGV: the name of the store; then for each question the hashes of a
-# chain, and those that stand for the store's groups, none unless it is asked for. Answers to each id, epoch, length of
-# each node that holds the first block; whose epochs live is for who asks to know, since a thousand of them would cost
-# more to send than the search. The search of each node is that of `cluster_state.prefixes.longest`, with positions
-# counted from 1; nodes whose next question is the same position are asked together. Where a position's row stands,
-# `protocol.index_rows` says.
+# KEYS: prefix of single rows, prefix of groups. ARGV: name of the store; then for each query the hashes of a chain, and
+# the hashes that stand for the store's groups (empty unless the store is queried). Returns for each query id, epoch and
+# length of each node that holds the first block. The caller checks which epochs are live, since sending a thousand of
+# them would cost more than the search. The search per node is that of `cluster_state.prefixes.longest`, with positions
+# counted from 1; nodes with the same next position share a lookup. `protocol.index_rows` defines the key of a row.
 LONGEST_PREFIX = """
 local call, sub, answers = redis.call, string.sub, {}
 local hashes, chained, epochs, answer

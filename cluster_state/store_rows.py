@@ -1,4 +1,4 @@
-"""Rows of the block index for blocks in the object store that nodes share."""
+"""Writer of block index rows for blocks in the shared object store."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvferry.protocol.errors import KvferryError
 log = logging.getLogger("kvferry.index")
 
 FLUSH_S = 0.5
-"""Between two batches."""
+"""Seconds between two batches."""
 BATCH = 512
 """Rows of one write."""
 MOST = 8192
-"""Rows that wait at most, while the index does not answer: the oldest are forgotten, for they are hints."""
+"""Most rows that wait while the index does not answer; the oldest are dropped, because rows are hints."""
 
 
 class StoreRows:
-    """Rows of groups that the node wrote, met or missed there, by the hash of their last block.
+    """Rows of groups in the store that this node wrote, found or missed, by the hash of their last block.
 
-    Nobody owns them: each lives for its time, and is written again by anyone who meets the group then. `note` and
-    `republish` from any thread, the rest on one asyncio loop. Nothing here raises.
+    No node owns them: each row expires after its lifetime, and any node that finds the group writes it again. `note`
+    and `republish` may be called from any thread; everything else belongs to one asyncio loop. No method raises.
 
-    known   of all groups that the node knows to be there
+    known   returns the rows of all groups known to exist
     """
 
     def __init__(self, index: BlockIndex, known: Callable[[], Sequence[bytes]]) -> None:
@@ -41,11 +41,11 @@ class StoreRows:
 
     @property
     def pending(self) -> int:
-        """Rows to be written or taken out."""
+        """Return the number of rows to write or remove."""
         return len(self._waiting)
 
     def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Groups are there, or not there any more. The last word counts."""
+        """Record groups that exist and groups that do not. The latest call for a row counts."""
         with self._lock:
             for row, there in (*((each, False) for each in removed), *((each, True) for each in stored)):
                 self._waiting[row] = there
@@ -54,20 +54,21 @@ class StoreRows:
                 self._waiting.popitem(last=False)
 
     def republish(self) -> None:
-        """The index may have lost rows: write again what is known."""
+        """Write all known rows again, because the index may have lost them."""
         self.note(self._known(), ())
 
     async def start(self) -> None:
+        """Start writing in the background."""
         self._task = asyncio.create_task(self._run(), name="store-rows")
 
     async def stop(self) -> None:
-        """Finish the batch under way; the rest stays unwritten."""
+        """Finish the current batch and stop; the rest stays unwritten."""
         self._stopping.set()
         if self._task is not None:
             await self._task
 
     async def flush(self) -> None:
-        """Write what waits. What fails waits on, unless there is a later word."""
+        """Write all waiting rows. A failed batch waits again, unless `note` changed its rows meanwhile."""
         while self._waiting:
             with self._lock:
                 batch = dict(islice(self._waiting.items(), BATCH))

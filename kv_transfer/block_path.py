@@ -1,4 +1,4 @@
-"""Block handling that inbound and outbound transfers share: tags, checksums and memory."""
+"""Resources that all block transfers of a dock share: link, memory, checksums and send window."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvferry.kv_transfer.send_window import SendWindow
 
 @dataclass(frozen=True, slots=True)
 class BlockPath:
-    """The link they take, the memory they lie in, how they are checked (`verify` is the share of blocks, 0 to 1, whose
-    checksum is taken), and how many may be on their way. clock: monotonic seconds."""
+    """Link, memory, checksums and send window of all block transfers of a dock.
+
+    verify: share of blocks, 0 to 1, whose checksum is taken. clock: monotonic seconds."""
 
     link: Link
     memory: BlockMemory

@@ -1,4 +1,4 @@
-"""Block checksums, and the sampling of blocks to verify."""
+"""Block checksums, and the choice of blocks to verify."""
 
 from __future__ import annotations
 
@@ -12,52 +12,57 @@ from typing import Any, Protocol
 from xxhash import xxh3_64_intdigest
 
 ALGORITHM = "xxh3"
-"""Both ends of a link take the same, or refuse each other: 64 bits at the speed of memory, where CRC32 goes at a
-seventh of it."""
+"""Checksum algorithm of a link: both ends must use the same, or they refuse each other.
+
+XXH3 gives 64 bits at the speed of memory; CRC32 has a seventh of that speed."""
 AT_ONCE = 64
-"""Blocks whose checksums are told in one call."""
+"""Most blocks whose checksums are computed and reported in one call."""
 MAX_CHECKSUM = (1 << 63) - 1
+"""Largest checksum: 63 bits."""
 UNVERIFIED = -1
-"""Stands in Commit.checksums for a block whose checksum the sender did not take."""
+"""Entry of Commit.checksums for a block whose checksum the sender did not take."""
 
 
 def is_sampled(transfer: int, index: int, share: float) -> bool:
     """Return whether prompt block `index` of the transfer belongs to the verified share (0 none, 1 all).
 
-    A function of its arguments only, so both sides choose the same blocks."""
+    The result depends only on the arguments, so both sides choose the same blocks."""
     return share >= 1.0 or zlib.crc32(struct.pack("<QQ", transfer, index)) < share * 2**32
 
 
 def digests(buffers: Sequence[Any]) -> list[int]:
-    """64 bits of XXH3 over each contiguous buffer."""
+    """Return the 64-bit XXH3 digest of each contiguous buffer."""
     return [xxh3_64_intdigest(buffer) for buffer in buffers]
 
 
 def checksum(buffer: Any) -> int:
-    """0 to MAX_CHECKSUM: 63 bits of its digest."""
+    """Return the buffer's checksum: its digest shifted to 63 bits, 0 to MAX_CHECKSUM."""
     return xxh3_64_intdigest(buffer) >> 1
 
 
 class Checksums(Protocol):
-    """Takes checksums for the link thread."""
+    """Computes block checksums for the link thread."""
 
     def take(self, buffer: Any, done: Callable[[int], None]) -> int | None:
-        """The checksum of the buffer; None: `done` is called with it on the link thread, later."""
+        """Return the buffer's checksum, or None; then `done` is called with it later, on the link thread."""
 
 
 class InlineChecksums:
-    """At once: for blocks in the memory of this machine, which are sent from the caches that this brings them into, or
-    were just received into them. A hand-over to another thread takes longer, and the library keeps the interpreter's
-    lock."""
+    """Checksums computed on the link thread, for blocks in host memory. Implements kv_transfer.checksum.Checksums.
+
+    The blocks are in the CPU caches: they were just received, or the checksum loads them for the send. A hand-over to
+    another thread would take longer, and the library holds the GIL anyway."""
 
     def take(self, buffer: Any, done: Callable[[int], None]) -> int | None:
         return checksum(buffer)
 
 
 class ThreadedChecksums:
-    """On one thread beside the link's, for blocks on a device, whose digests are waited for; a checksum overlaps
-    the next block's way. What was given meanwhile is taken at one go and told at one go. The thread starts with the
-    first block, by calling `prepare`, and ends with this object. digests: how they are taken where blocks lie."""
+    """Checksums computed on their own thread, for blocks on a device. Implements kv_transfer.checksum.Checksums.
+
+    Digests on a device must be waited for; on a thread they overlap the transfer of the next block. Blocks that arrive
+    in the meantime are computed and reported in one batch. The thread starts with the first block, by calling
+    `prepare`, and ends with this object. digests: computes the digests where the blocks are."""
 
     def __init__(
         self,
@@ -76,7 +81,7 @@ class ThreadedChecksums:
         return None
 
     def _go(self) -> None:
-        """Until nothing is left. What is taken out first cannot hold up what comes later, should it raise."""
+        """Compute until no block is left. A batch leaves the queue first, so its error does not block later ones."""
         while self._given:
             blocks = [self._given.popleft() for _ in range(min(len(self._given), AT_ONCE))]
             values = self._digests([buffer for buffer, _ in blocks])
@@ -90,11 +95,11 @@ def _tell(taken: list[tuple[Callable[[int], None], int]]) -> None:
 
 
 class Sums:
-    """The checksums of one transfer's blocks. Runs on the link thread.
+    """Checksums of one transfer's blocks. Runs on the link thread.
 
-    by_index  what is known, by prompt block
-    pending   checksums still being taken
-    ended()   runs after each that was
+    by_index  known checksums, by prompt block index
+    pending   checksums in progress
+    ended()   runs after each checksum that was computed asynchronously
     """
 
     def __init__(self, checksums: Checksums, ended: Callable[[], None]):
@@ -103,7 +108,7 @@ class Sums:
         self.pending = 0
 
     def take(self, index: int, buffer: Any, done: Callable[[], None]) -> None:
-        """done: called once the buffer is not looked at any more."""
+        """Take the checksum of a block; call `done` once the buffer is not read any more."""
         value = self._checksums.take(buffer, lambda value: self._taken(index, value, done))
         if value is None:
             self.pending += 1

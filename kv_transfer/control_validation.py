@@ -1,6 +1,6 @@
 """Validation of control messages from the wire: field types and bounds.
 
-The codec checks the number of fields only, and a peer may be of another version or broken."""
+The codec checks only the number of fields, and a peer may have another version or be broken."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from kvferry.protocol.work import Generate
 
 Check = Callable[[Any], bool]
 INTEGERS = range(-(1 << 63), 1 << 63)
+"""Integers that fit into 64 bits with sign."""
 MAX_DEADLINE_S = 1e9
 
 
 def read(data: bytes, expected: Any) -> Any:
-    """The message, which is an `expected` (a class, or one of several). Raises WireError for everything else."""
+    """Return the decoded message, of an `expected` class. Raises WireError for anything else."""
     message = unpack(data)
     if not isinstance(message, expected):
         raise WireError(f"a {type(message).__name__} is no message for this side")
@@ -72,7 +73,7 @@ def _asked_within_bounds(asked: Any) -> bool:
 
 
 def _job_within_bounds(job: Job) -> bool:
-    """Only work that generates has anything to ship."""
+    """Check a job. Only work that generates has blocks to ship."""
     lengths = 0 < job.prompt_len <= len(job.token_ids)
     return (
         isinstance(job.work, Generate) and lengths and min(job.token_ids) >= 0 and 0 <= job.deadline_s <= MAX_DEADLINE_S
@@ -80,14 +81,16 @@ def _job_within_bounds(job: Job) -> bool:
 
 
 def _copy_within_bounds(copy: Copy) -> bool:
-    """Its tokens are hashed, as numbers of 32 bits, before an engine sees them."""
+    """Check a copy, with tokens that fit into 31 bits.
+
+    They are hashed as 32-bit numbers before an engine checks them."""
     tokens = bool(copy.token_ids) and 0 <= min(copy.token_ids) <= max(copy.token_ids) < 1 << 31
     return tokens and 0 < copy.most <= MAX_BLOCKS and 0 <= copy.deadline_s <= MAX_DEADLINE_S
 
 
 @cache
 def _checker(kind: Hashable) -> Check:
-    """Return whether a value is of a declared type: plain ones, tuples, unions, and frozen dataclasses of them."""
+    """Return a type check for a declared type: plain types, tuples, unions, and frozen dataclasses of them."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         checks = [(field.name, _checker(hints[field.name])) for field in fields(kind)]
@@ -114,7 +117,7 @@ def _tuple_checker(*kinds: Any) -> Check:
 
 
 def _are_integers(value: Any) -> bool:
-    """A prompt has up to hundreds of thousands of tokens: no Python code for each of them."""
+    """Check a tuple of integers without a Python call for each: a prompt may have hundreds of thousands of tokens."""
     try:
         return isinstance(value, tuple) and array("q", value).itemsize == 8
     except (TypeError, OverflowError):

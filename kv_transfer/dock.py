@@ -1,9 +1,8 @@
-"""Dock: the single handler of a node's link, which dispatches messages to senders and receivers.
+"""Dock: the single handler of a node's link, which dispatches messages to mounted endpoints.
 
-Endpoints are mounted on it (a sender, a receiver): messages go to them by class, their transfers are watched by one
-sweep, and a connection that is closed ends what all of them have on it. What a node is to others is which endpoints
-it mounts.
-"""
+Endpoints are the sender, receiver, fetch client and fetch server. The dock routes messages to them by class, checks the
+deadlines of their transfers in one periodic sweep, and fails their transfers when a connection closes. A node's role
+decides which endpoints it mounts."""
 
 from __future__ import annotations
 
@@ -26,48 +25,50 @@ from kvferry.protocol.wire import WireError, pack
 
 log = logging.getLogger(__name__)
 SWEEP_S = 0.25
+"""Seconds between two sweeps over the deadlines."""
 QUIESCE_TIMEOUT_S = 10.0
-"""How long none of the operations of a transfer that ended may complete before their connection is closed."""
+"""Seconds without progress of an ended transfer's operations after which the dock closes their connection."""
 
 
 class Endpoint(Protocol):
-    """One kind of traffic. All calls come on the link thread."""
+    """One kind of traffic on a dock. All calls come on the link thread."""
 
     @property
     def takes(self) -> tuple[type, ...]:
-        """Classes of the messages that it understands; no two endpoints of a dock share one."""
+        """Return the message classes that it handles; no two endpoints of a dock share one."""
 
     @property
     def transfers(self) -> Transfers[Any]:
         """Return the transfers in flight."""
 
     def take(self, peer: Peer, message: Any) -> None:
-        """A message of its classes came; its fields are checked."""
+        """Handle a message of one of its classes; its fields are already validated."""
 
     def forget(self, peer: Peer) -> None:
-        """The connection is being closed: a later one is another."""
+        """Drop the state kept for a connection that is being closed; a new connection gets a new peer."""
 
     def fail(self, transfer: Any, error: KvferryError) -> None:
-        """Its connection is being closed."""
+        """Fail a transfer whose connection is being closed."""
 
     def closed(self, transfer: Any) -> None:
-        """Its connection is closed: nothing touches its memory any more."""
+        """End a transfer whose connection is closed: nothing touches its memory any more."""
 
     def overdue(self, transfer: Any) -> None:
-        """Its deadline passed; called at every sweep until that moves."""
+        """Handle a passed deadline. Called at every sweep until the deadline moves."""
 
 
 class Dock:
-    """Implements kv_transfer.link.LinkHandler.
+    """Handler of a node's link that routes messages to mounted endpoints. Implements kv_transfer.link.LinkHandler.
 
-    `submit` may be called from any thread; what begins and ends a node's life (`mount`, `start`, `stop`) by its owner;
-    everything else on the link thread.
+    `submit` may be called from any thread, `mount`, `start` and `stop` by the dock's owner. Everything else runs on the
+    link thread.
 
     name       of this node, as it tells its peers
-    path       what blocks need on their way: link, memory, checksums, window
-    verify     share of blocks, 0 to 1, whose checksum is taken here
-    checksums  by default those of blocks in the machine's memory
-    window     how much may be on its way at once; clock: monotonic seconds
+    path       link, memory, checksums and send window of all blocks
+    verify     share of blocks, 0 to 1, whose checksum is taken
+    checksums  by default those for blocks in host memory
+    window     limit of bytes in flight
+    clock      monotonic seconds
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Dock:
         self._sweeping = False
 
     def mount(self, endpoint: Endpoint) -> None:
-        """Before `start`."""
+        """Add an endpoint. Call it before `start`."""
         shared = self._routes.keys() & set(endpoint.takes)
         assert not shared, f"two endpoints take {shared}"
         self._routes.update(dict.fromkeys(endpoint.takes, endpoint))
@@ -106,26 +107,29 @@ class Dock:
         self.link.stop()
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run on the link thread soon."""
+        """Run `call` on the link thread soon."""
         self.link.submit(call)
 
     def dial(self, address: str) -> Peer:
-        """The connection to the address, begun now if there is none: all endpoints share it."""
+        """Return the connection to the address, which all endpoints share; begin one if there is none."""
         return self._dialled.peer(address)
 
     def send(self, peer: Peer, message: Any) -> None:
+        """Send a control message to the peer."""
         self.link.send(peer, pack(message))
 
     def is_closing(self, peer: Peer) -> bool:
+        """Return whether the connection is being closed."""
         return peer in self._closing
 
     def hears(self, peer: Peer) -> bool:
-        """Return whether a message came from it, on a connection that still is one."""
+        """Return whether a message came on this connection, and it is still open."""
         return peer in self._heard
 
     def drop(self, peer: Peer, error: Exception) -> None:
-        """Close the connection, once: the only way to end an operation whose other side may not answer, and it ends
-        every transfer on it. They fail now and are quiet when the link says so."""
+        """Close the connection and fail all its transfers now; they become quiet once the link reports the close.
+
+        Repeated calls do nothing. Only closing the connection ends an operation whose other side may never answer."""
         if peer in self._closing:
             return
         self._closing.add(peer)
@@ -140,15 +144,15 @@ class Dock:
         self.link.disconnect(peer, lambda: self._closed(peer))
 
     def watch(self) -> None:
-        """A transfer was added: sweep over all deadlines until none is left."""
+        """Sweep over all deadlines until no transfer is left. Called for each transfer that is added."""
         if not self._sweeping:
             self._sweeping = True
             self.link.call_later(SWEEP_S, self._sweep)
 
-    # What the link calls.
+    # Calls of the link.
 
     def message(self, peer: Peer, data: bytes) -> None:
-        """Handle a control message; an unexpected one costs the peer its connection."""
+        """Pass a control message to its endpoint; close the connection if the message is invalid or unexpected."""
         if peer in self._closing:
             return
         try:
@@ -170,7 +174,9 @@ class Dock:
         self._closing.discard(peer)
 
     def _sweep(self) -> None:
-        """The next one is set first: no error may end the watch over all deadlines."""
+        """Call `overdue` for every transfer past its deadline.
+
+        It schedules the next sweep first, so that an error of an endpoint cannot stop the sweeps."""
         now = self.clock()
         late = [(endpoint, transfer) for endpoint in self._endpoints for transfer in endpoint.transfers.late(now)]
         self._sweeping = False

@@ -1,6 +1,6 @@
-"""Fault-injecting link for tests: wraps another link and loses, delays, repeats, corrupts and severs.
+"""Fault-injecting link for tests: wraps another link and drops, delays, repeats, corrupts and severs.
 
-It also writes into abandoned receives until the moment of quiet, as UCX may."""
+Like UCX, it may also write into abandoned receives until the link reports them quiet."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvferry.kv_transfer.link import Done, Link, LinkHandler, Peer
 from kvferry.protocol.errors import KvferryError
 
 LATE_BYTE = 0xEE
+"""Value of the bytes that are written into abandoned receives."""
 
 
 def _never(_: Any) -> bool:
@@ -22,10 +23,10 @@ def _never(_: Any) -> bool:
 
 @dataclass(slots=True)
 class Faults:
-    """Faults to inject, on the sending side of control messages and the receiving side of blocks.
+    """Faults to inject: into control messages on the sending side, into blocks on the receiving side.
 
-    drop and duplicate choose by message, corrupt by tag; delay_s gives seconds by which a message is late (later ones
-    may overtake it)."""
+    drop and duplicate select messages; corrupt selects blocks by tag. delay_s returns the seconds by which a message is
+    late; later messages may overtake it."""
 
     drop: Callable[[bytes], bool] = _never
     duplicate: Callable[[bytes], bool] = _never
@@ -96,5 +97,5 @@ class FaultyLink:
         self._link.disconnect(peer, write_late)
 
     def sever(self, peer: Peer, error: KvferryError) -> None:
-        """Break the connection under both ends; this end's handler hears of it as of any other loss."""
+        """Report the peer as lost to this end's handler, as after any other loss."""
         self._handler.peer_lost(peer, error)

@@ -1,9 +1,7 @@
-"""Fetch protocol between nodes: the request for blocks and the answer where the peer has none.
+"""Fetch protocol between nodes: asks a node for KV blocks, and answers a node that asks.
 
-The blocks themselves travel as a ship: the holder asks for a grant on the connection on which it was asked.
-
-A fetch has a deadline of its own and is asked once: anyone who asks can do without.
-"""
+The blocks themselves travel as a ship: the holder requests a grant on the connection on which it was asked. A fetch has
+its own deadline and is not retried, because the asking node can always compute the blocks instead."""
 
 from __future__ import annotations
 
@@ -24,15 +22,17 @@ from kvferry.protocol.messages import DecodeTarget
 
 
 class FetchEvents(Protocol):
-    """Anyone who asks. On the link thread."""
+    """Events of a node's fetches. All calls come on the link thread."""
 
     def unsupplied(self, fetch: int, error: KvferryError) -> None:
-        """Report that no more blocks come; not called for a fetch that was given up, or whose grant ended."""
+        """Handle a fetch that gets no blocks. Not called for an abandoned fetch, nor after its grant ended."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenFetch:
-    """One that is awaited. grant: by which its blocks come, once who holds them asked for it; deadline: of all."""
+    """A fetch in flight.
+
+    grant: set when the holder requests a grant for the blocks. deadline: of the whole fetch, on the dock's clock."""
 
     fetch: int
     peer: Peer
@@ -41,15 +41,16 @@ class OpenFetch:
 
     @property
     def key(self) -> int:
+        """Return the fetch's number."""
         return self.fetch
 
 
 class FetchClient:
-    """Asks other nodes, as an endpoint of a dock.
+    """Requests blocks from other nodes. Implements kv_transfer.dock.Endpoint.
 
-    `ask` and `give_up` may be called from any thread, everything else on the link thread.
+    `ask` and `give_up` may be called from any thread; everything else runs on the link thread.
 
-    cancel  gives a grant up that is open: its end is told by the receiver
+    cancel  cancels an open grant; the receiver then reports its end
     """
 
     takes = (NoSupply,)
@@ -62,19 +63,20 @@ class FetchClient:
         dock.mount(self)
 
     def ask(self, holder: str, asker: DecodeTarget, first: int, hashes: Sequence[bytes], patience_s: float) -> int:
-        """Ask the node at that link address for the blocks behind the `first` ones, all in `patience_s` seconds; the
-        fetch's number is returned."""
+        """Ask the node at a link address for the blocks of `hashes` from index `first` on; return the fetch number.
+
+        patience_s: seconds until the fetch fails."""
         number = next(self._numbers)
         fetch = Fetch(number, asker, first, b"".join(hashes), patience_s)
         self._dock.submit(lambda: self._ask(holder, fetch))
         return number
 
     def give_up(self, number: int) -> None:
-        """Abandon a fetch that nothing waits for any more."""
+        """Abandon a fetch whose result is not needed any more."""
         self._dock.submit(lambda: self._give_up(number))
 
     def supplied(self, key: TransferKey, supply: Supply) -> bool:
-        """A grant is asked for its blocks. Whether they are awaited, and come by no other grant."""
+        """Bind a requested grant to its fetch; return False if no fetch waits for it, or one that has a grant."""
         fetch = self.transfers.find(supply.fetch)
         if fetch is None or fetch.grant is not None or fetch.peer != key[0]:
             return False
@@ -83,14 +85,14 @@ class FetchClient:
         return True
 
     def ended(self, key: TransferKey) -> int | None:
-        """The grant came to its end, or was refused here, and so does its fetch: its number, if it was awaited."""
+        """End the fetch of a grant that ended or was refused here; return the fetch's number, if it was awaited."""
         fetch = self._by_grant.get(key)
         if fetch is None:
             return None
         self._forget(fetch)
         return fetch.fetch
 
-    # What comes from the dock.
+    # Calls of the dock.
 
     def take(self, peer: Peer, message: NoSupply) -> None:
         fetch = self.transfers.find(message.transfer)
@@ -98,14 +100,14 @@ class FetchClient:
             self.fail(fetch, errors.from_body({"error": {"code": message.code, "message": message.message}}))
 
     def forget(self, peer: Peer) -> None:
-        """Drop a connection's fetches."""
+        """Do nothing: the fetches of the connection end by `fail`."""
 
     def fail(self, fetch: OpenFetch, error: KvferryError) -> None:
         self._forget(fetch)
         self._events.unsupplied(fetch.fetch, error)
 
     def closed(self, fetch: OpenFetch) -> None:
-        """It ended as its connection began to be closed."""
+        """Do nothing: the fetch ended when its connection began to close."""
 
     def overdue(self, fetch: OpenFetch) -> None:
         error = DeadlineExceeded("the blocks did not come in time")
@@ -133,10 +135,10 @@ class FetchClient:
 
 
 class FetchServer:
-    """Hears what other nodes ask for, as an endpoint of a dock.
+    """Receives the fetches of other nodes. Implements kv_transfer.dock.Endpoint.
 
-    A question that comes twice is asked twice: the asker refuses what it has no use for. wanted: is told of each, on
-    the link thread."""
+    wanted: called for each fetch, on the link thread. A repeated fetch is passed on again; the asking node refuses
+    grants that it does not need."""
 
     takes = (Fetch,)
 
@@ -146,9 +148,7 @@ class FetchServer:
         dock.mount(self)
 
     def deny(self, peer: Peer, fetch: Fetch, error: KvferryError) -> None:
-        """Answer that no blocks come; callable from any thread.
-
-        From any thread."""
+        """Answer that no blocks come. Thread-safe."""
         answer = NoSupply(fetch.transfer, error.code, error.message)
         self._dock.submit(lambda: self._dock.send(peer, answer))
 
@@ -156,18 +156,18 @@ class FetchServer:
         self._wanted(peer, message)
 
     def forget(self, peer: Peer) -> None:
-        """Do nothing: a server keeps no state of connections."""
+        """Do nothing: the server keeps no state of connections."""
 
     def fail(self, transfer: OpenFetch, error: KvferryError) -> None:
-        """It has none: what it sends are the sender's."""
+        """Do nothing: the server has no transfers; the ships that answer a fetch belong to the sender."""
 
     def closed(self, transfer: OpenFetch) -> None:
-        """Nor here."""
+        """Do nothing: the server has no transfers."""
 
     def overdue(self, transfer: OpenFetch) -> None:
-        """Nor here."""
+        """Do nothing: the server has no transfers."""
 
 
 def split(hashes: bytes) -> list[bytes]:
-    """Split the lists that a fetch carries one behind the other."""
+    """Return the hashes of a fetch, which carries them concatenated."""
     return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]

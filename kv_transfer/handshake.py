@@ -1,15 +1,12 @@
-"""Mutual authentication of a connection: dialler, then acceptor, proves that it knows a secret of the cluster.
-
-This module sends and reads no bytes.
+"""Mutual authentication of a link connection: each side proves that it knows the cluster secret.
 
     accepting → CHALLENGE   mark, wire version, nonce
     dialling  → HELLO       mark, wire version, nonce, proof, Terms
     accepting → WELCOME     proof, Terms          or REFUSED  the reason as text
 
-A proof is an HMAC-SHA256 under the secret over its own name, both nonces and the Terms: one that was heard before is of
-no use, and neither side's proof can be given back to it as its own. Terms are read only once their proof holds. Without
-a secret everybody's proofs hold.
-"""
+A proof is an HMAC-SHA256 under the secret over the message's name, both nonces and the Terms. So a recorded proof
+cannot be replayed, and neither side's proof can be reflected to it. Terms are parsed only after their proof is
+verified. Without a secret (empty key) every proof verifies. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -35,8 +32,8 @@ OTHER_SECRET = "the two nodes do not share a cluster secret"
 class HandshakeTerms:
     """Secrets and shared settings that this node brings to a handshake.
 
-    Of the secrets, read anew at each handshake, the first is used and all are accepted; one is empty where the cluster
-    has none."""
+    secrets: read anew at each handshake. The node dials with the first one and accepts all. A single empty one means
+    that the cluster has no secret."""
 
     secrets: Callable[[], Sequence[bytes]] = field(default=lambda: (b"",), repr=False)
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -44,10 +41,10 @@ class HandshakeTerms:
 
 
 class Handshake:
-    """One side's part in one greeting.
+    """One side of one handshake.
 
-    Once the other's proof held, `peer` is its UCX worker's address, and `keys` are those that seal what follows, under
-    the secret that who dialled has used."""
+    After the other side's proof is verified, `peer` is the address of its UCX worker, and `keys` returns the keys for
+    the frames that follow. They derive from the secret that the dialling side used."""
 
     def __init__(self, terms: HandshakeTerms, dialled: bool):
         self._terms, self._dialled = terms, dialled
@@ -58,22 +55,24 @@ class Handshake:
         self.peer = b""
 
     def challenge(self) -> bytes:
-        """Accepting side."""
+        """Return the CHALLENGE message. Accepting side."""
         return self._first()
 
     def challenged(self, challenge: bytes) -> None:
-        """Dialling side. Raises WireError, Incompatible."""
+        """Read the CHALLENGE message. Dialling side. Raises WireError, Incompatible."""
         if len(challenge) != FIRST_BYTES:
             raise WireError("no challenge of a link")
         self._take_first(challenge)
 
     def hello(self, address: bytes) -> bytes:
-        """Dialling side, once it was challenged."""
+        """Return the HELLO message with this side's proof. Dialling side, after `challenged`."""
         body = self._body(address)
         return self._first() + self._under_secret(b"hello", body) + body
 
     def greeted(self, hello: bytes) -> None:
-        """Accepting side. Raises WireError, Incompatible with the reason to give the other side."""
+        """Verify the HELLO message. Accepting side.
+
+        Raises WireError, or Incompatible with the reason to send to the other side."""
         if len(hello) < FIRST_BYTES + PROOF_BYTES:
             raise WireError("no greeting of a link")
         self._take_first(hello[:FIRST_BYTES])
@@ -84,12 +83,12 @@ class Handshake:
         self._take(b"hello", hello[FIRST_BYTES:])
 
     def welcome(self, address: bytes) -> bytes:
-        """Accepting side, once it was greeted."""
+        """Return the WELCOME message with this side's proof. Accepting side, after `greeted`."""
         body = self._body(address)
         return self._under_secret(b"welcome", body) + body
 
     def welcomed(self, welcome: bytes) -> None:
-        """Dialling side. Raises WireError, Incompatible."""
+        """Verify the WELCOME message. Dialling side. Raises WireError, Incompatible."""
         self._take(b"welcome", welcome)
 
     def keys(self) -> tuple[bytes, bytes]:

@@ -1,6 +1,6 @@
-"""Inbound blocks of one transfer.
+"""Inbound blocks of one transfer: posts receives and compares checksums with the sender's.
 
-This module knows no job and no token."""
+This module knows no jobs and no tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvferry.protocol.link_messages import Grant
 
 
 class Incoming:
-    """Receives the prompt blocks of a grant into blocks of memory. Runs on the link thread.
+    """Receives the prompt blocks of one grant into memory. Runs on the link thread.
 
-    in_flight  receives not completed, or not posted yet
-    moved()    runs after every block that landed and every checksum that ended
-    broken(e)  runs when a receive failed: the connection must be closed
+    in_flight  receives not completed, including those not posted yet
+    moved()    runs after each block that lands and each checksum that ends
+    broken(e)  runs when a receive fails: the connection must be closed
     """
 
     def __init__(
@@ -38,26 +38,27 @@ class Incoming:
         self._unposted = deque(enumerate(block_ids, grant.first_block))
         self._sums = Sums(path.checksums, moved)
         self._lent: dict[int, Any] = {}
-        """By prompt block, what is being filled of the memory's."""
+        """Buffers of the memory that are being filled, by prompt block index."""
         self._given_up = False
         self.in_flight = grant.block_count
 
     @property
     def count(self) -> int:
+        """Return the number of granted blocks."""
         return self._grant.block_count
 
     @property
     def summing(self) -> int:
-        """Checksums still being taken."""
+        """Return the number of checksums in progress."""
         return self._sums.pending
 
     @property
     def posted(self) -> bool:
-        """Return whether all receives are."""
+        """Return whether all receives are posted."""
         return not self._unposted
 
     def post(self, most: int) -> None:
-        """Post some more receives, under the tags that the sender will use."""
+        """Post up to `most` more receives, under the tags that the sender uses."""
         transfer = self._grant.transfer
         for _ in range(min(most, len(self._unposted))):
             index, block_id = self._unposted.popleft()
@@ -66,17 +67,19 @@ class Incoming:
             self._path.link.receive_block(self._peer, tag, buffer, self._landing(index, block_id))
 
     def give_up(self) -> None:
-        """Take no more checksums, and no more blocks: what lands now may be filler."""
+        """Ignore all later blocks and their checksums: a receive that completes from now on may contain a filler."""
         self._given_up = True
 
     def closed(self) -> None:
-        """The connection is closed: no receive touches memory any more."""
+        """Give all buffers back: the connection is closed and no receive touches memory any more."""
         self.in_flight = 0
         while self._lent:
             self._path.memory.give_back(self._lent.popitem()[1])
 
     def wrong(self, theirs: Sequence[int]) -> int | None:
-        """The first prompt block whose checksum is not the sender's, if any; `theirs` is empty where it took none."""
+        """Return the first prompt block whose checksum differs from the sender's, or None.
+
+        theirs: empty if the sender took no checksums."""
         known = dict(enumerate(theirs, self._grant.first_block))
         differing = (i for i, ours in self._sums.by_index.items() if known.get(i, UNVERIFIED) not in (UNVERIFIED, ours))
         return next(differing, None)

@@ -1,9 +1,8 @@
 """Link interface: moves control messages and KV blocks between processes.
 
-Implementations: `ucx` (the real one), `loopback` (two ends in one process, deterministic), `fault_injection` (wraps a
-link and loses, delays or breaks on demand). One thread owns a link; everything except `submit`, `start` and `stop` is
-called on that thread, and so is every callback.
-"""
+Implementations: `ucx` (production), `loopback` (both ends in one process, deterministic), `fault_injection` (wraps a
+link and drops, delays, corrupts or severs on demand). One thread owns a link. `submit`, `start` and `stop` may be
+called from other threads; all other calls, and all callbacks, run on the link thread."""
 
 from __future__ import annotations
 
@@ -16,56 +15,57 @@ Done = Callable[[Exception | None], None]
 
 
 class LinkHandler(Protocol):
-    """Handler of a link's events: the dock of a node."""
+    """Receiver of a link's events. A node's dock implements it."""
 
     def message(self, peer: Peer, data: bytes) -> None:
-        """A control message arrived whole, in the order in which the peer sent it."""
+        """Handle one complete control message; messages of a peer arrive in the order in which it sent them."""
 
     def peer_lost(self, peer: Peer, error: Exception) -> None:
-        """The peer died, closed, could not be reached, or stopped answering pings.
+        """Handle a peer that died, closed, could not be reached, or stopped answering pings.
 
-        Called once per peer; all its operations have been or will be completed with an error. Memory is quiet only
-        after `disconnect`'s callback."""
+        Called once per peer. Every operation of the peer has completed or will complete with an error. Buffers may
+        still be written to until the callback of `disconnect` runs."""
 
 
 class Link(Protocol):
-    """Moves bytes.
+    """Transport of one node: connections, control messages and block transfers.
 
-    Buffers are C-contiguous and writable where received into (numpy uint8 on a CPU, objects with the CUDA array
-    interface on a GPU); the link keeps a reference to each until its operation is done."""
+    Buffers are C-contiguous, and writable if received into: numpy uint8 on a CPU, objects with the CUDA array interface
+    on a GPU. The link holds a reference to each buffer until its operation is done."""
 
     @property
     def address(self) -> str:
-        """host:port that peers connect to; known once `start` returned."""
+        """Return the host:port that peers connect to; known once `start` returned."""
 
     def start(self, handler: LinkHandler) -> None:
         """Open the listener and start the thread. Raises ConfigError naming the remedy."""
 
     def stop(self) -> None:
-        """Close every endpoint, complete every operation, join the thread."""
+        """Close every endpoint, complete every operation and join the thread."""
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` on the link thread soon. The only method for other threads."""
+        """Run `call` on the link thread soon. Thread-safe."""
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
         """Run `call` on the link thread after `delay_s` seconds."""
 
     def connect(self, address: str) -> Peer:
-        """Begin a connection; messages and blocks may be queued at once. Failure is reported by `peer_lost`."""
+        """Begin a connection. Messages and blocks may be queued at once; `peer_lost` reports a failure."""
 
     def send(self, peer: Peer, data: bytes) -> None:
-        """Queue a control message (small: at most MAX_MESSAGE_BYTES)."""
+        """Queue a control message of at most MAX_MESSAGE_BYTES."""
 
     def send_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
-        """Send a buffer to the receive with this tag. `done(None)`: the buffer may be reused (not: it arrived)."""
+        """Send a buffer to the receive with this tag. `done(None)`: the buffer may be reused; it may be in flight."""
 
     def receive_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
-        """Post a receive for this buffer's bytes.
+        """Post a receive into this buffer under a tag. `done(None)`: the bytes arrived.
 
-        `done(None)`: they arrived. A shorter send completes it too, having written only its own bytes: that is how the
-        sender of an aborted ship completes receives it will not fill."""
+        A shorter send also completes the receive and writes only its own bytes. The sender of an aborted ship uses this
+        to complete the receives that it will not fill."""
 
     def disconnect(self, peer: Peer, quiet: Callable[[], None]) -> None:
         """Force the endpoint closed.
 
-        When `quiet` runs, every `done` of this peer was called and no buffer of its operations is touched any more."""
+        When `quiet` runs, every `done` of this peer has been called and nothing touches the buffers of its operations
+        any more."""

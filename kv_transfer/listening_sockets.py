@@ -1,6 +1,7 @@
-"""Listening sockets of a link and name resolution.
+"""Listening sockets of a link, and name resolution for dialling.
 
-Sockets are bound to the host's addresses only. Resolving may take many seconds, so it never runs on the link thread."""
+Sockets are bound only to the addresses of the given host. Name resolution may take many seconds, so it never runs on
+the link thread."""
 
 from __future__ import annotations
 
@@ -16,17 +17,19 @@ from kvferry.protocol.errors import NodeLost, Retryable, reason
 from kvferry.runtime.address import knows_ipv6, parse_host_port
 
 BACKLOG = 256
-"""Connections that wait to be accepted."""
+"""Length of the queue of connections not accepted yet."""
 MAX_LOOKUPS = 8
-"""Names that are looked up at once. A lookup cannot be cancelled, so its thread is held for as long as it takes."""
+"""Most concurrent name lookups. A lookup cannot be cancelled, so it occupies its thread until it ends."""
 Address = tuple[Any, ...]
-"""Of a socket: what `connect` takes."""
+"""Address of a socket, as `connect` takes it."""
 Found = Callable[[socket.AddressFamily, Address], None]
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:
-    """A socket on each of the host's addresses, all with the same port, which may be one that a process held that was
-    just killed. `::` is every address, of both families as far as the machine knows them. Raises OSError."""
+    """Return a listening socket for each address of the host, all on the same port. Raises OSError.
+
+    The port may be one that a just killed process held. `::` stands for every address, of both families if the machine
+    supports IPv6."""
     bare = host.strip("[]")
     name = None if bare in ("", "::") else bare
     try:
@@ -52,16 +55,16 @@ def listeners(host: str, port: int) -> list[socket.socket]:
 
 
 class Resolver:
-    """Finds out what addresses stand for. submit(call): runs the call on the link's thread."""
+    """Resolves addresses to socket addresses. submit(call): runs the call on the link thread."""
 
     def __init__(self, submit: Callable[[Callable[[], None]], None]):
         self._submit = submit
         self._running = 0
 
     def resolve(self, address: str, found: Found, failed: Callable[[Exception], None]) -> None:
-        """Call one of them on the link's thread: at once for an address of numbers.
+        """Call `found` or `failed` on the link thread; call it immediately for a numeric address.
 
-        Raises ValueError for what is no address."""
+        Raises ValueError for an invalid address."""
         host, port = parse_host_port(address)
         with contextlib.suppress(ValueError):
             version = ipaddress.ip_address(host.partition("%")[0]).version
@@ -76,7 +79,7 @@ class Resolver:
         threading.Thread(target=self._look_up, args=args, name="kv-link-name", daemon=True).start()
 
     def _look_up(self, host: str, port: int, found: Found, failed: Callable[[Exception], None]) -> None:
-        """On a thread of its own."""
+        """Resolve a name. Runs on a thread of its own."""
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             report = partial(found, family, address)

@@ -1,11 +1,9 @@
-"""In-process link for tests with deterministic time and order.
+"""In-process link for tests, with deterministic time and order.
 
-Nothing happens until `step` runs one event. Events wait in lanes: a lane keeps its order (commands of one link; control
-messages one way on a connection; completions of one link), lanes may overtake each other, each block and each loss
-has its own. So a test chooses among all orders that a real network may produce. A network with a rate is slow
-instead: what is sent one way on a connection, blocks and control messages alike, arrives in the order of its sending,
-each after the time that its bytes take, while the clock is advanced.
-"""
+Nothing happens until `step` runs one event. Events wait in lanes. A lane keeps its order: commands of one link, control
+messages in one direction of a connection, completions of one link. Each block and each loss has a lane of its own, and
+lanes may overtake each other. So a test chooses among all orders that a real network may produce. A network with a rate
+delivers in order instead, each message or block after the time that its bytes take, while the clock is advanced."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class Posted:
 
 
 class LoopbackNetwork:
-    """The lanes, the clock and the links by address. rate: bytes per second each way on a connection."""
+    """Event lanes, clock and links by address. rate: bytes per second in each direction of a connection."""
 
     def __init__(self, rate: float = math.inf) -> None:
         self.now = 0.0
@@ -46,18 +44,20 @@ class LoopbackNetwork:
         self.serial = itertools.count(1)
 
     def clock(self) -> float:
+        """Return the network's time, in seconds."""
         return self.now
 
     def link(self, address: str) -> LoopbackLink:
+        """Return a new link with this address."""
         return LoopbackLink(self, address)
 
     @property
     def pending(self) -> int:
-        """Number of lanes with an event to run."""
+        """Return the number of lanes with an event to run."""
         return len(self._lanes)
 
     def step(self, choice: int = 0) -> None:
-        """Run the first event of one lane; `choice` (modulo their number) says which."""
+        """Run the first event of one lane, chosen by `choice` modulo their number."""
         lane = list(self._lanes)[choice % len(self._lanes)]
         queue = self._lanes[lane]
         event = queue.popleft()
@@ -71,7 +71,7 @@ class LoopbackNetwork:
             self.step()
 
     def advance(self, seconds: float) -> None:
-        """Move the clock; timers that come due run as events of their links, with all that follows, in order."""
+        """Move the clock, and run the timers that come due in order, each with all events that follow."""
         until = self.now + seconds
         while self._timers and self._timers[0][0] <= until:
             self.now, _, link, call = heapq.heappop(self._timers)
@@ -80,9 +80,11 @@ class LoopbackNetwork:
         self.now = until
 
     def post(self, lane: Hashable, event: Callable[[], None]) -> None:
+        """Append an event to a lane."""
         self._lanes.setdefault(lane, deque()).append(event)
 
     def timer(self, delay_s: float, link: LoopbackLink, call: Callable[[], None]) -> None:
+        """Submit `call` to the link after a delay."""
         heapq.heappush(self._timers, (self.now + delay_s, next(self.serial), link, call))
 
 
@@ -99,12 +101,13 @@ class End:
     free_at: float = 0.0
 
     def busy(self, num_bytes: int) -> float:
-        """Seconds until these bytes are over, behind all that went this way before."""
+        """Return the seconds until these bytes have arrived, after all that was sent before."""
         network = self.link._network
         self.free_at = max(self.free_at, network.now) + num_bytes / network.rate
         return self.free_at - network.now
 
     def take_all(self) -> list[Posted]:
+        """Remove and return all posted blocks."""
         posted = [p for queues in (self.sends, self.receives) for queue in queues.values() for p in queue]
         self.sends.clear()
         self.receives.clear()
@@ -129,14 +132,14 @@ class LoopbackLink:
         self._network.links[self._address] = self
 
     def stop(self) -> None:
-        """Also lets what follows from closing run, like the real link."""
+        """Close all connections, and run the events that follow, like the real link."""
         for peer in tuple(self._ends):
             self._lose(peer, NodeLost(f"{peer}: link stopped"))
         self._network.run()
         self.kill()
 
     def kill(self) -> None:
-        """The process dies: nothing of it runs any more; its peers notice, each by an event of its own."""
+        """End the process without notice: its events never run, and each peer loses it by an event."""
         self.alive = False
         self._network.links.pop(self._address, None)
         for end in tuple(self._ends.values()):
@@ -194,7 +197,7 @@ class LoopbackLink:
         self._event(("done", self._address), quiet)
 
     def _event(self, lane: Hashable, call: Callable[[], None]) -> None:
-        """An event of this link's thread: dropped if the process is dead when its turn comes."""
+        """Post an event of this link's thread, which is skipped if the link is killed before its turn."""
         self._network.post(lane, lambda: call() if self.alive else None)
 
     def _complete(self, posted: Posted, error: Exception | None) -> None:

@@ -1,6 +1,6 @@
-"""Outbound blocks of one transfer.
+"""Outbound blocks of one transfer: sends them within the send window and collects their checksums.
 
-This module knows no job and no token."""
+This module knows no jobs and no tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvferry.protocol.link_messages import Grant
 
 FILLER = b"\0"
 FILLERS_AT_ONCE = 64
-"""Fillers that are posted at a time."""
+"""Fillers in flight at a time. A filler is a single byte that completes a receive for which no block is sent."""
 
 
 class Outgoing:
-    """Sends blocks into the receives that a grant stands for, a few at a time (see window). Runs on the link thread.
+    """Sends blocks into the receives of one grant, within the send window. Runs on the link thread.
 
     in_flight  sends not ended
     bytes      of all blocks sent or being sent
-    moved()    runs after every send and every checksum that ended
-    broken(e)  runs when a send failed: no more may be expected of the connection
+    moved()    runs after each send or checksum that ends
+    broken(e)  runs when a send fails: the connection is unusable
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Outgoing:
         self._path, self._peer, self._grant = path, peer, grant
         self._moved, self._broken = moved, broken
         self._sums = Sums(path.checksums, self._summed)
-        """Of every block that was posted; UNVERIFIED until its own is known, and where none is taken."""
+        """Checksum of every posted block; UNVERIFIED until it is known, and for blocks that are not sampled."""
         self._waiting: deque[tuple[int, int]] = deque()
         self._lent: dict[int, Any] = {}
-        """By prompt block, what is being sent of the memory's."""
+        """Buffers of the memory that are being sent, by prompt block index."""
         self._block_bytes = path.memory.block_bytes
         self._unsummed = 0
         self._began_at = self._sending_s = 0.0
@@ -52,14 +52,17 @@ class Outgoing:
 
     @property
     def first(self) -> int:
+        """Return the index of the first granted prompt block."""
         return self._grant.first_block
 
     @property
     def count(self) -> int:
+        """Return the number of granted blocks."""
         return self._grant.block_count
 
     @property
     def posted(self) -> int:
+        """Return the number of blocks posted or excluded so far."""
         return len(self._sums.by_index)
 
     @property
@@ -69,12 +72,14 @@ class Outgoing:
 
     @property
     def under_way(self) -> bool:
-        """Return whether a send or a checksum is to end, of blocks posted so far."""
+        """Return whether a send or a checksum of a posted block is queued or running."""
         return bool(self._waiting or self.in_flight or self._sums.pending)
 
     def post(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Send (prompt block index, block id) pairs, whose content is final until nothing is under way; those before
-        the first granted one are skipped. Raises TransferFailed at one that is not granted or was posted before."""
+        """Queue (prompt block index, block id) pairs for sending.
+
+        Their content must not change while `under_way`. Indices before the first granted one are skipped. Raises
+        TransferFailed at a block that was not granted or was posted before."""
         try:
             for index, block_id in blocks:
                 if index < self.first:
@@ -87,47 +92,47 @@ class Outgoing:
             self._send()
 
     def leave_out(self) -> None:
-        """The granted blocks that were not posted have nothing in them that is wanted: complete their receives."""
+        """Exclude the granted blocks that were not posted: complete their receives with fillers."""
         rest = [index for index in range(self.first, self.first + self.count) if self._is_wanted(index)]
         self._sums.by_index.update(dict.fromkeys(rest, UNVERIFIED))
         _Fillers(self._path, self._peer, deque(map(self._tag, rest))).send(FILLERS_AT_ONCE)
 
     def fill(self) -> None:
-        """Send no more blocks: complete the receives that none was sent for."""
+        """Stop sending blocks, and complete all remaining receives with fillers."""
         unsent = [index for index, _ in self._waiting]
         self.stop()
         unsent += [index for index in range(self.first, self.first + self.count) if self._is_wanted(index)]
         _Fillers(self._path, self._peer, deque(map(self._tag, unsent))).send(FILLERS_AT_ONCE)
 
     def stop(self) -> None:
-        """Send no more blocks: the connection is being closed."""
+        """Stop sending blocks: the connection is being closed."""
         self._waiting.clear()
         self._send()
 
     def closed(self) -> None:
-        """The connection is closed: no send is in flight any more."""
+        """Give all buffers back: the connection is closed and no send is in flight any more."""
         self.in_flight = self._unsummed = 0
         while self._lent:
             self._path.memory.give_back(self._lent.popitem()[1])
         self.stop()
 
     def checksums(self) -> tuple[int, ...] | None:
-        """Return the checksums of the posted blocks in order; empty where none are taken, None while some still are."""
+        """Return the checksums of the posted blocks in order; empty if none are taken, None while one is missing."""
         if self._waiting or self._unsummed or self._sums.pending:
             return None
         return tuple(value for _, value in sorted(self._sums.by_index.items())) if self._path.verify > 0 else ()
 
     def sent_before(self, now: float) -> float:
-        """Seconds until now in which sends were in flight."""
+        """Return the seconds until now during which sends were in flight."""
         return self._sending_s + (max(0.0, now - self._began_at) if self.in_flight else 0.0)
 
     def _is_wanted(self, index: int) -> bool:
         return self.first <= index < self.first + self.count and index not in self._sums.by_index
 
     def _send(self) -> None:
-        """As many as the window has room for.
+        """Send as many blocks as the window allows.
 
-        A block takes room until its checksum is there too: the acknowledgement waits for both."""
+        A block occupies the window until its checksum is taken, because the acknowledgement waits for both."""
         if self._waiting:
             self._path.window.enter(self)
         while self._waiting and max(self.in_flight, self._sums.pending) < self._path.window.share(self._block_bytes):
@@ -149,7 +154,9 @@ class Outgoing:
         return block_tag(self._grant.nonce, self._grant.transfer, index)
 
     def _sending(self, index: int, sampled: bool) -> Done:
-        """What is called once a block was sent, and so is still in the caches."""
+        """Return the callback for the end of a block's send.
+
+        It takes the block's checksum, because the block is still in the CPU caches then."""
 
         def sent(error: Exception | None) -> None:
             if error is not None:
@@ -176,7 +183,9 @@ class Outgoing:
 
 
 class _Fillers:
-    """Single bytes into receives that no block will complete. They touch no block, so nobody waits for them here."""
+    """Sends single bytes into receives that no block will complete.
+
+    Fillers touch no block, so they do not count as in flight."""
 
     def __init__(self, path: BlockPath, peer: Peer, tags: deque[int]):
         self._path, self._peer, self._tags = path, peer, tags

@@ -1,7 +1,7 @@
-"""Protocols that dock, sender and receiver need from the worker.
+"""Interfaces through which the dock, sender and receiver reach the worker's engine and KV pool.
 
-All calls come on the link thread, and a worker passes them to the engine's inbox. The methods that answer may be called
-from any thread."""
+All calls come on the link thread; a worker passes them to the engine's inbox. The engine may answer
+(`Receiver.granted`, `Sender.ship`, ...) from any thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from kvferry.protocol.link_messages import Asked, Commit
 
 
 class BlockMemory(Protocol):
-    """The KV pool as the link sees it, on its thread.
+    """KV pool as the link thread sees it.
 
-    Blocks leave from where they lie, and land there, unless a memory says otherwise: it lends bytes then, which are
-    given back once neither the link nor a checksum touches them."""
+    By default, blocks are sent from and received into the pool directly. A memory that uses staging buffers overrides
+    `to_send`, `to_fill`, `landed` and `give_back`. A buffer goes back to the memory once neither the link nor a
+    checksum touches it."""
 
     def block(self, block_id: int) -> Any:
-        """The block's contiguous bytes: a writable uint8 numpy view on a CPU."""
+        """Return the block's contiguous bytes: on a CPU, a writable uint8 numpy view."""
 
     @property
     def block_bytes(self) -> int:
@@ -27,15 +28,15 @@ class BlockMemory(Protocol):
         return int(self.block(0).nbytes)
 
     def to_send(self, block_id: int) -> Any:
-        """Bytes that hold what the block does."""
+        """Return a buffer with the block's content, held until `give_back`."""
         return self.block(block_id)
 
     def to_fill(self, block_id: int) -> Any:
-        """Writable bytes for what the block is to hold."""
+        """Return a writable buffer for the block's new content, held until `give_back`."""
         return self.block(block_id)
 
     def landed(self, block_id: int, buffer: Any) -> None:
-        """Copy a filled `to_fill` buffer into its block; on return the block holds it."""
+        """Copy a filled `to_fill` buffer into its block before returning."""
         return
 
     def give_back(self, buffer: Any) -> None:
@@ -47,8 +48,11 @@ class BlockMemory(Protocol):
 class ShipStats:
     """Statistics of a finished ship.
 
-    Blocks and bytes sent, seconds with sends in flight, seconds on the link (with sends in flight, or between `commit`
-    and its acknowledgement), and the part of these after `commit` was called."""
+    blocks, bytes  sent
+    sending_s      seconds with sends in flight
+    ship_s         seconds with sends in flight, or between `commit` and its acknowledgement
+    exposed_s      part of ship_s after the call of `commit`
+    """
 
     blocks: int
     bytes: int
@@ -58,45 +62,49 @@ class ShipStats:
 
 
 class ShipEvents(Protocol):
-    """Fate of one offered ship, on the prefill side. Exactly one of `done` and `failed` comes, then `quiet`."""
+    """Events of one offered ship, on the prefill side: exactly one of `done` and `failed`, then `quiet`."""
 
     def granted(self, transfer: int, first_block: int) -> None:
-        """Decode reserved blocks; it already holds the prompt blocks before first_block, which need not be shipped."""
+        """Handle the grant: decode reserved blocks.
+
+        It already has the prompt blocks before first_block, which need not be shipped."""
 
     def sent(self, transfer: int) -> None:
-        """Report that everything given to `ship` is sent; called again after later blocks."""
+        """Handle the end of all sends posted so far; called again after later blocks."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
-        """Decode acknowledged the commit."""
+        """Handle decode's acknowledgement of the commit."""
 
     def failed(self, transfer: int, error: KvferryError) -> None:
-        """The ship will not complete. Blocks still may not be reused."""
+        """Handle the ship's failure. Its blocks may not be reused before `quiet`."""
 
     def quiet(self, transfer: int) -> None:
-        """No send of this transfer touches memory any more: the engine may release its blocks."""
+        """Release the ship's blocks: no send of this transfer touches memory any more."""
 
 
 TransferKey = tuple[Any, int]
-"""(peer, transfer): names a grant on the decode side."""
+"""(peer, transfer): key of a grant on the decode side."""
 
 
 class GrantEvents(Protocol):
-    """Receiver's calls to the decode engine.
+    """Calls of the receiver to the decode engine.
 
-    After `reserve` was answered with blocks, exactly one of `ready` and `failed` comes; after `failed`, `quiet` comes
-    once."""
+    After `reserve` was answered with blocks, exactly one of `ready` and `failed` comes. One `quiet` follows `failed`.
+    """
 
     def reserve(self, key: TransferKey, asked: Asked) -> None:
-        """Reserve blocks for it; answer with Receiver.granted or Receiver.refused."""
+        """Reserve blocks for a request, copy or supply; answer with Receiver.granted or Receiver.refused."""
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
-        """All blocks landed and were verified, and the commit came: the request may run, a copy or supply is whole."""
+        """Use the blocks: all landed and were verified, and the commit came.
+
+        The request may run now; a copy or supply is complete."""
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
-        """The ship failed; the blocks may still be written to.
+        """Handle the failure of a grant; its blocks may still be written to until `quiet`.
 
-        Also comes for a reserve not yet answered: a grant made later is to be released at once (the receiver calls
-        `quiet` for it)."""
+        It also comes for a `reserve` that is not answered yet. If the engine grants that one later, it releases the
+        blocks when the receiver calls `quiet`."""
 
     def quiet(self, key: TransferKey) -> None:
-        """No receive of this grant touches memory any more: release its blocks."""
+        """Release the grant's blocks: no receive of it touches memory any more."""

@@ -1,10 +1,9 @@
-"""Receiving side of ships: asks the engine for blocks, posts receives, verifies, and hands over.
+"""Receiving side of a ship (transfer of one request's KV blocks): reserves, receives, verifies and hands over.
 
-States: see receiver_grant; the blocks' way: incoming. A grant that fails is quiet when all its receives completed:
-those that the sender will not fill it completes with a single byte each (see sender). Nothing is cancelled, because
-UCX goes on writing after a cancel. Where the sender may not do so in time, the whole connection is closed, which makes
-every receive on it quiet.
-"""
+States: see receiver_grant. Block receives: see incoming. A failed grant is quiet (its memory is not written any more)
+when all its receives have completed: the sender completes those that it will not fill with a single byte each (see
+sender). Nothing is cancelled, because UCX goes on writing after a cancel. If the sender does not complete them in time,
+the whole connection is closed, which makes every receive on it quiet."""
 
 from __future__ import annotations
 
@@ -25,15 +24,16 @@ from kvferry.protocol.link_messages import Abort, Commit, CommitAck, Grant, Gran
 from kvferry.protocol.messages import Job
 
 POSTED_AT_ONCE = 128
-"""Receives that are posted at a time."""
+"""Receives posted in one turn of the link thread."""
 
 
 class Receiver:
-    """`granted`, `refused` and `cancel` may be called from any thread; everything else runs on the link thread, as an
-    endpoint of a dock.
+    """Receiving side of ships on a dock. Implements kv_transfer.dock.Endpoint.
+
+    `granted`, `refused` and `cancel` may be called from any thread; everything else runs on the link thread.
 
     epoch        of this process: requests for an earlier one are refused with node_lost
-    fingerprint  others are refused with incompatible
+    fingerprint  of this node: requests for another one are refused with incompatible
     """
 
     takes = (GrantRequest, Commit, Abort)
@@ -45,18 +45,20 @@ class Receiver:
         self.transfers: Transfers[OpenGrant] = Transfers(dock.watch)
         dock.mount(self)
 
-    # Any thread.
+    # Called from any thread.
 
     def granted(self, key: TransferKey, first_block: int, block_ids: Sequence[int]) -> None:
-        """The engine reserved block_ids for prompt blocks first_block, first_block + 1, …; earlier ones it holds."""
+        """Grant the request with reserved blocks.
+
+        block_ids: for prompt blocks first_block, first_block + 1, …; the engine already holds earlier ones."""
         self._dock.submit(lambda: self._granted(key, first_block, block_ids))
 
     def refused(self, key: TransferKey, error: KvferryError) -> None:
-        """The engine cannot reserve."""
+        """Refuse the request with this error: the engine cannot reserve blocks."""
         self._dock.submit(lambda: self._refused(key, error))
 
     def cancel(self, key: TransferKey, error: KvferryError) -> None:
-        """Give the grant up: `failed` with this error comes, then `quiet`; nothing if it ended already."""
+        """Cancel the grant: `failed` with this error comes, then `quiet`. Does nothing if the grant has ended."""
         self._dock.submit(lambda: self._cancel(key, error))
 
     # Link thread: answers of the engine.
@@ -74,7 +76,7 @@ class Receiver:
         self._post(grant, first_block, block_ids)
 
     def _post(self, grant: OpenGrant, first_block: int, block_ids: Sequence[int]) -> None:
-        """Begin to post the receives."""
+        """Begin posting the grant's receives."""
         grant.move(GrantState.GRANTED)
         grant.deadline = self._dock.clock() + grant.asked.deadline_s
         message = Grant(grant.transfer, first_block, len(block_ids), self._senders.of(grant.peer).nonce)
@@ -85,9 +87,10 @@ class Receiver:
         self._post_more(grant, POSTED_AT_ONCE)
 
     def _post_more(self, grant: OpenGrant, most: int) -> None:
-        """Post receives, and tell the sender of the last one: no block ever arrives unexpected.
+        """Post up to `most` receives; after the last one, send the grant. So no block ever arrives unexpected.
 
-        A long prompt has thousands: other ships have their turns between slices."""
+        A long prompt has thousands of receives. They are posted in slices, so that other ships have their turns in
+        between."""
         assert grant.blocks is not None
         grant.blocks.post(most)
         if grant.blocks.posted:
@@ -113,7 +116,7 @@ class Receiver:
         if grant is not None:
             self._fail(grant, error, tell=True)
 
-    # Link thread: what comes from the dock.
+    # Link thread: calls of the dock.
 
     def take(self, peer: Peer, message: Any) -> None:
         if isinstance(message, GrantRequest):
@@ -140,13 +143,13 @@ class Receiver:
         self._settle(grant)
 
     def overdue(self, grant: OpenGrant) -> None:
-        """End grants whose request's deadline has passed; close connections whose receives do not complete."""
+        """Fail a grant whose request's deadline has passed; close a connection whose receives do not complete."""
         if grant.live:
             self._fail(grant, grant.lateness(), tell=True)
         elif grant.in_flight:
             self._dock.drop(grant.peer, TransferFailed(f"receives did not complete for {QUIESCE_TIMEOUT_S:g} s"))
 
-    # Link thread: what prefill asked.
+    # Link thread: messages of prefill.
 
     def _requested(self, peer: Peer, request: GrantRequest) -> None:
         known = self.transfers.find((peer, request.transfer)) is not None
@@ -176,7 +179,7 @@ class Receiver:
         self._advance(grant)
 
     def _moved(self, grant: OpenGrant) -> None:
-        """A block landed, or its checksum was taken."""
+        """Advance the grant after a block landed or its checksum was taken."""
         if grant.state is GrantState.GRANTED:
             grant.move(GrantState.RECEIVING)
         if not grant.live:
@@ -185,7 +188,7 @@ class Receiver:
         self._settle(grant)
 
     def _advance(self, grant: OpenGrant) -> None:
-        """LANDED when every receive completed; READY when the commit came too and every checksum agrees."""
+        """Move to LANDED when every receive completed; to READY when also the commit came and every checksum agrees."""
         if grant.state in (GrantState.GRANTED, GrantState.RECEIVING) and not grant.in_flight:
             grant.move(GrantState.LANDED)
             if grant.count:
@@ -201,7 +204,7 @@ class Receiver:
         self.transfers.remove(grant)
         self._events.ready(grant.key, grant.commit)
 
-    # Link thread: ends.
+    # Link thread: the end of a grant.
 
     def _refuse(self, peer: Peer, transfer: int, error: KvferryError) -> None:
         self._senders.answer(peer, Refusal(transfer, error.code, error.message))
@@ -213,7 +216,7 @@ class Receiver:
         if grant.blocks is not None:
             grant.blocks.give_up()
             if not grant.blocks.posted and not self._dock.is_closing(grant.peer):
-                self._post_more(grant, grant.blocks.count)  # the sender fills those alone that it was told of
+                self._post_more(grant, grant.blocks.count)  # the sender completes only receives of a grant that it got
         if tell:
             self._refuse(grant.peer, grant.transfer, error)
         self._events.failed(grant.key, error)
@@ -222,7 +225,7 @@ class Receiver:
         self._settle(grant)
 
     def _settle(self, grant: OpenGrant) -> None:
-        """Report quiet when no receive is left and the engine gave its answer."""
+        """Call `quiet` when no receive is left and the engine has answered `reserve`."""
         if grant.state is GrantState.QUIESCING and not grant.in_flight and not grant.unanswered:
             grant.move(GrantState.QUIET)
             self.transfers.remove(grant)

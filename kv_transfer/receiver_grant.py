@@ -1,4 +1,4 @@
-"""A grant as the receiver knows it: its states, with the moves that are allowed, and what is remembered of it."""
+"""State machine of a grant (blocks reserved for one ship) on the receiving side."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvferry.protocol.errors import DeadlineExceeded, Fenced, Incompatible, Kvfe
 from kvferry.protocol.link_messages import Asked, Commit, Grant, GrantRequest
 
 COMMIT_TIMEOUT_S = 15.0
-"""The commit follows the last block: once that is here, it has been lost after so long, or will not come."""
+"""Seconds to wait for the commit after the last block landed; a later commit counts as lost."""
 
 
 class GrantState(StrEnum):
-    """Up to the hand-over to the engine (READY).
+    """State of a grant, until it is handed over to the engine (READY).
 
-    LANDED: every receive completed; QUIESCING: failed, own receives or the engine's answer are awaited; QUIET: no
+    LANDED: every receive completed. QUIESCING: failed; receives in flight or the engine's answer are awaited. QUIET: no
     receive touches memory any more."""
 
     NEW = "new"
@@ -48,7 +48,7 @@ GRANT_LIVE = frozenset({GrantState.NEW, GrantState.GRANTED, GrantState.RECEIVING
 class OpenGrant:
     """State of one GrantRequest.
 
-    unanswered: the engine has not answered `reserve` yet; message, blocks: once it granted."""
+    unanswered: the engine has not answered `reserve` yet. message, blocks: set when the engine grants."""
 
     key: TransferKey
     asked: Asked
@@ -61,41 +61,43 @@ class OpenGrant:
 
     @property
     def peer(self) -> Peer:
+        """Return the connection of the sender."""
         return self.key[0]  # type: ignore[no-any-return]
 
     @property
     def transfer(self) -> int:
+        """Return the transfer id of the sender."""
         return self.key[1]
 
     @property
     def count(self) -> int:
-        """Granted blocks."""
+        """Return the number of granted blocks."""
         return self.blocks.count if self.blocks else 0
 
     @property
     def in_flight(self) -> int:
-        """Posted receives not completed."""
+        """Return the number of receives that have not completed."""
         return self.blocks.in_flight if self.blocks else 0
 
     @property
     def live(self) -> bool:
-        """Return whether it can still become ready."""
+        """Return whether the grant can still become ready."""
         return self.state in GRANT_LIVE
 
     def lateness(self) -> KvferryError:
-        """Return what did not arrive in time."""
+        """Return the error for a passed deadline, which says what did not arrive in time."""
         if self.state is GrantState.LANDED and self.count:
             return TransferFailed(f"no commit for {COMMIT_TIMEOUT_S:g} s after the last block")
         return DeadlineExceeded("the request's deadline passed before its blocks arrived")
 
     def move(self, new: GrantState) -> None:
-        """Change to a state that the table allows."""
+        """Change to a state that GRANT_MOVES allows."""
         assert new in GRANT_MOVES[self.state], f"{self.state} → {new} is not allowed"
         self.state = new
 
 
 def objection(request: GrantRequest, fingerprint: str, epoch: int) -> KvferryError | None:
-    """Return why this process cannot grant a request, if so."""
+    """Return the error for a request that this process cannot grant, or None."""
     if request.fingerprint != fingerprint:
         return Incompatible(
             f"this decode node's fingerprint is {fingerprint}, the prefill node expects {request.fingerprint}"

@@ -1,4 +1,4 @@
-"""Questions of a sender and answers of a receiver: what is not answered is said again, and answered again."""
+"""Retransmission of control messages: the sender repeats unanswered messages, the receiver repeats its answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvferry.protocol.errors import Cancelled
 from kvferry.protocol.link_messages import CommitAck, Grant, Refusal
 
 REPEAT_S = 2.0
-"""After which a question is repeated; then after twice as long each time."""
+"""Seconds until an unanswered message is first repeated; the interval doubles each time."""
 REMEMBERED = 4096
-"""Answers that are kept for repeated questions."""
+"""Number of answers per sender that are kept for repeated messages."""
 Answer = Grant | Refusal | CommitAck
 
 
 class Question:
-    """The last one of a ship, as it was sent; none: all is answered. repeat_at: when it is to be said again."""
+    """Last unanswered message of a ship; empty if all are answered. repeat_at: time of the next repetition."""
 
     def __init__(self) -> None:
         self.message = b""
@@ -28,16 +28,16 @@ class Question:
         self._pause_s = REPEAT_S
 
     def ask(self, message: bytes, now: float) -> bytes:
-        """It is to be sent now."""
+        """Record a message that is sent now and needs an answer; return it."""
         self.message, self._pause_s, self.repeat_at = message, REPEAT_S, now + REPEAT_S
         return message
 
     def answered(self) -> None:
-        """Or of no interest any more."""
+        """Stop repeating: the answer came or is not needed any more."""
         self.message, self.repeat_at = b"", inf
 
     def due(self, now: float) -> bool:
-        """Return whether to repeat it now."""
+        """Return whether to repeat the message now; if so, schedule the next repetition."""
         if now < self.repeat_at:
             return False
         self._pause_s *= 2
@@ -46,14 +46,16 @@ class Question:
 
 
 class SendingProcess:
-    """The nonce of the tags of one connected sender, and the transfers it already asked for, with what it was told."""
+    """Receiver's state of one connected sender: the nonce of its tags, and the last answer to each transfer."""
 
     def __init__(self, nonce: int):
         self.nonce = nonce
         self._answers: dict[int, Answer | None] = {}
 
     def is_new(self, transfer: int) -> bool:
-        """True once per transfer id (the last REMEMBERED are remembered): a repeated request must not reserve twice."""
+        """Return True once per transfer id, so that a repeated request does not reserve twice.
+
+        Only the last REMEMBERED ids are remembered."""
         if transfer in self._answers:
             return False
         self._answers[transfer] = None
@@ -62,17 +64,19 @@ class SendingProcess:
         return True
 
     def answer(self, message: Answer) -> None:
-        """The last word on a transfer so far."""
+        """Store the latest answer for a transfer."""
         if message.transfer in self._answers:
             self._answers[message.transfer] = message
 
     def answered(self, transfer: int) -> Answer | None:
-        """The last word on it, if there was one."""
+        """Return the latest answer for a transfer, or None."""
         return self._answers.get(transfer)
 
 
 class Senders:
-    """All that are connected. send: puts a message on the link. Runs on the link thread."""
+    """All connected senders. Runs on the link thread.
+
+    send: sends a message on the link."""
 
     def __init__(self, send: Callable[[Peer, Answer], None]):
         self._send = send
@@ -80,20 +84,22 @@ class Senders:
         self._known: dict[Peer, SendingProcess] = {}
 
     def of(self, peer: Peer) -> SendingProcess:
+        """Return the state of a sender; create it if the sender is new."""
         if peer not in self._known:
             self._known[peer] = SendingProcess(next(self._nonces) % MAX_NONCE + 1)
         return self._known[peer]
 
     def forget(self, peer: Peer) -> None:
+        """Drop the state of a sender."""
         self._known.pop(peer, None)
 
     def answer(self, peer: Peer, message: Answer) -> None:
-        """Say it, and again when what it answers is repeated."""
+        """Send an answer, and keep it in case the sender repeats its message."""
         self.of(peer).answer(message)
         self._send(peer, message)
 
     def repeat(self, peer: Peer, transfer: int) -> None:
-        """Something was said again, or of a transfer that never came: the sender did not hear the answer."""
+        """Answer a repeated or unknown message: send the last answer again, or refuse an unknown transfer."""
         sender = self.of(peer)
         answer = sender.answered(transfer)
         if answer is not None:

@@ -1,4 +1,4 @@
-"""Self-test of the link: a small transfer between two ends in this process shows whether UCX works and how fast."""
+"""Self-test of the UCX link: a transfer between two ends in this process shows whether UCX works and how fast it is."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from kvferry.protocol.errors import ConfigError
 BLOCK_BYTES = 1 << 19
 LIMIT_S = 20.0
 ROUNDS = 3
+"""Number of transfers; the fastest one counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """`bytes_per_s` is the best of a few rounds; both ends share this process, so two processes may be faster."""
+    """Result of the self-test. `bytes_per_s` is the best of a few rounds.
+
+    Both ends share this process, so two processes may be faster."""
 
     bytes_per_s: float
     size_bytes: int
     transports: str
 
     def describe(self) -> str:
+        """Return the result as text for the operator."""
         rate = f"{self.bytes_per_s / 1e9:.1f} GB/s"
         return f"{self.size_bytes >> 20} MiB moved and verified over {self.transports}: {rate}"
 
@@ -70,7 +74,7 @@ def self_test(transports: str = "", net_devices: str = "", size_bytes: int = 16 
 
 
 def _host(net_devices: str) -> str:
-    """The address to dial so that the named devices are used; the loopback address where lo is among them."""
+    """Return an address of the named network devices to dial; the loopback address if lo is among them."""
     devices = [name.partition(":")[0] for name in net_devices.split(",") if name]
     if not devices or "lo" in devices:
         return "127.0.0.1"
@@ -101,7 +105,7 @@ def _connect(sender: UcxLink, receiver: UcxLink, near: _End, far: _End) -> Peer:
 
 
 def _round(sender: UcxLink, receiver: UcxLink, peer: Peer, far: _End, size_bytes: int, number: int) -> float:
-    """Bytes per second of one transfer whose content was compared."""
+    """Transfer and compare all blocks once; return the bytes per second."""
     count = -(-size_bytes // BLOCK_BYTES)
     source = np.random.default_rng(number).integers(0, 256, (count, BLOCK_BYTES), dtype=np.uint8)
     target = np.ones_like(source)

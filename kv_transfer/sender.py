@@ -1,11 +1,10 @@
-"""The prefill side of ships: offers, posts blocks as they are computed, commits, and fails cleanly.
+"""Sending side of a ship (transfer of one request's KV blocks): offers, sends, commits and handles failures.
 
-States: see sender_ship; the blocks' way: outgoing. One connection per decode address serves all ships and is made
-again after a loss. A ship that fails after its grant completes the receives it will never fill by sending each a
-single byte: UCX does not stop writing on a cancel, so the receiving side cancels nothing and knows its memory is quiet
-when its receives have completed. So a ship that fails, or does not move, is given up alone; only an error of the
-connection, or sends that do not end even then, close it under all.
-"""
+States: see sender_ship. Block sends: see outgoing. One connection per decode address carries all ships; it is made
+again after a loss. UCX may go on writing after a cancelled receive, so the receiver cancels nothing. Its memory is
+quiet (not written any more) when all its receives have completed. So a ship that fails after its grant sends a single
+byte to each receive that it will not fill. A ship that fails or stalls ends alone. The connection is closed, with all
+ships on it, only after an error of the connection or if sends do not end even then."""
 
 from __future__ import annotations
 
@@ -27,9 +26,13 @@ from kvferry.protocol.wire import pack
 
 
 class Sender:
-    """`offer`, `ship`, `commit` and `abort` may be called from any thread; everything else runs on the link thread, as
-    an endpoint of a dock. events: who hears of offers that do not say who does; grant_timeout, stall_timeout: the
-    patience of those that bring none."""
+    """Sending side of ships on a dock. Implements kv_transfer.dock.Endpoint.
+
+    `offer`, `ship`, `commit` and `abort` may be called from any thread; everything else runs on the link thread.
+
+    events                        receives the events of offers without events of their own
+    grant_timeout, stall_timeout  seconds, for offers without timeouts of their own (see ShipTimeouts)
+    """
 
     takes = (Grant, Refusal, CommitAck)
 
@@ -43,15 +46,16 @@ class Sender:
         self.transfers: Transfers[Ship] = Transfers(dock.watch)
         dock.mount(self)
 
-    # Any thread.
+    # Called from any thread.
 
     def offer(
         self, target: DecodeTarget, asked: Asked, events: ShipEvents | None = None, peer: Peer = None,
         patience: ShipTimeouts | None = None,
     ) -> int:  # fmt: skip
-        """Ask the decode node for a grant; returns the transfer id, under which events come: to `events`, if given.
+        """Ask the decode node for a grant; return the transfer id.
 
-        peer: the connection on which the node asked for them."""
+        Events of the ship go to `events` if given. peer: the connection on which the node asked for the blocks, if it
+        did."""
         with self._lock:
             self._last_transfer = transfer = self._last_transfer + 1
             hears = events or self._events
@@ -62,20 +66,22 @@ class Sender:
     def ship(self, transfer: int, blocks: Sequence[tuple[int, int]]) -> None:
         """Post (prompt block index, block id) pairs after `granted`.
 
-        The blocks hold their final content and stay held until `quiet`. Indices before the grant's first_block are
-        skipped; a ship that failed ignores them."""
+        The blocks have their final content and stay held until `quiet`. Indices before the grant's first_block are
+        skipped. A failed ship ignores the call."""
         self._dock.submit(lambda: self._ship(transfer, blocks))
 
     def commit(self, transfer: int, first: TokenDelta | None, covered: int = 0) -> None:
-        """Every granted block was given to `ship`, or those that are `covered` (see Commit), behind `first`."""
+        """Commit the ship after all its blocks, or those of the `covered` tokens (see Commit), were given to `ship`.
+
+        first: the first generated token, if any."""
         now = self._dock.clock()
         self._dock.submit(lambda: self._commit(transfer, first, covered, now))
 
     def abort(self, transfer: int, reason: str) -> None:
-        """Give the ship up; it fails with TransferFailed unless it already ended."""
+        """Abort the ship: it fails with TransferFailed unless it has already ended."""
         self._dock.submit(lambda: self._abort(transfer, TransferFailed(f"aborted: {reason}")))
 
-    # Link thread: orders of the engine.
+    # Link thread: calls of the engine.
 
     def _offer(
         self, transfer: int, target: DecodeTarget, asked: Asked, events: ShipEvents, asker: Peer, patience: ShipTimeouts
@@ -122,7 +128,7 @@ class Sender:
         if ship := self.transfers.find(transfer):
             self._fail(ship, error, tell=True)
 
-    # Link thread: what comes from the dock.
+    # Link thread: calls of the dock.
 
     def take(self, peer: Peer, message: Any) -> None:
         ship = self.transfers.find(message.transfer)
@@ -136,7 +142,7 @@ class Sender:
             self._acknowledged(ship)
 
     def forget(self, peer: Peer) -> None:
-        """Drop a connection's ships."""
+        """Do nothing: the ships of the connection end by `fail`."""
 
     def fail(self, ship: Ship, error: KvferryError) -> None:
         self._fail(ship, ship.blame(error), tell=False)
@@ -148,9 +154,7 @@ class Sender:
         self._settle(ship)
 
     def overdue(self, ship: Ship) -> None:
-        """Repeat unanswered messages and abandon ships that do not move.
-
-        A ship that does not move is given up alone. Only sends that do not end even then cost all their connection."""
+        """Repeat an unanswered message, fail a ship that stalls, or close a connection whose sends do not end."""
         if ship.repeats(self._dock.clock()):
             self._dock.link.send(ship.peer, ship.question.message)
         elif ship.state is ShipState.OFFERED:
@@ -161,7 +165,7 @@ class Sender:
         elif ship.in_flight:
             self._dock.drop(ship.peer, TransferFailed(f"sends did not end for {QUIESCE_TIMEOUT_S:g} s"))
 
-    # Link thread: what decode answered.
+    # Link thread: answers of decode.
 
     def _granted(self, ship: Ship, grant: Grant) -> None:
         if not ship.unanswered:
@@ -196,7 +200,7 @@ class Sender:
         self._settle(ship)
 
     def _moved(self, ship: Ship) -> None:
-        """The engine committed, or a send or a checksum ended."""
+        """Advance the ship after the engine's commit, or the end of a send or checksum."""
         ship.progressed(self._dock.clock())
         commit = ship.take_commit()
         if commit is not None:
@@ -205,7 +209,7 @@ class Sender:
             ship.events.sent(ship.transfer)
         self._settle(ship)
 
-    # Link thread: ends.
+    # Link thread: the end of a ship.
 
     def _fail(self, ship: Ship, error: KvferryError, tell: bool) -> None:
         if not ship.live:
@@ -222,7 +226,7 @@ class Sender:
         self._settle(ship)
 
     def _settle(self, ship: Ship) -> None:
-        """Report quiet when no send is left; forget the ship when decode's answer came too."""
+        """Call `quiet` when no send is left; remove the ship once decode's answer has also come."""
         if ship.state in (ShipState.DONE, ShipState.FAILED) and not ship.in_flight:
             ship.move(ShipState.QUIET)
             ship.events.quiet(ship.transfer)

@@ -1,4 +1,4 @@
-"""State machine of a ship on the sending side."""
+"""State machine of a ship (transfer of one request's KV blocks) on the sending side."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from kvferry.protocol.messages import TokenDelta
 from kvferry.protocol.process_names import NodeName
 
 STALL_TIMEOUT_S = 15.0
+"""Seconds without progress after which a ship fails."""
 
 
 class ShipTimeouts(NamedTuple):
-    """grant_s: seconds an offer waits for its grant; stall_s: seconds in which something of a ship must move while its
-    blocks are being sent, or its commit waits for the acknowledgement: one that moves has all the time it needs."""
+    """Timeouts of a ship. A ship that makes progress has no limit on its total time.
+
+    grant_s: seconds that an offer waits for its grant. stall_s: longest time without progress, in seconds, while blocks
+    are being sent or the commit waits for its acknowledgement."""
 
     grant_s: float = 30.0
     stall_s: float = STALL_TIMEOUT_S
@@ -32,8 +35,10 @@ USUAL = ShipTimeouts()
 
 
 class ShipState(StrEnum):
-    """RUNNING: blocks are posted; DRAINING: everything was posted, the acknowledgement is awaited; QUIET: no send
-    touches memory any more."""
+    """State of a ship on the sending side.
+
+    RUNNING: blocks are being posted. DRAINING: everything is posted and decode's acknowledgement is awaited. QUIET: no
+    send touches memory any more."""
 
     OFFERED = "offered"
     GRANTED = "granted"
@@ -58,11 +63,15 @@ SHIP_LIVE = frozenset({ShipState.OFFERED, ShipState.GRANTED, ShipState.RUNNING, 
 
 @dataclass(slots=True, eq=False)
 class Ship:
-    """One offer of the node `sender`, to the node `decode`; `events` hear of it.
+    """One offer of node `sender` to node `decode`. `events` receives its events.
 
-    unanswered: neither Grant nor Refusal came yet; blocks: once the grant came; first, covered: see Commit, once the
-    engine committed, at committed_at; sent_before_s: seconds of sending until then. ends: when it has not moved for too
-    long; question: what decode has to answer."""
+    unanswered      neither Grant nor Refusal came yet
+    blocks          set by the grant
+    first, covered  set by the engine's commit (see Commit), at time committed_at
+    sent_before_s   seconds with sends in flight before the commit
+    ends            time at which the ship fails for lack of progress
+    question        the message that decode has to answer
+    """
 
     transfer: int
     events: ShipEvents
@@ -83,25 +92,26 @@ class Ship:
 
     @property
     def deadline(self) -> float:
-        """Return when to check the ship next."""
+        """Return the time of the next check of this ship."""
         return min(self.ends, self.question.repeat_at)
 
     @property
     def key(self) -> int:
+        """Return the transfer id."""
         return self.transfer
 
     @property
     def in_flight(self) -> int:
-        """Posted sends not ended."""
+        """Return the number of posted sends that have not ended."""
         return self.blocks.in_flight if self.blocks else 0
 
     @property
     def live(self) -> bool:
-        """Return whether it can still be done."""
+        """Return whether the ship can still complete."""
         return self.state in SHIP_LIVE
 
     def take_commit(self) -> Commit | None:
-        """The commit, once: when the engine called for it and every checksum is taken."""
+        """Return the commit message, once: after the engine's commit, when every checksum is taken."""
         if self.state is not ShipState.DRAINING or self.commit_sent or self.blocks is None:
             return None
         checksums = self.blocks.checksums()
@@ -111,7 +121,7 @@ class Ship:
         return Commit(self.transfer, self.blocks.posted, checksums, self.first, self.covered, self.sender)
 
     def commit(self, first: TokenDelta | None, covered: int, at: float) -> None:
-        """The engine computed everything, and the first token, at this time."""
+        """Record the engine's commit: everything, and the first token, was computed at this time."""
         assert self.blocks is not None
         self.first, self.covered, self.committed_at = first, covered, at
         self.sent_before_s = self.blocks.sent_before(at)
@@ -125,7 +135,7 @@ class Ship:
         return ShipStats(sent.posted, sent.bytes, sent.sent_before(now), self.sent_before_s + exposed, exposed)
 
     def progressed(self, now: float) -> None:
-        """Something of it moved, or is to move from now on: its deadline is counted anew."""
+        """Restart the stall timeout: the ship made progress or changed its state."""
         if not self.live:
             self.ends = now + QUIESCE_TIMEOUT_S
         elif self.state is ShipState.DRAINING or (self.blocks is not None and self.blocks.under_way):
@@ -134,30 +144,32 @@ class Ship:
             self.ends = inf
 
     def hear(self) -> None:
-        """Grant or Refusal came, or will not."""
+        """Record that the offer's Grant or Refusal came, or that none will come."""
         self.unanswered = False
         self.question.answered()
 
     def repeats(self, now: float) -> bool:
-        """Return whether its question is to be sent again now."""
+        """Return whether to repeat the unanswered message now."""
         return (now <= self.ends or not self.live) and self.question.due(now)
 
     def blame(self, error: KvferryError) -> KvferryError:
-        """What the decode node, or the way to it, did to the ship: it names that node, for routers hear of it from this
-        one. A node that drains takes nothing new, which is no more than a refusal of this offer."""
+        """Return the error with the decode node's name in it if that node, or the path to it, caused the error.
+
+        Routers receive the error from this node, so it must name the other one. A draining node accepts nothing new;
+        that becomes GrantRefused, since only this offer is refused."""
         if not isinstance(error, NodeLost | TransferFailed | GrantRefused | Draining):
             return error
         kind = GrantRefused if isinstance(error, Draining) else type(error)
         return kind(f"decode node {self.decode}: {error.message}")
 
     def move(self, new: ShipState) -> None:
-        """Change to a state that the table allows."""
+        """Change to a state that SHIP_MOVES allows."""
         assert new in SHIP_MOVES[self.state], f"{self.state} → {new} is not allowed"
         self.state = new
 
 
 def too_long(asked: Asked, size: int) -> KvferryError | None:
-    """Return why a grant request of `size` bytes cannot be sent, if so."""
+    """Return the error for a grant request of `size` bytes if it does not fit into one message, else None."""
     if size <= MAX_MESSAGE_BYTES:
         return None
     tokens = 0 if isinstance(asked, Supply) else len(asked.token_ids)
@@ -166,14 +178,14 @@ def too_long(asked: Asked, size: int) -> KvferryError | None:
 
 
 def has_sent(ship: Ship) -> bool:
-    """Return whether all blocks that were posted so far are sent, and others follow."""
+    """Return whether all blocks posted so far are sent and more may follow."""
     return ship.state is ShipState.RUNNING and ship.blocks is not None and not ship.blocks.under_way
 
 
 def lack(ship: Ship, covered: int) -> str:
     """Return why the ship cannot be committed; empty if it can.
 
-    What lies beyond the `covered` tokens is left out."""
+    If `covered` is not 0, the granted blocks that were not posted are excluded from the ship."""
     if covered and ship.blocks is not None:
         ship.blocks.leave_out()
     if ship.blocks is not None and ship.blocks.complete:

@@ -1,9 +1,8 @@
-"""Control messages over one TCP socket: non-blocking frames, sealed once both ends share keys.
+"""Control messages over one TCP socket: non-blocking frames, authenticated once both ends share keys.
 
-A frame: kind, length, payload and, once sealed, a MAC over its number in its direction, its header and its payload. So
-a frame that somebody else wrote, changed, repeated or left out ends the connection. Whatever comes from the wire is
-checked here before it is stored or believed; this module knows no UCX.
-"""
+A frame has a kind, a length and a payload. Sealed frames also have a MAC over the frame's number in its direction, the
+header and the payload. So a forged, changed, repeated or dropped frame ends the connection. This module validates all
+input from the wire before it is stored or used; it does not depend on UCX."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.wire import WireError
 
 CHALLENGE, HELLO, WELCOME, REFUSED, MESSAGE, ALIVE = range(6)
-"""Kinds of frames; the first four are greetings and come before the seal."""
+"""Kinds of frames. The first four are greetings, which are sent before the seal."""
 GREETINGS = frozenset((CHALLENGE, HELLO, WELCOME, REFUSED))
 MAX_GREETING_BYTES = 8192
 MAX_UNSENT_BYTES = 16 * MAX_MESSAGE_BYTES
-"""What may wait for a peer that does not read."""
+"""Most bytes that wait for a peer that does not read, before the connection is closed."""
 READ_BYTES = 1 << 18
 READS = 4
-"""Reads in one turn: a peer that never stops writing leaves turns to the others."""
+"""Reads of one socket per turn, so that a peer that writes without pause does not starve the others."""
 HEADER = struct.Struct("<BI")
 NUMBER = struct.Struct("<Q")
 MAC_BYTES = 16
@@ -36,13 +35,14 @@ KEY_BYTES = 32
 
 
 class Seal:
-    """The MACs of the frames of one direction, in their order."""
+    """Computes the MACs of one direction's frames, in order."""
 
     def __init__(self, key: bytes):
         self._keyed = hashlib.blake2b(key=key, digest_size=MAC_BYTES)
         self._number = 0
 
     def next(self, header: bytes, payload: bytes) -> bytes:
+        """Return the MAC of the next frame."""
         digest = self._keyed.copy()
         digest.update(NUMBER.pack(self._number) + header)
         digest.update(payload)
@@ -51,7 +51,7 @@ class Seal:
 
 
 class Stream:
-    """One connected socket, or one that is being connected; only the link thread touches it."""
+    """One TCP socket, connected or connecting. Only the link thread touches it."""
 
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
@@ -66,22 +66,20 @@ class Stream:
         self._outward: Seal | None = None
 
     def seal(self, inward: bytes, outward: bytes) -> None:
-        """Frames read and written from now on carry MACs under these keys."""
+        """Authenticate all later frames, read and written, with MACs under these keys."""
         self._inward, self._outward = Seal(inward), Seal(outward)
 
     def connecting(self, code: int) -> None:
-        """Handle the result of `connect_ex`.
-
-        Raises OSError where nothing is to be waited for."""
+        """Check the result of `connect_ex`. Raises OSError if the connection attempt failed."""
         if code not in (0, errno.EINPROGRESS):
             raise OSError(code, os.strerror(code))
 
     def connected(self) -> None:
-        """The socket is writable: connected, if it was not before. Raises OSError where it could not be."""
+        """Check that the socket, which became writable, is connected. Raises OSError if the attempt failed."""
         self.connecting(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
     def send(self, kind: int, payload: bytes = b"") -> None:
-        """Queue one frame and write what the kernel takes. Raises NodeLost."""
+        """Queue one frame and write as much as the kernel takes. Raises NodeLost."""
         header = HEADER.pack(kind, len(payload))
         mac = self._outward.next(header, payload) if self._outward else b""
         for part in (header, payload, mac) if len(payload) > READ_BYTES else (header + payload + mac,):
@@ -93,7 +91,7 @@ class Stream:
         self.flush()
 
     def flush(self) -> None:
-        """Write what the kernel takes. Raises NodeLost."""
+        """Write as much of the queue as the kernel takes. Raises NodeLost."""
         try:
             while self._outbox:
                 sent = self._socket.send(self._outbox[0])
@@ -108,7 +106,7 @@ class Stream:
             raise NodeLost(f"control message not sent: {error}") from error
 
     def fill(self) -> bool:
-        """Read what has come, up to a turn's share; whether more may come. Raises NodeLost for a broken connection."""
+        """Read up to READS chunks; return False at the end of the stream. Raises NodeLost for a broken connection."""
         try:
             for _ in range(READS):
                 data = self._socket.recv(READ_BYTES)
@@ -124,9 +122,10 @@ class Stream:
         return True
 
     def next(self) -> tuple[int, bytes] | None:
-        """(kind, payload) of the next frame that is whole; greetings only before the seal, others only after it.
+        """Return (kind, payload) of the next complete frame, or None.
 
-        Raises WireError, after which the connection is of no use."""
+        Greetings are valid only before the seal, other kinds only after it. Raises WireError; the connection is
+        unusable then."""
         if len(self._inbox) < HEADER.size:
             return None
         header = bytes(self._inbox[: HEADER.size])
@@ -150,6 +149,7 @@ class Stream:
             raise WireError(f"a frame of {length} bytes where {limit} are allowed")
 
     def close(self) -> None:
+        """Close the socket and drop unsent frames."""
         self._socket.close()
         self._outbox.clear()
         self.unsent = 0

@@ -1,26 +1,30 @@
-"""Composition of the 64-bit tag that matches a block with its receive: nonce 24 | transfer 24 | prompt block index 16.
+"""64-bit tag that matches a block with its receive: nonce 24 | transfer 24 | prompt block index 16 bits.
 
-The receiving process gives every connection its own nonce. Nonce 0 belongs to the link itself.
-"""
+The receiving process gives every connection its own nonce. The link itself uses nonce 0."""
 
 from __future__ import annotations
 
 MAX_NONCE = (1 << 24) - 1
+"""Largest nonce: 24 bits."""
 MAX_TRANSFER = (1 << 24) - 1
+"""Largest transfer id in a tag: 24 bits."""
 WARM_TAG = 1
-"""Of the block that warms a connection up."""
+"""Tag of the block that warms up a connection."""
 NEVER_SENT_TAG = 2
+"""Tag of a receive that is posted only to be cancelled (see ucx_worker)."""
 MAX_BLOCKS = 1 << 16
-"""Blocks of a prompt that one ship can address."""
+"""Number of prompt blocks that one ship can address."""
 
 
 def block_tag(nonce: int, transfer: int, index: int) -> int:
-    """Tag of prompt block `index`; transfer ids beyond 24 bits wrap, which is safe while fewer are alive at once."""
+    """Return the tag of prompt block `index`.
+
+    Transfer ids beyond 24 bits wrap around, which is safe while fewer transfers are in flight at once."""
     assert 0 < nonce <= MAX_NONCE, nonce
     assert 0 <= index < MAX_BLOCKS, index
     return nonce << 40 | (transfer & MAX_TRANSFER) << 16 | index
 
 
 def transfer_of(tag: int) -> int:
-    """Return the common part of a transfer's tags: nonce and transfer."""
+    """Return the part of a tag that all tags of a transfer share: nonce and transfer."""
     return tag >> 16

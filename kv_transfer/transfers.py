@@ -1,4 +1,4 @@
-"""Table of an endpoint's transfers by key and by peer, with their deadlines."""
+"""Table of an endpoint's transfers, by key and by peer, with their deadlines."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from kvferry.kv_transfer.link import Peer
 
 
 class Transfer(Protocol):
-    """A ship or a grant. `deadline`, in the clock's seconds, may move at any time."""
+    """A ship, grant or fetch in flight. Its deadline may change at any time."""
 
     @property
-    def key(self) -> Hashable: ...
+    def key(self) -> Hashable:
+        """Return the key of the transfer in its table."""
+        ...
 
     @property
-    def peer(self) -> Peer: ...
+    def peer(self) -> Peer:
+        """Return the connection that the transfer uses."""
+        ...
 
     @property
-    def deadline(self) -> float: ...
+    def deadline(self) -> float:
+        """Return the deadline, in seconds of the dock's clock."""
+        ...
 
 
 T = TypeVar("T", bound=Transfer)
 
 
 class Transfers(Generic[T]):
-    """A table. watch: called for each that is added."""
+    """Table of transfers. It calls `watch` for each transfer that is added."""
 
     def __init__(self, watch: Callable[[], None]):
         self._watch = watch
@@ -36,6 +42,7 @@ class Transfers(Generic[T]):
         return len(self._all)
 
     def find(self, key: Hashable) -> T | None:
+        """Return the transfer with this key, or None."""
         return self._all.get(key)
 
     def of(self, peer: Peer) -> tuple[T, ...]:
@@ -47,11 +54,13 @@ class Transfers(Generic[T]):
         return [transfer for transfer in self._all.values() if transfer.deadline < now]
 
     def add(self, transfer: T) -> None:
+        """Add a transfer and call `watch`."""
         self._all[transfer.key] = transfer
         self._by_peer.setdefault(transfer.peer, {})[transfer.key] = transfer
         self._watch()
 
     def remove(self, transfer: T) -> None:
+        """Remove a transfer; do nothing if it is not in the table."""
         self._all.pop(transfer.key, None)
         others = self._by_peer.get(transfer.peer, {})
         others.pop(transfer.key, None)

@@ -1,4 +1,4 @@
-"""UCX link: joins its thread (ucx_loop), connections (ucx_connections) and traffic (ucx_traffic)."""
+"""UCX link: combines its thread (ucx_loop), connections (ucx_connections) and traffic (ucx_traffic)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ NO_TERMS = HandshakeTerms()
 
 
 class UcxLink:
-    """Implements kv_transfer.link.Link.
+    """Link over UCX and TCP. Implements kv_transfer.link.Link.
 
-    host            what peers dial, also decides the default devices
-    listen          host whose addresses are listened on, by default what peers dial; 0.0.0.0 for all of the machine's
+    host            address that peers dial; also decides the default devices
+    listen          host to listen on, by default `host`; 0.0.0.0 for all addresses of the machine
     port            0 lets the kernel choose
     transports      UCX_TLS; net_devices UCX_NET_DEVICES; empty: see ucx_library.context_options
     cuda            add the CUDA lanes; prepare then makes the device current on the link thread
     ping_interval   seconds between ALIVE frames
     silence_limit   seconds without any sign of a peer before it is lost
-    connect_timeout seconds that each of three tries to connect may take
+    connect_timeout seconds per attempt to connect, of three attempts
     terms           the cluster's secrets, and settings that both ends of a connection must share
-    on_fault        called once, on the link thread, when that thread ends by an exception: no operation will complete
-                    any more, so the process must end; its argument is also `fault` from then on
+    on_fault        called once, on the link thread, when an exception ends that thread: no operation will complete any
+                    more, so the process must end; its argument is also `fault` from then on
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class UcxLink:
         library = load()
         self._loop = UcxLoop(library, self._options, prepare, self._opened, self._closing, on_fault)
         self.native_id: int | None = None
-        """Of the link thread, for the system, once it runs."""
+        """Native id of the link thread, once it runs."""
         patience = ConnectionTimeouts(ping_interval, silence_limit, connect_timeout)
         self._connections = UcxConnections(library, self._loop, patience, terms)
         self._traffic = self._connections.traffic
@@ -67,13 +67,14 @@ class UcxLink:
 
     @property
     def fault(self) -> str | None:
-        """Return why the link thread ended by itself, if it did."""
+        """Return the error that ended the link thread, or None."""
         return self._loop.fault
 
     @property
     def heartbeat(self) -> float:
-        """Monotonic seconds of the link thread's last round, or of a command in it; an idle thread makes a round at
-        every ping."""
+        """Return the monotonic time of the link thread's last round or command.
+
+        An idle thread runs a round at every ping."""
         return self._loop.heartbeat
 
     def start(self, handler: LinkHandler) -> None:
@@ -126,7 +127,7 @@ class UcxLink:
         else:
             self._loop.submit(lambda: post.done(NodeLost(f"{name}: not connected")))
 
-    # What the link thread calls.
+    # Calls of the link thread.
 
     def _opened(self) -> None:
         self._port = self._connections.listen(self._listen, self._port, self._handler)

@@ -1,4 +1,4 @@
-"""Closed connections that UCX fails to release: their count, and the check that their memory is no longer written."""
+"""Closed connections that UCX fails to release: counts them, and checks that their memory is not written any more."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ import logging
 
 log = logging.getLogger(__name__)
 MOST_LEFT = 32
-"""Abandoned connections that are kept at most."""
+"""Number of abandoned connections beyond which the link stops."""
 WRITTEN_HERE = frozenset({"tcp", "posix", "sysv", "self"})
-"""Transports over which anyone who receives writes into its memory itself, and only while it calls UCX for the
-worker."""
+"""Transports over which only the receiving process writes into its memory, and only during UCX calls for the worker."""
 
 
 class MemoryNotQuiet(Exception):
-    """The link cannot go on."""
+    """Abandoned connections make it impossible to tell that memory is quiet, or are too many; the link must stop."""
 
 
 class AbandonedConnections:
-    """Counts them.
+    """Count of closed connections that UCX did not release.
 
-    Where the receiving process writes itself, the memory of a connection that UCX is not called for any more is quiet,
-    whatever UCX still has in its books. It costs 8 descriptors and some MiB: MOST_LEFT are put up with. Where a device
-    or another process may write, no memory of such a connection may ever be used again, nor is it known which that is:
-    the process has to be replaced. transports: as UCX_TLS has them."""
+    If the receiving process itself does the writing, the memory of a connection is quiet once UCX is not called for it
+    any more, even if UCX still holds operations. Such a connection leaks 8 descriptors and some MiB; MOST_LEFT of them
+    are tolerated. If a device or another process may write, the memory must never be used again, and nothing tells
+    which memory that is, so the process has to be replaced. transports: in the syntax of UCX_TLS."""
 
     def __init__(self, transports: str):
         self._written_here = set(transports.split(",")) <= WRITTEN_HERE
         self.count = 0
 
     def add(self) -> None:
-        """One more."""
+        """Count one more abandoned connection."""
         self.count += 1
         log.warning("UCX does not let go of a closed connection, which was left behind (so far: %d)", self.count)
 
     def check(self) -> None:
-        """Raises MemoryNotQuiet: nothing more may be told of what was closed."""
+        """Raise MemoryNotQuiet if the memory of closed connections may not be reported as quiet."""
         if self.count and not self._written_here:
             raise MemoryNotQuiet("UCX does not let go of a closed connection; a device may still write to its memory")
         if self.count > MOST_LEFT:

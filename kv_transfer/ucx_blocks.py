@@ -11,13 +11,13 @@ from kvferry.kv_transfer.ucx_library import UcxLibrary
 from kvferry.protocol.errors import TransferFailed
 
 SCAN = 64
-"""Blocks that are looked at in a round."""
+"""Most blocks checked for completion per round."""
 TURN = 16
-"""Of them, in one turn of a transfer."""
+"""Most blocks of one lane checked before the next lane has its turn."""
 
 
 class Operation(NamedTuple):
-    """A posted block. A request of UCX keeps no reference to its buffer, so this does."""
+    """A posted block. It references the buffer, because a UCX request does not."""
 
     request: Any
     buffer: Any
@@ -25,7 +25,7 @@ class Operation(NamedTuple):
 
 
 class Post(NamedTuple):
-    """A block to be sent (or received into) under a tag."""
+    """A block to send, or to receive into, under a tag."""
 
     send: bool
     tag: int
@@ -34,21 +34,21 @@ class Post(NamedTuple):
 
 
 class UcxBlocks:
-    """Posts blocks on `endpoint` and finds those that ended; only the link thread touches it.
+    """Posts blocks on `endpoint` and finds completed ones. Only the link thread touches it.
 
-    The blocks of a transfer end in their order, or nearly so: of each transfer only the one that was posted first is
-    looked at, however many thousand receives a long prompt has."""
+    A lane holds the blocks of one transfer in one direction. They complete in order, or nearly so. So only the first
+    block of each lane is checked, even if a long prompt has thousands of receives."""
 
     def __init__(self, name: str, library: UcxLibrary):
         self._name, self._library = name, library
         self.endpoint: Any = None
         self._lanes: dict[int, deque[Operation]] = {}
-        """The operations not ended, by transfer and direction; no lane is empty."""
+        """Operations in flight, by lane; no lane is empty."""
         self._unscanned: dict[int, None] = {}
         self._kept: list[Operation] = []
 
     def post(self, post: Post) -> None:
-        """Raises ValueError for a buffer that UCX would silently treat wrongly, TransferFailed."""
+        """Post a block. Raises TransferFailed, and ValueError for a buffer that UCX would silently mishandle."""
         array = self._library.array(post.buffer)
         if not array.c_contiguous or not (post.send or not array.readonly):
             raise ValueError(f"a block's buffer must be contiguous{'' if post.send else ' and writable'}")
@@ -63,15 +63,15 @@ class UcxBlocks:
 
     @property
     def scanned(self) -> bool:
-        """Return whether every transfer was looked at since UCX last made progress."""
+        """Return whether every lane was checked since UCX last made progress."""
         return not self._unscanned
 
     def wake(self) -> None:
-        """UCX made progress: any block may be complete now."""
+        """Check all lanes again: UCX made progress, so any block may be complete."""
         self._unscanned = dict.fromkeys(self._lanes)
 
     def reap(self) -> list[tuple[Done, Exception | None]]:
-        """Look at up to SCAN blocks, of transfers not looked at yet by turns; those that ended, with their errors."""
+        """Check up to SCAN blocks, at most TURN of a lane at a time; return callback and error of completed ones."""
         ended: list[tuple[Done, Exception | None]] = []
         left = SCAN
         while self._unscanned and left > 0:
@@ -81,7 +81,7 @@ class UcxBlocks:
         return ended
 
     def _reap(self, lane: int, most: int, ended: list[tuple[Done, Exception | None]]) -> int:
-        """How many blocks of a lane were looked at. One that has more to look at has its turn again."""
+        """Check up to `most` blocks of a lane; return how many. A lane with more blocks to check gets another turn."""
         operations = self._lanes[lane]
         for looked in range(1, most + 1):
             if not operations[0].request.completed:
@@ -102,7 +102,7 @@ class UcxBlocks:
         return None
 
     def abandon(self) -> list[Done]:
-        """Callbacks of every block not ended. Buffers stay referenced until `release`: UCX may still touch them."""
+        """Return the callbacks of all blocks in flight. Buffers stay referenced until `release`."""
         abandoned = [operation for operations in self._lanes.values() for operation in operations]
         self._kept.extend(abandoned)
         self._lanes.clear()
@@ -110,11 +110,11 @@ class UcxBlocks:
         return [operation.done for operation in abandoned]
 
     def ended(self) -> bool:
-        """Return whether UCX has done with every block that was abandoned."""
+        """Return whether UCX has completed every abandoned block."""
         self._kept = [operation for operation in self._kept if not operation.request.completed]
         return not self._kept
 
     def release(self) -> None:
-        """The endpoint is closed: UCX touches no buffer any more."""
+        """Drop all buffers: the endpoint is closed and UCX touches them no more."""
         self.endpoint = None
         self._kept.clear()

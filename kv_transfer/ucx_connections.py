@@ -1,11 +1,9 @@
-"""Connections of a UCX link by peer: keep-alive, loss and close (set-up: ucx_handshakes).
+"""Connections of a UCX link by peer: dialling, keep-alive, loss and close (handshakes: ucx_handshakes).
 
-The kernel tells at once when a peer's process ends, but nobody tells of a frozen one or a cut cable, so both ends send
-ALIVE frames; silence beyond `silence_limit` loses the peer. After a loss some requests of UCX never complete by
-themselves, so the link fails the operations; only `disconnect` makes memory quiet, by forcing the endpoint closed.
-Closing keeps memory safe because on tcp and shared memory the receiving process does the writing itself
-(ucx_abandoned_connections).
-"""
+The kernel reports the end of a peer's process at once, but not a frozen process or a cut cable. So both ends send ALIVE
+frames, and a peer is lost after `silence_limit` seconds of silence. After a loss some UCX requests never complete, so
+the link itself fails the operations. Only `disconnect` makes memory quiet, by forcing the endpoint closed. That
+suffices because on tcp and shared memory the receiving process does the writing itself (ucx_abandoned_connections)."""
 
 from __future__ import annotations
 
@@ -28,12 +26,18 @@ from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 CONNECT_TRIES = 3
+"""Number of attempts to connect."""
 RETRY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionTimeouts:
-    """Seconds between ALIVE frames, without any sign of a peer until it is lost, and per try to connect."""
+    """Timeouts of a link's connections, in seconds.
+
+    ping_interval    between ALIVE frames
+    silence_limit    without any sign of a peer until it is lost
+    connect_timeout  per attempt to connect
+    """
 
     ping_interval: float
     silence_limit: float
@@ -41,7 +45,7 @@ class ConnectionTimeouts:
 
 
 class UcxConnections:
-    """Runs on the link thread, but for `dial`, whose caller may be any of the link's."""
+    """Connections of one link. Runs on the link thread; `dial` may be called from any thread."""
 
     def __init__(self, library: UcxLibrary, loop: UcxLoop, patience: ConnectionTimeouts, terms: HandshakeTerms):
         self._library, self._loop, self._patience, self._terms = library, loop, patience, terms
@@ -54,25 +58,25 @@ class UcxConnections:
         self._handler: LinkHandler
 
     def listen(self, host: str, port: int, handler: LinkHandler) -> int:
-        """Accept connections at the host's addresses from now on; the port that was bound. Raises OSError."""
+        """Accept connections at the host's addresses from now on; return the bound port. Raises OSError."""
         self._handler = self.traffic.handler = handler
         self._ticked_at = time.monotonic()
         self._loop.call_later(self._patience.ping_interval, self._tick)
         return self._greetings.listen(host, port)
 
     def find(self, name: Peer) -> UcxPeer | None:
-        """The connection, if it was not lost."""
+        """Return the connection, or None if it is unknown or lost."""
         peer = self._peers.get(name)
         return None if peer is None or peer.lost else peer
 
     def dial(self, address: str) -> Peer:
-        """Begin a connection and give it a name."""
+        """Begin a connection and return its name."""
         peer = self._named(f"{address}#{next(self._serial)}", address)
         self._loop.submit(lambda: self._dial(peer))
         return peer.name
 
     def disconnect(self, name: Peer) -> None:
-        """Force a connection closed; its memory is quiet on return, and its operations end with an error."""
+        """Force a connection closed. On return its memory is quiet; its operations end with an error."""
         peer = self._peers.pop(name, None)
         if peer is None:
             return
@@ -104,10 +108,10 @@ class UcxConnections:
             peer.tries += 1
             self._greetings.dial(peer)
 
-    # Ends.
+    # Loss and close.
 
     def _tick(self) -> None:
-        """Send ALIVE and judge silence; time during which this process itself stood still counts for nobody."""
+        """Send ALIVE frames and lose silent peers. Time during which this process itself was stopped does not count."""
         interval, limit = self._patience.ping_interval, self._patience.silence_limit
         self._loop.call_later(interval, self._tick)
         now = time.monotonic()
@@ -124,7 +128,7 @@ class UcxConnections:
                 self.traffic.send(peer, ALIVE)
 
     def _fail(self, peer: UcxPeer, error: Exception) -> None:
-        """Dial again where the connection was never open and may yet be, else lose the peer."""
+        """Retry a dialled connection that was never open and has attempts left; otherwise lose the peer."""
         if peer.lost:
             return
         dialling, hopeless = bool(peer.dialled) and not peer.open, isinstance(error, Incompatible)

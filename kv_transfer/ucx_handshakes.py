@@ -1,9 +1,8 @@
-"""Connection set-up of a UCX link: dials or accepts sockets and runs handshakes until both ends are open.
+"""Connection set-up of a UCX link: dials and accepts sockets and runs handshakes until both ends are open.
 
-Strangers may connect to the port. Until one has proved that it belongs here it costs a socket and a few bytes: no UCX
-worker, no memory of a size it chooses; there are at most MAX_GUESTS of them, the oldest of which makes room, and none
-stays longer than a try to connect may take.
-"""
+Anyone may connect to the port. Until a peer has proved that it belongs to the cluster, it costs a socket and a few
+bytes: no UCX worker, and no memory of a size that it chooses. At most MAX_GUESTS such peers exist; a new one evicts the
+oldest, and none stays longer than the connect timeout."""
 
 from __future__ import annotations
 
@@ -27,20 +26,23 @@ from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 WARM_BYTES = 1 << 19
+"""Size of the block that warms up a connection."""
 MAX_GUESTS = 64
+"""Most connections that have not completed their handshake."""
 ACCEPTS = 16
-"""Connections taken in one turn."""
+"""Most connections accepted in one turn."""
 AGAIN_S = 0.1
-"""Until the next try to accept where the process has no descriptors left."""
+"""Pause of accepting, in seconds, when the process is out of descriptors."""
 NEVER, LATER = b"n", b"l"
-"""First byte of a REFUSED: whether another try can help."""
+"""First byte of a REFUSED: NEVER if another attempt is useless, LATER if it may succeed."""
 
 
 class UcxHandshakes:
-    """Runs on the link thread.
+    """Handshakes of one link. Runs on the link thread.
 
-    arrived(): makes the peer for a socket that was accepted; failed(peer, error): it did not come to be, or is not
-    welcome."""
+    arrived()            creates the peer for an accepted socket
+    failed(peer, error)  called when a connection fails or is refused
+    """
 
     def __init__(
         self,
@@ -58,19 +60,20 @@ class UcxHandshakes:
         self.traffic: UcxTraffic
 
     def listen(self, host: str, port: int) -> int:
-        """Accept connections at the host's addresses from now on; the port that was bound. Raises OSError."""
+        """Accept connections at the host's addresses from now on; return the bound port. Raises OSError."""
         self._listeners = listeners(host, port)
         self._watch_listeners()
         return int(self._listeners[0].getsockname()[1])
 
     def close(self) -> None:
+        """Close the listening sockets."""
         for listener in self._listeners:
             self._loop.unwatch(listener.fileno())
             listener.close()
         self._listeners = []
 
     def dial(self, peer: UcxPeer) -> None:
-        """One try to connect; it fails by itself if it takes too long."""
+        """Make one attempt to connect, limited by the connect timeout."""
         peer.begin()
         greeting = peer.greeting
 
@@ -125,7 +128,7 @@ class UcxHandshakes:
         return True
 
     def _receive(self, connection: socket.socket) -> None:
-        """A guest: challenge it."""
+        """Challenge the peer of an accepted socket."""
         if len(self._guests) >= MAX_GUESTS:
             self._failed(next(iter(self._guests)), NodeLost("too many connections that do not greet"))
         peer = self._arrived()
@@ -136,11 +139,13 @@ class UcxHandshakes:
         self._loop.call_later(self._timeout_s, lambda: self._failed(peer, late) if peer in self._guests else None)
 
     def forget(self, peer: UcxPeer) -> None:
-        """The peer is no guest any more, whichever way."""
+        """Remove the peer from the guests: it authenticated or its connection ended."""
         self._guests.pop(peer, None)
 
     def greeted(self, peer: UcxPeer, kind: int, data: bytes) -> None:
-        """A greeting came. Raises WireError, Incompatible, TransferFailed, NodeLost: the connection is of no use."""
+        """Handle a greeting.
+
+        Raises WireError, Incompatible, TransferFailed or NodeLost: the connection is unusable then."""
         if kind == HELLO and not peer.dialled and peer.worker is None:
             self._take_hello(peer, data)
         elif kind == CHALLENGE and peer.dialled and peer.worker is None:
@@ -158,8 +163,9 @@ class UcxHandshakes:
             raise WireError("a greeting out of turn")
 
     def _take_hello(self, peer: UcxPeer, data: bytes) -> None:
-        """The dialling side proves itself: welcome it, and prepare the receive that warms the connection up (the first
-        large block takes 45–90 ms)."""
+        """Verify the dialling side and welcome it.
+
+        Also post the receive of the warm-up block, since the first large block of a connection takes 45–90 ms."""
         try:
             peer.greeting.greeted(data)
             welcome = peer.greeting.welcome(self._open_worker(peer))
@@ -174,7 +180,7 @@ class UcxHandshakes:
         self.traffic.post(peer, Post(False, WARM_TAG, self._warm, _warmed))
 
     def _open_worker(self, peer: UcxPeer) -> bytes:
-        """Raises TransferFailed."""
+        """Open the peer's UCX worker and return its address. Raises TransferFailed."""
 
         def look(progressed: bool) -> bool:
             return self.traffic.look(peer, progressed)
@@ -183,7 +189,7 @@ class UcxHandshakes:
         return peer.worker.address
 
     def _open(self, peer: UcxPeer) -> None:
-        """The other side is one of ours. Raises TransferFailed."""
+        """Open the connection of an authenticated peer. Raises TransferFailed, NodeLost."""
         worker, stream = peer.worker, peer.stream
         if worker is None or stream is None:
             raise NodeLost("the connection ended during the greeting")
@@ -196,11 +202,11 @@ class UcxHandshakes:
         peer.open = True
 
     def _closed(self, peer: UcxPeer, worker: object) -> None:
-        """UCX gave the endpoint up."""
+        """Fail a peer whose endpoint UCX closed."""
         if peer.worker is worker and not peer.lost:
             self.traffic.drain(peer)
             self._failed(peer, NodeLost("connection closed by the peer"))
 
 
 def _warmed(error: Exception | None) -> None:
-    """The warm-up transfer ended; an error shows up again as the loss of the peer."""
+    """Ignore the end of the warm-up transfer; an error also shows as the loss of the peer."""

@@ -1,10 +1,9 @@
 """UCX set-up: the only module that imports ucxx, and the options of each context.
 
-Options go into the context, not into the process environment, so an operator's own UCX_* variables stay visible to UCX
-for everything that is not set here. Only what UCX reads while it is loaded is set as variables, in `load`, unless the
-operator set them: its warnings about variables that ucxx itself sets, and ucxx's error lines for every peer that goes
-away, which the link reports itself.
-"""
+Options go into the context, not into the process environment, so an operator's UCX_* variables apply to everything that
+is not set here. `load` sets variables only for what UCX reads while it is loaded, unless the operator set them. They
+silence UCX's warnings about variables that ucxx itself sets, and ucxx's error lines for every lost peer, which the link
+reports itself."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class UcxLibrary:
 
 
 def load() -> UcxLibrary:
-    """Import ucxx. Raises ConfigError with the remedy where it is missing or broken."""
+    """Import ucxx. Raises ConfigError naming the remedy if it is missing or broken."""
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")
     try:
@@ -43,15 +42,17 @@ def load() -> UcxLibrary:
 
 
 def context_options(host: str, transports: str = "", net_devices: str = "", cuda: bool = False) -> dict[str, str]:
-    """UCX options without their UCX_ prefix.
+    """Return UCX options, without their UCX_ prefix.
 
-    transports and net_devices are UCX_TLS and UCX_NET_DEVICES. Empty: tcp and shared memory, with cuda also the CUDA
-    lanes; `lo` for a loopback host, else UCX's own choice. A host that is an IPv6 address is reached over IPv6, also
-    where there are others. posix gets error handling because endpoints that ask for it have tcp only otherwise; the
-    link itself notices when a process ends, so UCX need not wake for it (KEEPALIVE). The tcp segment sizes raise a
-    loopback stream from 1.5 to 5 GB/s. With cuda the rendezvous scheme is UCX's own choice: between two processes on
-    one H100 it moves blocks over cuda_ipc at 100 GB/s, and get_zcopy through host memory at 0.8 (UCX 1.21).
-    """
+    transports and net_devices are UCX_TLS and UCX_NET_DEVICES. Empty transports: tcp and shared memory, with cuda also
+    the CUDA lanes. Empty net_devices: `lo` for a loopback host, else UCX's own choice. An IPv6 host is reached over
+    IPv6 even if the machine has other addresses. POSIX_ERROR_HANDLING is set because endpoints that ask for error
+    handling otherwise get tcp only. KEEPALIVE_INTERVAL is infinite because the link itself notices when a process ends.
+    The tcp segment sizes raise a loopback stream from 1.5 to 5 GB/s. With cuda the rendezvous scheme is UCX's own
+    choice: between two processes on one H100 it moves blocks over cuda_ipc at 100 GB/s, and get_zcopy moves them
+    through host memory at 0.8 GB/s (UCX 1.21).
+
+    Raises ConfigError if transports lack tcp."""
     chosen = transports or ",".join([HOST_TRANSPORTS, CUDA_TRANSPORTS] if cuda else [HOST_TRANSPORTS])
     names = chosen.split(",")
     if not chosen.startswith("^") and not {"tcp", "all"} & set(names):

@@ -1,12 +1,11 @@
-"""Thread that owns UCX's context, workers and sockets of a link.
+"""Thread that owns the UCX context, workers and sockets of a link.
 
 It runs commands and timers, progresses active workers, polls sockets, and sleeps when nothing is due.
 
-A worker without work for a moment is armed and rests; once all rest, the thread waits for any of their descriptors, a
-socket, an eventfd or the next timer. Spinning that long keeps latency low in a burst; sleeping keeps an idle process
-below 1 % of a core, and what rests costs nothing. A fruitless round yields the core: two ends that spin on one core,
-each waiting for the other, would hand it over once a time slice (0.2 GB/s).
-"""
+A worker without work for SPIN_S is armed and rests. Once all rest, the thread sleeps until a descriptor, the eventfd or
+a timer is due. Spinning keeps latency low in a burst; sleeping keeps an idle process below 1 % of a core. A round
+without work yields the core: two ends that spin on one core and wait for each other would otherwise switch only once a
+time slice (0.2 GB/s)."""
 
 from __future__ import annotations
 
@@ -30,19 +29,21 @@ from kvferry.runtime.limits import allow_descriptors
 log = logging.getLogger(__name__)
 MAX_SLEEP_S = 1.0
 SOCKETS_EVERY_S = 0.5e-3
-"""How often sockets are asked while blocks move; asking gives the interpreter's lock away."""
+"""Seconds between polls of the sockets while blocks move; each poll releases the GIL."""
 CLOSING_ROUNDS = 100
+"""Most rounds of remaining commands that run when the thread ends."""
 STOP_S = 20.0
 READABLE, WRITABLE = select.EPOLLIN, select.EPOLLOUT
 Heard = Callable[[int], bool]
-"""Called with the events of a descriptor; whether there was anything to do."""
+"""Callback with the events of a descriptor; returns whether it did any work."""
 
 
 class UcxLoop:
-    """opened() runs on the thread before start returns, closing() last.
+    """Event loop of a link, on its own thread.
 
-    Workers and watched descriptors see to their own exceptions. Any other one ends the thread: nothing that was posted
-    will complete, so `fault` says why and on_fault(text) runs once, on the dying thread."""
+    opened() runs on the thread before `start` returns, closing() last. Workers and descriptor callbacks handle their
+    own exceptions. Any other exception ends the thread, and nothing that was posted will complete. Then `fault` holds
+    the error, and on_fault(text) runs once, on the dying thread."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class UcxLoop:
         self.native_id: int | None = None
 
     def start(self) -> None:
-        """Start the thread; raises what opening raised."""
+        """Start the thread. Raises any error of opening."""
         allow_descriptors()
         self._bell = Wakeup()
         started: Future[None] = Future()
@@ -80,7 +81,7 @@ class UcxLoop:
         self.native_id = self._thread.native_id
 
     def stop(self) -> None:
-        """Close and join. Commands submitted later never run. A thread that hangs is left, after STOP_S."""
+        """Close and join the thread. Commands submitted later never run. Waits at most STOP_S."""
         if self._thread is None:
             return
         self._stopping = True
@@ -91,30 +92,30 @@ class UcxLoop:
         self._thread = None
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` on the thread soon; from any thread."""
+        """Run `call` on the thread soon. Thread-safe."""
         self._commands.append(call)
         if self._sleeping:
             self._bell.ring()
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Run `call` after a delay; on the link thread only."""
+        """Run `call` after a delay. Call it on the link thread only."""
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._serial), call))
 
-    # Descriptors and workers; on the link thread only.
+    # Descriptors and workers: call these on the link thread only.
 
     def watch(self, descriptor: int, events: int, heard: Heard) -> None:
-        """Call `heard` with those of the events that came, until `unwatch`. Watched already: for these events now."""
+        """Call `heard` for these events until `unwatch`; replaces events and callback of a watched descriptor."""
         known = descriptor in self._watched
         self._watched[descriptor] = heard
         (self._epoll.modify if known else self._epoll.register)(descriptor, events)
 
     def unwatch(self, descriptor: int) -> None:
-        """Before the descriptor is closed."""
+        """Stop watching a descriptor. Call it before the descriptor is closed."""
         if self._watched.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
     def open_worker(self, look: Callable[[bool], bool], broken: Callable[[Exception], None]) -> UcxWorker:
-        """A worker, awake. look, broken: as UcxWorker has them. Raises TransferFailed."""
+        """Return a new, active worker. look, broken: see UcxWorker. Raises TransferFailed."""
         worker = UcxWorker(self._library, self._context, look, broken)
         self._workers.add(worker)
         self._awake[worker] = None
@@ -122,14 +123,16 @@ class UcxLoop:
         return worker
 
     def rouse(self, worker: UcxWorker) -> bool:
-        """Something was posted, or UCX has something to do: progress the worker until it rests again."""
+        """Progress the worker until it rests again: something was posted, or UCX has something to do."""
         if worker not in self._awake and worker in self._workers:
             self._awake[worker] = None
             worker.touch()
         return False
 
     def close_worker(self, worker: UcxWorker, ended: Callable[[], bool]) -> None:
-        """Its memory is quiet on return, or the thread ends before any other command. ended: see UcxWorker.close."""
+        """Close a worker; its memory is quiet on return, or the thread ends before any other command runs.
+
+        ended: see UcxWorker.close."""
         self._awake.pop(worker, None)
         if worker in self._workers:
             self._workers.remove(worker)
@@ -194,13 +197,13 @@ class UcxLoop:
         return worked
 
     def _rest(self) -> None:
-        """Let workers rest that found nothing for a moment."""
+        """Put workers to rest that had no work for SPIN_S."""
         for worker in tuple(self._awake):
             if worker.rests():
                 del self._awake[worker]
 
     def _hear(self, timeout: float) -> bool:
-        """Return whether a socket had something."""
+        """Run the callbacks of ready descriptors; return whether one did any work."""
         worked = False
         self._heard_at = time.monotonic()
         for descriptor, events in self._epoll.poll(timeout):
@@ -216,7 +219,7 @@ class UcxLoop:
         self._sleeping = False
 
     def _run_due(self) -> bool:
-        """Run the commands queued so far and the timers that are due; whether there were any."""
+        """Run the commands queued so far and the timers that are due; return whether any ran."""
         ran = False
         for _ in range(len(self._commands)):
             if not self._stopping:
@@ -229,7 +232,7 @@ class UcxLoop:
         return ran
 
     def _call(self, call: Callable[[], None]) -> None:
-        """A round of many commands is a long one: each of them is a move."""
+        """Run a command, and log its errors. Each command updates the heartbeat, since a round may run many."""
         self.heartbeat = time.monotonic()
         try:
             call()

@@ -1,4 +1,4 @@
-"""One peer connection of a UCX link: a control socket and its own UCX worker for blocks."""
+"""One peer connection of a UCX link: a control socket, and a UCX worker of its own for blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from kvferry.kv_transfer.ucx_worker import UcxWorker
 
 
 class UcxPeer:
-    """State of one connection; only the link thread touches it.
+    """State of one connection. Only the link thread touches it.
 
-    `name` is what the link's users hold; `dialled` is the address of a peer that this side connects to, empty where the
-    peer connected. `lost` for good: by a loss, or closed by this side. `greeting` tells one try to connect from the
-    next."""
+    name      identifies the connection to the link's users
+    dialled   address that this side connects to; empty if the peer connected
+    lost      the connection was lost or closed by this side, for good
+    greeting  handshake of the current attempt to connect
+    outbox    messages and blocks that wait for the connection to open
+    """
 
     def __init__(
         self, name: str, library: UcxLibrary, loop: UcxLoop, terms: HandshakeTerms, now: float, dialled: str = ""
@@ -35,24 +38,24 @@ class UcxPeer:
         self.begin()
 
     def begin(self) -> None:
-        """Another try, which has nothing in common with those before."""
+        """Start another attempt with a new handshake."""
         self.greeting = Handshake(self._terms, bool(self.dialled))
 
     def abandon(self) -> list[Done]:
-        """Callbacks of every block not ended, also of those that waited for the connection."""
+        """Return the callbacks of all blocks in flight and of those that wait for the connection."""
         dones = [post.done for post in self.outbox if isinstance(post, Post)]
         self.outbox.clear()
         return dones + self.blocks.abandon()
 
     def hang_up(self) -> None:
-        """Close the socket, from which the other side learns of the end."""
+        """Close the socket, which tells the other side."""
         if self.stream is not None:
             self._loop.unwatch(self.stream.descriptor)
             self.stream.close()
             self.stream = None
 
     def close(self) -> None:
-        """Close all of it (some milliseconds); afterwards UCX touches none of its buffers."""
+        """Close socket and worker, which takes some milliseconds; afterwards UCX touches none of the buffers."""
         self.hang_up()
         if self.worker is not None:
             self._loop.close_worker(self.worker, self.blocks.ended)

@@ -1,4 +1,4 @@
-"""Traffic of a UCX link: sending and receiving blocks and control messages."""
+"""Traffic of a UCX link: sends and receives blocks and control messages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from kvferry.protocol.errors import KvferryError, NodeLost
 
 log = logging.getLogger(__name__)
 DRAIN_ROUNDS = 64
+"""Most rounds of a worker that drain a closed connection."""
 
 
 class UcxTraffic:
-    """Runs on the link thread.
+    """Blocks and frames of a link's connections. Runs on the link thread.
 
-    greeted(peer, kind, payload): a greeting came. failed(peer, error): its connection broke, or it sent what no link
-    sends."""
+    greeted(peer, kind, payload)  called for each greeting
+    failed(peer, error)           called when a connection breaks or its peer sends invalid data
+    """
 
     def __init__(
         self,
@@ -35,7 +37,7 @@ class UcxTraffic:
         self.handler: LinkHandler
 
     def post(self, peer: UcxPeer, post: Post) -> None:
-        """Post a block now, or once the connection is open; it ends in `post.done` whatever happens."""
+        """Post a block now, or once the connection is open. `post.done` is called in every case."""
         if peer.lost:
             error: KvferryError = NodeLost(f"{peer.name}: not connected")
         elif not peer.open or peer.worker is None:
@@ -51,7 +53,7 @@ class UcxTraffic:
         self._loop.submit(lambda: post.done(error))
 
     def send(self, peer: UcxPeer, kind: int, data: bytes = b"") -> None:
-        """Send a frame on an open connection, or one that is being opened."""
+        """Send a frame on a connection that is open or opening."""
         stream = peer.stream
         if stream is None:
             return
@@ -65,7 +67,7 @@ class UcxTraffic:
                 self._watch(peer, stream)
 
     def send_queued(self, peer: UcxPeer) -> None:
-        """The connection is open: send what waited for it, in order."""
+        """Send everything that waited for the connection to open, in order."""
         while peer.outbox and not peer.lost:
             item = peer.outbox.popleft()
             if isinstance(item, Post):
@@ -74,7 +76,7 @@ class UcxTraffic:
                 self.send(peer, MESSAGE, item)
 
     def look(self, peer: UcxPeer, progressed: bool) -> bool:
-        """Report the blocks that ended; whether there was anything to look at."""
+        """Call the callbacks of completed blocks; return whether any block had to be checked."""
         if progressed:
             peer.blocks.wake()
         if peer.lost or peer.blocks.scanned:
@@ -86,12 +88,12 @@ class UcxTraffic:
         return True
 
     def connect(self, peer: UcxPeer, stream: Stream) -> None:
-        """Hear of the socket from now on; one that is being connected is writable once it is."""
+        """Watch the peer's socket from now on. A connecting socket becomes writable once it is connected."""
         peer.stream = stream
         self._watch(peer, stream, connecting=bool(peer.dialled))
 
     def drain(self, peer: UcxPeer) -> None:
-        """Receive what still arrived on a connection whose endpoint was closed: a peer may say goodbye and leave."""
+        """Receive what still arrived on a closed connection: a peer may send its last message and exit."""
         self._drain_blocks(peer)
         stream = peer.stream
         if stream is not None:
@@ -110,7 +112,7 @@ class UcxTraffic:
         self._loop.watch(stream.descriptor, events, heard)
 
     def _heard(self, peer: UcxPeer, stream: Stream, events: int) -> bool:
-        """The socket can be read or written, or it broke. Whatever this raises ends this connection alone."""
+        """Handle events of a socket. An exception ends only this connection."""
         if peer.stream is not stream:
             return False
         if events & WRITABLE:
@@ -151,7 +153,7 @@ class UcxTraffic:
 
 
 def guarded(call: Callable[..., None], *args: Any) -> None:
-    """Call what a user of the link gave: its errors are its own and end no thread."""
+    """Call a callback of the link's user and log its errors, which must not end the thread."""
     try:
         call(*args)
     except Exception:

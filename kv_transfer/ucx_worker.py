@@ -1,7 +1,7 @@
 """UCX worker of one connection.
 
-UCX's shared-memory queue belongs to the worker that reads it, and a peer that dies or freezes while it writes stops the
-queue for all writers. So no two peers share a worker."""
+UCX's shared-memory queue belongs to the worker that reads it. A peer that dies or freezes while it writes blocks the
+queue for all writers. So each peer has a worker of its own."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from kvferry.protocol.errors import TransferFailed
 log = logging.getLogger(__name__)
 SPIN_S = 60e-6
 PROGRESS_BURST = 32
-"""Calls of progress in a row."""
+"""Most calls of progress in a row."""
 LETTING_GO_S, LETTING_GO_ROUNDS = 0.05, 1000
-"""What UCX has at least to end the operations of an endpoint that was closed; it needs a millisecond, unless the other
-side is frozen and its queue full. Rounds count, too, for this thread may be the one that stands still."""
+"""Least time, and number of rounds, that UCX gets to end the operations of a closed endpoint.
+
+It needs a millisecond, unless the other side is frozen and its queue full. Rounds also count, because this thread may
+be the one that does not get a core."""
 
 
 class UcxWorker:
-    """Only the link thread touches it.
+    """UCX worker and endpoint of one connection. Only the link thread touches it.
 
-    Awake, it is progressed in every round; at rest it is armed, and its descriptor becomes readable when UCX has
-    something to do. look(progressed) is called in every round: whether it found work. broken(error): a round raised."""
+    An active worker is progressed in every round. A resting one is armed: its descriptor becomes readable when UCX has
+    something to do. look(progressed): called in every round; returns whether it found work. broken(error): called when
+    a round raises."""
 
     def __init__(
         self, library: UcxLibrary, context: Any, look: Callable[[bool], bool], broken: Callable[[Exception], None]
@@ -46,7 +49,7 @@ class UcxWorker:
         self._worked_at = time.monotonic()
 
     def attach(self, address: bytes, closed: Callable[[], None]) -> Any:
-        """The endpoint to the other side's worker; `closed` is called when UCX gives it up. Raises TransferFailed."""
+        """Create the endpoint to the other side's worker; UCX calls `closed` if it closes it. Raises TransferFailed."""
         api = self._library.api
         try:
             target = api.UCXAddress.create_from_buffer(address)
@@ -58,11 +61,11 @@ class UcxWorker:
         return self._endpoint
 
     def touch(self) -> None:
-        """Something was posted: it is progressed for a while."""
+        """Keep the worker active for a while: something was posted."""
         self._worked_at = time.monotonic()
 
     def round(self) -> bool:
-        """Let UCX work, and its user look; whether there was anything to do."""
+        """Progress UCX and run `look`; return whether there was work."""
         try:
             progressed = self._progress()
             worked = self._look(progressed) or progressed
@@ -75,13 +78,15 @@ class UcxWorker:
         return worked
 
     def rests(self) -> bool:
-        """Return whether it was without work for long enough, and is armed now."""
+        """Return True, with the worker armed, if it had no work for SPIN_S."""
         return time.monotonic() - self._worked_at > SPIN_S and bool(self._worker.arm())
 
     def close(self, ended: Callable[[], bool]) -> bool:
-        """Force the endpoint closed, which takes some milliseconds; `ended` tells whether every operation posted on it
-        ended. UCX is not called for it again, so what this process alone writes is written no more. False: UCX did not
-        let go of all operations in time, and never frees the worker with its descriptors and its shared memory."""
+        """Force the endpoint closed, which takes some milliseconds; return whether UCX released all its operations.
+
+        UCX is not called for this worker again, so memory that only this process writes is quiet. If the result is
+        False, UCX never frees the worker, its descriptors and its shared memory. ended: returns whether every operation
+        posted on the endpoint has ended."""
         if self._endpoint is not None:
             self._closing = True
             self._endpoint.close_blocking()
@@ -98,18 +103,19 @@ class UcxWorker:
         return ended() and emptied
 
     def _gave_up(self) -> None:
-        """UCX closed the endpoint, by itself or because `close` asked for it.
+        """Handle the close of the endpoint, by UCX itself or by `close`.
 
-        Then ucxx keeps the operations that were under way, and through them the worker, until another one is registered
-        on the closed endpoint: this one is, and is cancelled with them."""
+        ucxx keeps the operations in flight of a closed endpoint, and so the worker, until another operation is
+        registered on it. So during `close` this method registers one, which is cancelled with the others."""
         if self._closing:
             self._endpoint.tag_recv(self._library.array(bytearray(1)), self._library.api.UCXXTag(NEVER_SENT_TAG))
         else:
             self._closed()
 
     def _empty(self) -> bool:
-        """Take in what came for receives that were cancelled, at no more than a byte each: ucxx would wait for all of
-        it without any limit when it frees the worker, though its sender may be gone. Whether all of it ended."""
+        """Receive the data of cancelled receives into one byte each; return whether all of it ended.
+
+        When ucxx frees the worker it would otherwise wait for that data without limit, even if the sender is gone."""
         api = self._library.api
         byte = self._library.array(bytearray(1))
         taken = []

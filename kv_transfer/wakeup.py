@@ -1,4 +1,4 @@
-"""Wake-up of a thread that sleeps in epoll."""
+"""Wake-up of a thread that sleeps in epoll, from any thread."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import threading
 
 
 class Wakeup:
-    """An eventfd, `descriptor` of which is watched.
+    """Eventfd whose `descriptor` the sleeping thread watches. Thread-safe.
 
-    Once it is closed nobody writes to it: its number may be another's by then. Rings from any thread."""
+    After `close` nothing is written, because the descriptor's number may belong to another file by then."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open, self._lock = True, threading.Lock()
 
     def ring(self) -> None:
+        """Wake the thread; do nothing after `close`."""
         with self._lock:
             if self._open:
                 os.eventfd_write(self.descriptor, 1)
 
     def heard(self, events: int) -> bool:
-        """Do nothing but wake up; a callback for `watch`."""
+        """Reset the eventfd. Callback for `UcxLoop.watch`."""
         os.eventfd_read(self.descriptor)
         return False
 
     def close(self) -> None:
+        """Close the eventfd."""
         with self._lock:
             self._open = False
             os.close(self.descriptor)

@@ -1,1 +1,3 @@
-"""Placement: pure functions that choose nodes for an attempt by their reported state, in seconds, without I/O."""
+"""Placement: pure functions that choose the nodes of a request from the nodes' reported state; costs are in seconds.
+
+The package does no I/O."""

@@ -6,12 +6,16 @@ from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.layout import blocks_for
 
 EXPECTED_OUTPUT = 128
-"""Tokens a running request is expected to hold its blocks for; used only while a decode node has no room."""
+"""Expected tokens until a running request frees its blocks; used only while a decode node is full."""
 SHORTEST_STEP_S = 1e-4
+"""Lower bound of a decode step's time, in seconds."""
 
 
 def cached_len(node: NodeView, demand: Demand) -> int:
-    """Whole blocks only, unless it forks from a request there, and at least one token is always computed."""
+    """Return the tokens of the prompt that the node has cached, in whole blocks.
+
+    At least one token is always computed. On the node of the request that this one forks from, all tokens but the last
+    are cached."""
     if not node.cached_len and demand.beside is None:
         return 0
     if demand.beside is not None and node.key == demand.beside:
@@ -20,7 +24,7 @@ def cached_len(node: NodeView, demand: Demand) -> int:
 
 
 def whole_len(node: NodeView, demand: Demand) -> int:
-    """Tokens of the prompt that the node holds in whole blocks: one at least is always computed."""
+    """Return the tokens of the prompt that the node holds in whole blocks, without the last token."""
     size = node.lease.block_size
     return min(node.cached_len, demand.total_len - 1) // size * size
 
@@ -31,17 +35,17 @@ def uncached_len(node: NodeView, demand: Demand) -> int:
 
 
 def shipped_blocks(node: NodeView, demand: Demand) -> int:
-    """Blocks of the prompt that a decode node does not hold."""
+    """Return the number of prompt blocks that a decode node does not hold."""
     return blocks_for(demand.total_len, node.lease.block_size) - cached_len(node, demand) // node.lease.block_size
 
 
 def new_blocks(node: NodeView, demand: Demand) -> int:
-    """Blocks the request adds to a decode node's pool to run there."""
+    """Return the number of blocks that the request adds to a decode node's pool."""
     return blocks_for(demand.total_len + 1, node.lease.block_size) - cached_len(node, demand) // node.lease.block_size
 
 
 def missing_blocks(node: NodeView, demand: Demand) -> int:
-    """Blocks that must come back before the request can run."""
+    """Return the number of blocks that must be freed before the request can run; 0 or less if none."""
     load, size, free = node.lease.load, node.lease.block_size, node.free_blocks
     needed = blocks_for(demand.total_len + 1, size)
     if needed <= free or load.total_blocks == 0:
@@ -51,7 +55,7 @@ def missing_blocks(node: NodeView, demand: Demand) -> int:
 
 
 def crowded(node: NodeView) -> bool:
-    """Return whether requests wait there for blocks that others hold."""
+    """Return whether requests wait on the node for blocks that others hold."""
     load = node.lease.load
     return load.total_blocks > 0 and (load.waiting_requests > 0 or node.free_blocks + load.cached_blocks < 0)
 
@@ -62,13 +66,14 @@ def fits(node: NodeView, demand: Demand) -> bool:
 
 
 def has_room(node: NodeView, demand: Demand) -> bool:
-    """Return whether a decode node takes the request, though it may have to wait there."""
+    """Return whether a decode node accepts the request, even if it has to wait there."""
     return fits(node, demand) and (demand.recovers or new_blocks(node, demand) <= node.spare_blocks)
 
 
 def freed_per_s(node: NodeView) -> float:
-    """Blocks that a decode node's requests give back in a second once all run that have room: those of a node that has
-    just started wait for it still, all at once."""
+    """Return the blocks per second that a decode node's requests will free, once all that have capacity run.
+
+    Right after a node's start, all its requests may still wait."""
     load = node.lease.load
     busy = max(1, load.active_blocks, min(load.total_blocks, load.active_blocks + node.pending_blocks))
     return busy / (EXPECTED_OUTPUT * max(node.lease.rates.step_s, SHORTEST_STEP_S))

@@ -8,41 +8,41 @@ from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.layout import blocks_for
 
 WEIGHT = 0.02
-"""Of one more prompt in the average of what was reused."""
+"""Weight of one prompt in the moving averages of reused and computed tokens."""
 MOST = 2.0
-"""Times that a cached token is expected to be reused. What leaves a pool first was used longest ago, and is worth less
-than the average."""
+"""Most times that a cached token is expected to be reused.
+
+Evicted blocks are the least recently used ones, so they are worth less than the average."""
 
 
 class CacheValue:
-    """Learned reuse of cached tokens: reused over computed tokens in the long run.
-
-    Nothing is known at first."""
+    """Learned reuse of cached tokens: the long-run ratio of reused to computed tokens; 0 before the first prompt."""
 
     def __init__(self) -> None:
         self._reused = self._computed = 0.0
 
     @property
     def times(self) -> float:
+        """Return how many times a cached token is expected to be reused, at most MOST."""
         return min(MOST, self._reused / self._computed) if self._computed > 0 else 0.0
 
     def saw(self, reused: int, length: int) -> None:
-        """A prompt of so many tokens."""
+        """Record a prompt of `length` tokens, `reused` of them from a cache."""
         self._reused += WEIGHT * (reused - self._reused)
         self._computed += WEIGHT * (length - reused - self._computed)
 
 
 def displaced_blocks(node: NodeView, demand: Demand) -> int:
-    """Cached blocks that leave a node's pool for the prompt, behind those that wait there."""
+    """Return the number of cached blocks that the prompt evicts from a node's pool, after the prompts queued there."""
     load, size = node.lease.load, node.lease.block_size
     fresh = blocks_for(uncached_len(node, demand), size)
     return min(max(0, fresh - node.unasked_blocks), load.cached_blocks)
 
 
 def displaced_s(node: NodeView, demand: Demand) -> float:
-    """Seconds of computing again, some day, what the prompt drives out of the node's cache.
+    """Return the expected seconds of computing again what the prompt evicts from the node's cache.
 
-    Where much is shared and pools are full, another copy of a prefix costs more than computing it."""
+    If prefixes are shared a lot and pools are full, another copy of a prefix costs more than computing it."""
     if not demand.worth:
         return 0.0
     tokens = displaced_blocks(node, demand) * node.lease.block_size
@@ -50,8 +50,9 @@ def displaced_s(node: NodeView, demand: Demand) -> float:
 
 
 def spared_s(node: NodeView, demand: Demand, queue_s: float) -> float:
-    """Seconds that others wait less for what need not be computed, where all prompts wait for `queue_s` at least: as
-    many such prompts stand behind it as that takes to compute. So what is cached may cost a longer queue, in proportion
-    to the shortest one: where there is too much to compute, computing less goes before computing soon. Nothing where
-    prompts share nothing."""
+    """Return the seconds that queued requests save because the node does not compute cached tokens.
+
+    queue_s: shortest queue of all nodes. As many prompts like this one follow it as can be computed in that time, and
+    each waits less. So a cached prefix justifies a longer queue, in proportion to the shortest one: under overload,
+    computing less matters more than starting early. 0 if prompts share nothing."""
     return queue_s * found_len(node, demand) / demand.total_len if demand.worth else 0.0

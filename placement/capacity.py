@@ -1,4 +1,4 @@
-"""Capacity of nodes: how many requests they take at once, from their leases."""
+"""Capacity of nodes: the number of requests that they take at once, from their leases."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from kvferry.protocol.lease import NodeLease
 class Capacity:
     """Total capacity of nodes.
 
-    Sequences that decode at once, prompt tokens computed in a second (0: not known), decode nodes, nodes that compute
-    prompts, and seats of sequences that are taken. Decode nodes, nodes that compute prompts, and seats of sequences
-    that are taken."""
+    sequences     sequences that decode at once; 0: unknown
+    prompt_per_s  prompt tokens computed per second
+    decodes       decode nodes
+    prefills      nodes that compute prompts
+    taken         sequences that run or are granted
+    """
 
     sequences: int = 0
     prompt_per_s: float = 0.0
@@ -26,8 +29,8 @@ class Capacity:
 def capacity(leases: Iterable[NodeLease]) -> Capacity:
     """Return the capacity of the ready nodes.
 
-    Prompts are computed by prefill nodes, and by decode nodes where there are none of them. One decode node that does
-    not tell how many it runs leaves the sum unknown."""
+    Prefill nodes compute prompts; without any, decode nodes do. If one decode node does not report its limit of
+    sequences, the sum is unknown."""
     ready = [lease for lease in leases if lease.state == "ready"]
     decodes = [lease for lease in ready if lease.role == "decode"]
     prefills = [lease for lease in ready if lease.role == "prefill"] or decodes

@@ -9,11 +9,11 @@ from kvferry.placement.tier_reads import by_itself_s
 from kvferry.placement.types import Demand, NodeView
 
 HANDOFF_S = 0.002
-"""Grant, commit and acknowledgement of one ship between idle nodes."""
+"""Seconds for grant, commit and acknowledgement of one ship between idle nodes."""
 
 
 def queue_s(node: NodeView, demand: Demand) -> float:
-    """Seconds until the prompt tokens queued ahead of the request on the node are computed."""
+    """Return the seconds until the prompt tokens queued before the request are computed."""
     return 0.0 if demand.recovers else node.queue_s
 
 
@@ -23,33 +23,35 @@ def doubt_s(node: NodeView, demand: Demand) -> float:
 
 
 def compute_s(node: NodeView, demand: Demand) -> float:
-    """Seconds to compute the tokens the node does not hold, or to read or fetch some of them and compute the rest."""
+    """Return the seconds to compute the tokens the node lacks, after reading or fetching some if that is faster."""
     if demand.holders and (fetch := fetching(node, demand)):
         return fetch.seconds
     return by_itself_s(node, demand)
 
 
 def wait_s(node: NodeView, demand: Demand) -> float:
-    """Seconds before a decode node starts on a request that is ready to run there: the step under way, stretched by the
-    streams beside it, and, when the pool is full, the time until enough blocks come back."""
+    """Return the seconds until a decode node starts a request that is ready to run there.
+
+    This is the current step, stretched by its streams. If the pool is full, it includes the time until enough blocks
+    are freed."""
     missing = missing_blocks(node, demand)
     return node.step_s + missing / freed_per_s(node) if missing > 0 else node.step_s
 
 
 def harm_s(node: NodeView, compute_s: float) -> float:
-    """Seconds that computing the prompt takes from the streams of a decode node, all together.
+    """Return the seconds of delay that computing the prompt causes to all streams of a decode node together.
 
-    One stream is counted that is not there yet: an idle decode node is kept free for the next one."""
+    It counts one stream more than the node has, so that an idle decode node is kept free for the next stream."""
     return (node.streams + 1) * compute_s
 
 
 def own_s(demand: Demand, node: NodeView, seconds: float) -> float:
-    """Return the cost to others, in seconds, of computing a prompt for so long on a decode node."""
+    """Return the cost to others, in seconds, of computing a prompt for `seconds` on a decode node."""
     return harm_s(node, seconds) + risk_s(node, demand)
 
 
 def risk_s(node: NodeView, demand: Demand) -> float:
-    """Return the cost, in seconds, of expected failures and other effects that the request does not wait for."""
+    """Return the cost, in seconds, of expected failures and evictions, which do not delay the request itself."""
     return doubt_s(node, demand) + displaced_s(node, demand)
 
 

@@ -13,17 +13,22 @@ from kvferry.placement.types import Demand, Holding, NodeView, Placement, unbrok
 from kvferry.protocol.messages import Holder
 
 QUESTION_S = 0.003
-"""Question, grant, commit and acknowledgement of a fetch between idle nodes."""
+"""Seconds for request, grant, commit and acknowledgement of a fetch between idle nodes."""
 LEAST_GAIN_S = 0.005
-"""Below which nothing is fetched: what is learned of nodes is not that exact."""
+"""Smallest gain, in seconds, for which a node fetches: estimates of node speeds are no more exact."""
 CANDIDATES = 4
-"""Holders that are looked at: those of the longest prefix, and of these the least busy."""
+"""Number of holders considered: those with the longest prefix, and of equal ones the least busy."""
 TURN_TOKENS = 256
-"""What a node that computes prompts does between two looks at what it is asked, half of it on average."""
+"""Tokens that a prefill node computes between two checks for requests; a fetch waits half of that on average."""
 
 
 class Fetch(NamedTuple):
-    """holder: who gives; cached_len: tokens that are here then; seconds: until then, and until the rest is computed."""
+    """Fetch of a prefix from another node.
+
+    holder      the node that supplies the blocks
+    cached_len  tokens that the fetching node has afterwards
+    seconds     for the fetch, and for computing the rest
+    """
 
     holder: NodeView
     cached_len: int
@@ -31,7 +36,7 @@ class Fetch(NamedTuple):
 
 
 def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[Holding, ...]:
-    """Whom others may fetch from. None for a stream that moves: it takes its blocks along."""
+    """Return the nodes to fetch from; none for a migrating stream, which takes its blocks along."""
     if not demand.fetches or demand.source:
         return ()
     able = [node for node in nodes if node.cached_len and node.role and node.cached_len >= node.lease.block_size]
@@ -41,9 +46,9 @@ def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[Holding, ...]:
 
 
 def fetching(node: NodeView, demand: Demand) -> Fetch | None:
-    """The best that the node can do, where that is better than to compute all that it has not, or reads.
+    """Return the best fetch for the node; None if reading or computing everything itself is about as fast.
 
-    Asked for every node, nearly all of which hold nothing."""
+    It is called for every node, nearly all of which hold nothing."""
     own = cached_len(node, demand) if node.cached_len or demand.beside else 0
     total, rate = demand.total_len, node.rate
     best, limit_s = None, by_itself_s(node, demand) - LEAST_GAIN_S
@@ -58,7 +63,7 @@ def fetching(node: NodeView, demand: Demand) -> Fetch | None:
 
 
 def with_fetch(demand: Demand, placement: Placement, nodes: Sequence[NodeView]) -> Placement:
-    """The placement, which says from where the prompt's node fetches if it does."""
+    """Return the placement, with the holder that the prompt's node fetches from, if it does."""
     lease = placement.prefill or placement.decode
     fetch = next(fetching(node, demand) for node in nodes if node.lease is lease)
     if fetch is None:
@@ -70,7 +75,7 @@ def with_fetch(demand: Demand, placement: Placement, nodes: Sequence[NodeView]) 
 
 
 def fetch_s(holder: NodeView, tokens: int) -> float:
-    """Seconds until so many of its tokens are elsewhere: it answers between two of its steps."""
+    """Return the seconds to fetch this many tokens; the holder answers between two of its steps."""
     lease = holder.lease
     turn_s = min(holder.waiting_tokens, TURN_TOKENS) / 2 / holder.rate
     turn_s += lease.rates.step_s / 2 if holder.streams else 0.0

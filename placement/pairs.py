@@ -10,26 +10,31 @@ from kvferry.placement.types import Demand, NodeKey, NodeView, unbroken
 from kvferry.protocol.layout import blocks_for
 
 CHUNK_TOKENS = 256
-"""The last chunk of a prompt is shipped after its last token was computed, so its bytes are always exposed."""
+"""Tokens of a prompt's last chunk.
+
+Its blocks are shipped after its last token was computed, so their transfer is always exposed."""
 ROUNDING = 1 + 1e-9
-"""Sums of the same seconds in another order differ by less."""
+"""Bound of the relative rounding error between sums of the same seconds in different order."""
 
 
 First = tuple[float, float, NodeView]
-"""A prefill node: seconds to the first token with what it is doubted, and those of computing. Plain tuples: there are
-as many as nodes, for each placement."""
+"""Prefill node: seconds to the first token with penalties, seconds of computing, node.
+
+A plain tuple for speed: each placement makes one per node."""
 Ready = tuple[float, int, NodeView]
-"""A decode node: seconds from the first token on until it goes on, but for the ship, and blocks that it lacks."""
+"""Decode node: seconds from the first token to the next one without the ship, prompt blocks that it lacks, node."""
 
 
 def exposed_s(blocks: int, last: int, block_s: float, compute_s: float) -> float:
-    """Seconds of shipping `blocks` at `block_s` each that computing cannot hide: they travel while later ones are
-    computed, except the `last` ones, which the prompt's last chunk fills."""
+    """Return the seconds of shipping that computing cannot hide.
+
+    blocks are shipped at block_s seconds each, while later ones are computed. Only the `last` ones, which the prompt's
+    last chunk fills, are always exposed."""
     return max(blocks * block_s - compute_s, min(blocks, last) * block_s)
 
 
 def pair_s(demand: Demand, first: First, ready: Ready) -> float:
-    """Return the cost of a pair in seconds; inf where no blocks may go from one to the other."""
+    """Return the cost of a pair in seconds; inf if no blocks may be shipped between the nodes."""
     (first_s, compute_s, prefill), (decode_s, blocks, decode) = first, ready
     if demand.broken and not unbroken(demand, prefill.key, decode.key):
         return inf
@@ -38,15 +43,15 @@ def pair_s(demand: Demand, first: First, ready: Ready) -> float:
 
 
 def cheapest_pair(demand: Demand, firsts: Sequence[First], readies: Sequence[Ready]) -> tuple[float, First, Ready]:
-    """Its cost (inf: all are broken) and halves, as if every pair had been tried in turn order.
+    """Return the lowest cost and its pair, as if every pair had been tried in turn order.
 
-    A decode node matters by its wait and the blocks it lacks. Anyone who is beaten or equalled in both is left out:
-    more blocks never cost less. Without any of the prompt's blocks on decode one node is left, otherwise no more than
-    there are different lengths held. Each of these f is paired with prefill nodes from the soonest first token on,
-    until the two halves alone cost more than the best pair. Prefill nodes that are alike count once, as do those that
-    lose by their first token alone. O(p + d + f * q) for p prefill and d decode nodes, q of the former near the
-    soonest. A node that is part of a broken pair beats nobody: f or q grow by as many.
-    """
+    The cost is inf if all pairs are broken. A decode node matters only by its wait and the blocks that it lacks. A node
+    that is no better than another in both is excluded, since more blocks never cost less. If no decode node holds
+    prompt blocks one node remains, otherwise at most one per length held. Each of these f nodes is paired with prefill
+    nodes in order of their first token, until the two halves alone cost more than the best pair. Equal prefill nodes
+    count once, and those whose first token is too late are excluded. O(p + d + f * q) for p prefill and d decode nodes,
+    and q of the former near the earliest first token. A node in a broken pair excludes no other node; f or q grow by
+    the number of such nodes."""
     named = {key for pair in demand.broken for key in pair}
     readies = _front(readies, named)
     firsts = _near(demand, firsts, readies, named)
@@ -71,7 +76,7 @@ def cheapest_pair(demand: Demand, firsts: Sequence[First], readies: Sequence[Rea
 
 
 def _front(readies: Iterable[Ready], named: Container[NodeKey | None]) -> list[Ready]:
-    """Of those that lack the same blocks the soonest, and of those the first in turn; with all that are named."""
+    """Return the first node in turn with the least wait for each number of lacking blocks, and all named ones."""
     front: dict[int, Ready] = {}
     kept: list[Ready] = []
     for ready in readies:
@@ -88,9 +93,9 @@ def _front(readies: Iterable[Ready], named: Container[NodeKey | None]) -> list[R
 def _near(
     demand: Demand, firsts: Sequence[First], front: Iterable[Ready], named: Container[NodeKey | None]
 ) -> Sequence[First]:
-    """Those that may be the cheapest half of a pair; of those that no pair tells apart the first in turn.
+    """Return the prefill nodes that may be in the cheapest pair, and all named.
 
-    With all that are named."""
+    Of nodes that no pair distinguishes, only the first in turn is returned."""
     kept = [first for first in firsts if first[-1].key in named] if named else []
     others = [first for first in firsts if first[-1].key not in named] if kept else firsts
     if not others:

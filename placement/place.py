@@ -3,9 +3,8 @@
     remote(P, D) = wait(P) + uncached(P)/rate(P) + exposed_bytes/bandwidth(P→D) + wait(D)
     local(D)     = wait(D) + uncached(D)/rate(D) + harm to the running streams of D
 
-Pure: the same arguments give the same placement. Reuse only ever enters as seconds of computing and shipping saved, so
-a node that holds a prefix loses it as soon as its queue costs more than that.
-"""
+Pure: the same arguments give the same placement. Cache reuse counts only as seconds of computing and shipping saved, so
+a node with a cached prefix is not chosen once its queue costs more than that."""
 
 from __future__ import annotations
 
@@ -27,27 +26,28 @@ from kvferry.placement.uncached_nodes import alone, alone_from_s, apart, firsts,
 from kvferry.protocol.errors import KvferryError
 
 NOISE = 0.2
-"""Learned rates of equal machines differ by as much: nodes that count alike are equal within this share of a cost."""
+"""Relative noise of learned rates: otherwise equal nodes whose costs differ by no more count as equal."""
 
 
 class Decodes(NamedTuple):
-    """Decode nodes with room, and their wait."""
+    """Decode nodes with capacity, and their wait.
+
+    plain: nodes that hold nothing of the prompt (see `uncached_nodes.apart`)."""
 
     plain: list[Ready]
     others: list[Ready]
 
 
 Half = TypeVar("Half", bound=tuple[Any, ...])
-"""Figures of a node, and the node as the last of them."""
+"""Figures of one half of a pair, with the node as the last element."""
 
 
 def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
-    """The cheapest placement; of equal nodes (see NOISE) the one that was not chosen for longest.
+    """Return the cheapest placement; of equal nodes (see NOISE) the one that was not chosen for longest.
 
-    O(n) for n nodes, where few decode nodes hold any of the prompt; see `pairs` and `uncached_nodes`. Raises NoNodes
-    without a node that may be used, ContextLengthExceeded when the request fits into no pool, Overloaded when every
-    decode node that could hold it is beyond its capacity; the first and the last with retry_after.
-    """
+    O(n) for n nodes if few decode nodes hold any of the prompt; see `pairs` and `uncached_nodes`. Raises NoNodes
+    without a usable node, ContextLengthExceeded if the request fits into no pool, and Overloaded if every decode node
+    that could hold it is beyond its capacity. The first and the last have retry_after."""
     usable = [node for node in nodes if node.key not in demand.excluded] if demand.excluded else nodes
     if found := holders(demand, usable):
         demand = replace(demand, holders=found)
@@ -79,7 +79,7 @@ def _prefills(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
 
 
 def _decodes(demand: Demand, usable: Iterable[NodeView]) -> Decodes:
-    """Those with room, with their wait. Raises what `place` raises."""
+    """Return the decode nodes with capacity, and their wait. Raises what `place` raises."""
     decodes = [node for node in usable if node.role == "decode"]
     if demand.source and demand.broken:
         decodes = [node for node in decodes if unbroken(demand, demand.source, node.key)]
@@ -94,14 +94,14 @@ def _decodes(demand: Demand, usable: Iterable[NodeView]) -> Decodes:
 
 
 def _short(demand: Demand, decodes: Decodes) -> Decodes:
-    """Those that have little enough to compute."""
+    """Return the decode nodes that have at most `local_tokens` to compute."""
     most = demand.local_tokens
     plain = decodes.plain if most >= demand.total_len else []
     return Decodes(plain, [each for each in decodes.others if most >= uncached_len(each[-1], demand)] if most else [])
 
 
 def _refusal(demand: Demand, decodes: Sequence[NodeView]) -> KvferryError:
-    """Why none of them has room."""
+    """Return the error that tells why no decode node takes the request."""
     if not decodes:
         return no_nodes(demand.model)
     fitting = [node for node in decodes if fits(node, demand)]
@@ -116,7 +116,9 @@ def _alone(demand: Demand, prefills: Sequence[NodeView]) -> Placement:
 
 
 def _local(demand: Demand, decodes: Decodes, limit_s: float) -> Placement | None:
-    """None where all cost more than `limit_s`, if that is seen at once."""
+    """Return the cheapest placement on one decode node.
+
+    None if a quick bound shows that all cost more than `limit_s`."""
     costs = []
     for wait, _, node in decodes.others:
         seconds = compute_s(node, demand)
@@ -130,7 +132,7 @@ def _local(demand: Demand, decodes: Decodes, limit_s: float) -> Placement | None
 
 
 def _firsts(demand: Demand, prefills: Sequence[NodeView], shortest_s: float = 0.0) -> list[First]:
-    """`shortest_s`: of their queues, as far as that matters."""
+    """Return the prefill halves of pairs. shortest_s: shortest queue of the nodes, for `spared_s`."""
     plain, others = apart(demand, prefills)
     found = firsts(demand, plain, shortest_s)
     for node in others:
@@ -141,7 +143,7 @@ def _firsts(demand: Demand, prefills: Sequence[NodeView], shortest_s: float = 0.
 
 
 def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Decodes) -> Placement | None:
-    """The cheapest pair, or one that equals it half by half; None if all are broken."""
+    """Return the cheapest pair, or one whose halves both equal it; None if all pairs are broken."""
     shortest_s = min([queue_s(node, demand) for node in prefills]) if demand.worth else 0.0
     before = _firsts(demand, prefills, shortest_s)
     behind = [(wait + HANDOFF_S, blocks, node) for wait, blocks, node in decodes.plain]
@@ -163,7 +165,7 @@ def _cheapest(costs: Sequence[tuple[float, NodeView]]) -> tuple[float, NodeView]
 
 
 def _whose_turn(halves: Iterable[Half], cheapest: Half, least_s: float, cost_s: Callable[[Half], float]) -> Half:
-    """The first, in turn order, that equals the cheapest: alike in what is counted, near in what is learned."""
+    """Return the first node in turn order that equals the cheapest: same counts, and a cost within NOISE."""
     limit_s, node = least_s * (1 + NOISE), cheapest[-1]
     turn, counted, held, kept = node.turn, node.counted, node.cached_len, _tokens(node)
     for half in [half for half in halves if half[-1].turn < turn and half[-1].counted == counted]:
@@ -175,5 +177,5 @@ def _whose_turn(halves: Iterable[Half], cheapest: Half, least_s: float, cost_s: 
 
 
 def _tokens(node: NodeView) -> tuple[int, ...]:
-    """That it would read, from each of its tiers."""
+    """Return the tokens that the node would read from each of its tiers."""
     return tuple(tokens for tokens, _ in node.kept) if node.kept else ()

@@ -1,13 +1,13 @@
-"""Reasons why nothing can be placed, with the time to retry after."""
+"""Errors for requests that cannot be placed, with the time to retry after."""
 
 from __future__ import annotations
 
 from kvferry.protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
 
 NODES_S = 2.0
-"""A node that is there is known within this time: its lease is written every second and read twice a second."""
+"""Seconds until a running node is known: its lease is written every second and read twice a second."""
 RETRY_S = (1.0, 30.0)
-"""Shortest and longest time that a client is told to stay away."""
+"""Shortest and longest retry_after, in seconds."""
 
 
 def no_nodes(model: str) -> NoNodes:
@@ -16,7 +16,7 @@ def no_nodes(model: str) -> NoNodes:
 
 
 def too_long(tokens: int, largest: int) -> ContextLengthExceeded:
-    """`largest`: tokens that the largest pool holds."""
+    """Return the error for a request that no pool can hold. largest: tokens of the largest pool."""
     return ContextLengthExceeded(
         f"the request needs KV of {tokens} tokens; the maximum context length that fits into a decode node's memory is "
         f"{largest}"
@@ -24,12 +24,12 @@ def too_long(tokens: int, largest: int) -> ContextLengthExceeded:
 
 
 def full(drained_s: float) -> Overloaded:
-    """`drained_s`: seconds until the blocks beyond what decode nodes take have come back."""
+    """Return the error for full decode nodes. drained_s: seconds until enough blocks are freed."""
     return Overloaded("every decode node is full", retry_after=min(max(drained_s, RETRY_S[0]), RETRY_S[1]))
 
 
 def too_late(by_s: float) -> Overloaded:
-    """`by_s`: seconds after its deadline at which its first token is expected."""
+    """Return the error for a request that would miss its deadline. by_s: expected seconds from it to first token."""
     return Overloaded(
         "so much waits for the nodes that this request would not begin before its deadline",
         retry_after=min(max(by_s, RETRY_S[0]), RETRY_S[1]),

@@ -1,9 +1,9 @@
-"""Choice of the role that an elastic node should have, from the load of a model's pools.
+"""Role balance: chooses the role of an elastic node from the load of a model's prefill and decode pools.
 
-Both pools are measured as autoscalers measure them: seconds of one node for the prompts that wait, and decode nodes
-that the streams would fill. A pool that is short of nodes is given one while the other would have enough without it.
-Between "short" and "enough" lies more than one node: what was given is not asked back for the same load.
-"""
+Both pools are measured as autoscalers measure them: the backlog of prompts in seconds of one node, and the number of
+decode nodes that the streams would fill. A pool with too few nodes gets one if the other pool would have enough without
+it. The thresholds for "too few" and "enough" are more than one node apart, so that the same load does not move the node
+back."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from kvferry.protocol.lease import NodeLease
 
 FULL, ROOMY = 0.9, 0.6
-"""Of the decode nodes that there are: a share that makes them too few, and one that leaves room for what comes."""
+"""Share of the decode nodes in use at which they are too few, and at which they are enough."""
 BEHIND_S, CAUGHT_UP_S = 2.0, 0.5
-"""By which prefill nodes are behind: too few, and enough."""
+"""Backlog per prefill node, in seconds, at which they are too few, and at which they are enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demands:
     """Total demand on a model's nodes.
 
-    backlog_s: seconds of one node for the prompts that wait, at nodes and in the router; pressure: decode nodes for its
-    streams and what waits for a seat."""
+    backlog_s  seconds of one node for the prompts that wait, on nodes and in the router
+    pressure   decode nodes needed for the streams and for what waits for a slot
+    """
 
     backlog_s: float
     pressure: float
@@ -31,7 +32,7 @@ class Demands:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A node that should take a role; rest_s: how long its model's roles must have been as they are."""
+    """Change of a node's role. rest_s: seconds for which the model's roles must not have changed before."""
 
     node: NodeLease
     role: str
@@ -39,15 +40,15 @@ class Change:
 
 
 def backlog_s(leases: Sequence[NodeLease]) -> float:
-    """Return the backlog of prompts at these nodes, in seconds."""
+    """Return the backlog of prompts on these nodes, in seconds."""
     return sum(lease.load.waiting_tokens / max(1.0, lease.rates.prefill_tokens_per_s) for lease in leases)
 
 
 def wanted(leases: Sequence[NodeLease], asked: Demands, rest_s: float) -> Change | None:
-    """The change that would help the nodes of one model, if any.
+    """Return the change that would help the nodes of one model, or None.
 
-    None while one is under way or a node leaves, and for `rest_s` after the last one, unless nobody is left to decode.
-    """
+    None while a change is in progress or a node leaves, and for `rest_s` after the last change, unless no decode node
+    is left."""
     staying = [lease for lease in leases if lease.state == "ready" and not lease.leaving]
     prefills = [lease for lease in staying if lease.role == "prefill"]
     decodes = [lease for lease in staying if lease.role == "decode"]
@@ -65,19 +66,19 @@ def wanted(leases: Sequence[NodeLease], asked: Demands, rest_s: float) -> Change
 
 
 def _wants_decode(prefills: int, decodes: int, asked: Demands) -> bool:
-    """And a prefill node can be spared."""
+    """Return whether decode nodes are too few and a prefill node can be spared."""
     short = asked.pressure >= FULL * decodes and asked.pressure > 0
     return short and prefills > 1 and asked.backlog_s <= CAUGHT_UP_S * (prefills - 1)
 
 
 def _wants_prefill(prefills: int, decodes: int, asked: Demands) -> bool:
-    """And a decode node can be spared."""
+    """Return whether prefill nodes are too few and a decode node can be spared."""
     short = asked.backlog_s >= BEHIND_S * max(1, prefills)
     return short and decodes > 1 and asked.pressure <= ROOMY * (decodes - 1)
 
 
 def _change(nodes: Sequence[NodeLease], role: str, rest_s: float) -> Change | None:
-    """Of the node with least to do: all routers find the same one."""
+    """Return a change of the least busy elastic node, chosen so that all routers find the same one."""
     able = [lease for lease in nodes if lease.elastic]
     if not able:
         return None

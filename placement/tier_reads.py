@@ -9,15 +9,20 @@ from kvferry.placement.types import Demand, NodeView
 
 
 class TierRead(NamedTuple):
-    """cached_len: tokens that are not computed; seconds: of reading those that are not in the pool, and of computing
-    the rest."""
+    """Prefix that a node reads by itself.
+
+    cached_len  tokens that are not computed
+    seconds     to read the tokens that are not in the pool, and to compute the rest
+    """
 
     cached_len: int
     seconds: float
 
 
 def by_itself_s(node: NodeView, demand: Demand) -> float:
-    """Seconds until it has all of it by itself. Asked for every node, nearly all of which hold nothing of their own."""
+    """Return the seconds until the node has the whole prompt without a fetch.
+
+    It is called for every node, nearly all of which hold nothing."""
     if node.cached_len or node.kept or node.key == demand.beside:
         return brought(node, demand).seconds
     return demand.total_len / node.rate - demand.stored_len * node.gain_s
@@ -26,8 +31,8 @@ def by_itself_s(node: NodeView, demand: Demand) -> float:
 def brought(node: NodeView, demand: Demand) -> TierRead:
     """Return what the node itself reads of a prompt from its tiers.
 
-    It reads what each of its tiers has beyond the quicker ones, and then the store that nodes share, where that takes
-    less time than computing, as the node does."""
+    The node reads what each tier has beyond the faster ones, and then the shared store, each if reading is faster than
+    computing."""
     reached = cached_len(node, demand)
     total, rate, size, seconds = demand.total_len, node.rate, node.lease.block_size, 0.0
     for tokens, block_s in (*node.kept, (demand.stored_len, node.lease.rates.store_block_s)):
@@ -41,7 +46,7 @@ def brought(node: NodeView, demand: Demand) -> TierRead:
 
 
 def found_len(node: NodeView, demand: Demand) -> int:
-    """Tokens that are not computed there, unless they are fetched."""
+    """Return the tokens that the node does not compute, without a fetch."""
     if node.cached_len or node.kept or node.key == demand.beside:
         return brought(node, demand).cached_len
     return demand.stored_len if node.gain_s else 0

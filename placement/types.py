@@ -12,18 +12,18 @@ from kvferry.protocol.messages import Holder
 NodeKey = tuple[str, int]
 """(node id, epoch)"""
 Pair = tuple[NodeKey | None, NodeKey | None]
-"""(prefill, decode); None stands for all."""
+"""(prefill, decode); None stands for all nodes."""
 
 BACKLOG = 4
-"""A decode node takes requests until the blocks in use and asked for reach this multiple of its pool."""
+"""Multiple of its pool, in blocks in use and requested, up to which a decode node accepts requests."""
 UNKNOWN_BLOCKS = 10**12
-"""A pool that does not tell its size is no limit."""
+"""Number of blocks assumed for a pool of unknown size, so that it never limits."""
 STREAM_SHARE = 0.05
-"""By how much one more running stream stretches a decode step."""
+"""Relative increase of a decode step's time per running stream."""
 
 
 class TierPrefix(NamedTuple):
-    """Leading tokens of a request that a node must read first, and the seconds that a block of them takes."""
+    """Leading tokens of a request that a node must read from a tier, and the seconds to read one block."""
 
     tokens: int
     block_s: float
@@ -31,33 +31,33 @@ class TierPrefix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A live node as one placement sees it: its lease, and its figures with the router's own bookings counted.
+    """State of a live node for one placement: its lease, with the router's own dispatched requests added.
 
     cached_len      leading tokens of this request that the node holds
-    waiting_tokens  prompt tokens queued there and not yet computed
-    streams         requests that run there or will
-    pending_blocks  blocks granted or asked for by requests that do not run yet
-    kept            what slower memories of its own have of this request, the quickest first
-    placed          when the node was last chosen, as a count that only grows; equal nodes take turns by it
+    waiting_tokens  prompt tokens queued there and not computed yet
+    streams         requests that run there or will run
+    pending_blocks  blocks granted to or requested for requests that do not run yet
+    kept            prefixes of this request in the node's own tiers, the fastest first
+    placed          increasing count at which the node was last chosen; equal nodes take turns by it
 
-    What no request changes is figured once, with the view, for each placement looks at every node:
+    Derived once per view, because each placement reads them for every node:
 
-    key             of the node
+    key             node id and epoch
     role            of the node if it is ready, else empty
     bare_size       tokens of a block if it holds nothing of this request, else 0
-    turn            of equal nodes the one with the least comes first
-    counted         what equal nodes have alike, but for cached_len
-    rate            prompt tokens computed in a second
-    queue_s         seconds until the prompt tokens that wait there are computed
-    step_s          seconds of a step, stretched by the streams
+    turn            order of equal nodes; the lowest comes first
+    counted         counts that equal nodes have in common, besides cached_len
+    rate            prompt tokens computed per second
+    queue_s         seconds until the queued prompt tokens are computed
+    step_s          seconds of a decode step, stretched by the streams
     block_s         seconds to ship a block from there
-    gain_s          by which reading a token from the store that nodes share is quicker than computing it, if it is
+    gain_s          seconds saved per token by reading from the shared store instead of computing; 0 if none
     total_blocks    of the pool
-    pool_tokens     that it holds
-    free_blocks     free and not promised to others
-    unasked_blocks  free, and not needed by what waits there
-    ready_blocks    that a request which finds nothing there may have at once
-    spare_blocks    that may still be asked of a decode node; below zero when it has been asked for more than it takes
+    pool_tokens     capacity of the pool in tokens
+    free_blocks     free and not promised to other requests
+    unasked_blocks  free and not needed by queued prompts
+    ready_blocks    available at once to a request with nothing cached there
+    spare_blocks    that a decode node still accepts; negative if it has accepted more than its limit
     """
 
     lease: NodeLease
@@ -108,8 +108,9 @@ class NodeView:
 
 
 class Holding(NamedTuple):
-    """A node that others may fetch a prompt's blocks from: tokens that it holds in whole blocks, and the seconds until
-    all of them are elsewhere."""
+    """A node that others may fetch a prompt's blocks from.
+
+    tokens: that it holds in whole blocks. seconds: to fetch all of them."""
 
     node: NodeView
     tokens: int
@@ -118,25 +119,25 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Demand of one placement, with its exclusions.
+    """Request of one placement, with its constraints.
 
-    total_len     tokens whose KV must exist before the next token can be drawn, at least 1
+    total_len     tokens whose KV must exist before the next token can be sampled, at least 1
     prompt_only   the request ends with its next token: no decode node is needed
-    local_tokens  with at most this many uncached tokens on a decode node, prefill there whatever it costs
-    excluded      nodes that nothing may go to: they failed this request, or others
+    local_tokens  a decode node with at most this many uncached tokens computes the prompt itself, whatever it costs
+    excluded      nodes that may not be used, since they failed this or other requests
     broken        pairs between which no blocks may be shipped
-    doubts        seconds by which a node is worse than it looks
-    recovers      its stream began: it comes before what waits, in every queue, and is never sent away for want of room
-    pinned        the prefill node to use if it is there
-    beside        the node that has the K/V of all tokens but the last, for a request that forks from one there
-    local_only    no prefill node
-    source        the decode node whose blocks it takes along, for a stream that moves
-    worth         times that a token which leaves a cache for this request would have been reused
-    adapter       id of the one that the nodes must hold; empty: none
-    model         of the nodes that are asked, for errors
-    fetches       whether nodes may fetch what others hold of the prompt
-    holders       who they are that do, found by `place`
-    stored_len    leading tokens in whole blocks, never the last one, that a store has which nodes share
+    doubts        penalty of suspected nodes, in seconds
+    recovers      its stream has begun: it goes to the front of every queue and is never rejected for lack of capacity
+    pinned        prefill node to use if it is usable
+    beside        node that has the KV of all tokens but the last, for a request that forks from one there
+    local_only    use no prefill node
+    source        decode node whose blocks the request takes along, for a migrating stream
+    worth         expected times that a token evicted for this request would have been reused
+    adapter       id of the adapter that the nodes must have; empty: none
+    model         name of the model, for errors
+    fetches       whether nodes may fetch blocks of the prompt from others
+    holders       nodes to fetch from, found by `place`
+    stored_len    leading tokens in whole blocks, without the last token, that the shared store has
     """
 
     total_len: int
@@ -160,10 +161,15 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choice: prefill None means prefilled on decode, decode None means finished on prefill.
+    """Nodes chosen for a request.
 
-    `cached_len`: tokens expected to be reused where the prompt is computed. `first_token_s`: expected seconds to the
-    first token. `holder`: from where they are fetched there, if it has not all of them itself."""
+    prefill        None: the decode node computes the prompt
+    decode         None: the request ends on the prefill node
+    cached_len     tokens that the node that computes the prompt is expected to reuse
+    cost_s         estimated cost, in seconds
+    first_token_s  expected seconds to the first token
+    holder         node from which the prompt's node fetches blocks, if it does
+    """
 
     prefill: NodeLease | None
     decode: NodeLease | None
@@ -174,5 +180,5 @@ class Placement:
 
 
 def unbroken(demand: Demand, sender: NodeKey, receiver: NodeKey) -> bool:
-    """Return whether blocks may go from the one to the other."""
+    """Return whether blocks may be shipped from `sender` to `receiver`."""
     return demand.broken.isdisjoint(((sender, receiver), (sender, None), (None, receiver)))

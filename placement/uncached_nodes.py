@@ -1,8 +1,7 @@
-"""Fast placement costs for nodes that hold nothing of a prompt, which are most of a large cluster.
+"""Fast placement costs for nodes that hold nothing of a prompt, which are most nodes of a large cluster.
 
-They are figured by lists, since a call for each would take most of a placement's time. Every figure is that of the
-function for one node that its docstring names, to the last bit.
-"""
+List operations compute them, since a call per node would take most of a placement's time. Every result equals, to the
+last bit, that of the per-node computation that the docstring names."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from kvferry.placement.types import Demand, NodeView, unbroken
 from kvferry.protocol.layout import blocks_for
 
 NOBODY = ("", 0)
-"""No node's key."""
+"""Key of no node."""
 
 
 def apart(demand: Demand, nodes: Sequence[NodeView]) -> tuple[list[NodeView], list[NodeView]]:
-    """Plain ones, of one block size, and all others."""
+    """Split nodes into plain ones, with equal block size, nothing cached and no constraints, and all others."""
     if not nodes:
         return [], []
     size, named = nodes[0].lease.block_size, set(demand.doubts)
@@ -38,9 +37,9 @@ def apart(demand: Demand, nodes: Sequence[NodeView]) -> tuple[list[NodeView], li
 
 
 def firsts(demand: Demand, plain: Sequence[NodeView], shortest_s: float) -> list[First]:
-    """Compute `costs.first_of` for these nodes.
+    """Return the prefill halves of these nodes, equal to those of `place._firsts` for other nodes.
 
-    shortest_s: as `cache_value.spared_s` has it. shortest_s: as `worth.spared_s` has it."""
+    shortest_s: see `cache_value.spared_s`."""
     seconds, others = computes(demand, plain), displaced(demand, plain)
     if demand.stored_len and demand.worth:
         others = [each - spared_s(node, demand, shortest_s) for each, node in zip(others, plain, strict=True)]
@@ -51,7 +50,7 @@ def firsts(demand: Demand, plain: Sequence[NodeView], shortest_s: float) -> list
 
 
 def readies(demand: Demand, plain: Sequence[NodeView]) -> list[Ready]:
-    """Compute `costs.ready_of` for those with capacity."""
+    """Return the decode halves of these nodes with capacity, equal to those of `place._decodes` for other nodes."""
     if not plain:
         return []
     size = plain[0].lease.block_size
@@ -63,7 +62,7 @@ def readies(demand: Demand, plain: Sequence[NodeView]) -> list[Ready]:
 
 
 def alone(demand: Demand, plain: Sequence[Ready]) -> list[tuple[float, NodeView]]:
-    """Compute `costs.alone_s` for these nodes."""
+    """Return the costs of local prefill on these nodes, equal to those of `place._local` for other nodes."""
     nodes = [node for _, _, node in plain]
     every = zip(plain, computes(demand, nodes), displaced(demand, nodes), strict=True)
     if demand.recovers:
@@ -72,11 +71,11 @@ def alone(demand: Demand, plain: Sequence[Ready]) -> list[tuple[float, NodeView]
 
 
 def computes(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
-    """Compute `costs.compute_s` for these nodes.
+    """Return the seconds of `costs.compute_s` for these nodes.
 
-    Seconds grow evenly with what a token costs, those of computing all like those with a fetch from one holder, so what
-    is the best for the fastest and the slowest node is for all between them, and what is worse than another for both is
-    for none. Those with a store do not."""
+    Without a store, the seconds of each option (compute all, or fetch from one holder) are linear in the seconds per
+    token of the node. So an option that is best for the fastest and the slowest node is best for all nodes between
+    them, and one that is worse than another for both is never best. With a store they are not linear."""
     total, rates, stored = demand.total_len, [node.rate for node in plain], demand.stored_len
     given = [h for h in demand.holders if h.tokens and unbroken(demand, h.node.key, NOBODY)]
     own = [total / node.rate - stored * node.gain_s for node in plain] if stored else [total / rate for rate in rates]
@@ -101,7 +100,7 @@ def computes(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
 def alone_from_s(demand: Demand, plain: Sequence[Ready]) -> float:
     """Return a quick lower bound of `alone`, in seconds.
 
-    A slower node than the fastest may fetch where that one would gain too little by it."""
+    It subtracts LEAST_GAIN_S because a slower node may fetch when the fastest one would gain too little by it."""
     if not plain:
         return inf
     nodes = [each[-1] for each in plain]
@@ -111,7 +110,7 @@ def alone_from_s(demand: Demand, plain: Sequence[Ready]) -> float:
 
 
 def displaced(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
-    """Compute `cache_value.displaced_s` for these nodes."""
+    """Return the seconds of `cache_value.displaced_s` for these nodes."""
     if not demand.worth or not plain:
         return [0.0] * len(plain)
     size, worth = plain[0].lease.block_size, demand.worth

@@ -1,4 +1,4 @@
-"""Header in front of KV blocks that are stored outside of a pool; it proves what they are.
+"""Header in front of KV blocks that are stored outside a pool; it identifies and verifies them.
 
 8 bytes     MAGIC
 4 bytes     length of the description, little endian
@@ -19,17 +19,21 @@ import msgpack
 
 MAGIC = b"kvferry1"
 PAGE = 4096
-"""Bytes to a multiple of which a header is padded."""
+"""Size in bytes to a multiple of which a header is padded."""
 LONGEST = 1 << 20
-"""Bytes of a description."""
+"""Most bytes of a description."""
 _LENGTH = struct.Struct("<I")
 _BEFORE = len(MAGIC) + _LENGTH.size
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """parent: hash of the block before the first one, empty at the beginning of a chain; hashes, sums: of the blocks,
-    in their order; start: bytes in front of the first one."""
+    """Parsed header of a group of consecutive blocks.
+
+    parent        hash of the block before the first one; empty at the beginning of a chain
+    hashes, sums  hash and checksum of each block, in order
+    start         offset of the first block, in bytes
+    """
 
     parent: bytes
     hashes: tuple[bytes, ...]
@@ -38,14 +42,14 @@ class Header:
 
 
 def packed(fingerprint: str, block_bytes: int, parent: bytes, hashes: Sequence[bytes], sums: Sequence[int]) -> bytes:
-    """A header, up to its last page's end."""
+    """Return a header, padded to whole pages."""
     told: bytes = msgpack.packb([fingerprint, block_bytes, parent, list(hashes), list(sums)])
     header = MAGIC + _LENGTH.pack(len(told)) + told
     return header.ljust(-(-len(header) // PAGE) * PAGE, b"\0")
 
 
 def length(lead: bytes) -> int | None:
-    """Bytes of the header, but for the rest of its last page, that begins like this page; None: it is none."""
+    """Return the unpadded length in bytes of the header that begins with this page; None if it is no header."""
     if len(lead) < PAGE or not lead.startswith(MAGIC):
         return None
     (told,) = _LENGTH.unpack_from(lead, len(MAGIC))
@@ -53,7 +57,9 @@ def length(lead: bytes) -> int | None:
 
 
 def unpacked(header: bytes, fingerprint: str, block_bytes: int) -> Header | None:
-    """None for what is no header of such blocks. header: as long as `length` says, at least."""
+    """Return the parsed header; None if it is invalid or describes other blocks.
+
+    header: at least as long as `length` says."""
     told_bytes = length(header.ljust(PAGE, b"\0"))
     if told_bytes is None:
         return None

@@ -1,4 +1,4 @@
-"""Thread that runs blocking calls in order; a hanging call does not delay the end of the process."""
+"""Thread that runs blocking calls in order; it is a daemon, so a call that hangs does not delay the process's exit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ log = logging.getLogger("kvferry.tiers")
 
 
 class CallThread:
-    """`most` calls wait or run at once. From any thread. ended: called on the thread as its last."""
+    """Thread with a bounded queue of calls: at most `most` wait or run. Thread-safe.
+
+    ended: called on the thread when it ends."""
 
     def __init__(self, name: str, most: int, ended: Callable[[], None] = lambda: None) -> None:
         self._room = threading.Semaphore(most)
@@ -20,18 +22,18 @@ class CallThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], None]) -> bool:
-        """Make the call on the thread, later. False: too many wait, or it is closed; it will not be made."""
+        """Queue a call; return False, without queueing, if the queue is full or closed."""
         if self._closed or not self._room.acquire(blocking=False):
             return False
         self._calls.put((call, True))
         return True
 
     def add(self, call: Callable[[], None]) -> None:
-        """Make the call behind those that wait, however many there are."""
+        """Queue a call without regard to the bound."""
         self._calls.put((call, False))
 
     def close(self) -> None:
-        """Drop waiting calls and end the thread after the running one."""
+        """Drop waiting calls, and end the thread after the running one."""
         self._closed = True
         self.add(lambda: None)
 

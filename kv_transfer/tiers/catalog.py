@@ -1,6 +1,6 @@
 """In-memory catalog of the KV blocks that a tier (memory, disk, object store) holds, with their eviction order.
 
-A chain loses its end first, so that what remains still begins at the beginning."""
+A chain is evicted from its end, so that the remaining blocks are still a prefix."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvferry.protocol.index_rows import behind
 
 
 class Group(Protocol):
-    """Blocks of a tier that follow each other in a chain, come at once and leave at once."""
+    """Consecutive blocks of a chain, which enter and leave a tier together."""
 
     @property
     def name(self) -> str:
-        """Return a name that no other group has at the same time."""
+        """Return the group's name, unique among the groups of a tier."""
 
     @property
     def parent(self) -> bytes:
-        """Hash of the block before the first one, empty at the beginning of a chain."""
+        """Return the hash of the block before the first one; empty at the beginning of a chain."""
 
     @property
     def hashes(self) -> tuple[bytes, ...]:
@@ -28,20 +28,22 @@ class Group(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """Return the bytes that it occupies."""
 
 
 G = TypeVar("G", bound=Group)
 
 
 class Catalog(Generic[G]):
-    """Not locked: anyone who changes it is alone with it. `in` may be asked from any thread.
+    """LRU catalog of groups, by block hash. Not thread-safe for writes; `in` may be called from any thread.
+
+    Only blocks whose chain is here from its beginning have index rows (`protocol.index_rows`).
 
     used   bytes of all groups
     """
 
     def __init__(self, groups: Iterable[G] = ()) -> None:
-        """groups: those that are there, the one first that was used longest ago."""
+        """Start with existing groups, least recently used first."""
         self.used = 0
         self._order: OrderedDict[str, G] = OrderedDict()
         self._where: dict[bytes, G] = {}
@@ -59,25 +61,23 @@ class Catalog(Generic[G]):
         return len(self._where)
 
     def hashes(self) -> list[bytes]:
-        """From any thread: the copy is one bytecode."""
+        """Return the hashes of all blocks. Thread-safe: the copy is one bytecode."""
         return list(self._where)
 
     def rows(self) -> list[bytes]:
-        """Return the rows of blocks whose chain is here from its beginning.
-
-        As `hashes`."""
+        """Return the rows of blocks whose chain is here from its beginning. Thread-safe, like `hashes`."""
         return list(self._rows.values())
 
     def named(self, name: str) -> G | None:
-        """The one of this name."""
+        """Return the group with this name, or None."""
         return self._order.get(name)
 
     def find(self, block_hash: bytes) -> G | None:
-        """Return the group that holds a block."""
+        """Return the group that holds a block, or None."""
         return self._where.get(block_hash)
 
     def chain(self, group: G) -> Iterator[G]:
-        """The group, and those in front of it; each once, whatever they say of their parents."""
+        """Yield the group and its predecessors in the chain, each once even if their parents form a cycle."""
         found: G | None = group
         seen: set[int] = set()
         while found is not None and id(found) not in seen:
@@ -86,13 +86,13 @@ class Catalog(Generic[G]):
             found = self._where.get(found.parent)
 
     def oldest(self) -> G | None:
-        """Return the group to evict next."""
+        """Return the group to evict next, or None."""
         return next(iter(self._order.values()), None)
 
     def enter(self, group: G) -> tuple[list[bytes], list[bytes]]:
-        """It is there now, and in use.
+        """Add a group as most recently used; return the rows that were added and those that were removed.
 
-        Rows of the blocks that came with it, and of those that went with an older group of its name."""
+        Rows are removed with an older group of the same name."""
         old = self._order.get(group.name)
         lost = self.leave(old) if old is not None else []
         came = self._enter(group)
@@ -100,13 +100,14 @@ class Catalog(Generic[G]):
         return came, [*set(lost).difference(came)]
 
     def touch(self, group: G) -> None:
-        """It is in use, and so is what it stands behind."""
+        """Mark the group and its predecessors as most recently used."""
         for each in self.chain(group):
             self._order.move_to_end(each.name)
 
     def leave(self, group: G) -> list[bytes]:
-        """Rows of its blocks, which are not there any more, and of those behind them, whose chain does not begin here
-        now."""
+        """Remove a group; return the removed rows: its own and those of blocks behind it.
+
+        The chain of those blocks does not begin here any more."""
         if self._order.get(group.name) is not group:
             return []
         del self._order[group.name]
@@ -121,7 +122,7 @@ class Catalog(Generic[G]):
         return self._cut_off(gone)
 
     def tainted(self, hashes: Collection[bytes]) -> list[G]:
-        """The groups of these blocks, and all that stand behind those."""
+        """Return the groups of these blocks and all groups behind them."""
         found = {id(group): group for each in hashes if (group := self._where.get(each)) is not None}
         left = [*found.values(), *(group for each in hashes for group in self._behind.get(each, {}).values())]
         while left:
@@ -132,16 +133,18 @@ class Catalog(Generic[G]):
         return list(found.values())
 
     def _cut_off(self, left: list[bytes]) -> list[bytes]:
-        """Rows of these blocks and of all behind them, which have none any more."""
+        """Remove and return the rows of these blocks and of all blocks behind them."""
         cut = list[bytes]()
-        for block_hash in left:  # it grows meanwhile
+        for block_hash in left:  # the loop body appends to it
             if row := self._rows.pop(block_hash, b""):
                 cut.append(row)
                 left += [each for far in self._behind.get(block_hash, {}).values() for each in far.hashes]
         return cut
 
     def _enter(self, group: G) -> list[bytes]:
-        """Rows of its blocks, and of those behind that were there before it; none while one before it is not there."""
+        """Add a group; return the rows of its blocks and of blocks already here behind them.
+
+        None have rows if the chain before the group is incomplete."""
         self._order[group.name] = group
         self.used += group.size
         self._behind.setdefault(group.parent, {})[id(group)] = group
@@ -162,7 +165,9 @@ class Catalog(Generic[G]):
 
 
 def _in_order(catalog: Catalog[G], groups: list[G]) -> list[G]:
-    """Those first that leave first: each was used at least as lately as those behind it. Looks at each once."""
+    """Return the groups in eviction order: each counts as used at least as recently as those behind it.
+
+    Visits each group once."""
     placed: dict[int, G] = {}
     for group in reversed(groups):
         chain: dict[int, G] = {}

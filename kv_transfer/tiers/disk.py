@@ -1,4 +1,4 @@
-"""Disk tier: KV blocks stay available after eviction from the pool and after a restart."""
+"""Disk tier: keeps KV blocks after their eviction from the pool and across restarts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.protocol.errors import ConfigError, reason
 
 
 class DiskTier(LocalTier[Group]):
-    """Its directory is free for another process once its threads have ended."""
+    """Tier of blocks in one directory, which is released to other processes when the tier's threads end."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class DiskTier(LocalTier[Group]):
 def open_disk(
     path: str, name: str, size: int, fingerprint: str, block_bytes: int, copies: Copies | None = None
 ) -> DiskTier:
-    """The tier of the first directory below the path that no other process has.
+    """Open the tier in the first directory below the path that no other process uses.
 
-    copies: how blocks are reached that are not bytes of the host. Raises ConfigError."""
+    copies: copies blocks between device and host; None for blocks in host memory. Raises ConfigError."""
     directory, lock_file = disk_directories.take(path, name, fingerprint)
     try:
         return DiskTier(directory, lock_file, size, fingerprint, block_bytes, copies)

@@ -1,4 +1,4 @@
-"""Directories of disk tiers below one path, one per process and kind of blocks.
+"""Directories of disk tiers below one path, one per process and fingerprint.
 
 A directory belongs to one process at a time and is private to its owner."""
 
@@ -20,15 +20,16 @@ from kvferry.protocol.errors import ConfigError, reason
 log = logging.getLogger("kvferry.tiers")
 
 PLACES = 256
-"""Directories below one path that are tried for a free one."""
+"""Most directories tried below one path."""
 LOCK = "lock"
 LEFT_S = 7 * 86_400.0
-"""What no process has had for so long is removed: its model, or its format, is not used any more."""
+"""Seconds without use after which a directory of another fingerprint is removed: its model or format is obsolete."""
 
 
 def take(path: str, name: str, fingerprint: str) -> tuple[Path, IO[bytes]]:
-    """The first directory for such blocks below the path that no other process has, which after a restart is found
-    again; and what must stay open while it is used. Raises ConfigError."""
+    """Return the first free directory of this fingerprint below the path, and its lock file, which must stay open.
+
+    A restarted process finds its directory again. Raises ConfigError."""
     base = Path(path).expanduser()
     kind = base / hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
     directory = kind
@@ -46,9 +47,10 @@ def take(path: str, name: str, fingerprint: str) -> tuple[Path, IO[bytes]]:
 
 
 def _make_private(directory: Path, base: Path) -> None:
-    """Raises OSError for one that is somebody else's: who can write into it can change what the model computes.
+    """Create a private directory. Raises OSError if it belongs to another user.
 
-    Anyone who has the base has all that is below it."""
+    Anyone who can write into it can change what the model computes. The owner of `base` is trusted with all below it.
+    """
     directory.mkdir(mode=0o700, exist_ok=True)
     told = directory.lstat()
     if not stat.S_ISDIR(told.st_mode) or told.st_uid not in (os.geteuid(), base.stat().st_uid):
@@ -58,7 +60,7 @@ def _make_private(directory: Path, base: Path) -> None:
 
 
 def _own(directory: Path) -> IO[bytes] | None:
-    """None where another process has it, or is removing it. Raises OSError."""
+    """Lock the directory; return None if another process uses or removes it. Raises OSError."""
     file = os.fdopen(os.open(directory / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,7 +77,7 @@ def _own(directory: Path) -> IO[bytes] | None:
 
 
 def _sweep(base: Path, kind: Path) -> None:
-    """Remove what was left of other kinds long ago. Nothing is raised: it is room, no more."""
+    """Remove abandoned directories of other fingerprints. Errors are only logged: the result is disk space, no more."""
     for directory in _left(base, kind):
         try:
             if (lock := _own(directory)) is not None:
@@ -93,7 +95,7 @@ def _sweep(base: Path, kind: Path) -> None:
 
 
 def _left(base: Path, kind: Path) -> Iterator[Path]:
-    """Directories of other kinds, as `take` makes them, in which nothing was owned or written lately."""
+    """Yield directories of other fingerprints, as `take` makes them, that were not used for LEFT_S."""
     for lock in sorted(base.glob(f"{'[0-9a-f]' * 16}/*-*/{LOCK}")):
         directory = lock.parent
         try:

@@ -1,8 +1,7 @@
-"""File format of the disk tier: consecutive blocks of a chain behind a header that proves them.
+"""File format of the disk tier: consecutive blocks of a chain behind a header with hashes and checksums.
 
-A file has its name only once it is whole. It is not flushed to the device: what a crash of the machine tears shows in
-its length or its checksums, and is computed again.
-"""
+A file gets its final name only when it is complete. It is not synced to the device: if the machine crashes, the length
+or checksums reveal a damaged file, and its blocks are computed again."""
 
 from __future__ import annotations
 
@@ -25,15 +24,17 @@ log = logging.getLogger("kvferry.tiers")
 
 SUFFIX, UNFINISHED = ".kv", ".part"
 LONGEST = 64
-"""Blocks of one file at most."""
+"""Most blocks of one file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A whole file.
+    """One complete file.
 
-    parent: hash of the block before its first one, empty at the beginning of a chain; hashes, sums: of its blocks, in
-    their order; start: bytes in front of the first one."""
+    parent        hash of the block before the first one; empty at the beginning of a chain
+    hashes, sums  hash and checksum of each block, in order
+    start         offset of the first block, in bytes
+    """
 
     path: Path
     parent: bytes
@@ -49,15 +50,17 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Return the file's size in bytes."""
         return self.start + len(self.hashes) * self.block_bytes
 
 
 class Folder:
-    """The files of one directory: implements kv_transfer.tiers.store.Backing."""
+    """Block files of one directory. Implements kv_transfer.tiers.store.Backing."""
 
     def __init__(self, directory: Path, fingerprint: str, block_bytes: int, copies: Copies | None) -> None:
-        """copies: how blocks are reached that are not bytes of the host. Raises MemoryError."""
+        """Open the directory.
+
+        copies: copies blocks between device and host; None for blocks in host memory. Raises MemoryError."""
         self._directory, self._fingerprint, self._block_bytes = directory, fingerprint, block_bytes
         self.most = at_once(block_bytes, LONGEST) if copies else LONGEST
         self._out, self._in = Staging(copies, self.most), Staging(copies, self.most)
@@ -81,7 +84,7 @@ class Folder:
             self._in.filled(part)
 
     def used(self, group: Group) -> None:
-        """So that a restart finds them in the order of their use."""
+        """Set the file's modification time, so that a restart finds the files in LRU order."""
         os.utime(group.path)
 
     def remove(self, group: Group) -> None:
@@ -89,7 +92,7 @@ class Folder:
 
 
 def size_of(fingerprint: str, hashes: Sequence[bytes], block_bytes: int) -> int:
-    """Bytes of a file of these blocks, at most."""
+    """Return the most bytes that a file of these blocks takes."""
     return (
         len(block_header.packed(fingerprint, block_bytes, hashes[0], hashes, [2**63 - 1] * len(hashes)))
         + len(hashes) * block_bytes
@@ -97,9 +100,9 @@ def size_of(fingerprint: str, hashes: Sequence[bytes], block_bytes: int) -> int:
 
 
 def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Group:
-    """A new file of blocks (contiguous bytes, all of one length), for its owner alone.
+    """Write a new file of blocks (contiguous bytes of equal length), readable only by its owner.
 
-    Raises OSError; nothing is left of it then."""
+    Raises OSError; then no file is left."""
     block_bytes = memoryview(blocks[0]).nbytes
     sums = array("q", (checksum(block) for block in blocks))
     lead = block_header.packed(fingerprint, block_bytes, parent, hashes, sums)
@@ -118,9 +121,9 @@ def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: by
 
 
 def read(group: Group, first: int, blocks: Sequence[Any]) -> None:
-    """Into these blocks (writable contiguous bytes) what the file has from its block `first` on.
+    """Read blocks of a file, from its block `first` on, into writable contiguous buffers.
 
-    Raises OSError, and BlocksCorrupt for what is not as it was written."""
+    Raises OSError, or BlocksCorrupt if a block is not as it was written."""
     with _opened(group.path) as file:
         file.seek(group.start + first * group.block_bytes)
         for index, block in enumerate(blocks, first):
@@ -130,10 +133,10 @@ def read(group: Group, first: int, blocks: Sequence[Any]) -> None:
 
 
 def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]:
-    """The whole files of this kind that are there, those first that were used longest ago.
+    """Yield the complete files of this kind, least recently used first.
 
-    What else looks like one, or was being written, is removed; what is no file, or cannot be read, stays. Raises
-    OSError where the directory itself cannot be read."""
+    Invalid and unfinished files are removed; directories and unreadable files stay. Raises OSError if the directory
+    itself cannot be read."""
     with os.scandir(directory) as entries:
         names = [entry.name for entry in entries if entry.name.endswith((SUFFIX, UNFINISHED))]
     seen: list[tuple[int, Path]] = []
@@ -160,7 +163,7 @@ def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]
 
 
 def _describe(path: Path, fingerprint: str, block_bytes: int) -> Group | None:
-    """None for what is not a whole file of these blocks."""
+    """Return the group of a file; None if the file is incomplete or of another kind."""
     with _opened(path) as file:
         lead = file.read(block_header.PAGE)
         length = block_header.length(lead)
@@ -179,14 +182,14 @@ def _private(path: str, flags: int) -> int:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """To be read, if it is a file: a link is not followed, and a pipe not waited for."""
+    """Open a regular file for reading, without following a link or waiting for a pipe."""
     return open(
         path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     )
 
 
 def _fill(file: Any, view: memoryview) -> int:
-    """Bytes read, fewer only where the file ends."""
+    """Read into the view; return the bytes read, fewer only at the end of the file."""
     done = 0
     while done < len(view) and (count := file.readinto(view[done:])):
         done += count

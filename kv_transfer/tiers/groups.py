@@ -1,4 +1,4 @@
-"""Grouping of a chain's blocks into store objects, and the node's knowledge of existing objects."""
+"""Grouping of a chain's blocks into store objects, and a node's knowledge of existing objects."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from kvferry.protocol.index_rows import alone
 from kvferry.protocol.layout import STORE_GROUP
 
 GROUP = STORE_GROUP
-"""Blocks of one object."""
+"""Number of blocks in one object."""
 SUFFIX = ".kv"
 KNOWN = 8192
-"""Objects that a node remembers, those that it met last."""
+"""Most objects that a node remembers."""
 SURE_S = 600.0
-"""For which an object counts as there that was met: others may delete it."""
+"""Seconds for which a found object counts as existing; other nodes may delete it."""
 ANEW_S = 86_400.0
-"""After which what is in use is written anew: what was written longest ago leaves first."""
+"""Age in seconds beyond which an object in use is written again, because the oldest objects are evicted first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """start, end: of its blocks in their chain; parent: hash of the block before the first one, empty at the beginning
-    of a chain."""
+    """Group of consecutive blocks that one store object holds.
+
+    start, end: positions in the chain. parent: hash of the block before the first one; empty at the beginning of a
+    chain."""
 
     name: str
     start: int
@@ -35,11 +37,12 @@ class Group:
 
     @property
     def end(self) -> int:
+        """Return the position behind the last block in the chain."""
         return self.start + len(self.hashes)
 
 
 def in_chain(folder: str, hashes: Sequence[bytes], first: int = 0, most: int | None = None) -> Iterator[Group]:
-    """The whole groups of a chain from the one of its block `first` on, so many at most."""
+    """Yield up to `most` complete groups of a chain, from the group of its block `first` on."""
     begin, end = first // GROUP, len(hashes) // GROUP
     for index in range(begin, end if most is None else min(end, begin + most)):
         start = index * GROUP
@@ -49,13 +52,13 @@ def in_chain(folder: str, hashes: Sequence[bytes], first: int = 0, most: int | N
 
 
 def depth_of(name: str) -> int:
-    """Return how many groups of its chain precede the one of this name."""
+    """Return the number of groups before this one in its chain, from its name."""
     number = name.rsplit("/", 1)[-1].split("-", maxsplit=1)[0]
     return int(number) if number.isdigit() else 0
 
 
 def last_of(name: str) -> bytes:
-    """Hash of the last block of the group of this name; empty: it is no group's."""
+    """Return the hash of the group's last block, from its name; empty if it is no group's name."""
     try:
         return bytes.fromhex(name.rsplit("-", maxsplit=1)[-1].removesuffix(SUFFIX))
     except ValueError:
@@ -64,7 +67,12 @@ def last_of(name: str) -> bytes:
 
 @dataclass(slots=True)
 class Met:
-    """written_at: by this process's monotonic clock; None: it is being written."""
+    """Node's knowledge of one object.
+
+    written_at  on this process's monotonic clock; None while the object is being written
+    wrong       its content was reported wrong
+    at          time of this entry
+    """
 
     group: Group
     written_at: float | None
@@ -73,10 +81,10 @@ class Met:
 
 
 class Known:
-    """The objects that a node met last. From any thread.
+    """Objects that this node found or wrote most recently. Thread-safe.
 
-    changed   told of groups that are there now or not any more, by the row that stands for each, in the order in which
-              that became known; it asks nothing of this
+    changed   called with the index rows of groups that were added and removed, one row per group, in order; must not
+              call back into this object
     """
 
     def __init__(self) -> None:
@@ -85,17 +93,17 @@ class Known:
         self._lock = threading.Lock()
 
     def there(self, group: Group) -> bool:
-        """Return whether it is there as far as is known; False: who asks may find it."""
+        """Return whether the object is known to exist. If False, the caller may ask the store."""
         met = self._met.get(group.name)
         return met is not None and met.written_at is not None and _sure(met)
 
     def settled(self, group: Group) -> bool:
-        """Return whether it is being written, or was there of late, and not written long ago."""
+        """Return whether the object need not be written: it is being written, or was found lately and is not old."""
         met = self._met.get(group.name)
         return met is not None and (met.written_at is None or (_sure(met) and not _old(met)))
 
     def begin(self, group: Group) -> bool:
-        """It is to be written. False: it need not be."""
+        """Record the start of a write; return False if the write is unnecessary."""
         with self._lock:
             if self.settled(group):
                 return False
@@ -103,7 +111,7 @@ class Known:
             return True
 
     def found(self, group: Group, age_s: float) -> None:
-        """It is there, written so long ago."""
+        """Record that the object exists and was written `age_s` seconds ago."""
         with self._lock:
             met = self._met.get(group.name)
             if met is None or met.written_at is not None:
@@ -111,9 +119,7 @@ class Known:
                 self.changed([_row(group)], ())
 
     def written(self, group: Group, age_s: float = 0.0) -> bool:
-        """Record that a write ended; return False if the object was reported wrong meanwhile.
-
-        False: it is wrong, as was told meanwhile."""
+        """Record that a write ended; return False if the object was reported wrong meanwhile."""
         with self._lock:
             met = self._met.get(group.name)
             if met is not None and met.wrong:
@@ -123,24 +129,24 @@ class Known:
             return True
 
     def forget(self, group: Group) -> None:
-        """It is not written any more, and may be there or not."""
+        """Record that a write failed: the object may exist or not."""
         with self._lock:
             self._met.pop(group.name, None)
 
     def gone(self, group: Group) -> None:
-        """It is not there, nor being written."""
+        """Record that the object does not exist and is not being written."""
         with self._lock:
             self._leave(group)
 
     def deleted(self, names: Collection[str]) -> None:
-        """These objects are not there any more."""
+        """Record that these objects were deleted."""
         with self._lock:
             for name in names:
                 self._met.pop(name, None)
             self.changed((), [alone(last) for name in names if (last := last_of(name))])
 
     def missing(self, group: Group) -> None:
-        """It is not there, unless it is being written."""
+        """Record that the object was not found, unless it is being written."""
         with self._lock:
             met = self._met.get(group.name)
             if met is None or met.written_at is not None:
@@ -178,12 +184,12 @@ class Known:
         self._met.move_to_end(met.group.name)
         if len(self._met) > KNOWN:
             oldest = next(iter(self._met))
-            if self._met[oldest].written_at is not None:  # what is being written ends by itself
+            if self._met[oldest].written_at is not None:  # a write in progress removes its entry itself
                 del self._met[oldest]
 
 
 def _row(group: Group) -> bytes:
-    """By the hash of its last block."""
+    """Return the index row of a group, which derives from the hash of its last block."""
     return alone(group.hashes[-1])
 
 

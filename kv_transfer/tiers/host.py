@@ -1,4 +1,4 @@
-"""Host memory tier for a pool on a GPU."""
+"""Host memory tier: keeps KV blocks that leave a GPU's pool."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvferry.kv_transfer.tiers.staging import Copies
 from kvferry.protocol.errors import ConfigError
 
 RATE = 5e9
-"""Bytes a second that a read is expected to bring before there was one."""
+"""Expected bytes per second of a read, until one was measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shelf:
-    """Blocks of a chain. rows: where they lie."""
+    """Consecutive blocks of a chain in the arena. rows: indices of their rows."""
 
     name: str
     parent: bytes
@@ -29,14 +29,14 @@ class Shelf:
 
 
 class Arena:
-    """Rows of memory, of a block each: implements kv_transfer.tiers.store.Backing.
+    """Host memory in rows of one block each. Implements kv_transfer.tiers.store.Backing.
 
-    What lies there has no checksums: it is as near to the process as its pool."""
+    The blocks have no checksums: host memory is as reliable as the pool."""
 
     most = 64
 
     def __init__(self, copies: Copies, rows: int, block_bytes: int) -> None:
-        """Raises MemoryError."""
+        """Allocate the rows. Raises MemoryError."""
         self._copies, self._block_bytes = copies, block_bytes
         self._rows = copies.room(rows)
         self._free = list(range(rows))
@@ -56,7 +56,7 @@ class Arena:
 
     def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Shelf:
         with self._lock:
-            if len(self._free) < len(blocks):  # also while a shelf that left is still being read
+            if len(self._free) < len(blocks):  # also while a removed shelf is still being read
                 raise OSError(errno.ENOSPC, "there are no free rows")
             rows = tuple(self._free.pop() for _ in blocks)
         shelf = Shelf(next(self._names), parent, tuple(hashes), rows, self.size_of(hashes))
@@ -70,7 +70,7 @@ class Arena:
         return shelf
 
     def read(self, group: Shelf, first: int, blocks: Sequence[Any]) -> None:
-        """Its rows are nobody else's before this has ended."""
+        """Copy blocks to the device. Rows of a shelf that is removed meanwhile are freed after the copy."""
         with self._lock:
             if group not in self._there:
                 raise OSError(errno.ENOENT, "its room was needed meanwhile")
@@ -84,7 +84,7 @@ class Arena:
                     self._free += group.rows
 
     def used(self, group: Shelf) -> None:
-        """Return nothing: no content outlives the process."""
+        """Do nothing: the content does not survive the process."""
 
     def remove(self, group: Shelf) -> None:
         with self._lock:
@@ -98,7 +98,7 @@ class Arena:
 
 
 def open_host(size: int, block_bytes: int, copies: Copies) -> LocalTier[Shelf]:
-    """The tier, with all its memory. Raises ConfigError."""
+    """Return the host memory tier, with all its memory allocated. Raises ConfigError."""
     rows = size // block_bytes
     if not rows:
         raise ConfigError(f"there is no room for a block of {block_bytes} bytes", param="kv_host_gib")

@@ -1,4 +1,4 @@
-"""Local tier of one node, common to host memory and disk."""
+"""Local tier of one node: the common part of the host memory and disk tiers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvferry.kv_transfer.tiers.store import Backing, Changed, Store
 from kvferry.protocol.errors import KvferryError, TransferFailed, reason
 
 WRITES, READS = 16, 16
-"""Chains that may wait to be written, or read: beyond them nothing is written, and what is asked for is computed."""
+"""Most chains that wait to be written, or to be read.
+
+Beyond that nothing is written, and the blocks to read are computed instead."""
 
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Queued or running write.
-
-    wrong: its blocks must no longer be found. wrong: its blocks are not to be found any more."""
+    """Queued or running write. wrong: its blocks must no longer be found."""
 
     hashes: list[bytes]
     parent: bytes
@@ -32,11 +32,10 @@ class Write:
 
 
 class LocalTier(Generic[G]):
-    """Blocks of one kind in groups, `size` bytes of them at most. From any thread; reads and writes have a thread each.
+    """Blocks of one fingerprint in groups, at most `size` bytes. Thread-safe; reads and writes have a thread each.
 
-    name      of the tier, in metrics and of its threads
-    changed   told on any thread what is here now and what is not any more, in the order in which that came about; it
-              asks nothing of the tier
+    name      of the tier, in metrics and thread names
+    changed   called on any thread with the rows added and removed, in order; must not call back into the tier
     """
 
     def __init__(
@@ -48,8 +47,10 @@ class LocalTier(Generic[G]):
         ended: Callable[[], None] = lambda: None,
         rate: float = FIRST_RATE,
     ) -> None:
-        """ended: called once nothing touches the backing any more; rate: bytes a second that a read is expected to
-        bring before there was one. Raises OSError."""
+        """Open the tier and start its threads. Raises OSError.
+
+        ended: called once nothing uses the backing any more. rate: expected bytes per second of a read, until one was
+        measured."""
         self.name, self._backing, self._ended_all = name, backing, ended
         self.changed: Changed = lambda stored, removed: None
         self._store = Store(backing, size, lambda stored, removed: self.changed(stored, removed))
@@ -59,18 +60,18 @@ class LocalTier(Generic[G]):
         self._writer = CallThread(f"kv-{name}-write", WRITES, self._written)
 
     def close(self) -> None:
-        """Begin nothing more; the backing is free once this tier's threads have ended."""
+        """Begin nothing more; `ended` is called when the tier's threads have ended."""
         self._reader.close()
         self._writer.close()
 
     @property
     def used(self) -> int:
-        """Bytes of all groups."""
+        """Return the bytes of all groups."""
         return self._store.catalog.used
 
     @property
     def block_s(self) -> float:
-        """Seconds that reading one block takes, as of late; 0 while the tier does not answer."""
+        """Return the recent read time per block, in seconds; 0 while the tier does not answer."""
         return 0.0 if self._pace.hangs else self._pace.seconds(1)
 
     def hashes(self) -> list[bytes]:
@@ -82,22 +83,22 @@ class LocalTier(Generic[G]):
         return self._store.catalog.rows()
 
     def __contains__(self, block_hash: object) -> bool:
-        """Return whether it is here, or is to be written."""
+        """Return whether the block is here or queued for writing."""
         return block_hash in self._store.catalog or block_hash in self._coming
 
     def run(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks are here."""
+        """Return the number of leading blocks that are here."""
         return next((index for index, each in enumerate(hashes) if each not in self._store.catalog), len(hashes))
 
     def seconds(self, blocks: int) -> float:
-        """Return the expected seconds of reading so many blocks, behind the reads already queued."""
+        """Return the expected seconds of reading this many blocks, after the reads already queued."""
         return self._pace.seconds(blocks + self._pace.waiting)
 
     def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], done: Callable[[int], None]) -> bool:
-        """Write consecutive blocks of a chain, behind the block `parent` (empty: from its beginning), which is here.
+        """Queue a write of consecutive blocks of a chain; return False, without queueing, if the queue is full.
 
-        They must stay as they are until `done` is called, on a thread of this tier, with how many were written. False:
-        too much waits, and nothing is done."""
+        parent: hash of the block before them, which is here; empty at the beginning of a chain. The blocks must not
+        change until `done` is called, on a thread of this tier, with the number of blocks written."""
         write = Write(list(hashes), parent, list(blocks), done)
         with self._store.lock:
             if not self._writer.submit(lambda: self._write(write)):
@@ -106,8 +107,9 @@ class LocalTier(Generic[G]):
             return True
 
     def read(self, hashes: Sequence[bytes], blocks: Sequence[Any], done: Callable[[KvferryError | None], None]) -> bool:
-        """Read into these blocks, which belong to the tier until `done` is called, on a thread of its own, with None
-        or with what went wrong. False: too much waits, and nothing is done."""
+        """Queue a read into these blocks; return False, without queueing, if the queue is full.
+
+        The blocks belong to the tier until `done` is called, on a thread of the tier, with None or an error."""
         wanted, into = list(hashes), list(blocks)
         self._pace.asked(len(wanted))
         taken = self._reader.submit(lambda: self._read(wanted, into, done))
@@ -120,14 +122,14 @@ class LocalTier(Generic[G]):
         with self._store.lock:
             groups, wrong = self._store.catalog.tainted(hashes), set(hashes)
             wrong.update(each for group in groups for each in group.hashes)
-            for write in dict.fromkeys(self._coming.values()):  # in their order: each behind what it follows
+            for write in dict.fromkeys(self._coming.values()):  # queue order: a chain's write comes after its parent's
                 if not wrong.isdisjoint((write.parent, *write.hashes)):
                     write.wrong = True
                     wrong.update(write.hashes)
             self._store.leave(groups)
         self._writer.add(self._store.tidy)
 
-    # The tier's own threads.
+    # On the tier's own threads.
 
     def _write(self, write: Write) -> None:
         written, parent = 0, write.parent

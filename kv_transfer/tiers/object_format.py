@@ -1,4 +1,4 @@
-"""Format of a store object: the blocks of a group behind a header that proves them."""
+"""Format of a store object: the blocks of a group behind a header with hashes and checksums."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvferry.protocol.errors import BlocksCorrupt
 
 
 def packed(group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: int) -> bytes:
-    """blocks: contiguous bytes, all of the group's."""
+    """Return the content of an object. blocks: contiguous bytes of all blocks of the group."""
     sums = array("q", (checksum(block) for block in blocks))
     lead = block_header.packed(fingerprint, block_bytes, group.parent, group.hashes, sums)
     return b"".join((lead, *blocks))
 
 
 def unpack(content: memoryview, group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: int) -> None:
-    """The last blocks of a group into these. Raises BlocksCorrupt for what is not as it was written."""
+    """Copy the last blocks of a group into these buffers. Raises BlocksCorrupt if they are not as they were written."""
     length = block_header.length(bytes(content[: block_header.PAGE]))
     told = block_header.unpacked(bytes(content[:length]), fingerprint, block_bytes) if length else None
     if told is None or told.hashes != group.hashes or len(content) != told.start + len(told.hashes) * block_bytes:

@@ -1,6 +1,6 @@
 """Object store that several nodes share: S3, Google, Azure or a directory, through obstore.
 
-obstore finds credentials as the clouds' own tools do."""
+obstore finds credentials as the cloud providers' own tools do."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from kvferry.protocol.errors import ConfigError, NotFound, reason
 
 SCHEMES = ("s3", "gs", "az", "file")
 CALL_S = 30.0
-"""For one call, with all its tries."""
+"""Limit of one call in seconds, including its retries."""
 TRIES = 2
+"""Number of retries of one call."""
 PAGE = 1000
-"""Objects that are listed, or deleted, in one call."""
+"""Most objects listed or deleted in one call."""
 
 
 class Objects:
-    """Below one address.
+    """Objects below one URL. Its methods are awaited on one asyncio loop.
 
-    Awaited on one asyncio loop; raises what obstore raises, NotFound for what is not there, and TimeoutError."""
+    They raise obstore's errors, TimeoutError, and NotFound for a missing object."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError. Nothing is asked of the store yet."""
+        """Open the store without a call to it. Raises ConfigError."""
         scheme, found, _ = url.partition("://")
         if not found or scheme not in SCHEMES:
             raise ConfigError(f"{url} is none of {', '.join(f'{each}://' for each in SCHEMES)}", param="kv_remote_url")
@@ -45,7 +46,9 @@ class Objects:
             raise ConfigError(f"{url} cannot be used: {reason(error)}", param="kv_remote_url") from error
 
     async def age(self, name: str) -> float:
-        """Seconds since it was written, by the store's clock against this one's."""
+        """Return the seconds since the object was written. Raises NotFound.
+
+        Compares this machine's clock with the store's."""
         try:
             told = await self._calls.head_async(self._store, name)
         except FileNotFoundError as error:
@@ -53,14 +56,14 @@ class Objects:
         return time.time() - float(told["last_modified"].timestamp())
 
     async def since(self, name: str) -> float:
-        """`age`; infinite for what is not there."""
+        """Return the object's `age`; infinite if it does not exist."""
         try:
             return await self.age(name)
         except NotFound:
             return math.inf
 
     async def get(self, name: str) -> memoryview:
-        """All of it."""
+        """Return the object's content. Raises NotFound."""
         try:
             found = await self._calls.get_async(self._store, name)
             return memoryview(await found.bytes_async())
@@ -68,7 +71,7 @@ class Objects:
             raise NotFound(f"{name} is not there any more") from error
 
     async def put(self, name: str, content: bytes) -> None:
-        """It is there once it is whole."""
+        """Write an object, which becomes visible only when it is complete."""
         await self._calls.put_async(self._store, name, content)
 
     async def delete(self, names: Iterable[str]) -> None:
@@ -82,14 +85,16 @@ class Objects:
                     await self._delete_one(name)
 
     async def list(self, folder: str) -> list[tuple[str, float, int]]:
-        """(name, when it was written, bytes) of all in the folder."""
+        """Return (name, time of writing, bytes) of all objects in the folder."""
         found: list[tuple[str, float, int]] = []
         async for page in self._calls.list(self._store, folder, chunk_size=PAGE):
             found += [(each["path"], each["last_modified"].timestamp(), each["size"]) for each in page]
         return found
 
     async def tried(self) -> float:
-        """Seconds of writing, finding, reading and deleting a small object."""
+        """Write, find, read and delete a small object; return the seconds that it took.
+
+        Raises OSError if the store returns something else than was written."""
         name, content, began = f"tried-{uuid4().hex}", b"kvferry", time.monotonic()
         async with asyncio.timeout(CALL_S):
             await self.put(name, content)

@@ -1,4 +1,4 @@
-"""Learned read time per block of a tier, and its backlog of reads."""
+"""Measured read time per block of a tier, and its backlog of reads."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import time
 from collections.abc import Callable
 
 FIRST_RATE = 500e6
-"""Bytes a second that a read is expected to bring before there was one."""
+"""Expected bytes per second of a read, until one was measured."""
 ENOUGH = 256
-"""Blocks of a read that counts half; a smaller one tells more of its beginning than of its pace."""
+"""Blocks of a read that counts half in the average; smaller reads count less, since fixed costs dominate them."""
 HANGS_S = 5.0
-"""For which a read is waited before the disk counts as one that does not answer."""
+"""Seconds after which a running read counts as hanging."""
 FORGET_S = 30.0
-"""In which half of what is slower than at first is forgotten, while nothing is read: else one that hung were the
-last."""
+"""Half-life of a measured slowdown, in seconds without reads.
+
+Without it, the tier would never be used again after one slow read."""
 
 
 class ReadRates:
-    """From any thread. Reads count one after another, as they are made.
+    """Average read time per block. Thread-safe. Reads run one at a time.
 
-    waiting   blocks that were asked for and have not come
+    waiting   blocks requested and not read yet
     """
 
     def __init__(self, block_bytes: int, clock: Callable[[], float] = time.monotonic, rate: float = FIRST_RATE) -> None:
-        """rate: bytes a second that a read is expected to bring before there was one."""
+        """Start with an expected rate, in bytes per second."""
         self._first_s = self._block_s = block_bytes / rate
         self._clock, self._at = clock, clock()
         self._lock = threading.Lock()
@@ -33,26 +34,27 @@ class ReadRates:
 
     @property
     def hangs(self) -> bool:
-        """Return whether nothing comes of what was asked for."""
+        """Return whether the running read takes longer than HANGS_S."""
         began = self._began
         return began is not None and self._clock() > began + HANGS_S
 
     def seconds(self, blocks: int) -> float:
-        """Return the expected seconds of reading so many blocks."""
+        """Return the expected seconds of reading this many blocks."""
         slower = max(0.0, self._block_s - self._first_s)
         kept: float = 0.5 ** ((self._clock() - self._at) / FORGET_S)
         return blocks * (self._block_s - slower * (1 - kept))
 
     def asked(self, blocks: int) -> None:
+        """Add to the blocks requested; a negative number takes a request back."""
         with self._lock:
             self.waiting += blocks
 
     def begun(self) -> None:
-        """One is made now."""
+        """Record that a read starts."""
         self._began = self._clock()
 
     def ended(self, blocks: int, seconds: float = 0.0) -> None:
-        """They came in this time; 0: they did not."""
+        """Record that a read ended after `seconds`; 0 if it failed."""
         now_s = self.seconds(1)
         with self._lock:
             self.waiting -= blocks

@@ -1,9 +1,8 @@
-"""Remote tier: an object store that all nodes share, also those that start later.
+"""Remote tier: an object store that all nodes share, also nodes that start later.
 
-An object has GROUP blocks of a chain, the first of which has a multiple of GROUP before it, behind a header that proves
-them (`block_header.py`), and the name of the last one's hash. So who has a prompt knows the names of all that may be
-there, and no index is asked. What is there was written whole.
-"""
+An object holds GROUP consecutive blocks of a chain, aligned to GROUP, behind a header (`block_header.py`). Its name is
+the hash of its last block. So a node that has a prompt knows the names of all objects that may exist and needs no
+index. Objects become visible only when they are complete."""
 
 from __future__ import annotations
 
@@ -29,29 +28,30 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger("kvferry.tiers")
 
 LOOKS, READS = 64, 16
-"""That may wait or run at once; beyond them what is asked for is computed."""
+"""Most lookups and most reads that wait or run at once; beyond that the blocks are computed instead."""
 LOOK, AT_ONCE = 16, 4
-"""Objects that are looked for at once, and that are read at once."""
+"""Most objects of one lookup, and most objects read concurrently."""
 RATE = 100e6
-"""Bytes a second that a read is expected to bring before there was one."""
+"""Expected bytes per second of a read, until one was measured."""
 HELD = 256 << 20
-"""Bytes that may wait to be written; beyond them nothing is."""
+"""Most bytes that wait to be written; beyond that nothing is written."""
 OUT_S = 10.0
-"""For which a store is left alone that did not answer, or not written to that took nothing."""
+"""Seconds without calls to a store after an error, or without writes after a failed write or deletion."""
 
 
 class RemoteTier:
-    """Blocks of one kind. From any thread; the calls that it was given it makes on a thread of its own.
+    """Blocks of one fingerprint in the shared store. Thread-safe; calls to the store run on the tier's own thread.
 
-    known   the objects that this node met last
+    known   objects that this node found or wrote most recently
     """
 
     def __init__(
         self, objects: Objects, size: int, fingerprint: str, block_bytes: int, copies: Copies | None = None
     ) -> None:
-        """size: bytes of all objects of the kind at most, whichever node wrote them; 0: no bound.
+        """Open the tier. Raises MemoryError.
 
-        copies: how blocks are reached that are not bytes of the host. Raises MemoryError."""
+        size: most bytes of all objects of the fingerprint, whichever node wrote them; 0: no bound. copies: copies
+        blocks between device and host; None for blocks in host memory."""
         self._objects, self._fingerprint, self._block_bytes = objects, fingerprint, block_bytes
         self.folder = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         self._pace, self.known = ReadRates(block_bytes, rate=RATE), Known()
@@ -71,21 +71,22 @@ class RemoteTier:
 
     @property
     def out(self) -> bool:
-        """Return whether it is left alone, since it did not answer."""
+        """Return whether the store is not used at the moment, because a call failed."""
         return time.monotonic() < self._out_until
 
     @property
     def block_s(self) -> float:
-        """Seconds that reading one block takes, as of late; 0 while the store does not answer."""
+        """Return the recent read time per block, in seconds; 0 while the store does not answer."""
         return 0.0 if self.out or self._pace.hangs else self._pace.seconds(1)
 
     def seconds(self, blocks: int) -> float:
-        """Return the expected seconds of reading so many blocks, behind the reads already queued."""
+        """Return the expected seconds of reading this many blocks, after the reads already queued."""
         return self._pace.seconds(blocks + self._pace.waiting)
 
     def look(self, hashes: Sequence[bytes], first: int, patience_s: float, done: Callable[[int], None]) -> bool:
-        """Call `done`, within the patience, with how many blocks of the chain are there from its block `first` on, up
-        to the end of a group. False: it is not called, for there can be none, or too much waits."""
+        """Call `done`, within `patience_s`, with the number of blocks found from block `first` on, in whole groups.
+
+        Return False, without calling `done`, if the chain has no such group or too many lookups wait."""
         groups = list(in_chain(self.folder, hashes, first, LOOK))
         if not groups or self.out or not self._looks.acquire(blocking=False):
             return False
@@ -95,8 +96,10 @@ class RemoteTier:
     def read(
         self, hashes: Sequence[bytes], first: int, blocks: Sequence[Any], done: Callable[[KvferryError | None], None]
     ) -> bool:
-        """Read a chain's blocks from its block `first` to its end, which is a group's, into these, which belong to the
-        tier until `done` is called with None or with what went wrong. False: too much waits, and nothing is done."""
+        """Read blocks of a chain from block `first` to its end, which must be the end of a group.
+
+        The blocks belong to the tier until `done` is called with None or an error. False: too many reads wait; nothing
+        is done."""
         groups = list(in_chain(self.folder, hashes, first))
         assert max(group.end for group in groups) == first + len(blocks), "a read ends within a group"
         if self.out or not self._reads.acquire(blocking=False):
@@ -106,16 +109,15 @@ class RemoteTier:
         return True
 
     def has(self, group: Group) -> bool:
-        """Return whether it need not be written, as far as is known."""
+        """Return whether the group need not be written, as far as this node knows."""
         return self.known.settled(group)
 
     def write(
         self, group: Group, blocks: Sequence[Any], copied: Callable[[], None], done: Callable[[bool], None]
     ) -> bool:
-        """Write a group.
+        """Write a group; return False, without writing, if it is known or too much waits.
 
-        Its blocks must stay as they are until `copied` is called; then `done` with whether they are there. False: too
-        much waits, and nothing is done."""
+        Its blocks must not change until `copied` is called. `done` is called with True if they are in the store."""
         size = len(blocks) * self._block_bytes
         with self._lock:
             if time.monotonic() < self._shut_until or self._held + size > HELD or not self.known.begin(group):
@@ -132,7 +134,7 @@ class RemoteTier:
     # On the tier's own thread.
 
     async def _look(self, groups: list[Group], first: int, patience_s: float, done: Callable[[int], None]) -> None:
-        """The first one alone, then the others at once: as a rule all are there, or none."""
+        """Look for the first group alone, then for all others at once: usually all exist, or none."""
         found: list[Group] = []
         try:
             async with asyncio.timeout(patience_s):
@@ -143,7 +145,7 @@ class RemoteTier:
                     if count < len(some):
                         break
         except TimeoutError:
-            pass  # it is slow: no more, no less
+            pass  # slow, but not an error
         except Exception as error:
             self._failed("looked for", error)
         finally:
@@ -163,7 +165,7 @@ class RemoteTier:
     async def _read(
         self, groups: list[Group], first: int, blocks: list[Any], done: Callable[[KvferryError | None], None]
     ) -> None:
-        """One piece after another, its groups side by side; nobody writes into a block once `done` is called."""
+        """Read the groups of one request concurrently; requests run one at a time. No block is written after `done`."""
         error: KvferryError | None = None
         began, slots = time.monotonic(), asyncio.Semaphore(AT_ONCE)
 
@@ -178,7 +180,7 @@ class RemoteTier:
                 async with asyncio.TaskGroup() as tasks:
                     for group in groups:
                         tasks.create_task(bring(group))
-        except BaseException as caught:  # also where the tier is closed: the blocks go back
+        except BaseException as caught:  # also CancelledError on close: the blocks must be given back
             error = self._failed("read", caught)
         finally:
             self._reads.release()
@@ -186,7 +188,7 @@ class RemoteTier:
             done(error)
 
     async def _bring(self, group: Group, blocks: Sequence[Any]) -> None:
-        """The last blocks of a group. Raises BlocksCorrupt, and deletes what is not as it was written."""
+        """Read the last blocks of a group. Delete the object and raise BlocksCorrupt if it is not as written."""
         try:
             content = await self._objects.get(group.name)
         except NotFound:
@@ -232,7 +234,7 @@ class RemoteTier:
             self._failed("deleted", error, changing=True)
 
     def _failed(self, what: str, error: BaseException, changing: bool = False) -> KvferryError:
-        """Log it; a store that does not answer is left alone for a while, one that takes nothing is still read."""
+        """Log an error and pause calls to the store: all of them, or only writes and deletions if `changing`."""
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if not isinstance(error, KvferryError):

@@ -1,4 +1,4 @@
-"""Staging buffers in host memory for blocks on their way between a device and a tier."""
+"""Staging buffers in host memory for blocks that move between a device and a tier."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 STAGED = 64 << 20
-"""Bytes of the host's memory that one way takes, where a block is no larger."""
+"""Bytes of host memory for each direction, unless a single block is larger."""
 
 
 class Copies(Protocol):
-    """Between the blocks of a pool on a device and the memory of the host.
+    """Copies blocks between a device's pool and host memory. Thread-safe.
 
-    From any thread. A call returns once all is copied, and holds up nothing that the device computes; what it reads or
-    writes, no step under way may write."""
+    A call returns when the copy is complete and does not delay computation on the device. No running step may write the
+    blocks that it reads or writes."""
 
     def room(self, blocks: int) -> Sequence[Any]:
-        """Writable bytes of the host, as long as a block each, which copies are quick with. Raises MemoryError."""
+        """Allocate writable host buffers of one block each, suited to fast copies. Raises MemoryError."""
 
-    def to_host(self, blocks: Sequence[Any], rows: Sequence[Any]) -> None: ...
+    def to_host(self, blocks: Sequence[Any], rows: Sequence[Any]) -> None:
+        """Copy blocks of the device into rows of host memory."""
+        ...
 
-    def to_device(self, rows: Sequence[Any], blocks: Sequence[Any]) -> None: ...
+    def to_device(self, rows: Sequence[Any], blocks: Sequence[Any]) -> None:
+        """Copy rows of host memory into blocks of the device."""
+        ...
 
 
 class Staging:
-    """Belongs to one thread. Without copies, blocks are bytes of the host themselves and nothing is copied.
+    """Staging buffers of one thread. Without `copies`, blocks are in host memory already and nothing is copied.
 
     most   blocks at once
     """
@@ -42,14 +46,15 @@ class Staging:
         return rows
 
     def to_fill(self, blocks: Sequence[Any]) -> Sequence[Any]:
-        """Bytes of the host into which is to be written what these blocks are to hold; then `filled` is called."""
+        """Return host buffers for the new content of these blocks; call `filled` after writing them."""
         return blocks if self._copies is None else self._rows[: len(blocks)]
 
     def filled(self, blocks: Sequence[Any]) -> None:
+        """Copy the buffers of `to_fill` into their blocks."""
         if self._copies is not None:
             self._copies.to_device(self._rows[: len(blocks)], blocks)
 
 
 def at_once(block_bytes: int, most: int) -> int:
-    """Blocks that one way takes at once: `most` of them, or what STAGED has room for."""
+    """Return the number of blocks staged at once: `most`, or fewer if they exceed STAGED."""
     return max(1, min(most, STAGED // block_bytes))

@@ -1,7 +1,6 @@
-"""Bounded store of a tier's groups with LRU eviction.
+"""Bounded store of a tier's groups, with LRU eviction.
 
-No lock is held while what they lie in is asked for anything: a file system may hang, and others ask what is here.
-"""
+No lock is held during I/O, because a file system may hang while other threads ask what the tier holds."""
 
 from __future__ import annotations
 
@@ -24,17 +23,17 @@ PASSING = (
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR),
     *(errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ESTALE),
 )
-"""What is not the file's fault: it is kept."""
+"""Error numbers that are not the file's fault: the group is kept."""
 
 Changed = Callable[[Sequence[bytes], Sequence[bytes]], None]
-"""Rows (`protocol.index_rows`) of blocks that are here now, and of those that are not here any more."""
+"""Callback with the rows (`protocol.index_rows`) of blocks that were added, and of those that were removed."""
 
 
 class Backing(Protocol[G]):
     """Storage behind a tier's groups.
 
-    One thread writes and removes, another one reads. blocks: of the pool, as the backing reaches them. All but
-    `size_of` raise OSError.
+    One thread writes and removes, another one reads. blocks: of the pool, in the form that the backing accesses. All
+    methods but `size_of` raise OSError.
 
     most   blocks of a group
     """
@@ -42,35 +41,34 @@ class Backing(Protocol[G]):
     most: int
 
     def __str__(self) -> str:
-        """For a person."""
+        """Return a name for log messages."""
 
     def find(self) -> Iterable[G]:
         """Return the existing groups, least recently used first."""
 
     def size_of(self, hashes: Sequence[bytes]) -> int:
-        """Bytes that a group of these blocks takes, at most."""
+        """Return the most bytes that a group of these blocks takes."""
 
     def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> G:
-        """Write a new group; nothing is left of it where this raises."""
+        """Write a new group; leave nothing behind on an error."""
 
     def read(self, group: G, first: int, blocks: Sequence[Any]) -> None:
-        """Into these what the group has from its block `first` on.
+        """Read blocks of the group, from its block `first` on, into these blocks.
 
-        Raises BlocksCorrupt for what is not as it was written."""
+        Raises BlocksCorrupt if they are not as they were written."""
 
     def used(self, group: G) -> None:
-        """It was read."""
+        """Record that the group was read."""
 
     def remove(self, group: G) -> None:
-        """It is not there any more, nor an error if it was not."""
+        """Remove the group; do nothing if it does not exist."""
 
 
 class Store(Generic[G]):
-    """`size` bytes at most. One thread puts and tidies, another one gets; what else there is, from any thread.
+    """Groups of at most `size` bytes. One thread calls `put` and `tidy`, another `get`; other calls are thread-safe.
 
-    lock      nothing enters while it is held
-    changed   called on any thread, with the lock held: what is told has the order in which it came about. It asks
-              nothing of the store
+    lock      guards the catalog; no group is added while it is held
+    changed   called on any thread with the lock held, so in the order of the changes; must not call back into the store
     """
 
     def __init__(self, backing: Backing[G], size: int, changed: Changed) -> None:
@@ -78,16 +76,16 @@ class Store(Generic[G]):
         self.lock = threading.Lock()
         self.catalog = Catalog(backing.find())
         self._doomed: deque[G] = deque()
-        self._stuck: deque[G] = deque()  # that could not be removed: they still take their room
+        self._stuck: deque[G] = deque()  # removal failed: they still occupy their bytes
         self.trouble = RateLimitedLog(log, every_s=60.0)
-        with suppress(OSError):  # it writes nothing until there is room
+        with suppress(OSError):  # put tries again before every write
             self._make_room(0)
 
     def put(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], right: Callable[[], bool]) -> bool:
         """Store a new group; return whether it may be found.
 
-        Whether it may be found: it is `right` (asked with the lock held), and what it stands behind is still here.
-        Raises OSError."""
+        It may be found if `right` (called with the lock held) returns True and the parent is still here. Raises
+        OSError."""
         group = self._written(hashes, parent, blocks)
         with self.lock:
             entered = right() and (not parent or parent in self.catalog)
@@ -101,7 +99,7 @@ class Store(Generic[G]):
     def get(self, hashes: Sequence[bytes], blocks: Sequence[Any]) -> int:
         """Read blocks from the group that has the first one; return how many leading ones it held.
 
-        Raises NotFound, OSError and BlocksCorrupt; a group that is lost or wrong is not found any more."""
+        Raises NotFound, OSError or BlocksCorrupt; a lost or corrupt group is removed from the catalog."""
         with self.lock:
             if (group := self.catalog.find(hashes[0])) is None:
                 raise NotFound(f"these blocks are not in {self._backing} any more")
@@ -116,12 +114,12 @@ class Store(Generic[G]):
                 with self.lock:
                     self.leave([group])
             raise
-        with suppress(OSError):  # it may not be ours to change
+        with suppress(OSError):  # another user's file cannot be touched
             self._backing.used(group)
         return count
 
     def leave(self, groups: Collection[G]) -> None:
-        """With the lock held. They are not found any more, and go when it is tidied."""
+        """Remove groups from the catalog; `tidy` removes their storage. Call it with the lock held."""
         gone: list[bytes] = []
         for group in groups:
             gone += self.catalog.leave(group)
@@ -130,16 +128,16 @@ class Store(Generic[G]):
         self._tell((), gone)
 
     def tidy(self) -> None:
-        """Remove what left, and what could not be removed before, up to the first that still cannot.
+        """Remove the storage of groups that left, and retry earlier failures until one fails again.
 
-        Where groups are written alone, so that none is taken for another of its name."""
+        Call it only on the writing thread, so that a group is not mistaken for a new one with the same name."""
         while self._stuck and self._removed(self._stuck.popleft()):
             pass
         while self._doomed:
             self._removed(self._doomed.popleft())
 
     def _removed(self, group: G) -> bool:
-        """Return whether it is not there any more."""
+        """Remove a group's storage; return False if that fails."""
         if self.catalog.named(group.name) is not None:
             return True
         try:
@@ -151,7 +149,7 @@ class Store(Generic[G]):
         return True
 
     def _written(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> G:
-        """What was used longest ago makes room for it; more of that, where there is less room than was said."""
+        """Write a group after evicting old ones; evict more if the storage is full before `size`."""
         wanted = self._backing.size_of(hashes)
         self._make_room(wanted, parent)
         try:
@@ -163,9 +161,9 @@ class Store(Generic[G]):
             return self._backing.write(hashes, parent, blocks)
 
     def _make_room(self, wanted: int, parent: bytes = b"", below: int | None = None) -> None:
-        """For a group of so many bytes, behind that block; below: where there is no room for so many.
+        """Evict groups until `wanted` bytes are free. Raises OSError if that is impossible.
 
-        Raises OSError where all that is left is what it stands behind, or cannot be removed."""
+        parent: its group is not evicted. below: upper bound of usable bytes, if the storage was full at that size."""
         self.tidy()
         self._require_removed(wanted, below)
         room = min(self._size, self._size if below is None else below) - wanted
@@ -184,8 +182,7 @@ class Store(Generic[G]):
         self._require_removed(wanted, below)
 
     def _require_removed(self, wanted: int, below: int | None) -> None:
-        """Raises OSError where what cannot be removed takes the room of so many bytes, or any where there is none:
-        nothing else leaves for it."""
+        """Raise OSError if groups that cannot be removed occupy the wanted bytes: evicting others would not help."""
         stuck = sum(group.size for group in self._stuck)
         if stuck and (below is not None or self.catalog.used + stuck + wanted > self._size):
             raise OSError(errno.ENOSPC, "there is no room while what left cannot be removed")

@@ -14,20 +14,20 @@ from kvferry.protocol.errors import NotFound, reason
 log = logging.getLogger("kvferry.tiers")
 
 EVERY_S = 600.0
-"""Between two sweeps, whichever node makes them."""
+"""Seconds between two sweeps, by any node."""
 AGE_S = 3600.0
-"""What was written within so long of each other counts as of one age: of a chain its end leaves first."""
+"""Objects written within the same interval of this many seconds count as equally old; the ends of chains go first."""
 ROOM = 0.9
-"""What a sweep leaves of the bound."""
+"""Share of the size bound that remains after a sweep."""
 MARK = "swept"
 
 
 async def keep_below(
     objects: Objects, folder: str, size: int, deleted: Callable[[Sequence[str]], None] = lambda names: None
 ) -> None:
-    """Run the eviction for ever.
+    """Evict forever, keeping the folder below `size` bytes.
 
-    deleted: receives the names of deleted objects. deleted: told the names of what is not there any more."""
+    deleted: called with the names of deleted objects."""
     while True:
         try:
             await asyncio.sleep(EVERY_S * random.uniform(0.5, 1.5))
@@ -38,7 +38,7 @@ async def keep_below(
 
 
 async def sweep(objects: Objects, folder: str, size: int) -> list[str]:
-    """Delete what is too much; its names."""
+    """Delete the objects beyond the size bound; return their names."""
     listed = [row for row in await objects.list(folder) if row[0].endswith(SUFFIX)]
     gone = list(too_much(listed, size))
     await objects.delete(gone)
@@ -54,7 +54,9 @@ async def sweep(objects: Objects, folder: str, size: int) -> list[str]:
 
 
 def too_much(listed: Iterable[tuple[str, float, int]], size: int) -> Iterable[str]:
-    """Names, of (name, when it was written, bytes), without which the rest has room."""
+    """Yield the names of objects to delete so that the rest fits into `size` bytes.
+
+    listed: (name, time of writing, bytes) of each object."""
     rows = sorted(listed, key=lambda row: (row[1] // AGE_S, -depth_of(row[0]), row[1]))
     used = sum(each for _, _, each in rows)
     if used <= size:
@@ -67,7 +69,7 @@ def too_much(listed: Iterable[tuple[str, float, int]], size: int) -> Iterable[st
 
 
 async def _turn(objects: Objects, folder: str) -> bool:
-    """Return whether no node has swept of late; now this one does."""
+    """Return True, and claim the turn, if no node has swept recently."""
     mark = f"{folder}/{MARK}"
     try:
         if await objects.age(mark) < EVERY_S / 2:

@@ -1,4 +1,4 @@
-"""Thread with its own asyncio loop for calls to a store; a hanging call does not delay the end of the process."""
+"""Thread with its own asyncio loop for calls to a store; a call that hangs does not delay the process's exit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("kvferry.tiers")
 
 
 class StoreLoop:
-    """From any thread."""
+    """asyncio loop on a daemon thread. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -21,7 +21,7 @@ class StoreLoop:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def begin(self, task: Coroutine[Any, Any, None]) -> None:
-        """Await it on the thread. What it raises is logged; nothing is done once this is closed."""
+        """Run the coroutine on the loop and log its errors; do nothing after `close`."""
         try:
             self._loop.call_soon_threadsafe(self._begin, task)
         except RuntimeError:
