@@ -23,16 +23,16 @@ from kvferry.structured_output.vocabulary import Vocabulary
 log = logging.getLogger("kvferry.structured_output")
 
 CHECK_S = 10.0
-"""Seconds for one grammar, on a machine however busy."""
+"""Deadline of one grammar's validation, in seconds of wall-clock time."""
 START_S = 60.0
 PENDING = 256
-"""Grammars of one tenant that are tried or wait for it."""
+"""Most grammars of one tenant that are being validated or wait for it."""
 AT_ONCE = 8
-"""Of them, those that are with the process: others' wait behind no more."""
+"""Most grammars of one tenant in the child process at once, so that other tenants wait behind no more than that."""
 KNOWN = 4096
-"""Verdicts that are kept."""
+"""Most verdicts in the cache."""
 RUNAWAYS = 4
-"""Trials that were given up: with so many the process is ended, and another started."""
+"""Validations past their deadline after which the child process is killed and replaced."""
 _TRIES = 2
 
 
@@ -46,7 +46,7 @@ class _Asked:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """Of one tenant."""
+    """Bounds of one tenant."""
 
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
     pending: int = 0
@@ -62,7 +62,7 @@ class _Child:
 class Checker:
     """Grammar checker for one vocabulary.
 
-    The process is started with the first grammar, and ends with this one. On the event loop."""
+    Starts the child process with the first grammar and ends it in `close`. Call it on the event loop only."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], command: tuple[str, ...] = ()) -> None:
         self._vocabulary = vocabulary
@@ -77,8 +77,9 @@ class Checker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def check(self, grammar: Grammar, param: str, tenant: str = "") -> None:
-        """Raises InvalidRequest on the field `param` that says what is wrong, naming the limit; Overloaded when too
-        many are being tried, and when those that ran away ended its trial."""
+        """Raise InvalidRequest if the grammar cannot be used: it names the field `param` and the limit.
+
+        Raises Overloaded if too many grammars wait, and if others that ran away ended this one's process twice."""
         try:
             check_length(grammar)
         except InvalidRequest as error:
@@ -93,14 +94,14 @@ class Checker:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
     async def close(self) -> None:
-        """End the process. Who still waits for a verdict hears Overloaded."""
+        """End the child process. Callers that still wait for a verdict get Overloaded."""
         self._closed = True
         if self._child is not None:
             self._end(self._child)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _learn(self, key: str, grammar: Grammar, tenant: str) -> str | None:
-        """What is wrong with it, as its trial says."""
+        """Validate the grammar; return what is wrong with it, or None."""
         asked = self._pending.get(key)
         if asked is None:
             lane = self._lanes.setdefault(tenant, _Lane())
@@ -114,7 +115,7 @@ class Checker:
         return await asyncio.shield(asked.verdict)
 
     async def _try(self, key: str, asked: _Asked) -> None:
-        """Until there is a verdict. It is kept, unless it took too long: that may be the machine's doing."""
+        """Validate until there is a verdict. A timeout is not cached: the machine may have been busy."""
         wrong: str | None
         try:
             while not asked.verdict.done():
@@ -159,7 +160,7 @@ class Checker:
             child.asked.pop(number, None)
 
     async def _ready(self) -> _Child:
-        """A process that takes grammars. Raises InvalidRequest when the tokenizer cannot be read."""
+        """Return the child process, started if need be. Raises InvalidRequest if the tokenizer cannot be read."""
         async with self._starting:
             if self._closed:
                 raise Overloaded("this server is ending", retry_after=1)
@@ -198,7 +199,7 @@ class Checker:
                     asked.verdict.set_result(wrong)
         except ValueError:
             log.exception("a process that tries grammars says what cannot be read")
-        finally:  # nobody may ask a process to which nobody listens
+        finally:  # without a reader the process gets no more grammars
             self._end(child)
             for asked in child.asked.values():
                 if not asked.verdict.done():

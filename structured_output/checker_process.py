@@ -1,7 +1,7 @@
 """Child process that compiles clients' grammars on trial.
 
-Its parent (structured_output/checker.py) writes lines of JSON: the vocabulary first, then [number, grammar] each; it
-answers [number, null or what is wrong] in any order. It ends with its input.
+Its parent (structured_output/checker.py) writes one JSON value a line: first the vocabulary, then [number, grammar].
+The child answers [number, null or what is wrong] in any order. It exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from kvferry.structured_output.vocabulary import Vocabulary
 
 THREADS, SLOW = 1, 6
 SHARE = 0.1
-"""Of a core, for trials that give way to nobody: anyone who sends grammars without end pays for the rest with
-patience."""
+"""Share of a core for trials at normal priority. Beyond it, a flood of grammars is compiled at low priority."""
 LONGEST_SAID = 1000
-"""Characters of what is wrong with a grammar: it may quote the grammar, and the other side reads lines."""
+"""Longest error message, in characters: it may quote the grammar, and the parent reads lines of bounded length."""
 MEMORY = 6 * 2**30
-"""Bytes of address space, most of it reserved for threads and never used."""
+"""Limit of the address space, in bytes. Most of it is reserved for threads and never used."""
 
 
 def main() -> None:
-    """Try grammars until there are no more."""
+    """Validate grammars until the input ends."""
     _bound_memory()
     fields = json.loads(sys.stdin.readline())
     vocabulary = Vocabulary(
@@ -56,7 +55,7 @@ class _Trial:
             check(self._grammar, self._library, self._vocabulary.vocab_size, self._vocabulary.eos_token_ids)
         except KvferryError as error:
             wrong = error.message
-        except BaseException as error:  # a panic of the library is one
+        except BaseException as error:  # a panic of the Rust library is no Exception
             wrong = f"the grammar cannot be used: {reason(error)}"
         _say(self._number, wrong)
 

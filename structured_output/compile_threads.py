@@ -1,7 +1,7 @@
 """Thread pool for grammar compilation.
 
-A slow job continues at low priority while another thread takes the next jobs, so that nobody waits behind a hostile
-grammar. Under a flood of short jobs most threads yield, too."""
+A slow job continues at low priority while another thread takes the next jobs, so that no job waits behind a hostile
+grammar. Under a flood of short jobs the threads run at low priority, too."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger("kvferry.structured_output")
 
 Job = Callable[[], None]
 PATIENCE_S = 0.02
-"""A job that takes longer is slow."""
+"""Time after which a job counts as slow, in seconds."""
 CREDIT_S = 0.5
-"""What short jobs may take after a pause, whatever their share."""
+"""Time that short jobs may take after a pause beyond their share, in seconds."""
 STEPS = 10
-"""Of niceness, by which a job gives way: where others want its core it has a tenth of it."""
+"""Niceness added to a low-priority thread, in steps: on a contended core it gets a tenth of the time."""
 _ASLEEP_AFTER = 50
-"""Looks of the watch at an idle pool before it sleeps."""
+"""Checks of an idle pool after which the watch thread sleeps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,14 +35,14 @@ class _Worker:
     began: float | None = None
     slow: bool = False
     spent: bool = False
-    """It gives way: the pool has had its share."""
+    """True once the thread runs at low priority because the pool has used its share."""
 
 
 class CompileThreads:
-    """At most `threads` jobs at once, beside `slow` slow ones; at most `bound` wait.
+    """Thread pool that runs at most `threads` jobs at once, beside `slow` slow ones; at most `bound` wait.
 
-    Jobs must not raise; their order is that of submission. Daemon threads, started when they are needed. share: of one
-    core, for jobs that give way to nobody."""
+    Jobs must not raise. They start in the order of submission. The threads are daemons and start when needed.
+    share: share of one core for jobs at normal priority."""
 
     def __init__(
         self, name: str, threads: int = 1, *, slow: int = 4, bound: int = 4096, share: float = math.inf
@@ -56,7 +56,7 @@ class CompileThreads:
         self._share, self._free_at = share, 0.0
 
     def submit(self, *jobs: Job) -> None:
-        """Raises Overloaded when too many wait. From any thread."""
+        """Queue the jobs. Raises Overloaded if too many wait. May be called from any thread."""
         with self._changed:
             if len(self._jobs) + len(jobs) > self._bound:
                 raise Overloaded(f"{len(self._jobs)} grammars wait already; the limit is {self._bound}", retry_after=1)
@@ -66,7 +66,7 @@ class CompileThreads:
         self._awake.set()
 
     def _staff(self) -> None:
-        """Start threads until there are enough. Slow ones have replacements, as far as that is allowed."""
+        """Start threads until there are enough. Each slow thread gets a replacement, up to the limit."""
         if not self._watching:
             self._watching = True
             threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True).start()
@@ -104,19 +104,20 @@ class CompileThreads:
                     return
 
     def _leave(self, worker: _Worker) -> None:
-        """Its priority cannot be raised again, and a thread that it started would have the same: the watch starts the
-        next one."""
+        """Remove a low-priority thread from the pool.
+
+        It cannot raise its priority again, and threads that it starts inherit it: the watch thread starts the next."""
         self._workers.discard(worker)
         self._awake.set()
 
     def _charge(self, began: float) -> None:
-        """For a job that ran as any thread does: until now, or until it was found to be slow."""
+        """Charge the pool's share with a job at normal priority: until now, or until it was found to be slow."""
         now = time.monotonic()
         credit_from = max(self._free_at, now - CREDIT_S / self._share)
         self._free_at = credit_from + min(now - began, 2 * PATIENCE_S) / self._share
 
     def _watch(self) -> None:
-        """Find slow workers: looks while anything is under way, sleeps when all has been quiet for a while."""
+        """Find slow threads. Checks while jobs run; sleeps once the pool has been idle for a while."""
         quiet = 0
         while True:
             if quiet > _ASLEEP_AFTER:
@@ -136,9 +137,10 @@ class CompileThreads:
 
 
 class Inline:
-    """Does each job at once, on the caller's thread: for tests, and where nobody waits."""
+    """Runs each job at once on the caller's thread: for tests, and where no other job waits."""
 
     def submit(self, *jobs: Job) -> None:
+        """Run the jobs in order."""
         for job in jobs:
             job()
 
@@ -147,7 +149,7 @@ Runs = CompileThreads | Inline
 
 
 def run_all(jobs: Sequence[Job], pool: Runs) -> None:
-    """Submit all of them, if there are any."""
+    """Submit the jobs, if there are any."""
     if jobs:
         pool.submit(*jobs)
 
@@ -160,7 +162,7 @@ def _give_way(native_id: int) -> None:
 
 
 def _put_behind(native_id: int) -> None:
-    """The thread runs when nobody else wants its core."""
+    """Let the thread run only while its core is idle otherwise."""
     try:
         if hasattr(os, "SCHED_IDLE"):
             os.sched_setscheduler(native_id, os.SCHED_IDLE, os.sched_param(0))

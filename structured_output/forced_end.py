@@ -1,7 +1,7 @@
 """Forced end of a structured output before max_tokens: steers along a short path to a valid end.
 
-Of JSON, that is: close what is open, and write what is still required as short as the schema allows; a call of a tool
-around it is ended, too. The way is a function of where the matcher stands. Free text may be cut anywhere, and is.
+For JSON it closes open brackets and writes required values as short as the schema allows. It also ends a tool call
+around the JSON. The path depends on the matcher's state only. Free text is not steered: it may be cut anywhere.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from kvferry.protocol.errors import GrammarFailed
 from kvferry.structured_output.interface import Matcher, empty_mask, without
 
 LAST = 64
-"""Tokens before an output's end at which the first look is taken."""
+"""Remaining tokens at which the first path is searched."""
 SPARE = 4
-"""Tokens left over when an output begins to close: a token drawn freely may have made the way longer."""
+"""Tokens to spare when an output begins to close: a token drawn freely may have made the path longer."""
 PART = 16
-"""With less than that beyond those, no object or array is begun where another value will do: it may need as much."""
+"""Tokens beyond SPARE that an object or array may need: with fewer left, none begins where another value will do."""
 _TEXT = 4096
-"""With more tokens allowed, the output stands within a text, where brackets close nothing."""
+"""Number of allowed tokens above which the output is within a JSON string, where brackets close nothing."""
 _FEW = 512
-"""Up to so many tokens, the one that gets furthest is taken: the rest of a name, a word of several."""
+"""Number of allowed tokens up to which the longest is taken: the rest of a name, a word of several tokens."""
 _PIECE = 256
-"""Bytes of a mask that are looked at as one number."""
+"""Bytes of a mask that are read as one number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Single tokens of a vocabulary, of each kind the first that is allowed is taken: what closes, or goes on to the
-    next value; `fillers` where neither those nor few others are allowed. text: of a token. words: of a mask."""
+    """Single tokens of a vocabulary that lead to an output's end.
+
+    The first allowed token of a kind is taken. `closers` close an object or array, `next` leads to the next value,
+    `fillers` serve where neither is allowed, nor few others. text: a token's bytes. words: words of a mask."""
 
     quote: tuple[int, ...]
     closers: tuple[int, ...]
@@ -46,7 +48,7 @@ class Marks:
 def marks_of(
     tokenize: Callable[[str], Sequence[int]], text: Callable[[int], bytes], eos: tuple[int, ...], words: int
 ) -> Marks:
-    """tokenize: a text's tokens."""
+    """Find the marks of a vocabulary. tokenize: returns a text's tokens."""
 
     def singles(texts: str) -> tuple[int, ...]:
         found = (tokenize(text) for text in texts)
@@ -58,17 +60,17 @@ def marks_of(
 class ForcedEnd:
     """Forced end of one output, alongside its matcher.
 
-    It looks for a way out a few times only, with `look` tokens left or fewer: a look costs as many masks as the way has
-    tokens."""
+    It searches a path only a few times, with `look` tokens left or fewer: a search costs one mask per token of the
+    path."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks, self.look = marks, LAST
 
     def token(self, room: int, explorer: Callable[[], Matcher]) -> int | None:
-        """The token to take now so that the output ends within `room` tokens, its end included.
+        """Return the token to take now so that the output ends within `room` tokens, its end included.
 
-        None: there is room to go on freely, it ends here in any case, or no way is short enough. explorer: another
-        matcher at this place."""
+        None: any token may follow, the output ends here in any case, or no path is short enough. explorer: returns
+        another matcher in the same state."""
         if room > self.look:
             return None
         bits, marks = empty_mask(self._marks.words), self._marks
@@ -76,7 +78,7 @@ class ForcedEnd:
         with suppress(GrammarFailed):
             matcher.mask(bits)
         if _is_free(bits, marks):
-            self.look = room - PART // 2  # a call may begin in it
+            self.look = room - PART // 2  # a tool call may begin in it
             return None
         opens = _may_open(bits, marks)
         path = _way_out(matcher, marks, bits, room - 1)
@@ -94,9 +96,10 @@ class ForcedEnd:
 
 
 def _goes_on(matcher: Matcher, marks: Marks, bits: array[int], spare: int) -> bool:
-    """Return whether what may end here, where the matcher stands, can go on and still end in time: a number has more
-    digits, a call is followed by another. bits: how it may go on. True where it can do nothing but end, unless that is
-    as near to its last token as only closing brings it: who goes on with it elsewhere tells so, too."""
+    """Return whether an output that may end here can go on and still end in time.
+
+    A number may have more digits, and a call may follow a call. bits: the tokens with which it may go on. If there are
+    none, True unless no token is to spare, so that every node that continues the output decides alike."""
     token = _choose(bits, marks)
     if token is None:
         return spare > 0
@@ -109,7 +112,7 @@ def _is_free(bits: array[int], marks: Marks) -> bool:
 
 
 def _way_out(matcher: Matcher, marks: Marks, bits: array[int], longest: int) -> list[int] | None:
-    """Tokens up to where the output may end, or None."""
+    """Return at most `longest` tokens that lead to where the output may end, or None."""
     path: list[int] = []
     with suppress(GrammarFailed):
         while True:
@@ -144,7 +147,7 @@ def _choose(bits: array[int], marks: Marks) -> int | None:
 
 
 def _allowed(bits: array[int]) -> Iterator[int]:
-    """Of those that are few, all."""
+    """Return the first _TEXT allowed tokens."""
     return islice(_tokens(bits.tobytes()), _TEXT)
 
 
@@ -158,7 +161,7 @@ def _tokens(mask: bytes) -> Iterator[int]:
 
 
 def _may_open(bits: array[int], marks: Marks) -> bool:
-    """Return whether a value may begin here that is an object or an array, and the output is not within a text."""
+    """Return whether an object or array may begin here, outside of a JSON string."""
     return _count(bits) <= _TEXT and any(_opens(marks.text(token)) for token in _allowed(bits))
 
 
@@ -167,5 +170,5 @@ def _opens(text: bytes) -> bool:
 
 
 def _reach(text: bytes) -> tuple[bool, bool, int]:
-    """Texts that get far are better; signs and points ask for more, digits may follow one another for ever."""
+    """Rank a token: longer is better; a trailing sign or point needs more; digits may go on for ever."""
     return not text.endswith((b"-", b".")), not text.strip().isdigit(), len(text)

@@ -11,22 +11,23 @@ from typing import Any, Protocol, TypeAlias
 from kvferry.protocol.work import Grammar
 
 Bits: TypeAlias = Any
-"""A buffer, writable and contiguous, of 4 bytes for each word: bit i % 32 of word i // 32 is set where token i may come
-next. An engine's are numpy's; routers, which try grammars too, have no numpy."""
+"""Writable contiguous buffer of uint32 words: bit i % 32 of word i // 32 is set if token i may come next.
+
+An engine uses numpy arrays; routers, which validate grammars too, have no numpy."""
 
 
 def words_for(vocab_size: int) -> int:
-    """Words of a mask."""
+    """Return the number of words of a mask."""
     return (vocab_size + 31) // 32
 
 
 def empty_mask(words: int) -> array[int]:
-    """uint32 [words], none of whose bits is set."""
+    """Return a mask, uint32 [words], that allows no token."""
     return array("I", bytes(4 * words))
 
 
 def without(bits: array[int], tokens: Sequence[int]) -> array[int]:
-    """A copy of a mask that allows none of these tokens, some of which the vocabulary may lack."""
+    """Return a copy of a mask that allows none of these tokens. Tokens beyond the mask are ignored."""
     left = bits[:]
     for token in (each for each in tokens if 0 <= each < 32 * len(bits)):
         left[token >> 5] &= ~(1 << (token & 31))
@@ -34,34 +35,33 @@ def without(bits: array[int], tokens: Sequence[int]) -> array[int]:
 
 
 class Matcher(Protocol):
-    """A grammar behind some output tokens.
+    """State of a grammar after some output tokens.
 
-    A function of both: made anew and fed the same tokens it says the same. Belongs to one thread at a time. Each method
-    but `accept` raises GrammarFailed when the grammar turns out to need more than its limits allow; the matcher is of
-    no use then."""
+    Deterministic: a new matcher that accepts the same tokens gives the same masks. Not thread-safe. Every method except
+    `accept` raises GrammarFailed if the grammar needs more than its limits allow; the matcher is unusable then."""
 
     @property
     def closes_at(self) -> int:
-        """With more room than this `closing` answers at once; with less it takes as long as some tens of masks."""
+        """Remaining tokens above which `closing` returns at once; below, it may cost some tens of masks."""
 
     def mask(self, bits: Bits) -> None:
-        """Write the tokens that may come next. End-of-sequence tokens are among them where the output may end."""
+        """Write the tokens that may come next, end-of-sequence tokens included where the output may end."""
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Go on behind these tokens, none of which ends the sequence; returns how many of them the grammar took."""
+        """Advance by these tokens, none of which ends the sequence; return how many the grammar accepted."""
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens."""
+        """Undo the last `count` tokens."""
 
     def closing(self, room: int) -> int | None:
-        """The token to take now if an output of JSON is to end within `room` tokens.
+        """Return the token to take now so that JSON output ends within `room` tokens.
 
-        None: there is room to go on freely, the output ends here in any case, or it cannot end in time (see
+        None: any token may follow, the output ends here in any case, or it cannot end in time (see
         structured_output/forced_end.py)."""
 
 
 class Compiler(Protocol):
-    """Makes matchers for one vocabulary. From any thread, several at once."""
+    """Makes matchers for one vocabulary. Thread-safe."""
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher before the first token. Raises InvalidRequest."""
+        """Return a matcher before the first token. Raises InvalidRequest."""

@@ -1,12 +1,12 @@
 """Builders of Lark grammar text: literals, special tokens, JSON schemas.
 
-A grammar of kind `lark` for a tool call in a model's own syntax, say:
+Example: a grammar of kind `lark` for a tool call in a model's own syntax:
 
     start: call+
     call: {token(call_id)} {text('{"name": "get", "arguments": ')} arguments {text("}")} {token(end_id)}
     arguments: {schema({"type": "object", ...})}
 
-The output may end wherever the grammar is complete, and only there: end-of-sequence tokens are never named in it.
+The output may end only where the grammar is complete. Grammars never name end-of-sequence tokens.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ import json
 from typing import Any
 
 COMMA, COLON = ", ", ": "
-"""Between the tokens of JSON, as Python's json module writes it; no other blanks. Were they free, a small model would
-emit them until its budget is spent, or open an object where it meant a text, since `":{` is a token and `: "` none."""
+"""Separators of JSON, as Python's json module writes it; no other blanks are allowed.
+
+If blanks were free, a small model would emit them until its budget is spent, or open an object where it meant a string,
+since `":{` is a token and `: "` is none."""
 
 
 def text(literal: str) -> str:
-    """Exactly this text, in ordinary tokens: special tokens that look alike are not meant (see `token`)."""
+    """Return an expression for exactly this text in ordinary tokens, without special tokens (see `token`)."""
     return json.dumps(literal)
 
 
 def token(token_id: int) -> str:
-    """One special token of the vocabulary. Stands in rules (lower-case names), never in terminals."""
+    """Return an expression for one special token. It may stand in rules (lower-case names), not in terminals."""
     return f"<[{token_id}]>"
 
 
 def schema(json_schema: Any, *, lenient: bool = False, whitespace: str | None = None) -> str:
-    """JSON that a schema (a JSON value: an object, or a bool) describes.
+    """Return an expression for JSON that a schema (an object or a bool) describes; for rules, not terminals.
 
-    lenient: keywords that cannot be enforced are ignored instead of refused. whitespace: a regular expression matched
-    at most once wherever JSON allows blanks; empty allows none there; None: blanks stand behind commas and colons, one
-    each. Stands in rules, never in terminals."""
+    lenient: ignore keywords that cannot be enforced instead of refusing them. whitespace: a regular expression matched
+    at most once wherever JSON allows blanks; "" allows none; None allows one blank after each comma and colon."""
     own = json_schema if isinstance(json_schema, dict) else {} if json_schema else {"not": {}}
     options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     if whitespace is None:
@@ -44,9 +45,9 @@ def schema(json_schema: Any, *, lenient: bool = False, whitespace: str | None = 
 
 
 def terminal(expression: str) -> str:
-    """A regular expression (Rust's `regex` syntax) as a terminal.
+    """Return a regular expression (Rust's `regex` syntax) as a terminal.
 
-    Raises nothing: what it cannot read is found when the grammar is compiled."""
+    Raises nothing: errors in it are found when the grammar is compiled."""
     parts, escaped = [], False
     for char in expression:
         parts.append("\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char)

@@ -1,7 +1,7 @@
 """llguidance backend: compiles grammars and advances matchers token by token.
 
-Chosen over xgrammar, which needs torch and transformers (routers check grammars too), takes up to 20 s to compile a
-schema of a hundred lines, and ignores keywords that it cannot enforce.
+It was chosen over xgrammar, which needs torch and transformers (routers check grammars, too), takes up to 20 s to
+compile a schema of a hundred lines, and ignores keywords that it cannot enforce.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from kvferry.structured_output.to_lark import lark_of
 from kvferry.structured_output.vocabulary import Vocabulary
 
 MAX_LEXER_STATES = 50_000
-"""Of a grammar's regular expressions together, as they are met; 1 to 2 kB each."""
+"""Most lazily built states of all regular expressions of a grammar, 1 to 2 kB each."""
 MAX_GRAMMAR_SIZE = 200_000
-"""Symbols of its rules."""
+"""Most symbols in a grammar's rules."""
 MAX_LEXER_WORK = 1_000_000
-"""Steps of building its regular expressions (about 20 ms)."""
+"""Most steps to build a grammar's regular expressions (about 20 ms)."""
 KEPT = 128
-"""Compiled grammars that are kept, each 0.1 to 2 MB."""
+"""Most compiled grammars in the cache, 0.1 to 2 MB each."""
 MAX_STEP_LEXER_WORK = 100_000
-"""Regular-expression steps of one mask."""
+"""Most regular-expression steps of one mask (about 7 ms)."""
 MAX_STEP_ITEMS = 20_000
-"""Regular-expression steps and parser items of one mask (about 7 and 10 ms)."""
+"""Most parser items of one mask (about 10 ms)."""
 
 
 class LlguidanceBackend:
-    """A compiler for one vocabulary. Making it takes a second, and the interpreter's lock for as long."""
+    """Grammar compiler for one vocabulary. Its construction holds the GIL for about a second."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Raises ConfigError when the tokenizer is of a kind that the library cannot read."""
+        """Raise ConfigError if the library cannot read this kind of tokenizer."""
         if not vocabulary.eos_token_ids:
             raise ConfigError("the model names no end-of-sequence token", param="model")
         try:
@@ -47,7 +47,7 @@ class LlguidanceBackend:
             )
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises ValueError, and panics, which are no Exception
+        except BaseException as error:  # ValueError, or a panic of the Rust library, which is no Exception
             raise ConfigError(f"grammars cannot be read for this tokenizer: {reason(error)}", param="model") from error
         self._marks = marks_of(
             self._tokenizer.tokenize_str,
@@ -68,7 +68,7 @@ class LlguidanceBackend:
         )
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher before the first token. Raises InvalidRequest. Those compiled lately are kept."""
+        """Return a matcher before the first token, from the cache if possible. Raises InvalidRequest."""
         with self._lock:
             kept = self._kept.get(grammar)
             if kept is not None:
@@ -84,7 +84,7 @@ class LlguidanceBackend:
     def _compile(self, grammar: Grammar) -> _Matcher:
         text = lark_of(grammar)
         if any(special in text for special in self._specials):
-            # Forced text is tokenised as a whole, and what looks like a special token would become one.
+            # The library tokenises forced text as a whole, so text that looks like a special token would become one.
             text = '%llguidance {"no_forcing": true}\n' + text
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
         if matcher.is_error():
@@ -128,7 +128,7 @@ class _Matcher:
 
 
 def _summary(matcher: LLMatcher) -> str:
-    """The library's error in one line: what it says before it quotes the grammar."""
+    """Return the library's error in one line, without the quoted grammar."""
     said = []
     for line in map(str.strip, matcher.get_error().splitlines()):
         if line[:1].isdigit() or line.startswith(("<", "^")):

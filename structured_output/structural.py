@@ -2,12 +2,13 @@
 
     {"type": "structural_tag", "triggers": [text], "structures": [{"begin": text, "schema": ..., "end": text}]}
 
-is free text in which a trigger opens one of the structures that begin with it. The other is a tree of formats,
+allows free text in which a trigger opens one of the structures that begin with it. The other notation is a tree of
+formats:
 
     {"type": "structural_tag", "format": {"type": ..., ...}}
 
-of which these types are read: const_string, json_schema, regex, grammar (Lark rules are not mixed in: refused),
-any_text, sequence, or, tag, triggered_tags.
+Supported types: const_string, json_schema, regex, any_text, sequence, or, tag, triggered_tags. The type grammar is
+refused.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from kvferry.protocol.errors import InvalidRequest
 from kvferry.structured_output import lark
 
 Schema = Callable[[Any], str]
-"""Lark text for a JSON schema."""
+"""Returns Lark text for a JSON schema."""
 _ANY = r"/(.|\n)*/"
 
 
 def structural_tag(value: Any, schema: Schema) -> str:
-    """The Lark text of either notation. Raises InvalidRequest."""
+    """Return the Lark text of either notation. Raises InvalidRequest."""
     if not isinstance(value, dict) or not ("format" in value or {"structures", "triggers"} <= value.keys()):
         raise InvalidRequest("a structural tag is an object with a format, or with structures and triggers")
     rules = _Rules(schema)
@@ -37,20 +38,20 @@ def structural_tag(value: Any, schema: Schema) -> str:
 
 
 def _tag_of(structure: dict[str, Any]) -> dict[str, Any]:
-    """A structure of the first notation as a tag of the second."""
+    """Return a structure of the first notation as a tag of the second."""
     content = {"type": "json_schema", "json_schema": structure.get("schema", {})}
     return {"begin": structure.get("begin"), "content": content, "end": structure.get("end", "")}
 
 
 class _Rules:
-    """Writes rules; every method returns an expression that stands for what it was given."""
+    """Writer of Lark rules. Every method returns an expression for its argument."""
 
     def __init__(self, schema: Schema) -> None:
         self.lines: list[str] = []
         self._schema = schema
 
     def format(self, value: Any, *, last: bool = False, end: str | None = None) -> str:
-        """last: nothing follows; end: the text that follows, which free text runs up to."""
+        """Return an expression for a format. last: nothing follows. end: the text that ends free text."""
         if not isinstance(value, dict):
             raise InvalidRequest("a format of a structural tag is an object")
         match value.get("type"):
@@ -82,7 +83,7 @@ class _Rules:
                 raise InvalidRequest(f"the structural tag format {other!r} is not supported")
 
     def triggered(self, triggers: Sequence[str], tags: Sequence[dict[str, Any]]) -> str:
-        """Free text in which each trigger opens one of the tags that begin with it."""
+        """Return an expression for free text in which each trigger opens one of the tags that begin with it."""
         free = self._terminal(_ANY)
         choices = []
         for trigger in triggers:
@@ -105,7 +106,7 @@ class _Rules:
         return self._group(" ", parts)
 
     def _any(self, last: bool, end: str | None) -> str:
-        """Free text; with an end it runs up to and with it."""
+        """Return an expression for free text, up to and including `end` if there is one."""
         if end:
             return self._rule(f"{self._terminal(_ANY)} {lark.text(end)}", "[lazy]")
         if not last:

@@ -12,20 +12,21 @@ from kvferry.structured_output import lark
 from kvferry.structured_output.structural import structural_tag
 
 MAX_SOURCE = 256 * 1024
-"""Characters of a grammar's source."""
+"""Longest source of a grammar, in characters."""
 MAX_EBNF = 64 * 1024
-"""Characters of one in EBNF, which is translated here."""
+"""Longest source in EBNF, which is translated here, in characters."""
 MAX_DEPTH = 64
-"""Levels of a JSON value, and of brackets in a regular expression or a grammar."""
+"""Deepest nesting of a JSON value, or of brackets in a regular expression or grammar, in levels."""
 MAX_CHOICES = 10_000
+"""Most texts of a `choice` grammar."""
 MAX_WHITESPACE = 1024
-"""Characters of the expression for blanks between JSON's tokens."""
+"""Longest regular expression for blanks between JSON's tokens, in characters."""
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag")
 
 
 def lark_of(grammar: Grammar) -> str:
-    """The grammar as Lark text. Raises InvalidRequest naming the limit that its source exceeds."""
+    """Return the grammar as Lark text. Raises InvalidRequest naming the limit that its source exceeds."""
     if grammar.kind not in KINDS:
         raise InvalidRequest(f"a grammar is one of {', '.join(KINDS)}, got {grammar.kind!r}")
     check_length(grammar)
@@ -33,7 +34,7 @@ def lark_of(grammar: Grammar) -> str:
 
 
 def check_length(grammar: Grammar) -> None:
-    """Raises InvalidRequest naming the limit that its text exceeds. Costs nothing."""
+    """Raise InvalidRequest naming the limit that the grammar's length exceeds. Cheap: reads no text."""
     bound, length = MAX_EBNF if grammar.kind == "ebnf" else MAX_SOURCE, len(grammar.source)
     if length > bound:
         raise InvalidRequest(f"the grammar has {length} characters; the limit is {bound}")
@@ -62,7 +63,7 @@ def _regex(grammar: Grammar) -> str:
 
 
 def _choice(grammar: Grammar) -> str:
-    """One terminal: as rules, choices would take time with the square of their number."""
+    """Return one terminal: as rules, choices would take quadratic time."""
     texts = _json(grammar.source)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise InvalidRequest("choices are a list of texts that are not empty")
@@ -109,7 +110,7 @@ def _check_depth(levels: Iterable[int]) -> None:
 
 
 def _levels(source: str, opening: str, closing: str, *, quoted: bool) -> Iterable[int]:
-    """How many brackets are open behind each opening one. quoted: those within JSON texts do not count."""
+    """Yield the depth after each opening bracket. quoted: ignore brackets within JSON strings."""
     level, inside, escaped = 0, False, False
     for char in source:
         if escaped:

@@ -1,6 +1,6 @@
 """Trial of a grammar against the clock: compiles it and draws some output by it.
 
-Seconds are of computation on the calling thread, so what else the machine does is not held against a grammar.
+Times are CPU seconds of the calling thread, so other load on the machine does not count against a grammar.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from kvferry.protocol.work import Grammar
 from kvferry.structured_output.interface import Bits, Compiler, Matcher, empty_mask, without, words_for
 
 COMPILE_S = 2.0
+"""Most CPU time to compile a grammar, in seconds."""
 TOKEN_S = 0.1
-"""For compiling, and for each token of the output."""
+"""Most CPU time for each token of the output, in seconds."""
 TOKENS = 48
+"""Longest trial output, in tokens."""
 
 
 def _why(matcher: Matcher, bits: Bits) -> str:
-    """A token that the grammar had allowed was not accepted: usually for a limit, which the next mask tells."""
+    """Say why the grammar rejected a token that it had allowed: usually a limit, which the next mask names."""
     try:
         matcher.mask(bits)
     except GrammarFailed as error:
@@ -29,7 +31,7 @@ def _why(matcher: Matcher, bits: Bits) -> str:
 
 
 def _allowed(bits: array[int], place: int) -> int:
-    """The token at this place among those that a mask allows."""
+    """Return the token at this index among those that a mask allows."""
     for at, word in enumerate(bits):
         count = word.bit_count()
         if place < count:
@@ -39,7 +41,7 @@ def _allowed(bits: array[int], place: int) -> int:
 
 
 def check(grammar: Grammar, compiler: Compiler, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-    """Raises InvalidRequest naming the limit."""
+    """Raise InvalidRequest naming the limit if a trial output of the grammar exceeds one."""
     began = time.thread_time()
     matcher = compiler.compile(grammar)
     spent = time.thread_time() - began

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """tokenizer: tokenizer.json's text; vocab_size: of the logits, at least the tokenizer's; specials: how special
-    tokens are spelled."""
+    """Vocabulary of a model.
+
+    tokenizer: text of tokenizer.json. vocab_size: width of the logits, at least the tokenizer's size. specials:
+    spellings of the special tokens."""
 
     tokenizer: str
     vocab_size: int
