@@ -74,7 +74,7 @@ def pip(command: str, given: Sequence[str]) -> None:
 
 
 def slimmed(given: Sequence[str], house: Path) -> Path:
-    """An archive of what these options of pip install, small."""
+    """Return an archive of what these options of pip install, small."""
     slim = runpy.run_path(str(Path(__file__).parent / "docker" / "slim.py"))
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / house.name

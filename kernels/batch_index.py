@@ -32,7 +32,7 @@ class AttentionGroup:
 
 
 def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
-    """The layer's pool [num_blocks, planes, kv_heads, block_size, dim] as [rows, block_size * dim] over the same
+    """Return the layer's pool [num_blocks, planes, kv_heads, block_size, dim] as [rows, block_size * dim] over the same
     memory: a row is one block of one head's K or V. Rows of other layers lie between. Needs slots and dims dense and
     outer strides that are multiples of a row (DESIGN, The pool in memory)."""
     blocks, planes, heads, slots, dim = kv_layer.shape
@@ -88,7 +88,7 @@ class BatchIndex:
         return self._groups[key]
 
     def _first_block(self, seq: int, window: int) -> int:
-        """The first block that any query token of the sequence sees."""
+        """Return the first block that any query token of the sequence sees."""
         computed_len = self.plan.total_lens[seq] - self.plan.query_lens[seq]
         return max(0, computed_len - window + 1) // self.block_size if window else 0
 

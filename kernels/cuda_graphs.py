@@ -139,7 +139,7 @@ class GraphStep:
         return NextLogits(recorded.logits[: len(token_ids)])
 
     def _replay(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> _Recorded | None:
-        """The step's results; None where it cannot be captured."""
+        """Return the step's results; None where it cannot be captured."""
         inputs = self._inputs
         if inputs is None or kv is not self._kv or inputs.block_size != plan.block_size:
             self._recorded.clear()

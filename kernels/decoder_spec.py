@@ -244,4 +244,4 @@ class Step(Protocol):
         two layers."""
 
     def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
-        """The head's logits instead."""
+        """Return the head's logits instead."""

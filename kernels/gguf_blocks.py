@@ -36,7 +36,7 @@ class Format:
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at byte `start` of each block, [n, 1]."""
+    """Return the float16 at byte `start` of each block, [n, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 

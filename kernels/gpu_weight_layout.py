@@ -205,7 +205,7 @@ def _in_sixes(values: torch.Tensor, group: int) -> bool:
 
 
 def _tile(group: int) -> int:
-    """The largest power of two of inputs that belong to one group, up to `_TILE`."""
+    """Return the largest power of two of inputs that belong to one group, up to `_TILE`."""
     return min(_TILE, group & -group)
 
 

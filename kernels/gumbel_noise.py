@@ -25,7 +25,7 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, devi
 
 
 def gumbel_at(seeds: Sequence[int], positions: Sequence[int], index: torch.Tensor) -> torch.Tensor:
-    """The same noise at chosen vocabulary indices: float32 like `index`, an integer tensor [n, k]."""
+    """Return the same noise at chosen vocabulary indices: float32 like `index`, an integer tensor [n, k]."""
     bits = random_bits(seeds, positions, index.to(torch.int32))
     # 31 bits keep full relative precision near zero, the end that becomes large noise and makes rare tokens win.
     uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
@@ -64,5 +64,5 @@ def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _int32(value: int) -> int:
-    """The low 32 bits as a signed number."""
+    """Return the low 32 bits as a signed number."""
     return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -41,7 +41,7 @@ class DenseOps(Protocol):
         its own."""
 
     def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
-        """The dense layers of weight [heads, out, in], made once at load."""
+        """Return the dense layers of weight [heads, out, in], made once at load."""
 
     def grouped(self, each: Sequence[Gated | None]) -> GroupedGated | None:
         """The experts of a layer as grouped products, over weights that are moved together; None where this row of the
@@ -81,7 +81,7 @@ class Ops(DenseOps, Protocol):
         """(rms_norm(x + residual), x + residual)."""
 
     def gate_mul(self, gate_up: torch.Tensor, gate: Gate = SILU) -> torch.Tensor:
-        """The gate of gate and up [T, 2 * d], in this order, in float32, rounded once; returns [T, d]."""
+        """Return the gate of gate and up [T, 2 * d], in this order, in float32, rounded once; returns [T, d]."""
 
     def rope_and_cache(
         self,

@@ -34,5 +34,5 @@ def dequantise(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_bytes(stored: torch.Tensor) -> torch.Tensor:
-    """The same memory in int8 if it is in fp8, which PyTorch does not move about by index."""
+    """Return the same memory in int8 if it is in fp8, which PyTorch does not move about by index."""
     return stored.view(torch.int8) if stored.dtype == FP8 else stored

@@ -89,7 +89,7 @@ class Codes:
         return self.block[1] if self.block is not None else self.values.shape[1] // self.scales.shape[1]
 
     def by_output(self) -> Codes:
-        """The same with memory of its own, and scales of each output [out, groups]."""
+        """Return the same with memory of its own, and scales of each output [out, groups]."""
         count, scales = len(self.values), self.scales
         if self.block is not None:
             scales = scales.repeat_interleave(self.block[0], 0)[:count]

@@ -34,7 +34,7 @@ class NoiseKeys:
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """The most likely token is drawn."""
+    """Return the most likely token is drawn."""
     return params.temperature < _GREEDY_BELOW
 
 
@@ -73,7 +73,7 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKey
 
 
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """The index of each row's largest value, the first of equal ones, or NO_TOKEN: int64 [n].
+    """Return the index of each row's largest value, the first of equal ones, or NO_TOKEN: int64 [n].
 
     On a CPU NumPy finds it ten times faster than PyTorch."""
     found = _first_largest(logits)
@@ -82,7 +82,7 @@ def _most_likely(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _first_largest(logits: torch.Tensor) -> torch.Tensor:
-    """A NaN counts as the largest of all."""
+    """Return a NaN counts as the largest of all."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
     return torch.from_numpy(logits.numpy().argmax(axis=-1))

@@ -22,7 +22,7 @@ class Readback:
             self._copied.record(torch.cuda.current_stream(values.device))
 
     def wait(self) -> list[int]:
-        """The values, once they are here: what was given to the stream before them is done then."""
+        """Return the values, once they are here: what was given to the stream before them is done then."""
         if self._copied is not None:
             self._copied.synchronize()
         found: list[int] = self._host.tolist()

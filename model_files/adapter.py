@@ -15,7 +15,7 @@ from kvferry.protocol.errors import ConfigError, reason
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-"""The same of families whose checkpoints hold them as one."""
+"""Names of the same modules in families whose checkpoints hold them fused."""
 _REFUSED = {
     "use_dora": "DoRA is not served",
     "rank_pattern": "ranks that differ by module are not served",
@@ -26,14 +26,15 @@ _REFUSED = {
     "trainable_token_indices": "trained tokens are not served",
     "target_parameters": "targets that are no dense layers are not served",
 }
-"""Settings of a config that change what the adapter means; without them it is low-rank parts and nothing else."""
+"""Settings of a config that this server refuses, and why. Without them an adapter is low-rank matrices and nothing
+else."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that was checked as far as its config goes.
+    """LoRA adapter whose config was checked.
 
-    id: 32 hex digits of its content. scale: what the product of its matrices is multiplied by."""
+    id: 32 hex digits of its content. scale: factor of the product of its matrices."""
 
     path: Path
     id: str
@@ -42,7 +43,7 @@ class AdapterFiles:
 
 
 def read_adapter(path: str, max_rank: int) -> AdapterFiles:
-    """The adapter in the directory `path`. Raises ConfigError naming what is missing, or cannot be served."""
+    """Return the adapter in the directory `path`. Raises ConfigError naming what is missing, or cannot be served."""
     try:
         folder = Path(path).expanduser()
         weights = folder / WEIGHTS
@@ -78,7 +79,7 @@ def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _content(weights: Path, scale: float) -> str:
-    """Two adapters of one id compute the same."""
+    """Return an id of the content: two adapters with one id compute the same."""
     digest = hashlib.sha256(f"lora\0{scale!r}\0".encode())
     try:
         with weights.open("rb") as file:

@@ -6,11 +6,11 @@ from typing import Any
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """Longest sequence a config.json promises, in tokens; 0: it promises nothing.
+    """Return the longest sequence that a config.json promises, in tokens; 0 if it promises nothing.
 
-    yarn and linear stretch the original length by their factor; llama3 and longrope already state the stretched one;
-    dynamic is served up to the original one, since beyond it its frequencies depend on how long a sequence has become,
-    which cached keys cannot follow."""
+    yarn and linear multiply the original length by their factor. llama3 and longrope state the extended length. dynamic
+    is served up to the original length: beyond it, its frequencies depend on the current length of the sequence, which
+    cached keys cannot follow."""
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", "max_seq_len")
     length = next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -23,7 +23,7 @@ def context_length(config: dict[str, Any]) -> int:
 
 
 def steady_length(config: dict[str, Any]) -> int:
-    """The same for who takes longrope's factors by how long a sequence has become: its original length."""
+    """Return the same for who takes longrope's factors by how long a sequence has become: its original length."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
         return context_length(config)

@@ -21,11 +21,13 @@ log = logging.getLogger("kvferry.models")
 
 NO_ROOM = os.strerror(errno.ENOSPC).lower()
 LINE_S = 10.0
-"""Where there is no terminal to draw a bar on: seconds between two lines of progress."""
+"""Interval between two progress lines where stderr is no terminal, in seconds."""
 
 
 def download(repo: str, patterns: list[str]) -> Path:
-    """The folder of the repository's files that match, from the cache as far as they are there. Raises ConfigError."""
+    """Return the folder of the repository's matching files. Downloads what the cache lacks.
+
+    Raises ConfigError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils.logging import disable_propagation
@@ -78,7 +80,7 @@ def _no_room(repo: str) -> str:
 
 
 def _lines_about(repo: str) -> type[Any]:
-    """A class of bars that draw nothing: those that count bytes write a line now and then."""
+    """Return a class of bars that draw nothing: those that count bytes write a line now and then."""
     last = time.monotonic()
 
     class Lines(tqdm):  # type: ignore[misc]

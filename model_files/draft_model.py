@@ -16,10 +16,10 @@ _PADDING = re.compile(r"\[PAD\d+\]")
 
 
 def resolve_draft(settings: WorkerSettings, target: ModelSource, *, weights: bool = True) -> ModelSource | None:
-    """The model of --speculative-model; None where none is asked for.
+    """Return the model of --speculative-model; None without that flag.
 
-    weights=False: downloads and hashes none. Raises ConfigError: it cannot run, or has another vocabulary than
-    `target`."""
+    weights=False: downloads and hashes no weights. Raises ConfigError if the model cannot run, or if its vocabulary is
+    not that of `target`."""
     if not settings.speculative_model:
         return None
     if not settings.num_speculative_tokens:
@@ -38,7 +38,9 @@ def resolve_draft(settings: WorkerSettings, target: ModelSource, *, weights: boo
 
 
 def _require_same_vocabulary(draft: ModelSource, target: ModelSource) -> None:
-    """The same tokens under the same ids or, where one's files hold no tokenizer, as many of them."""
+    """Raise ConfigError unless both models have the same tokens under the same ids.
+
+    If one's files hold no tokenizer, the sizes of the vocabularies are compared."""
     own, other = _spelled(draft), _spelled(target)
     same, sizes = own == other, (len(own), len(other))
     if not own or not other:
@@ -52,7 +54,7 @@ def _require_same_vocabulary(draft: ModelSource, target: ModelSource) -> None:
 
 
 def _spelled(source: ModelSource) -> dict[str, int]:
-    """Ids by their tokens' spelling, without those that pad a vocabulary; empty where the files hold no tokenizer."""
+    """Return ids by the spelling of their tokens, without padding tokens; empty if the files hold no tokenizer."""
     if source.kind == "hf" and not (source.path / "tokenizer.json").is_file():
         return {}
     vocabulary = load_tokenizer(source).library.get_vocab(with_added_tokens=True)

@@ -25,8 +25,10 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """shape is outermost first (rows of a matrix = output features); type is ggml's number of the quantisation; offset
-    is in bytes from the start of its file, the one of that number in `GGUFFile.parts`."""
+    """One tensor of the table.
+
+    shape: outermost dimension first (rows of a matrix = output features). type: ggml's number of the quantisation.
+    offset: in bytes from the start of its file, which is `GGUFFile.parts[part]`."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,8 +39,10 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """metadata values are Python scalars, strings, lists and `Strings`, of a split file those of its first part;
-    tensors by name, in file order."""
+    """Parsed header of a GGUF file, or of all parts of a split file.
+
+    metadata: Python scalars, strings, lists and `Strings`; of a split file, those of its first part. tensors: by name,
+    in file order."""
 
     path: Path
     metadata: dict[str, Any]
@@ -47,18 +51,19 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
+        """Architecture of the model, such as `llama`; empty if the file names none."""
         return str(self.metadata.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of the architecture's own key: `get("block_count")` reads `llama.block_count`."""
+        """Return the value of one of the architecture's own keys: `get("block_count")` reads `llama.block_count`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse the header, and those of all parts where `path` is any part of a split file.
+    """Parse the header; if `path` is any part of a split file, those of all parts.
 
-    Raises ConfigError: unreadable, no GGUF, versions other than 2 and 3, big-endian, truncated, or a part that is not
-    there."""
+    Raises ConfigError if a file is unreadable, no GGUF, of a version other than 2 and 3, big-endian or truncated, or if
+    a part is missing."""
     parts = gguf_parts(path)
     headers = [_read(part) for part in parts]
     first, count = headers[0], headers[0].metadata.get("split.count", 1)
@@ -77,7 +82,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def gguf_parts(path: Path) -> tuple[Path, ...]:
-    """The files of a GGUF of which `path` is one, in order."""
+    """Return the files of a GGUF of which `path` is one, in order."""
     named = _PART.fullmatch(path.name)
     if named is None:
         return (path,)
@@ -102,9 +107,9 @@ def _read(path: Path) -> GGUFFile:
 
 
 class Strings(Sequence[str]):
-    """An array of strings, decoded when first looked into: a worker needs none of a vocabulary's hundred thousand.
+    """Array of strings that is decoded on first access: a worker never reads the hundred thousand of a vocabulary.
 
-    `data` is each string's length (uint64) and its bytes, one after the other."""
+    `data` holds each string's length (uint64) and its bytes, one after the other."""
 
     def __init__(self, data: bytes, length: int) -> None:
         self._data, self._length = data, length
@@ -140,7 +145,7 @@ class Strings(Sequence[str]):
 
 
 class _Cursor:
-    """Reads the header's fields in order; struct.error or ValueError where the data ends or makes no sense."""
+    """Reader of a header's fields in order. Raises struct.error or ValueError if the data ends or is invalid."""
 
     def __init__(self, data: mmap.mmap):
         self._data = data

@@ -7,13 +7,14 @@ from typing import Any
 from kvferry.model_files.gguf import GGUFFile
 
 _LOG = 0.1
-"""What llama.cpp multiplies YaRN's mscale_all_dim with."""
+"""Factor by which llama.cpp multiplies YaRN's mscale_all_dim."""
 
 
 def latent_fields(file: GGUFFile) -> dict[str, Any]:
-    """Newer files tell the sizes of heads apart from those of what is cached.
+    """Return the header's fields as those of a config.json.
 
-    Where a file tells of no groups, experts are chosen among all."""
+    Newer files state the sizes of heads apart from those of the cached latents. If a file names no groups, experts are
+    chosen among all."""
     wide, rotated = file.get("attention.key_length_mla"), file.get("rope.dimension_count", 0)
     head = wide or file.get("attention.key_length", 0)
     groups = file.get("expert_group_count", 1)
@@ -37,6 +38,6 @@ def latent_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def latent_rope(file: GGUFFile) -> dict[str, Any]:
-    """YaRN's factor of attention, which is on scores as a whole."""
+    """Return YaRN's attention factor, which applies to scores as a whole."""
     told = file.get("rope.scaling.yarn_log_multiplier")
     return {} if told is None else {"mscale": told / _LOG, "mscale_all_dim": told / _LOG}

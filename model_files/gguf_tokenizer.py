@@ -1,8 +1,7 @@
 """Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
-Pre-tokenizers follow llama.cpp's table of `tokenizer.ggml.pre` names (src/llama-vocab.cpp), which in turn states what
-each model's own tokenizer.json does.
-"""
+Pre-tokenizers follow llama.cpp's table of `tokenizer.ggml.pre` names (src/llama-vocab.cpp), which restates each model's
+own tokenizer.json."""
 
 from __future__ import annotations
 
@@ -41,10 +40,9 @@ _BOS_BY_DEFAULT = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "tekk
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that the `tokenizer.ggml.*` keys describe.
+    """Return the tokenizer that the `tokenizer.ggml.*` keys describe.
 
-    Raises ConfigError for kinds that are not known, since a near miss would answer with wrong tokens and no other sign.
-    """
+    Raises ConfigError for unknown kinds: a near miss would silently give wrong tokens."""
     kind = metadata.get("tokenizer.ggml.model")
     if not metadata.get("tokenizer.ggml.tokens"):
         raise ConfigError("the GGUF file carries no tokenizer", param="model")
@@ -98,7 +96,7 @@ def _isolated(*patterns: str) -> Any:
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    """SentencePiece BPE joins the neighbours whose union scores highest, which is a merge list sorted by score."""
+    """Return a SentencePiece BPE: it joins the neighbours with the highest score, so its merges are sorted by score."""
     vocab = _vocab(metadata)
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores", ())
     if len(scores) != len(tokens):
@@ -142,7 +140,7 @@ def _types(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Control tokens are special; user-defined ones are matched in text too but stay visible."""
+    """Add the file's tokens: control tokens are special; user-defined tokens match in text, too, but stay visible."""
     special, visible = [], []
     for token, kind in zip(metadata["tokenizer.ggml.tokens"], _types(metadata), strict=True):
         if kind in (CONTROL, UNKNOWN):
@@ -154,7 +152,7 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
 
 
 def _frame(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Begin and end tokens around a text encoded with special tokens; defaults are llama.cpp's."""
+    """Add begin and end tokens around a text that is encoded with special tokens; the defaults are llama.cpp's."""
     kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
     parts, used = ["$A"], []
     default_bos = kind == "llama" or pre in _BOS_BY_DEFAULT

@@ -10,10 +10,11 @@ from kvferry.model_files.config_fields import whole
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """rank: of what K and V of all heads are made of; query_rank: of what queries are, 0: of the layer's input itself.
+    """Sizes of one layer's latent attention.
 
-    rotated, plain: dims of a query head that turn with its position, and those that do not; value: of what a head puts
-    out. interleaved: rotation pairs neighbours in checkpoints."""
+    rank: width of the latent from which K and V of all heads are computed. query_rank: the same for queries; 0 if they
+    are computed from the layer's input. rotated, plain: dimensions of a query head with and without rotary embedding.
+    value: width of a head's output. interleaved: in checkpoints the rotation pairs neighbours."""
 
     rank: int
     query_rank: int
@@ -24,7 +25,7 @@ class LatentSizes:
 
     @property
     def cached(self) -> int:
-        """Numbers that are kept of a token in each layer."""
+        """Return numbers that are kept of a token in each layer."""
         return self.rotated + self.rank
 
     @property
@@ -40,7 +41,7 @@ class LatentSizes:
 
 
 def latent_sizes(config: dict[str, Any]) -> LatentSizes:
-    """Raises ConfigError, or KeyError where a field is missing."""
+    """Return the sizes in a config. Raises ConfigError, or KeyError if a field is missing."""
     return LatentSizes(
         rank=whole(config, "kv_lora_rank"),
         query_rank=whole(config, "q_lora_rank") if config.get("q_lora_rank") is not None else 0,

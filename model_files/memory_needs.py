@@ -38,8 +38,10 @@ _STORED = {
     23: 8 / 8 + _HALVES,
     39: 5 / 8 + _HALVES,
 }
-"""Bytes a weight of the block formats in the forms in which they run on a CPU (kernels/cpu/native/forms.h): Q4_0, Q4_1,
-Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, and MXFP4 as Q5_0."""
+"""Bytes per weight, by ggml's number of the format, in the form in which the CPU kernels run it.
+
+The forms are those of kernels/cpu/native/forms.h: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL,
+IQ4_XS, and MXFP4 as Q5_0."""
 _OF_32, _OF_16, _OF_256 = 1 / 32, 1 / 16, 2 / 256
 _CODED = {
     2: 4 / 8 + _HALVES,
@@ -56,8 +58,9 @@ _CODED = {
     23: 8 / 8 + _OF_32 + _OF_256,
     39: 4 / 8 + _HALVES,
 }
-"""The same in those of a GPU (kernels/gpu_weight_layout.py): scales and minima of larger blocks are in eight bits,
-times 16 of the block."""
+"""Bytes per weight in the form in which a GPU runs it (kernels/gpu_weight_layout.py).
+
+Scales and minima of larger blocks take eight bits, times 16 bits per block."""
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -66,10 +69,12 @@ _ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """dense: weights that multiply each token, in all layers; embedding; head: the vocabulary projection where it is
-    not the embedding. max_model_len is in tokens; query_size: numbers of all query heads of one layer;
-    cached: K and V are kept from step to step, as no encoder does; own: our own decoder knows its family; experts: of a
-    layer that has them, 0: none has."""
+    """Number of weights, layers and cached values of a model, from which its memory and work follow.
+
+    dense: weights that multiply each token, in all layers. head: the vocabulary projection, empty if it is the
+    embedding. max_model_len: in tokens. query_size: width of all query heads of one layer. cached: K and V are kept
+    from step to step, as in all models but encoders. own: kvferry's decoder supports the family. experts: number in a
+    layer that has them, else 0."""
 
     dense: WeightCount
     embedding: WeightCount
@@ -91,39 +96,43 @@ class ModelNeeds:
 
     @property
     def parameters(self) -> int:
+        """Number of weights."""
         return self.dense.weights + self.embedding.weights + self.head.weights
 
     def memory(self, itemsize: float, stored: str = NOWHERE) -> int:
-        """Bytes of all weights."""
+        """Return the bytes of all weights."""
         return round(sum(part.bytes(itemsize, stored) for part in (self.dense, self.embedding, self.head)))
 
     def step_bytes(self, itemsize: float, stored: str = NOWHERE) -> float:
-        """Bytes of weights that a step with one token reads: of an embedding that is no projection, next to none."""
+        """Return the bytes of weights that a step with one token reads: nearly none of an embedding that is no head."""
         head = self.head if self.head.weights else self.embedding
         share = self.dense.active / self.dense.weights if self.dense.weights else 1.0
         return share * self.dense.bytes(itemsize, stored) + head.bytes(itemsize, stored)
 
     def kv_bytes(self, dtype: str) -> int:
-        """Bytes of K and V of one token in all layers; dtype as in `KVLayout`."""
+        """Return the bytes of one token's K and V in all layers; dtype as in `KVLayout`."""
         return self.cached * self.layout(dtype, 1).block_bytes
 
     def layout(self, dtype: str, block_size: int) -> KVLayout:
+        """Return the layout of the model's KV blocks."""
         return KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_size, self.planes)
 
     def prompt_work(self, length: int) -> float:
-        """Operations per token of a prompt of `length` tokens: layers, causal attention, and one row of the head."""
+        """Return the operations per token of a prompt: layers, causal attention, and one row of the head.
+
+        length: of the prompt, in tokens."""
         head = self.head.weights or self.embedding.weights
         return 2 * self.dense.active + 2 * self.layers * self.query_size * (length + 1) + 2 * head / length
 
 
 def model_needs(source: ModelSource) -> ModelNeeds:
-    """Raises ConfigError: the files do not tell."""
+    """Return the needs of a model. Raises ConfigError if its files do not tell."""
     with naming(source.name):
         return gguf_needs(read_gguf(source.path)) if source.kind == "gguf" else _hf_needs(source)
 
 
 def has_experts(source: ModelSource) -> bool:
-    """Return whether its layers hold experts, by its config."""
+    """Return whether the model's layers hold experts, by its config."""
     if source.kind == "gguf":
         return bool(read_gguf(source.path).get("expert_count"))
     return _experts(text_config(read_json(source.path / "config.json"))) > 0
@@ -132,8 +141,7 @@ def has_experts(source: ModelSource) -> bool:
 def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_model_len: int = 0) -> ModelNeeds:
     """Return the needs of a config.json.
 
-    Without tensors, those that a gated decoder of this config has. Without tensors, those that a gated decoder of this
-    config has. Raises ConfigError."""
+    If no tensors are given, it assumes those of a gated decoder with this config. Raises ConfigError."""
     text = text_config(config)
     hidden, layers, heads = (_whole(text, *names) for names in (_HIDDEN, _LAYERS, _ATTENTION_HEADS))
     kv_heads = text.get("num_key_value_heads") or (1 if text.get("multi_query") else heads)
@@ -170,7 +178,7 @@ def _experts(text: dict[str, Any]) -> int:
 
 
 def _gated_decoder(text: dict[str, Any], hidden: int, layers: int, attention: int) -> Iterator[Tensor]:
-    """The large tensors of a decoder of the Llama family, or of one with experts. attention: weights of a layer's."""
+    """Yield the large tensors of a Llama-like decoder or one with experts. attention: weights of a layer."""
     vocab, inner = _whole(text, "vocab_size"), text.get("intermediate_size") or 4 * hidden
     yield Tensor("embed_tokens.weight", (vocab, hidden))
     if not text.get("tie_word_embeddings", text.get("model_type") == "smollm3"):
@@ -196,7 +204,7 @@ def _hf_needs(source: ModelSource) -> ModelNeeds:
 
 
 def _runs(name: str, config: dict[str, Any]) -> bool:
-    """Layers behind the last one are of heads that predict further tokens: they are not loaded."""
+    """Return whether the layer is loaded: layers beyond the last one are heads that predict further tokens."""
     layer = _LAYER.match(name)
     return layer is None or int(layer[1]) < config.get("num_hidden_layers", math.inf)
 
@@ -206,9 +214,7 @@ def _bytes(tensor: GGUFTensor, of_weight: Mapping[int, float]) -> float | None:
 
 
 def gguf_needs(file: GGUFFile) -> ModelNeeds:
-    """Return the needs of a parsed GGUF header.
-
-    Raises ConfigError."""
+    """Return the needs of a parsed GGUF header. Raises ConfigError."""
     heads, hidden = int(file.get("attention.head_count", 1)), int(file.get("embedding_length", 0))
     config = {
         "model_type": gguf_family(file),

@@ -12,20 +12,21 @@ from kvferry.protocol.errors import ConfigError, reason
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """own: derived from where the files are (`ModelSource.name`).
+    """Names of a model.
 
-    served: what clients are to call it; with none, its own name is the one."""
+    own: derived from its files (`ModelSource.name`). served: names for clients; if empty, `own` is the only one."""
 
     own: str
     served: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
+        """All names by which clients may call the model."""
         return self.served or (self.own,)
 
     @property
     def first(self) -> str:
-        """The one that answers carry."""
+        """Return the one that answers carry."""
         return self.all[0]
 
     def shares(self, other: ModelName) -> bool:
@@ -38,9 +39,10 @@ class ModelName:
 
 
 def split_names(given: Sequence[str], models: int) -> list[tuple[str, ...]]:
-    """The served names of each model, from the values of --served-model-name: one for each model in order, with commas
-    between the names of one; all of them are the names of a single model. Without any there are none. Raises
-    ConfigError."""
+    """Return the served names of each model from the values of --served-model-name; empty tuples without any.
+
+    Each value names one model, in order, with commas between its names. With a single model all values are its names.
+    Raises ConfigError."""
     if not given:
         return [()] * models
     if models == 1:
@@ -58,7 +60,7 @@ def split_names(given: Sequence[str], models: int) -> list[tuple[str, ...]]:
 
 
 def require_distinct(names: Sequence[ModelName]) -> None:
-    """Raises ConfigError if two models have a name in common."""
+    """Raise ConfigError if two models have a name in common."""
     counts = Counter(name for model in names for name in model.all)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ConfigError(
@@ -69,8 +71,9 @@ def require_distinct(names: Sequence[ModelName]) -> None:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """While the files of the model `name` are read: whatever is raised leaves as a ConfigError that names it, since
-    files can be damaged in more ways than their readers expect."""
+    """Turn any exception from reading the model's files into a ConfigError that names the model.
+
+    Files can be damaged in more ways than their readers expect."""
     try:
         yield
     except ConfigError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 TEXT_SERVED = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Those whose text runs as a decoder by itself, whatever their other sides are."""
+"""Model types whose text part runs as a decoder by itself."""
 _OMITTED = {
     "gemma3_text": {
         "vocab_size": 262208,
@@ -16,7 +16,7 @@ _OMITTED = {
         "max_position_embeddings": 131072,
     }
 }
-"""What published checkpoints leave to the defaults of transformers."""
+"""Fields that published checkpoints omit because they equal transformers' defaults."""
 _NESTED = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -26,7 +26,7 @@ _TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config.json: `text_config` of multimodal models, else all of it."""
+    """Return the language model's part of a config.json: `text_config` of multimodal models, else all of it."""
     nested = config.get("text_config")
     if not isinstance(nested, dict) or "vocab_size" in config:
         return config
@@ -34,7 +34,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_multimodal(config: dict[str, Any]) -> bool:
-    """Some keep the text's settings beside those of what they see."""
+    """Return whether the model is multimodal. Some keep the text's settings at the top, beside vision_config."""
     return text_config(config) is not config or isinstance(config.get("vision_config"), dict)
 
 

@@ -1,8 +1,7 @@
 """Task of a model (generate, embed or classify) and its pooling, from its files.
 
-Encoders (BERT and its kin) see the whole text at once and generate nothing. Files beside a model say how its hidden
-states become one vector: `modules.json` and the folders it names, in the layout of sentence-transformers.
-"""
+Encoders such as BERT see the whole text at once and generate nothing. `modules.json` beside a model and the folders it
+names, in the layout of sentence-transformers, say how hidden states become one vector."""
 
 from __future__ import annotations
 
@@ -33,14 +32,15 @@ _SIGMOID = "sigmoid"
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """kind: `classify` has a head over labels and no vectors of its own.
+    """Task of a model and how it pools.
 
+    kind        `classify`: a head over labels, and no vectors
     pooling     how hidden states become a vector (protocol.work.POOLINGS)
     normalize   vectors have length 1
-    width       numbers of a vector
-    dense       folders of dense modules behind the pooling, in order
-    labels      of a classifier, by the index of its logits; one label: it scores pairs of texts
-    activation  from a classifier's logits to what it answers: softmax, sigmoid or none
+    width       length of a vector, in numbers
+    dense       folders of dense modules after the pooling, in order
+    labels      a classifier's labels by the index of its logits; with one label it scores pairs of texts
+    activation  a classifier's function of its logits: softmax, sigmoid or none
     typed       token types tell the second text of a pair from the first
     """
 
@@ -73,7 +73,7 @@ GENERATES = PoolingConfig()
 
 
 def read_task(source: ModelSource, pooling: str = "auto") -> PoolingConfig:
-    """`pooling`: one of POOLINGS, in place of what the files say. Raises ConfigError."""
+    """Return the task of a model. `pooling`: one of POOLINGS, overrides the files. Raises ConfigError."""
     if source.kind == "gguf":
         file = read_gguf(source.path)
         found = _GGUF_POOLINGS.get(int(file.get("pooling_type", 3)), "last")
@@ -127,7 +127,7 @@ def _embedder(path: Path, config: dict[str, Any], pooling: str) -> PoolingConfig
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """(kind, folder) of each module; empty where there is no modules.json."""
+    """Return (kind, folder) of each module; empty without a modules.json."""
     file = path / "modules.json"
     if not file.is_file():
         return []
@@ -136,7 +136,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _pooling(config: dict[str, Any], path: Path) -> str:
-    """Of a Pooling module's config: a word, or one flag for each way."""
+    """Return the pooling of a Pooling module's config, which has one word or one flag per kind."""
     word = config.get("pooling_mode")
     if isinstance(word, str):
         return _POOLING_WORDS.get(word, word)

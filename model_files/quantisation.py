@@ -1,6 +1,6 @@
 """Quantisation method of a Hugging Face checkpoint: GPTQ, AWQ, fp8 or compressed-tensors, from config.json.
 
-The tensors themselves tell which layers are quantised and how each is stored."""
+The names of the tensors tell which layers are quantised, and how each is stored."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ GPTQ, AWQ, FP8, COMPRESSED = "gptq", "awq", "fp8", "compressed-tensors"
 SUPPORTED = "GPTQ of 2, 3, 4 and 8 bits, AWQ of 4 bits (gemm), fp8 and compressed-tensors (int4, int8, fp8)"
 _FP8_NAMES = ("fp8", "fbgemm_fp8")
 _OTHER_ROOMS = ("mxfp4",)
-"""Methods of single families, which those read themselves."""
+"""Methods that single families read themselves."""
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """bits: of a code.
+    """Quantisation of a checkpoint.
 
-    group: inputs with one scale, 0: all of an output's. symmetric: codes have no zero points. ordered: inputs belong to
-    groups in an order of their own. block: outputs and inputs of a square with one scale. zero: what is added to zero
-    points as they are stored."""
+    bits: size of a code. group: number of inputs that share a scale; 0: all of an output's. symmetric: codes have no
+    zero points. ordered: inputs belong to groups in an order of their own. block: outputs and inputs of a square that
+    shares a scale. zero: added to zero points when they are stored."""
 
     method: str
     bits: int
@@ -36,6 +36,7 @@ class Quantisation:
     zero: int = 0
 
     def describe(self) -> str:
+        """Return the quantisation in words."""
         blocks = f", blocks of {self.block[0]} x {self.block[1]}" if self.block else ""
         groups = f", groups of {self.group}" if self.group else ""
         bits = "" if self.method == FP8 else f" of {self.bits} bits"
@@ -97,7 +98,7 @@ def _awq(given: dict[str, Any]) -> Quantisation:
 
 
 def _compressed(given: dict[str, Any]) -> Quantisation:
-    """Of several groups of layers what takes most memory; each layer's own tensors tell the rest."""
+    """Return the group of layers that takes most memory; each layer's own tensors tell the rest."""
     if (given.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _unsupported(COMPRESSED, "sparse weights")
     found = list(_schemes(given))

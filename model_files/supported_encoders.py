@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 ENCODERS = frozenset(("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "distilbert", "electra"))
-"""By model_type: those that transformers runs by token ids, an attention mask and token types alone."""
+"""Values of model_type that transformers runs with only token ids, an attention mask and token types."""
 _OFFSET = frozenset(("roberta", "xlm-roberta", "camembert"))
-"""Their first position is the one behind the padding token's id."""
+"""Encoders whose first position is the padding token's id plus one."""
 
 
 def is_encoder(config: dict[str, Any]) -> bool:
@@ -16,7 +16,7 @@ def is_encoder(config: dict[str, Any]) -> bool:
 
 
 def encoder_length(config: dict[str, Any], sentences: dict[str, Any]) -> int:
-    """Longest text in tokens; 0: the config does not tell. sentences: sentence_bert_config.json, empty without one."""
+    """Return the longest text in tokens; 0: unknown. sentences: sentence_bert_config.json; empty without one."""
     length = int(config.get("max_position_embeddings") or 0)
     if config.get("model_type") in _OFFSET and length:
         length -= int(config.get("pad_token_id") or 0) + 1

@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's map from the printable characters of a byte-level vocabulary to the bytes they stand for."""
+    """Return GPT-2's map from the printable characters of a byte-level vocabulary to the bytes they stand for."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in kept]
     return {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(moved)}
@@ -29,12 +29,12 @@ BYTE_ALPHABET = _byte_alphabet()
 
 
 class TextTokenizer:
-    """One model's vocabulary: token ids back to text; `TextModel.encode` is the other direction.
+    """Vocabulary of one model: turns token ids into text. `TextModel.encode` is the other direction.
 
-    Safe to use from several threads.
+    Thread-safe.
 
-    library       the tokenizer itself, of the `tokenizers` library
-    special_ids   tokens that carry no text of their own and are skipped in output unless asked for
+    library       tokenizer of the `tokenizers` library
+    special_ids   tokens without text of their own, skipped in output unless asked for
     byte_level    a token is a sequence of bytes, so text is the plain concatenation of `token_bytes`
     """
 
@@ -54,7 +54,7 @@ class TextTokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> TextTokenizer:
-        """From a directory's tokenizer.json. Raises ConfigError."""
+        """Read a directory's tokenizer.json. Raises ConfigError."""
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
@@ -72,23 +72,23 @@ class TextTokenizer:
         return tuple(text for index in self.special_ids if (text := self._added[index]))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of these tokens."""
         text: str = self.library.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def cut(self, ids: Sequence[int], tokens: int) -> list[int]:
-        """An encoded text without its end, so that no more than that many tokens are left; the special tokens that
-        close it stay."""
+        """Return an encoded text without its end, at most `tokens` long. The special tokens that close it stay."""
         if len(ids) <= tokens:
             return list(ids)
         closing = min(self._closing, tokens)
         return [*ids[: tokens - closing], *ids[len(ids) - closing :]]
 
     def token(self, token_id: int) -> str:
-        """The vocabulary's own spelling; empty for ids without one (padded vocabularies)."""
+        """Return the vocabulary's own spelling; empty for ids without one (padded vocabularies)."""
         return self.library.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text (no space is stripped at its beginning)."""
+        """Return the bytes that the token adds to a text (no space is stripped at its beginning)."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._to_bytes(token_id)
@@ -107,20 +107,20 @@ class TextTokenizer:
 
 
 def load_tokenizer(source: ModelSource) -> TextTokenizer:
-    """The tokenizer in a model's files. Raises ConfigError."""
+    """Return the tokenizer in a model's files. Raises ConfigError."""
     if source.kind == "gguf":
         return TextTokenizer(build_tokenizer(read_gguf(source.path).metadata))
     return TextTokenizer.from_directory(source.path)
 
 
 def _closing(tokenizer: Tokenizer) -> int:
-    """How many special tokens the tokenizer puts behind a text."""
+    """Return how many special tokens the tokenizer puts after a text."""
     marks = tokenizer.encode("a").special_tokens_mask
     return next((count for count, mark in enumerate(reversed(marks)) if not mark), 0)
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
-    """Kinds of the decoder's steps, in order."""
+    """Return the kinds of the decoder's steps, in order."""
     if tokenizer.decoder is None:
         return []
     state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())

@@ -21,15 +21,16 @@ _QUANTISED_ENCODER = "it is an encoder whose weights are quantised; quantised de
 
 
 def resolve_runnable(model: str, load_format: str = "auto") -> ModelSource:
-    """`resolve` with weights, unless the config already refuses them: then none are downloaded; nor where load_format
-    is dummy. Raises ConfigError."""
+    """Resolve the model with weights, but download none if its config already rules it out or load_format is dummy.
+
+    Raises ConfigError."""
     source = resolve(model, weights=False)
     require_runnable(source)
     return unweighted(source) if load_format == "dummy" else resolve(model)
 
 
 def require_runnable(source: ModelSource) -> None:
-    """Raises ConfigError naming the model and the reason, if its config already tells that it cannot run."""
+    """Raise ConfigError naming the model and the reason, if its config already tells that it cannot run."""
     if source.kind == "gguf":
         file = read_gguf(source.path)
         kind, reason = file.architecture, _gguf_reason(file.architecture, file.get("attention.kv_lora_rank"))

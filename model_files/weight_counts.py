@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from kvferry.model_files.safetensors_headers import Tensor
 
 NOWHERE, ON_CPU, ON_GPU = "", "cpu", "gpu"
-"""Where weights run as they are stored."""
+"""Devices whose kernels run weights as they are stored, for `WeightCount.bytes`."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "token_embd.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _WIDENED = ("kv_b_proj.weight", "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight")
-"""Of latent attention, read in two forms in which its rows are no rows of the file (engine/models/latent.py)."""
+"""Weights of latent attention, read in two forms whose rows are no rows of the file (engine/models/latent.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCount:
-    """A kind of weight: how many there are; on a CPU the bytes of those that run as they are stored and the number of
-    the others; how many of them one token meets (fewer in mixtures of experts); bytes and number of those that do on a
-    GPU."""
+    """Count and size of one kind of weights.
+
+    weights: all of them. stored_bytes, plain: on a CPU, the bytes of those that run as stored and the number of the
+    others. active: the number that one token meets, fewer in mixtures of experts. coded_bytes, coded: on a GPU, bytes
+    and number of those that run as stored."""
 
     weights: int = 0
     stored_bytes: float = 0.0
@@ -30,7 +32,7 @@ class WeightCount:
     coded: int = 0
 
     def bytes(self, itemsize: float, stored: str = NOWHERE) -> float:
-        """In memory: as they are stored where that runs on a CPU or a GPU, or all in `itemsize` bytes a weight."""
+        """Return the bytes in memory: as stored where that runs on a CPU or GPU, else `itemsize` bytes per weight."""
         if stored == NOWHERE:
             return itemsize * self.weights
         if stored == ON_GPU:
@@ -39,7 +41,7 @@ class WeightCount:
 
 
 def counted(tensors: Iterable[Tensor], expert_share: float) -> tuple[WeightCount, WeightCount, WeightCount]:
-    """dense, embedding, head."""
+    """Return the counts of dense weights, of the embedding and of the head."""
     parts = {"dense": WeightCount(), "embedding": WeightCount(), "head": WeightCount()}
     for tensor in tensors:
         if len(tensor.shape) < 2:

@@ -22,5 +22,5 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def instruction_set() -> str | None:
-    """The one that `CpuOps` uses unless told otherwise; None without the extension."""
+    """Return the one that `CpuOps` uses unless told otherwise; None without the extension."""
     return next(iter(instruction_sets()), None)

@@ -20,7 +20,7 @@ _SPAN, _BYTES = 2048, 48 << 20
 
 
 def native(q: torch.Tensor, own: Latent) -> bool:
-    """The kernels have both forms: in bfloat16, of dims that are multiples of 32."""
+    """Return the kernels have both forms: in bfloat16, of dims that are multiples of 32."""
     dims = (own.rotated, own.plain, own.rank, own.value)
     return q.dtype == torch.bfloat16 and isinstance(own.expand, PackedLinear) and not any(d % _UNIT for d in dims)
 

@@ -194,7 +194,7 @@ class CpuOps(PackedLayers, TorchShared):
             start = end
 
     def _prefill_part(self, plan: BatchPlan) -> BatchPlan:
-        """The plan without its decodes, made once per batch."""
+        """Return the plan without its decodes, made once per batch."""
         if self._prefills is None or self._prefills[0] is not plan:
             count = plan.num_decodes
             rest = replace(
@@ -213,5 +213,5 @@ class CpuOps(PackedLayers, TorchShared):
 
 
 def _native(q: torch.Tensor, kv_layer: torch.Tensor) -> bool:
-    """The compiled kernels have formats for both."""
+    """Return the compiled kernels have formats for both."""
     return q.dtype in _DTYPES and kv_layer.dtype != FP8

@@ -74,7 +74,7 @@ class PackedLinearOfHeads:
 
 
 def plain_rows(weight: torch.Tensor) -> StoredRows | None:
-    """A bfloat16 weight [out, in] as it is packed; None where it is not."""
+    """Return a bfloat16 weight [out, in] as it is packed; None where it is not."""
     if weight.dtype != torch.bfloat16 or weight.shape[1] % 2 or not weight.is_contiguous():
         return None
     return StoredRows("BF16", weight.view(torch.uint8))

@@ -72,7 +72,7 @@ class CpuStep:
 
 
 def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_invariant: bool) -> CpuStep | None:
-    """The recorded step; None for a form that the extension does not replay. batch_invariant: see `CpuOps`."""
+    """Return the recorded step; None for a form that the extension does not replay. batch_invariant: see `CpuOps`."""
     if not form.plain:
         return None
     packed = [_packed_parts(layer) for layer in form.layers]

@@ -29,7 +29,7 @@ class CodedLinear:
 
     @property
     def memory(self) -> int:
-        """Bytes of the forms."""
+        """Return bytes of the forms."""
         return sum(form.memory for form in self._forms)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,12 @@ E4M3_CAPABILITY, BFLOAT16_CAPABILITY = (8, 9), (9, 0)
 
 
 def hardware_e4m3(device: torch.device) -> bool:
-    """The device converts e4m3 by an instruction."""
+    """Return the device converts e4m3 by an instruction."""
     return _capability(device) >= E4M3_CAPABILITY
 
 
 def hardware_bfloat16(device: torch.device) -> bool:
-    """The device adds and multiplies pairs of bfloat16 by an instruction each."""
+    """Return the device adds and multiplies pairs of bfloat16 by an instruction each."""
     return _capability(device) >= BFLOAT16_CAPABILITY
 
 

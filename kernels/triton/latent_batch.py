@@ -125,7 +125,7 @@ def _of_heads(
 
 
 def _tokens(plan: BatchPlan, seqs: list[int]) -> tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each query token of the sequences, its row of the table, and how many positions it sees."""
+    """Return each query token of the sequences, its row of the table, and how many positions it sees."""
     if len(seqs) == plan.num_decodes == plan.num_seqs:
         return slice(0, plan.num_decodes), plan.block_table, plan.total_len
     tokens, rows = _queries(plan, seqs)

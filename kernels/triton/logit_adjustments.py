@@ -167,7 +167,7 @@ class Adjuster:
             place.upto = _first(adjustments)
 
     def _take(self) -> int:
-        """A row of the counts, all zero."""
+        """Return a row of the counts, all zero."""
         if not self._free:
             more = torch.zeros_like(self._counts)
             self._free.extend(range(len(self._counts), 2 * len(self._counts)))
@@ -178,10 +178,10 @@ class Adjuster:
 
 
 def _first(adjustments: Adjustments) -> int:
-    """The first token that is counted."""
+    """Return the first token that is counted."""
     return 0 if adjustments.params.repetition_penalty != 1.0 else adjustments.prompt_len
 
 
 def _known(adjusted: Adjusted) -> int:
-    """Tokens of its request that the host knows."""
+    """Return tokens of its request that the host knows."""
     return len(adjusted.adjustments.token_ids)

@@ -35,7 +35,7 @@ class Tile:
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest power of two not below n and `least` (itself a power of two)."""
+    """Return the smallest power of two not below n and `least` (itself a power of two)."""
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
@@ -72,7 +72,7 @@ def latent_tile(rank: int, element_bytes: int) -> Tile:
 
 
 def fills(rows: int, heads: int, processors: int) -> bool:
-    """The tallest tiles give every multiprocessor some of a chunk of so many rows.
+    """Return the tallest tiles give every multiprocessor some of a chunk of so many rows.
 
     The longest chunk of a step decides alone: a longer one never has a lower tile, so warming up the longest compiles
     what any other may need."""

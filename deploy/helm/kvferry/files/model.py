@@ -58,7 +58,7 @@ def from_objects(folder: Path, wanted: dict[str, str], patterns: list[str]) -> t
 
 
 def from_hub(folder: Path, wanted: dict[str, str], patterns: list[str]) -> tuple[str, int]:
-    """The commit that came, and how many of its files were damaged: those are removed."""
+    """Return the commit that came, and how many of its files were damaged: those are removed."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.hf_api import RepoFolder
 
