@@ -16,10 +16,10 @@ class AttentionGroup:
 
     tokens   their query tokens in the batch
     rows     int64 [planes * count * kv_heads * blocks]  rows of `block_rows` that hold their K, then their V
-    unseen   int64 or None: rows of the gathered tokens that lie behind a sequence's end; they may hold anything
+    unseen   int64 or None: gathered rows beyond a sequence's end, which may hold anything
     length   positions gathered of each sequence, at most blocks * block_size
     mask     additive, of the query's dtype, [count, 1, 1, length] or [query_len, length]; None: see `causal`
-    causal   query j sees position j and those before; else, without a mask, all
+    causal   query j sees position j and those before; otherwise, without a mask, every query sees all
     """
 
     tokens: slice | torch.Tensor
@@ -32,9 +32,10 @@ class AttentionGroup:
 
 
 def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
-    """Return the layer's pool [num_blocks, planes, kv_heads, block_size, dim] as [rows, block_size * dim] over the same
-    memory: a row is one block of one head's K or V. Rows of other layers lie between. Needs slots and dims dense and
-    outer strides that are multiples of a row (DESIGN, The pool in memory)."""
+    """Return the layer's pool [num_blocks, planes, kv_heads, block_size, dim] as [rows, block_size * dim].
+
+    It shares the memory. A row is one block of one head's K or V; rows of other layers lie between. Slots and dims must
+    be dense, and outer strides multiples of a row (DESIGN, The pool in memory)."""
     blocks, planes, heads, slots, dim = kv_layer.shape
     sb, skv, sh, _, _ = kv_layer.stride()
     row = slots * dim
@@ -47,7 +48,7 @@ def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
 class BatchIndex:
     """Index tensors of one batch for pools of one geometry (the strides of `kv_layer`).
 
-    written: the tokens whose K/V is written, None: of all; write_rows: where to."""
+    written: tokens whose K/V is written; None means all. write_rows: where it is written."""
 
     def __init__(self, plan: BatchPlan, kv_layer: torch.Tensor):
         self.plan = plan
@@ -68,9 +69,9 @@ class BatchIndex:
         self.write_rows = (rows * self.block_size + slot[None, :, None]).flatten(1)
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, cos) and (-sin, sin) of the batch's positions, float32 [T, 1, rotary_dim].
+        """Return (cos, cos) and (-sin, sin) of the batch's positions, float32 [T, 1, rotary_dim].
 
-        Tables are told apart by identity; the entry keeps `cos` alive, so no other table can take its id."""
+        The cache tells tables apart by identity. Its entry keeps `cos` alive, so no other table can take its id."""
         found = self._rope.get(id(cos))
         if found is None:
             c, s = cos[self.plan.positions], sin[self.plan.positions]
@@ -79,7 +80,7 @@ class BatchIndex:
         return found[1:]
 
     def groups(self, window: int, dtype: torch.dtype) -> tuple[AttentionGroup, ...]:
-        """Groups that cover every query token once."""
+        """Return groups that cover every query token once."""
         key = (window, dtype)
         if key not in self._groups:
             decodes = [self._decodes(seqs, window, dtype) for seqs in self._similar_decodes(window)]
@@ -93,11 +94,11 @@ class BatchIndex:
         return max(0, computed_len - window + 1) // self.block_size if window else 0
 
     def _visible(self, seq: int, window: int) -> int:
-        """Positions from the first visible block to the sequence's end."""
+        """Return the number of positions from the first visible block to the sequence's end."""
         return self.plan.total_lens[seq] - self._first_block(seq, window) * self.block_size
 
     def _similar_decodes(self, window: int) -> list[list[int]]:
-        """Decodes bucketed by visible blocks to the next power of two, so that padding at most doubles the reads."""
+        """Return decodes bucketed by visible blocks to the next power of two, so padding at most doubles the reads."""
         buckets: dict[int, list[int]] = {}
         for seq in range(self.plan.num_decodes):
             blocks = blocks_for(self._visible(seq, window), self.block_size)
@@ -105,7 +106,7 @@ class BatchIndex:
         return list(buckets.values())
 
     def _rows(self, seqs: torch.Tensor | slice, first: torch.Tensor, blocks: int) -> torch.Tensor:
-        """Rows of `blocks` blocks from `first` [count] on, ordered [K or V, sequence, head, block]."""
+        """Return the rows of `blocks` blocks from `first` [count] on, ordered [K or V, sequence, head, block]."""
         table = self.plan.block_table[seqs].long()
         columns = first[:, None] + torch.arange(blocks, device=self.device)
         ids = table.gather(1, columns.clamp_(max=table.shape[1] - 1))
@@ -149,5 +150,5 @@ class BatchIndex:
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where seen, -inf where hidden: SDPA would otherwise convert a boolean mask in every layer."""
+    """Return 0 where visible, -inf where hidden: SDPA would convert a boolean mask again in every layer."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))

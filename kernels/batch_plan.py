@@ -13,22 +13,22 @@ from kvferry.kernels.lora import Adapted
 class BatchPlan:
     """Positions, cache slots and attention ranges of a batch's tokens.
 
-    A batch holds `num_seqs` sequences, decodes (one query token) first, then prefill chunks; their query tokens are
-    laid end to end, T in all. Query token j of sequence s has position computed_len[s] + j and attends to all positions
-    up to its own (the last `window` of them under a sliding window).
+    A batch holds `num_seqs` sequences: first decodes (one query token each), then prefill chunks. Their T query tokens
+    are concatenated. Query token j of sequence s has position computed_len[s] + j and attends to all positions up to
+    its own, or to the last `window` of them under a sliding window.
 
     positions     int64 [T]              position of each token
-    slots         int64 [T]              where its K/V goes: block id * block_size + slot; below 0: nowhere, as of
-                                         rows of nobody in recorded steps, or where another process writes it
+    slots         int64 [T]              slot of its K/V: block id * block_size + offset; negative: its K/V is not
+                                         written, as for padding rows of recorded steps, or another process writes it
     block_table   int32 [num_seqs, max_blocks]  block ids, padded with 0
     query_start   int32 [num_seqs + 1]   offsets of the sequences' query tokens
     total_len     int32 [num_seqs]       tokens in the cache once this step's are written
     query_lens / total_lens              the same as Python ints, so that no kernel launch waits for the device
-    num_decodes   sequences with one query token, at the front
-    adapted       the tokens that are computed with adapters, by adapter
-    chained       decodes of one sequence stand one behind the other, each with a row of the table: the K/V of all is
-                  written before any of them attends
-    drawing       int64 [n] or None      the tokens behind which the next ones are drawn, where that is known beforehand
+    num_decodes   number of sequences with one query token, at the front
+    adapted       tokens that are computed with adapters, by adapter
+    chained       consecutive decodes of one sequence, each with a row of the table: the K/V of all is written before any
+                  of them attends
+    drawing       int64 [n] or None      tokens after which the next ones are drawn, if known beforehand
     """
 
     positions: torch.Tensor

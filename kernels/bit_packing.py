@@ -1,6 +1,6 @@
 """Packing of codes below eight bits for GPU memory.
 
-A tile of inputs consists of spans of neighbours whose codes lie side by side in spans of bytes."""
+A tile of inputs is divided into spans of neighbours, and its bytes into spans of the same length."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import torch
 
 INT4, INT6, INT8, FP4, FP8 = "W4A16", "W6A16", "W8A16", "FP4", "FP8"
 SPANS = {INT4: 2, FP4: 2, INT6: 4, INT8: 1, FP8: 1}
-"""Of the inputs of a tile."""
+"""Spans of inputs in a tile, by kind."""
 STORED = {INT4: 1, FP4: 1, INT6: 3, INT8: 1, FP8: 1}
-"""Spans of bytes that hold them: four bits of two spans each, a byte's lower ones first; of codes of six bits then the
-upper two of all four, from the lowest bits on."""
+"""Spans of bytes that hold a tile, by kind.
+
+Four bits: each byte span holds two input spans, the lower bits first. Six bits: the third byte span holds the upper two
+bits of all four input spans, lowest bits first."""
 _E2M1 = 12
 """Twice the largest number of e2m1."""
 
 
 def packed(kind: str, codes: torch.Tensor, tile: int) -> torch.Tensor:
-    """uint8 [out, bytes] of codes uint8 [out, in], whose inputs are whole tiles where codes are below eight bits."""
+    """Return codes uint8 [out, in] packed as uint8 [out, bytes]. Below eight bits, inputs must be whole tiles."""
     count = SPANS[kind]
     if count == 1:
         return codes.contiguous()
@@ -46,15 +48,17 @@ def unpacked(kind: str, stored: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def numbers_of_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """int8: twice the numbers of e2m1 of these codes, uint8 below 16: three bits, of which the lowest is a fraction,
-    and a sign. Nothing is brought from the host, which would wait for the device."""
+    """Return twice the numbers of these e2m1 codes, int8.
+
+    codes: uint8 below 16, a sign and three bits of which the lowest is a fraction. Copies nothing from the host, which
+    would wait for the device."""
     low = (codes & 7).to(torch.int8)
     size = torch.where(low == 0, 0, (2 | low & 1) << (low >> 1) >> 1)
     return torch.where(codes < 8, size, -size)
 
 
 def codes_of_e2m1(values: torch.Tensor) -> torch.Tensor | None:
-    """uint8: the codes of twice these numbers, integers; None: some are others."""
+    """Return the e2m1 codes, uint8, of integers that are twice their numbers; None if e2m1 lacks one of them."""
     low, high = values.aminmax()
     if max(-int(low), int(high)) > _E2M1:
         return None

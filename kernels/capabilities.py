@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """codes: those of GGUF's block formats and of quantised checkpoints run as they are stored, and dense layers that
-    are quantised to int8 as they are loaded. unit: K and V are kept in 8 bits where head dims are multiples of it."""
+    """Formats that an operations backend runs.
+
+    codes: GGUF's block formats and quantised checkpoints run as stored, and dense layers may be quantised to int8 while
+    they are loaded. unit: K and V are kept in 8 bits if head dims are multiples of it."""
 
     codes: bool = False
     unit: int = 1

@@ -1,6 +1,6 @@
 """CUDA graph capture and replay of decode steps, one graph for each batch size.
 
-The host then only fills a few arrays for a step."""
+The host then only fills a few arrays per step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ from kvferry.protocol.layout import blocks_for
 log = logging.getLogger("kvferry.kernels")
 
 LADDER = (1, 2, 4, *range(8, 129, 8))
-"""Sizes of batches that are captured: those between are filled up with rows of nobody, larger ones run one by one."""
+"""Captured batch sizes. Batches between them are padded; larger ones run layer by layer."""
 NOWHERE = -1
-"""Slot of a row of nobody: its K/V is not written."""
+"""Slot of a padding row: its K/V is not written."""
 T = TypeVar("T")
 
 
 class Capture(Protocol):
-    """Runs what works on a device once for good, and tells how to do the same to the same memory again."""
+    """Recorder of device work for later replay on the same memory."""
 
     def __call__(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """(replay, what `run` returned): replaying writes that anew.
+        """Return (replay, the value of `run`); each replay writes that value anew.
 
-        No Python of `run` is executed then: it reads nothing of the host."""
+        A replay runs no Python of `run` and reads nothing from the host."""
 
 
 class CudaCapture:
-    """Capture by CUDA graphs that share one memory pool, since they never run at once.
-
-    Raises RuntimeError."""
+    """Capture by CUDA graphs that share one memory pool, since they never run at once. Raises RuntimeError."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -46,10 +44,10 @@ class CudaCapture:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            run()  # kernels are compiled, and workspaces made, outside of the graph
+            run()  # compile kernels and allocate workspaces outside of the graph
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # What other threads do with the device meanwhile, the link's among them, is no part of it.
+        # Work of other threads on the device, such as the link's, is not captured.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = run()
         self._pool = graph.pool()
@@ -58,7 +56,7 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """For one size of batch. Its results are written by `replay`."""
+    """Recorded step of one batch size. `replay` writes its results."""
 
     replay: Callable[[], None]
     hidden: torch.Tensor
@@ -66,7 +64,7 @@ class _Recorded:
 
 
 class _Inputs:
-    """The arrays that all graphs read, for the largest batch; the first `live` rows are of the last step."""
+    """Arrays that all graphs read, sized for the largest batch; the first `live` rows belong to the last step."""
 
     def __init__(self, form: DecoderForm, block_size: int, device: torch.device) -> None:
         rows, self.longest, self.block_size = LADDER[-1], len(form.cos), block_size
@@ -79,7 +77,9 @@ class _Inputs:
         self._live = 0
 
     def plan(self, size: int) -> BatchPlan:
-        """Of a batch of that size, over these arrays. Its lengths are the longest, so that launches suit any."""
+        """Return the plan of a batch of this size over these arrays.
+
+        Its lengths are the longest, so launches suit any."""
         return BatchPlan(
             positions=self.positions[:size],
             slots=self.slots[:size],
@@ -107,11 +107,10 @@ class _Inputs:
 
 
 class GraphStep:
-    """A `kernels.decoder_spec.Step` for batches of decodes of any form and any kind of stored weights.
+    """A `kernels.decoder_spec.Step` for batches of decodes of any model and any kind of stored weights.
 
-    one_by_one: the layers through the table's operations, of which none may read the host's side of a plan but to
-    choose its launches. A size of batch is captured when it first comes; where that fails, all batches run layer by
-    layer."""
+    one_by_one: runs the layers through the backend's operations, which may read a plan's host side only to choose their
+    launches. A batch size is captured when it first occurs. If that fails, all batches run layer by layer."""
 
     def __init__(self, form: DecoderForm, one_by_one: OneByOne, capture: Capture) -> None:
         self._form, self._one_by_one, self._capture = form, one_by_one, capture
@@ -155,10 +154,10 @@ class GraphStep:
         return recorded
 
     def _record(self, inputs: _Inputs, size: int, kv: torch.Tensor) -> _Recorded | None:
-        """What runs while it is captured writes K/V where the replay will.
+        """Record the step; runs during capture write K/V where the replay will write it.
 
-        Each run has a plan of its own: what the operations make of a plan once, for all layers, must be made anew by
-        each replay."""
+        Each run has a plan of its own: what operations derive from a plan once for all layers must be derived in each
+        replay."""
 
         def run() -> tuple[torch.Tensor, torch.Tensor]:
             hidden = self._one_by_one(inputs.ids[:size], kv, inputs.plan(size))

@@ -14,35 +14,38 @@ from kvferry.kernels.quantised_codes import Codes
 
 
 class Linear(Protocol):
-    """A dense layer of weight [out, in] and perhaps a bias [out]."""
+    """Dense layer of weight [out, in] with an optional bias [out]."""
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x @ weight.T + bias of x [n, in], in `dtype` (float32 or x's own, the default)."""
+        """Return x @ weight.T + bias of x [n, in], in `dtype` (float32, or x's own by default)."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows [n, in] of the weight (as an embedding: what `ids`, int64 [n], stand for)."""
+        """Return rows [n, in] of the weight for `ids`, int64 [n] (an embedding lookup)."""
 
 
 class StoredLinear(Linear, Protocol):
-    """Over weights that run as they are stored. kinds: in which forms, for other ones make other numbers of the same
-    weights."""
+    """Dense layer over weights that run as stored.
+
+    kinds: their forms; other forms of the same weights give other numbers."""
 
     kinds: frozenset[str]
 
 
 class LinearOfHeads(Protocol):
-    """A dense layer for each head, of weights [heads, out, in]."""
+    """Dense layer for each head, of weights [heads, out, in]."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, heads, out] of x [n, heads, in]."""
+        """Return [n, heads, out] for x [n, heads, in]."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Neighbouring rows of a weight as stored. kind: a ggml block type (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to
-    Q6_K, IQ4_NL or IQ4_XS); BF16; INT8, bfloat16 rows that are to be quantised per channel; or CODES, rows that were: a
-    float32 scale, then int8. data: uint8 [rows, bytes of a row]. peaks: float32 [rows], of INT8 of which some inputs
-    are elsewhere the largest magnitudes of whole rows; None: these are whole."""
+    """Consecutive rows of a weight as stored.
+
+    kind: a ggml block type (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K, IQ4_NL or IQ4_XS); BF16; INT8, bfloat16 rows to
+    be quantised per channel; or CODES, rows that are: a float32 scale, then int8. data: uint8 [rows, bytes of a row].
+    peaks: float32 [rows], for INT8 with some inputs on other ranks: the largest magnitudes of whole rows; None: these
+    rows are whole."""
 
     kind: str
     data: torch.Tensor
@@ -57,7 +60,7 @@ Stored = StoredRows | Codes
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """A gated MLP; gate_up is fused in that order of outputs."""
+    """Gated MLP; gate_up is fused in that order of outputs."""
 
     gate_up: Linear
     down: Linear
@@ -72,21 +75,22 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def nobody() -> None:
-    """There is nobody to wait for."""
+    """Return at once: no other process has to write first."""
 
 
 class Grouped(Protocol):
-    """A dense layer of each expert, as one grouped matrix product."""
+    """Dense layer of each expert, as one grouped matrix product."""
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Rows x [n, in] by the layers of their experts: [n, out]. Rows lie in the order of their experts; ends: int32
-        [experts], the row behind each expert's last; experts: int64 [n], of each row. Nothing waits for the device."""
+        """Return [n, out]: rows x [n, in], sorted by expert, through the layers of their experts.
+
+        ends: int32 [experts], the end of each expert's rows. experts: int64 [n], the expert of each row. Never waits
+        for the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedGated:
-    """The gated MLPs of all experts of a layer, as grouped products. each: the same layers one by one, over the same
-    memory."""
+    """Gated MLPs of all experts of a layer, as grouped products. each: the same layers one by one, sharing memory."""
 
     gate_up: Grouped
     down: Grouped
@@ -95,10 +99,11 @@ class GroupedGated:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs of which the router [experts, hidden] gives a token some. each: None stands for one that is elsewhere.
-    correction: see `route`; grouped: the experts of `each` as grouped products, None where there are none; shared: one
-    that all tokens pass through, too, None where there is none. joined: makes of what the experts, or the parts of
-    them, put out that are here, float32 [n, hidden], what all of them do."""
+    """Mixture of gated MLPs: the router [experts, hidden] chooses some for each token.
+
+    each: the experts; None for one on another rank. correction: see `route`. grouped: the experts of `each` as grouped
+    products, or None. shared: an MLP for all tokens, or None. joined: combines the outputs of the experts, or parts of
+    them, on this rank, float32 [n, hidden], with those of other ranks."""
 
     router: Linear
     each: tuple[Gated | None, ...]
@@ -117,11 +122,12 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Gqa:
-    """Attention of heads that share K/V heads in groups; qkv is fused in that order of outputs. q_norm, k_norm
-    [head_dim]: a norm of each head before the rotation, [heads, head_dim]: with weights of its own,
-    [heads * head_dim]: one of all heads, or None. rotated: it applies the rotary embedding; window: its sliding window,
-    0 for none; sinks: see Ops.paged_attention; None: there is none. normed: takes the place of both norms where they go
-    over heads that are elsewhere: of q and k [n, heads * head_dim]."""
+    """Grouped-query attention: groups of heads share K/V heads; qkv is fused in that order of outputs.
+
+    q_norm, k_norm: [head_dim], a norm of each head before the rotation; [heads, head_dim], with weights per head;
+    [heads * head_dim], one norm over all heads; or None. rotated: applies the rotary embedding. window: the sliding
+    window, 0 for none. sinks: see Ops.paged_attention, or None. normed: replaces both norms if they span heads on other
+    ranks: of q and k [n, heads * head_dim]."""
 
     qkv: Linear
     q_norm: torch.Tensor | None
@@ -138,12 +144,13 @@ class Gqa:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (see `kernels.latent`) of heads whose queries have `rotated` dims in front of `plain`
-    ones, over a latent of `rank` dims. Queries are made of the layer's input or, where there are q_a and q_norm, of its
-    norm behind q_a. kv_a: the shared key and the latent, in this order; kv_norm: of the latent; eps: of these norms.
-    expand: latent to K and V of each head in turn, without what rotates; absorb: a head's plain query to one of
-    latents; up_v: a latent to what a head puts out, `value` dims. awaited: returns once what the layer caches of the
-    batch is written, if another process writes it."""
+    """Multi-head latent attention (see `kernels.latent`).
+
+    A head's query has `rotated` dims before `plain` ones; the latent has `rank` dims. Queries are computed from the
+    layer's input or, if there are q_a and q_norm, from q_norm of q_a. kv_a: gives the shared key and the latent, in
+    this order. kv_norm: norm of the latent. eps: of these norms. expand: latent to K and V of each head in turn,
+    without the rotated dims. absorb: a head's plain query to one of latents. up_v: a latent to a head's output of
+    `value` dims. awaited: returns once another process, if any, has written the batch's cached latents."""
 
     q_a: Linear | None
     q_norm: torch.Tensor | None
@@ -167,8 +174,9 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """One layer. input_norm, post_norm: before attention and MLP; behind_attention, behind_mlp: of what they add,
-    before it is added; None: there is none."""
+    """One layer. input_norm, post_norm: before attention and MLP.
+
+    behind_attention, behind_mlp: norms of their outputs before the residual addition; None: there is none."""
 
     input_norm: torch.Tensor | None
     attention: Gqa | Latent
@@ -184,9 +192,10 @@ class LayerForm:
 
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
-    """A decoder of pre-norm layers with gated MLPs. embedding, head: [vocab, hidden]; cos, sin: see
-    Ops.rope_and_cache; logits: float32 [T, vocab] of hidden states; plain: its layers are those of Llama, so a row of
-    the table that computes them by itself can."""
+    """Decoder of pre-norm layers with gated MLPs.
+
+    embedding, head: [vocab, hidden]. cos, sin: see Ops.rope_and_cache. logits: float32 [T, vocab] of hidden states.
+    plain: its layers are those of Llama, which some backends compute by themselves."""
 
     embedding: Linear
     layers: tuple[LayerForm, ...]
@@ -206,19 +215,23 @@ class DecoderForm:
 
 @dataclass(frozen=True, slots=True)
 class NextLogits:
-    """values: float32 [T, vocab], which may be overwritten; best: where each row's largest lies, the first of equals
-    (NO_TOKEN for a row with a NaN, or where it is no finite number), or None where nobody looked."""
+    """Logits after a step, and perhaps the best token of each row.
+
+    values: float32 [T, vocab], may be overwritten. best: index of each row's maximum, the first of equals (NO_TOKEN for
+    a row with a NaN or whose maximum is not finite); None if it was not computed."""
 
     values: torch.Tensor
     best: Sequence[int] | None = None
 
 
 OneByOne = Callable[[torch.Tensor, torch.Tensor, BatchPlan], torch.Tensor]
-"""A decoder's layers through the table's operations: of (token ids, kv, plan), as `Step` takes them, hidden states."""
+"""Runs a decoder's layers through the backend's operations: (token ids, kv, plan), as in `Step`, to hidden states."""
 
 
 class Halted(Exception):
-    """A step was given up between two layers. layer: the next one; residual: [T, hidden], what it adds to."""
+    """A step was abandoned between two layers.
+
+    layer: the next one. residual: [T, hidden], to which it adds."""
 
     def __init__(self, layer: int, residual: torch.Tensor) -> None:
         super().__init__(f"given up before layer {layer}")
@@ -231,7 +244,7 @@ def always() -> bool:
 
 
 class Step(Protocol):
-    """A decoder recorded once. Not thread-safe."""
+    """Decoder recorded once. Not thread-safe."""
 
     def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
         """Return whether it runs batches like this one over the pool `kv` [block, layer, plane, kv_head, slot, dim]."""
@@ -239,9 +252,10 @@ class Step(Protocol):
     def __call__(
         self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always
     ) -> torch.Tensor:
-        """Hidden states [T, hidden] after the final norm, good until the next call; writes K/V. Equal to the layers run
-        one by one through the table's operations. Raises Halted where a batch of prompts alone is not `wanted` between
-        two layers."""
+        """Return hidden states [T, hidden] after the final norm, valid until the next call; write K/V.
+
+        Equal to the layers run one by one through the backend's operations. Raises Halted if `wanted` returns False
+        between two layers of a batch of prompts alone."""
 
     def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         """Return the head's logits instead."""

@@ -13,13 +13,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A token is given the `chosen` experts of the highest scores, which are its weights.
+    """Rule by which a token chooses its experts: the `chosen` ones of the highest scores, which become their weights.
 
     renormalised    weights are divided by their sum
-    sigmoid         a score is the sigmoid of its logit; else scores are the softmax over all experts
-    groups, kept    only those of the `kept` best of so many groups of neighbours are looked at
-    judged          a group is as good as the sum of so many of its highest scores
-    factor          weights are multiplied with it
+    sigmoid         a score is the sigmoid of its logit; otherwise scores are the softmax over all experts
+    groups, kept    only the `kept` best of that many groups of consecutive experts are considered
+    judged          a group is ranked by the sum of that many of its highest scores
+    factor          weights are multiplied by it
     """
 
     chosen: int
@@ -34,9 +34,9 @@ class Routing:
 def route(
     logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights float32 and experts int64, [T, chosen] each, by rank, of float32 logits [T, experts].
+    """Return weights float32 and experts int64, [T, chosen] each, by rank, for float32 logits [T, experts].
 
-    correction, float32 [experts]: added to scores where experts are compared, not where they are weighed."""
+    correction, float32 [experts]: added to scores for the choice of experts, not for their weights."""
     scores = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
     compared = scores if correction is None else scores + correction
     if routing.kept < routing.groups:
@@ -49,7 +49,7 @@ def route(
 
 
 def _of_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Scores [T, experts], -inf in all groups but the best."""
+    """Return scores [T, experts] with -inf in all groups but the best."""
     grouped = scores.view(len(scores), routing.groups, -1)
     best = grouped.topk(routing.judged, dim=-1).values.sum(-1).topk(routing.kept, dim=-1).indices
     left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)

@@ -1,10 +1,9 @@
 """Mixture-of-experts layers (Shazeer et al. 2017).
 
-Tokens are laid together by expert, so the dense layers of an expert run once a step: as grouped products where there
-are such, which a device divides among the experts by itself; else one expert after the other, and the host counts the
-tokens of each. What a token is given depends on the token alone: its experts' outputs are added in the order of their
-ranks, in float32, then that of what all share.
-"""
+Tokens are sorted by expert, so an expert's dense layers run once a step: as grouped products if the backend has them,
+which divide the work on the device; otherwise one expert after the other, and the host counts the tokens of each. A
+token's result depends on that token alone: its experts' outputs are added in float32 in the order of their ranks, then
+the shared expert's."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from kvferry.kernels.decoder_spec import Experts, GroupedGated
 from kvferry.kernels.expert_routing import route
 
 Activated = Callable[[torch.Tensor], torch.Tensor]
-"""act(gate) * up of gate and up [n, 2 * inner] side by side."""
+"""Computes act(gate) * up for gate and up [n, 2 * inner] side by side."""
 
 
 def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Tensor:
@@ -39,14 +38,14 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
 
 
 def _grouped(grouped: GroupedGated, inputs: torch.Tensor, chosen: torch.Tensor, activated: Activated) -> torch.Tensor:
-    """float32 of inputs [n, hidden] that lie by expert; chosen: the expert of each."""
+    """Return float32 [n, hidden] for inputs [n, hidden] sorted by expert; chosen: the expert of each."""
     numbers = torch.arange(len(grouped.each), device=chosen.device)
     ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
     return grouped.down(activated(grouped.gate_up(inputs, ends, chosen)), ends, chosen).float()
 
 
 def _one_by_one(experts: Experts, inputs: torch.Tensor, pairs: torch.Tensor, activated: Activated) -> torch.Tensor:
-    """As `_grouped`; pairs: the expert of each, in the order of tokens. Waits for the device."""
+    """Return what `_grouped` returns. pairs: the expert of each input, in the order of tokens. Waits for the device."""
     outputs, first = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device), 0
     for mlp, count in zip(experts.each, pairs.bincount(minlength=len(experts.each)).tolist(), strict=True):
         if count and mlp is not None:

@@ -8,8 +8,9 @@ from math import inf, pi, sqrt
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """g * sigmoid(slope * g + cubic * g^3) * (u + offset), of gate g, at most `limit`, and up u, between -limit and
-    limit."""
+    """Activation g * sigmoid(slope * g + cubic * g^3) * (u + offset) of gate g and up u.
+
+    `limit` bounds g from above and u from both sides."""
 
     slope: float = 1.0
     cubic: float = 0.0
@@ -19,4 +20,4 @@ class Gate:
 
 SILU = Gate()
 GELU = Gate(slope=2 * sqrt(2 / pi), cubic=2 * sqrt(2 / pi) * 0.044715)
-"""By tanh (Hendrycks and Gimpel 2016): 1 + tanh(x) is 2 * sigmoid(2 * x)."""
+"""GELU by tanh (Hendrycks and Gimpel 2016): 1 + tanh(x) is 2 * sigmoid(2 * x)."""

@@ -14,22 +14,23 @@ from kvferry.kernels.decoder_spec import StoredRows
 from kvferry.kernels.quantised_codes import Levels
 
 _PIECE = 1 << 20
-"""Weights that are taken apart at once: 4 MiB of float32."""
+"""Weights unpacked at once: 4 MiB of float32."""
 Parts = tuple[torch.Tensor, Levels, Levels | None]
-"""Of n blocks: codes, float32 [n, groups, inputs of a group], integers of eight bits; scales of [n, groups]; minima of
-the same shape, or None."""
+"""Codes, scales and minima of n blocks.
+
+Codes: float32 [n, groups, inputs of a group], 8-bit integers. Scales: [n, groups]. Minima: the same shape, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """size: weights of a block; bytes: of a block; apart: takes blocks, uint8 [n, bytes], apart."""
+    """Block format. size: weights of a block. bytes: of a block. apart: unpacks blocks, uint8 [n, bytes]."""
 
     size: int
     bytes: int
     apart: Callable[[torch.Tensor], Parts]
 
     def values(self, blocks: torch.Tensor) -> torch.Tensor:
-        """float32 [n, size] of blocks [n, bytes]."""
+        """Return float32 [n, size] for blocks [n, bytes]."""
         codes, scales, minima = self.apart(blocks)
         codes.mul_(scales.numbers()[..., None])
         return (codes if minima is None else codes.add_(minima.numbers()[..., None])).flatten(1)
@@ -41,17 +42,17 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _plain(blocks: torch.Tensor, start: int) -> Levels:
-    """Of blocks that are one group."""
+    """Return the float16 at `start` of blocks that are one group."""
     return Levels(_half(blocks, start))
 
 
 def _bits(packed: torch.Tensor, *shifts: int) -> torch.Tensor:
-    """By how much bytes are shifted, where they are."""
+    """Return the bytes shifted right by each of `shifts`."""
     return torch.tensor(shifts, dtype=torch.uint8, device=packed.device)
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[..., k] bytes to float32 [..., 2, k]: low halves, then high halves."""
+    """Return bytes [..., k] as float32 [..., 2, k]: low nibbles, then high ones."""
     out = torch.empty(*packed.shape[:-1], 2, packed.shape[-1], device=packed.device)
     out[..., 0, :] = packed & 15
     out[..., 1, :] = packed >> 4
@@ -59,7 +60,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _run(packed: torch.Tensor) -> torch.Tensor:
-    """16 bytes of a block to float32 [n, 1, 32]."""
+    """Return 16 bytes of a block as float32 [n, 1, 32]."""
     return _nibbles(packed).view(-1, 1, 32)
 
 
@@ -72,7 +73,7 @@ def _q4_1(blocks: torch.Tensor) -> Parts:
 
 
 def _fives(fifths: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
-    """Fifth bits [n, 4] and bytes of halves [n, 16] to float32 [n, 1, 32]."""
+    """Return fifth bits [n, 4] and bytes of nibbles [n, 16] as float32 [n, 1, 32]."""
     bits = (fifths[:, :, None] >> _bits(fifths, *range(8))) & 1
     return _run(halves).add_(bits.view(-1, 1, 32), alpha=16)
 
@@ -90,8 +91,10 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _scales_and_minima(blocks: torch.Tensor) -> tuple[Levels, Levels]:
-    """Of [n, 8] each: two float16 and 12 bytes with eight pairs of 6 bits: the low six bits of bytes 0-3 and
-    4-7 are the first four of each; nibbles of bytes 8-11 with the top two bits of 0-3 and 4-7 are the others."""
+    """Return scales and minima, [n, 8] each, from two float16 and 12 bytes with eight pairs of 6 bits.
+
+    The low six bits of bytes 0-3 and 4-7 are the first four of each. Nibbles of bytes 8-11 with the top two bits of
+    bytes 0-3 and 4-7 are the others."""
     scales, least, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     high_scales = (rest & 15) | ((scales >> 2) & 0x30)
     high_least = (rest >> 4) | ((least >> 2) & 0x30)
@@ -117,7 +120,7 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
 
 
 def _pairs(packed: torch.Tensor) -> torch.Tensor:
-    """64 bytes of pairs of bits to float32 [n, 16, 16]: byte l of each 32 has those of inputs l, 32 + l, ..."""
+    """Return 64 bytes of 2-bit codes as float32 [n, 16, 16]: byte l of each 32 holds those of inputs l, 32 + l, ..."""
     return ((packed.view(-1, 2, 1, 32) >> _bits(packed, 0, 2, 4, 6)[:, None]) & 3).view(-1, 16, 16).float()
 
 
@@ -135,7 +138,7 @@ def _q3_k(blocks: torch.Tensor) -> Parts:
 
 
 _IQ4 = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.float32)
-"""What the sixteen codes of IQ4 stand for."""
+"""Values of the sixteen codes of IQ4."""
 
 
 def _of_table(nibbles: torch.Tensor) -> torch.Tensor:
@@ -166,11 +169,11 @@ FORMATS = {
     "IQ4_NL": Format(32, 18, _iq4_nl),
     "IQ4_XS": Format(256, 136, _iq4_xs),
 }
-"""By their names in GGUF."""
+"""Formats by their names in GGUF."""
 
 
 def taken_apart(rows: StoredRows) -> Parts:
-    """Rows of a block format, on their device: codes int8 [rows, in], scales and minima of [rows, groups]."""
+    """Unpack rows of a block format on their device: codes int8 [rows, in], scales and minima [rows, groups]."""
     form, count = FORMATS[rows.kind], len(rows.data)
     blocks = rows.data.view(-1, form.bytes)
     values = torch.empty(len(blocks), form.size, dtype=torch.int8, device=blocks.device)

@@ -27,26 +27,26 @@ from kvferry.kernels.gguf_blocks import FORMATS, taken_apart
 from kvferry.kernels.quantised_codes import Codes, Levels, int8_of
 
 _NIBBLES, _SIXES, _BYTES = 15, 63, 255
-"""How far codes of four, six and eight bits are apart at most."""
+"""Largest difference between two codes of four, six and eight bits."""
 _MIDDLES = {INT4: 8, INT6: 32}
-"""What codes with neither offsets nor minima lie above theirs."""
+"""Offset of four- and six-bit codes that have neither offsets nor minima."""
 _SPAN = 16
-"""Inputs that tensor cores multiply at least."""
+"""Fewest inputs that tensor cores multiply."""
 _EXACT = 256
-"""Integers up to it are numbers of bfloat16."""
+"""Largest integer up to which all integers are exact in bfloat16."""
 _TILE = 128
 Found = tuple[str, torch.Tensor, torch.Tensor | None]
-"""Kind, codes uint8 [out, in], and offsets as in a form."""
+"""Kind, codes uint8 [out, in], and offsets as in `CodedForm`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedForm:
-    """codes: uint8 [out, in], or packed by `tile` inputs where they are below eight bits (`kernels/bit_packing.py`).
+    """Quantised weight in GPU memory.
 
-    scales: of [out, groups], each of `group` neighbouring inputs; each span of a tile lies within a group. offsets:
-    int16 [out, groups], what is added to codes, or None. minima: of [out, groups], what is added to codes times scales,
-    or None. Codes of four and six bits lie 8 and 32 above theirs where there is neither. order: int64 [in], the input
-    that stands at each place, or None: all stand at their own."""
+    codes: uint8 [out, in]; below eight bits packed by `tile` inputs (`kernels/bit_packing.py`). scales: [out, groups],
+    one for `group` consecutive inputs; each span of a tile lies within a group. offsets: int16 [out, groups], added to
+    codes, or None. minima: [out, groups], added to codes times scales, or None. With neither, codes of four and six
+    bits are stored plus 8 and 32. order: int64 [in], the input at each place, or None if all are in place."""
 
     kind: str
     codes: torch.Tensor
@@ -59,17 +59,17 @@ class CodedForm:
 
     @property
     def unit(self) -> int:
-        """Inputs of a tile that belong to one group."""
+        """Number of inputs of a tile that belong to one group."""
         return self.tile if self.scales.groups == 1 else min(self.tile, _tile(self.group))
 
     @property
     def memory(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         levels = sum(part.memory for part in (self.scales, self.minima) if part is not None)
         return levels + sum(part.nbytes for part in (self.codes, self.offsets) if part is not None)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """float32 [n, in] of outputs `ids`, int64 [n]."""
+        """Return float32 [n, in]: outputs `ids`, int64 [n]."""
         codes = unpacked(self.kind, self.codes[ids], self.tile)
         if self.kind == FP8:
             values = codes.view(torch.float8_e4m3fn).float()
@@ -88,7 +88,7 @@ class CodedForm:
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
     def joins(self, other: CodedForm) -> bool:
-        """Both are rows of one layer."""
+        """Return whether both can be rows of one layer."""
         plain = ("kind", "group", "tile")
         orders = self.order is None, other.order is None
         same_order = all(orders) or (not any(orders) and torch.equal(self.order, other.order))  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ class CodedForm:
 
 
 def form_of(codes: Codes) -> CodedForm | None:
-    """On the device of the codes. None: they are of another kind, or their groups are no whole tiles."""
+    """Return the form on the codes' device; None for other kinds, or if groups are no whole tiles."""
     own, columns = codes.by_output(), codes.values.shape[1]
     order, values, scales = None, own.values, Levels(_narrow(own.scales))
     if codes.order is not None:
@@ -133,7 +133,7 @@ def form_of_stored(part: Stored) -> CodedForm | None:
 def _laid(
     found: Found | None, scales: Levels, minima: Levels | None, group: int, order: torch.Tensor | None = None
 ) -> CodedForm | None:
-    """What was found of codes, as it lies in memory."""
+    """Return the codes as they lie in memory, or None."""
     if found is None:
         return None
     assert minima is None or minima.shared == scales.shared
@@ -149,7 +149,7 @@ def _laid(
 
 
 def laid_together(forms: Sequence[CodedForm]) -> list[CodedForm]:
-    """Neighbours that are of one form as one."""
+    """Join consecutive weights of one form."""
     bounds = [0, *(i for i, (a, b) in enumerate(pairwise(forms), 1) if not a.joins(b)), len(forms)]
     return [_joined(forms[first:end]) for first, end in pairwise(bounds)]
 
@@ -172,7 +172,7 @@ def _joined(forms: Sequence[CodedForm]) -> CodedForm:
 
 
 def _integers(values: torch.Tensor, group: int) -> Found | None:
-    """None: they do not fit eight bits, or not bfloat16."""
+    """Return codes that fit eight bits and bfloat16, with their offsets; None if they do not."""
     grouped = values.view(len(values), -1, group).to(torch.int16)
     low, high = grouped.aminmax(dim=-1)
     apart, least, most = int((high - low).max()), int(low.min()), int(high.max())
@@ -193,14 +193,14 @@ def _integers(values: torch.Tensor, group: int) -> Found | None:
 
 
 def _above_minima(values: torch.Tensor, group: int) -> Found:
-    """Of codes from 0 to 127."""
+    """Return codes from 0 to 127 with offsets."""
     most = int(values.max())
     six = INT6 if most <= _SIXES and _in_sixes(values, group) else INT8
     return (INT4 if most <= _NIBBLES else six), values.view(torch.uint8), None
 
 
 def _in_sixes(values: torch.Tensor, group: int) -> bool:
-    """Inputs are whole tiles of codes of six bits."""
+    """Return whether inputs are whole tiles of six-bit codes."""
     return values.shape[1] % max(SPANS[INT6] * _SPAN, _tile(group)) == 0
 
 
@@ -210,6 +210,6 @@ def _tile(group: int) -> int:
 
 
 def _narrow(scales: torch.Tensor) -> torch.Tensor:
-    """In 16 bits, where these hold them."""
+    """Return the scales in 16 bits if these hold them."""
     halves = scales.half()
     return halves if torch.equal(halves.float(), scales) else scales

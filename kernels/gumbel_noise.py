@@ -19,7 +19,7 @@ _MULTIPLIERS = (0x21F0AAAD, 0x735A2D97)
 
 
 def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [n, vocab_size], for row i's (seeds[i], positions[i])."""
+    """Return standard Gumbel noise, float32 [n, vocab_size], for row i's (seeds[i], positions[i])."""
     index = torch.arange(vocab_size, dtype=torch.int32, device=device).expand(len(seeds), vocab_size)
     return gumbel_at(seeds, positions, index)
 
@@ -27,13 +27,13 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, devi
 def gumbel_at(seeds: Sequence[int], positions: Sequence[int], index: torch.Tensor) -> torch.Tensor:
     """Return the same noise at chosen vocabulary indices: float32 like `index`, an integer tensor [n, k]."""
     bits = random_bits(seeds, positions, index.to(torch.int32))
-    # 31 bits keep full relative precision near zero, the end that becomes large noise and makes rare tokens win.
+    # 31 bits keep full relative precision near zero, where large noise makes rare tokens win
     uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def random_bits(seeds: Sequence[int], positions: Sequence[int], index: torch.Tensor) -> torch.Tensor:
-    """32 random bits, int32 [n, k], of int32 vocabulary indices [n, k]. A row's indices all get different bits."""
+    """Return 32 random bits, int32 [n, k], for int32 vocabulary indices [n, k]; unique within a row."""
     keys = [row_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     halves = torch.tensor([(_int32(key), _int32(key >> 32)) for key in keys], dtype=torch.int32).view(-1, 2)
     halves = halves.to(index.device)
@@ -47,7 +47,7 @@ def random_bits(seeds: Sequence[int], positions: Sequence[int], index: torch.Ten
 
 
 def row_key(seed: int, position: int) -> int:
-    """64-bit key of a row; seed is any 64-bit integer, position counts from 0."""
+    """Return the 64-bit key of a row; seed is any 64-bit integer, position counts from 0."""
     return _splitmix64(_splitmix64(seed & _MASK64) + position)
 
 
@@ -59,7 +59,7 @@ def _splitmix64(state: int) -> int:
 
 
 def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical right shift of int32."""
+    """Return the logical right shift of int32."""
     return (bits >> count).bitwise_and_((1 << (32 - count)) - 1)
 
 

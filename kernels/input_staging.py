@@ -13,7 +13,7 @@ _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
 class _Host:
-    """A buffer on the host, and the copy that was made of it last."""
+    """Buffer on the host, and the event of its last copy."""
 
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -21,9 +21,9 @@ class _Host:
 
 
 class Staging:
-    """Two buffers on the host, pinned where the device is a GPU, and one on the device, all kept and grown as needed.
+    """Two buffers on the host (pinned if the device is a GPU) and one on the device, reused and grown as needed.
 
-    Of one stream. direct: arrays are handed out as they are, as suits a CPU and only a CPU."""
+    Serves one stream. direct: hand out the arrays themselves, for a CPU only."""
 
     def __init__(self, device: torch.device, *, direct: bool | None = None) -> None:
         self._device = device
@@ -32,9 +32,10 @@ class Staging:
         self._there = torch.empty(0, dtype=torch.uint8)
 
     def put(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """The arrays (int32, int64, float32) on the device, good until the next call: what was given to the stream
-        before that still finds the old ones. The host does not wait, but for the copy before the last one: the last one
-        may stand behind a step that runs."""
+        """Return the arrays (int32, int64, float32) on the device, valid until the next call.
+
+        Work given to the stream before that call still reads the old ones. The host waits only for the copy before the
+        last one: the last one may be queued behind a running step."""
         if self.direct:
             return [torch.from_numpy(array) for array in arrays]
         starts, end = [], 0

@@ -1,12 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): one cached vector per token yields all keys and values.
 
-With a head's query q = [q_R; q_P] of dims that rotate and plain ones, a position's shared rotated key k_R and its
-latent c, a score is q_R . k_R + q_P . (W_UK c), and what the head puts out is W_UV of the latents' weighted sum. Two
-forms of the same:
+A head's query is q = [q_R; q_P] with rotated and plain dims. A position has a shared rotated key k_R and a latent c.
+Its score is q_R . k_R + q_P . (W_UK c), and a head's output is W_UV times the weighted sum of latents. Two equivalent
+forms:
 
 absorbed    q_P . (W_UK c) = (W_UK^T q_P) . c, so all heads attend as one group to the cached vectors [k_R; c]
-            themselves, which are keys and values
-expanded    keys and values of each head are made for all positions, and attended to
+            themselves, which serve as keys and values
+expanded    keys and values of each head are computed for all positions
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from kvferry.kernels.decoder_spec import Latent, Linear
 
 
 def absorbed(q: torch.Tensor, own: Latent) -> torch.Tensor:
-    """Queries [T, heads, rotated + rank] of cached vectors, of q [T, heads, rotated + plain]."""
+    """Return queries of cached vectors, [T, heads, rotated + rank], for q [T, heads, rotated + plain]."""
     turned, plain = torch.split(q, [own.rotated, own.plain], -1)
     return torch.cat((turned, own.absorb(plain)), -1)
 
 
 def put_out(summed: torch.Tensor, own: Latent) -> torch.Tensor:
-    """[T, heads, value] of cached vectors' weighted sums [T, heads, rotated + rank]."""
+    """Return outputs [T, heads, value] for weighted sums of cached vectors, [T, heads, rotated + rank]."""
     return own.up_v(summed[..., own.rotated :])
 
 
 def expanded(latents: torch.Tensor, own: Latent, expand: Linear | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [heads, L, rotated + plain] and V of the same shape, zeros behind its dims, of cached vectors
-    [L, rotated + rank]: fused attention wants equal ones. expand: as own's, of some of its heads; None: of all."""
+    """Return K and V, [heads, L, rotated + plain] each, of cached vectors [L, rotated + rank].
+
+    V is padded with zeros: fused attention wants equal shapes. expand: like own's, for some of its heads; None means
+    all."""
     turned, c = torch.split(latents, [own.rotated, own.rank], -1)
     made = (expand or own.expand)(c).view(len(c), -1, own.plain + own.value)
     plain, v = torch.split(made, [own.plain, own.value], -1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """(x - mean) * rsqrt(variance + eps) * weight over the last dimension, in float32, rounded once.
+    """Return (x - mean) * rsqrt(variance + eps) * weight over the last dimension, in float32, rounded once.
 
-    x: [..., d]; weight: [d] or, of heads that have their own, [heads, d]."""
+    x: [..., d]. weight: [d], or [heads, d] if each head has its own."""
     return (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight.float()).to(x.dtype)

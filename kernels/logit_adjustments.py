@@ -1,9 +1,7 @@
 """Additions to and penalties on logits: min_tokens, logit_bias, repetition, presence and frequency penalties.
 
-Made once per request, adjustments follow its tokens as they come, so that a step costs what changed and one pass over
-the distinct tokens. They depend on the tokens alone: made anew on another node they come to the same. Order and meaning
-are those of vLLM.
-"""
+Adjustments are built once per request and follow its tokens, so a step costs only what changed plus one pass over the
+distinct tokens. They depend on the tokens alone, so another node gets the same result. Order and meaning are vLLM's."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ import torch
 from kvferry.protocol.sampling import SamplingParams
 
 _FEW = 8
-"""New tokens that are written to the device one by one; more are written at once."""
+"""Most new tokens that are written to the device one by one; more are written at once."""
 
 
 class Adjustments:
     """Logit adjustments of one request.
 
-    token_ids: prompt and output so far, which only ever grows; `counting`: they depend on which tokens these are, not
-    on their number alone. `apply` is `Ops.adjust` of one row in PyTorch."""
+    token_ids: prompt and output so far, which only grows. `counting`: the adjustments depend on the tokens themselves,
+    not only on their number. `apply` is `Ops.adjust` of one row in PyTorch."""
 
     def __init__(self, params: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> None:
         self.params, self.token_ids, self.prompt_len = params, token_ids, prompt_len
@@ -39,27 +37,25 @@ class Adjustments:
         return bool(repeats or params.logit_bias or output_len < params.min_tokens or (self.penalised and output_len))
 
     def additions(self, output_len: int, vocab_size: int) -> list[tuple[int, float]]:
-        """Tokens and what is added to their logits before all penalties: minus infinity to what ends the request before
-        min_tokens (ids that the model has not cannot be drawn anyway), and the bias; a token that is named twice gets
-        both."""
+        """Return tokens and what is added to their logits before all penalties.
+
+        Tokens that end the request get minus infinity before min_tokens; ids outside the vocabulary cannot be drawn
+        anyway. Then the bias: a token that is named twice gets both."""
         ends = self.params.ending_token_ids if output_len < self.params.min_tokens else ()
         return [*((token, -float("inf")) for token in ends if 0 <= token < vocab_size), *self.params.logit_bias]
 
     def apply(self, logits: torch.Tensor, output_len: int, last: torch.Tensor | None = None) -> None:
-        """Adjust float32 logits [vocab] in place.
-
-        last: int64 [1], an output token behind those that the host knows. last: int64 [1], an output token behind those
-        that the host knows."""
+        """Adjust float32 logits [vocab] in place. last: int64 [1], an output token that the host does not know yet."""
         if self._on_device is None:
             self._on_device = _OnDevice(self, logits.device, len(logits))
         self._on_device.apply(logits, output_len, None if last is None else last.clamp(min=0))
 
 
 class Adjusted(NamedTuple):
-    """A row of logits, what is done to it, and the number of its request's output tokens.
+    """Row of logits, its adjustments, and the number of its request's output tokens.
 
-    behind: where among the tokens that a device has drawn the last one of these is, which the host does not know yet;
-    below 0: it knows all."""
+    behind: index among the tokens drawn on the device of the request's last token, which the host does not know yet;
+    negative: the host knows all."""
 
     row: int
     adjustments: Adjustments
@@ -68,7 +64,7 @@ class Adjusted(NamedTuple):
 
 
 class _OnDevice:
-    """One request's tensors."""
+    """Tensors of one request."""
 
     def __init__(self, of: Adjustments, device: torch.device, vocab_size: int) -> None:
         params = of.params
@@ -99,8 +95,9 @@ class _OnDevice:
             )
 
     def _divide(self, logits: torch.Tensor, penalty: float, last: torch.Tensor | None) -> None:
-        """Positive logits are divided, others multiplied (Keskar et al., arXiv 1909.05858), which is the lesser of both
-        results for a penalty above 1 and the greater one below."""
+        """Divide positive logits by the penalty and multiply others (Keskar et al., arXiv 1909.05858).
+
+        That is the lesser of both results for a penalty above 1 and the greater one below."""
         ids, _ = self._seen.follow()
         ids = ids if last is None else torch.cat((ids, last))
         values = logits.index_select(0, ids)
@@ -109,7 +106,7 @@ class _OnDevice:
 
 
 class Tally:
-    """The distinct ones of token_ids[start:] and how often each occurs, on the device; follows the list as it grows."""
+    """Distinct tokens of token_ids[start:] and their counts on the device. Follows the list as it grows."""
 
     def __init__(self, token_ids: Sequence[int], start: int, device: torch.device) -> None:
         self._token_ids = token_ids
@@ -120,7 +117,7 @@ class Tally:
         self._counts = torch.empty(0, device=device)
 
     def follow(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids int64 [n], counts float32 [n]) as of now."""
+        """Return (token ids int64 [n], counts float32 [n]) as of now."""
         new = self._token_ids[self._upto :]
         self._upto += len(new)
         if len(new) > _FEW or len(self._often) + len(new) > len(self._ids):
@@ -148,7 +145,7 @@ class Tally:
         return place
 
     def _write_all(self) -> None:
-        """Anew, with room to grow."""
+        """Write all of it anew, with capacity to grow."""
         spare = [0] * max(64, len(self._often) // 4)
         ids, counts = np.array([*self._places, *spare], dtype=np.int64), np.array([*self._often, *spare], np.float32)
         self._ids = torch.from_numpy(ids).to(self._ids.device)

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Adds x @ down.T @ up.T to some outputs of a layer.
+    """Low-rank addition x @ down.T @ up.T to some outputs of a layer.
 
-    down: [rank, in]; up: [outputs, rank], scaled already; first: the first of these outputs, which in a fused layer are
-    some of many. joined: where x and down are a part of the inputs, makes of what they make, float32 [n, rank], what
-    all do."""
+    down: [rank, in]. up: [outputs, rank], already scaled. first: the first of these outputs; a fused layer has others.
+    joined: if x and down are a part of the inputs, sums float32 [n, rank] over all ranks."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -23,17 +22,18 @@ class LowRank:
     joined: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def to(self, device: torch.device) -> LowRank:
+        """Return the addition on another device."""
         return LowRank(self.down.to(device), self.up.to(device), self.first, self.joined)
 
     def narrow(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, rank] of x [n, in], in its dtype; a sum over parts of the inputs is rounded once."""
+        """Return [n, rank] for x [n, in], in its dtype; a sum over parts of the inputs is rounded once."""
         if self.joined is None:
             return F.linear(x, self.down)
         return self.joined(F.linear(x.float(), self.down.float())).to(x.dtype)
 
 
 Layers = tuple[Mapping[str, tuple[LowRank, ...]], ...]
-"""For each layer of a decoder what is added to which dense layer, by its name: qkv, o, gate_up or down."""
+"""Additions of each decoder layer, by the name of the dense layer: qkv, o, gate_up or down."""
 
 
 def on_device(layers: Layers, device: torch.device) -> Layers:
@@ -43,13 +43,14 @@ def on_device(layers: Layers, device: torch.device) -> Layers:
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One adapter on a device, of one decoder. id: of its content, 32 hex digits."""
+    """Adapter of one decoder on a device. id: 32 hex digits of its content."""
 
     id: str
     layers: Layers
 
     @property
     def num_bytes(self) -> int:
+        """Size in bytes."""
         parts = [part for layer in self.layers for found in layer.values() for part in found]
         return sum(matrix.numel() * matrix.element_size() for part in parts for matrix in (part.down, part.up))
 
@@ -60,7 +61,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """The tokens of a batch, int64 [n], that are computed with an adapter."""
+    """Tokens of a batch, int64 [n], that are computed with an adapter."""
 
     adapter: Adapter
     tokens: torch.Tensor

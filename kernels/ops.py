@@ -1,8 +1,7 @@
 """Operations interface that every backend implements.
 
-`reference` is plain PyTorch and defines the meaning; every other row is tested against it. A model receives an Ops and
-calls nothing else for arithmetic.
-"""
+`reference` is plain PyTorch and defines the meaning; tests compare every other backend with it. A model receives an Ops
+and calls nothing else for arithmetic."""
 
 from __future__ import annotations
 
@@ -34,38 +33,39 @@ from kvferry.protocol.sampling import SamplingParams
 
 
 class DenseOps(Protocol):
-    """Makes dense layers, each once at load."""
+    """Factory of dense layers, each made once at load."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """The dense layer of weight [out, in] and bias [out], made once at load: it may keep the weight in a form of
-        its own."""
+        """Return the dense layer of weight [out, in] and bias [out]. It may keep the weight in a form of its own."""
 
     def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
         """Return the dense layers of weight [heads, out, in], made once at load."""
 
     def grouped(self, each: Sequence[Gated | None]) -> GroupedGated | None:
-        """The experts of a layer as grouped products, over weights that are moved together; None where this row of the
-        table has none for them: they run one by one then."""
+        """Return the experts of a layer as grouped products, over weights that are moved together.
+
+        None if this backend has none for them: then they run one by one."""
 
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
-        """The dense layer of stored rows or codes [.., columns] laid under each other, run as they are; None where this
-        row of the table does not run them: dequantise them then."""
+        """Return the dense layer of stored rows or codes [.., columns], concatenated, that runs them as they are.
+
+        None if this backend does not run them: then dequantise them."""
 
 
 class Ops(DenseOps, Protocol):
     """Operations of a decoder layer.
 
     `kv_layer` is the pool's view of one layer, [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the
-    queries' dtype or in 8 bits (see `quantised_cache`). Planes are those of K and of V, or one whose vectors are both.
-    """
+    queries' dtype or in 8 bits (see `quantised_cache`). The planes hold K and V, or one plane serves as both."""
 
     name: str
     capabilities: Capabilities
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
-        """The decoder's step as one call, where this row can replay the form; its dense layers are this row's `linear`.
+        """Return the decoder's step as one call; None if this backend cannot replay the form.
 
-        one_by_one: the same through the operations of this row, which it may capture."""
+        The form's dense layers come from `linear` of this backend. one_by_one: the same step through the operations of
+        this backend, which it may capture."""
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
         """Add x[tokens] @ down.T @ up.T of each part to its outputs of y[tokens], in place.
@@ -73,12 +73,12 @@ class Ops(DenseOps, Protocol):
         x: [T, in]; y: [T, out]; tokens: int64, each once."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, statistics in float32. x: [..., d]."""
+        """Return x * rsqrt(mean(x^2) + eps) * weight over the last dimension, statistics in float32. x: [..., d]."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
+        """Return (rms_norm(x + residual), x + residual)."""
 
     def gate_mul(self, gate_up: torch.Tensor, gate: Gate = SILU) -> torch.Tensor:
         """Return the gate of gate and up [T, 2 * d], in this order, in float32, rounded once; returns [T, d]."""
@@ -93,11 +93,12 @@ class Ops(DenseOps, Protocol):
         kv_layer: torch.Tensor,
         plan: BatchPlan,
     ) -> torch.Tensor:
-        """Rotate q [T, heads, dim] and k [T, kv_heads, dim] by the half-split rotary embedding (Su et al.
+        """Apply rotary embedding to q and k, write k and v into the cache, return rotated q.
 
-        2021; cos, sin: float32 [max_len, rotary_dim / 2], indexed by position; None: no rotation), write k and v into
-        the cache at plan.slots (where they are not below 0), return rotated q. A rotary_dim smaller than dim leaves the
-        rest unrotated. v None: of a pool of one plane; k may be wider than q then."""
+        q [T, heads, dim] and k [T, kv_heads, dim] are rotated by the half-split form (Su et al. 2021). cos, sin:
+        float32 [max_len, rotary_dim / 2], indexed by position; None: no rotation. A rotary_dim smaller than dim leaves
+        the rest unrotated. k and v are written at plan.slots unless negative. v None: the pool has one plane, and k may
+        be wider than q."""
 
     def paged_attention(
         self,
@@ -109,36 +110,42 @@ class Ops(DenseOps, Protocol):
         cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of q [T, heads, dim] over the cached K/V of each sequence; grouped heads share a K/V head;
-        window > 0: only the last `window` positions, the token's own included; cap > 0: a score s becomes
-        cap * tanh(s / cap); sinks, float32 [heads]: a score of each head that takes its share of the weights and brings
-        no value. Returns [T, heads, dim]."""
+        """Return causal attention [T, heads, dim] of q [T, heads, dim] over each sequence's cached K/V.
+
+        Grouped heads share a K/V head. window > 0: only the last `window` positions, the token's own included. cap > 0:
+        a score s becomes cap * tanh(s / cap). sinks, float32 [heads]: an extra score per head that takes its share of
+        the weights and adds no value."""
 
     def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted], drawn: torch.Tensor | None = None) -> None:
-        """Change rows of float32 logits [n, vocab] in place as their adjustments say, each row named once at most: what
-        is added to single tokens, then the repetition penalty of all tokens so far, then frequency and presence
-        penalties of the output (OpenAI API reference). drawn: int64 [m], tokens of which rows are `behind` one; one
-        below 0 is none, and what follows it is nobody's."""
+        """Adjust rows of float32 logits [n, vocab] in place; each row is named at most once.
+
+        The order is: additions to single tokens, the repetition penalty of all tokens so far, then frequency and
+        presence penalties of the output (OpenAI API reference). drawn: int64 [m], tokens that rows refer to by
+        `behind`; a negative one is none, and the result of its row is not used."""
 
     def latent_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
     ) -> torch.Tensor:
-        """Causal attention of rotated q [T, heads, rotated + plain] over each sequence's cached vectors, one plane of
-        one head [rotated + rank] (see `kernels.latent`). Returns [T, heads, value]."""
+        """Return causal attention [T, heads, value] of rotated q over each sequence's cached vectors.
+
+        q: [T, heads, rotated + plain]. The cache has one plane of one head [rotated + rank] (see `kernels.latent`)."""
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()
     ) -> torch.Tensor:
-        """Token ids int64 [n] drawn from float32 logits [n, vocab], which may be overwritten, by each row's mask,
-        temperature, min_p, top_k and top_p, in this order. A token is drawn with the probability that softmax gives it
-        among those its row keeps; where `is_greedy`, the most likely one is, the first of equal ones. A row depends on
-        its own parameters, key and mask alone. A row that has a NaN where its mask allows it, or whose largest logit
-        there is no finite number, draws NO_TOKEN."""
+        """Draw token ids int64 [n] from float32 logits [n, vocab], which may be overwritten.
+
+        Each row's mask, temperature, min_p, top_k and top_p apply in this order. A token is drawn with its softmax
+        probability among those its row keeps; if `is_greedy`, the most likely one is, the first of equals. A row
+        depends only on its own parameters, key and mask. A row draws NO_TOKEN if a NaN is where its mask allows, or if
+        its largest allowed logit is not finite."""
 
 
 def select(name: str, device: torch.device, *, batch_invariant: bool = False, graphs: bool = True) -> Ops:
-    """The implementation called `name`; auto: triton on a CUDA device; on a CPU cpu where its extension is installed,
-    else reference. batch_invariant: only cpu has it; graphs: triton may capture decode steps. Raises ConfigError."""
+    """Return the backend called `name`. Raises ConfigError.
+
+    auto: triton on a CUDA device; on a CPU, cpu if its extension is installed, else reference. batch_invariant: only
+    cpu supports it. graphs: triton may capture decode steps."""
     from kvferry.protocol.errors import ConfigError
 
     if name == "auto":

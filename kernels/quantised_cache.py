@@ -1,6 +1,6 @@
 """KV cache in 8 bits: int8 or fp8 (e4m3) numbers with one float32 scale per head and slot.
 
-The scale is max |x| over the largest such number and lies behind the `dim` numbers of its vector."""
+The scale is max |x| over the largest such number. It follows the `dim` numbers of its vector."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvferry.protocol.layout import SCALE_BYTES
 
 FP8 = torch.float8_e4m3fn
 PEAKS = {torch.int8: 127, FP8: 448}
-"""The largest numbers."""
+"""Largest number of each 8-bit dtype."""
 _LEAST = torch.finfo(torch.float32).tiny
 
 
 def vector_width(dim: int, dtype: torch.dtype) -> int:
-    """Elements of one K or V vector in a pool of `dtype`."""
+    """Return the number of elements of one K or V vector in a pool of `dtype`."""
     return dim + SCALE_BYTES if dtype in PEAKS else dim
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[..., dim + 4] of x [..., dim], each the nearest number, of two the even one."""
+    """Return [..., dim + 4] for x [..., dim], each number rounded to nearest, ties to even."""
     scale = (x.abs().amax(-1, keepdim=True).float() / PEAKS[dtype]).clamp_(min=_LEAST)
     numbers = x.float() / scale
     codes = (numbers.round_() if dtype == torch.int8 else numbers).to(dtype)
@@ -28,7 +28,7 @@ def quantise(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dequantise(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x [..., dim] in `dtype` of [..., dim + 4]."""
+    """Return x [..., dim] in `dtype` from [..., dim + 4]."""
     scale = as_bytes(stored)[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return (stored[..., :-SCALE_BYTES].float() * scale).to(dtype)
 

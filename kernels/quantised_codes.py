@@ -10,40 +10,43 @@ from dataclasses import dataclass
 import torch
 
 _PIECE = 1 << 20
-"""Weights that are computed at once: 4 MiB of float32."""
+"""Weights computed at once: 4 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """A number for each group of each output's inputs: `fine` [out, groups], times, where there is one, the `coarse`
-    [out, groups / n] of n neighbouring groups. Integers of eight bits times float16 are exact in float32."""
+    """Number for each group of each output's inputs, such as a scale.
+
+    `fine` [out, groups], times the `coarse` [out, groups / n] of n consecutive groups if there is one. 8-bit integers
+    times float16 are exact in float32."""
 
     fine: torch.Tensor
     coarse: torch.Tensor | None = None
 
     @classmethod
     def laid(cls, parts: Sequence[Levels], outputs: int) -> Levels:
-        """Parts that go on where the one before ends, as rows of so many outputs."""
+        """Concatenate parts and reshape them to rows of that many outputs."""
         coarse = [part.coarse for part in parts if part.coarse is not None]
         fine = torch.cat([part.fine for part in parts]).view(outputs, -1)
         return cls(fine, torch.cat(coarse).view(outputs, -1) if coarse else None)
 
     @property
     def groups(self) -> int:
+        """Number of groups of an output's inputs."""
         return self.fine.shape[1]
 
     @property
     def shared(self) -> int:
-        """Groups of a coarse number; 0: there is none."""
+        """Number of groups per coarse number; 0 if there is none."""
         return 0 if self.coarse is None else self.groups // self.coarse.shape[1]
 
     @property
     def memory(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.fine.nbytes + (0 if self.coarse is None else self.coarse.nbytes)
 
     def numbers(self, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 [n, groups] of outputs `ids`, int64 [n], or of all."""
+        """Return float32 [n, groups] of outputs `ids`, int64 [n], or of all."""
         fine, coarse = (part if part is None or ids is None else part[ids] for part in (self.fine, self.coarse))
         assert fine is not None
         if coarse is None:
@@ -51,7 +54,7 @@ class Levels:
         return fine.float().view(*coarse.shape, -1).mul_(coarse.float()[..., None]).flatten(1)
 
     def alike(self, other: Levels | None) -> bool:
-        """Both may be rows of one layer."""
+        """Return whether both may be rows of one layer."""
         return other is not None and self._kind == other._kind
 
     @property
@@ -61,10 +64,10 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """values [out, in]: integers of at most 16 bits, or fp8.
+    """Quantised weight. values: [out, in], integers of at most 16 bits, or fp8.
 
-    scales: float32; of all, of each output, of each group of its inputs: [1 or out, groups], or of blocks of (outputs,
-    inputs). order: each input's group, where groups are not neighbours."""
+    scales: float32; one for all, for each output, for each group of its inputs ([1 or out, groups]), or for blocks of
+    (outputs, inputs). order: each input's group, if groups are not consecutive inputs."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -85,7 +88,7 @@ class Codes:
 
     @property
     def group(self) -> int:
-        """Inputs of one scale, where groups are neighbours; the last of blocks may have fewer."""
+        """Number of consecutive inputs per scale; the last of blocks may have fewer."""
         return self.block[1] if self.block is not None else self.values.shape[1] // self.scales.shape[1]
 
     def by_output(self) -> Codes:
@@ -98,17 +101,18 @@ class Codes:
         return Codes(self.values.clone(), scales, block, self.order)
 
     def to(self, device: torch.device) -> Codes:
+        """Return the codes on another device."""
         order = None if self.order is None else self.order.to(device)
         return Codes(self.values.to(device), self.scales.to(device), self.block, order)
 
     def write(self, out: torch.Tensor) -> None:
-        """The weights, into `out` [out, in] of any float dtype, on any device."""
+        """Write the weights into `out` [out, in] of any float dtype, on any device."""
         step = max(1, _PIECE // self.values.shape[1])
         for at in range(0, len(self.values), step):
             out[at : at + step] = self.weights(at, at + step)
 
     def weights(self, first: int, end: int) -> torch.Tensor:
-        """float32 of outputs [first, end)."""
+        """Return the weights of outputs [first, end) in float32."""
         values = self.values[first:end].float()
         if self.block is not None:
             device = values.device
@@ -122,10 +126,11 @@ class Codes:
 
 
 def int8_of(weight: torch.Tensor, peaks: torch.Tensor | None = None) -> Codes:
-    """A weight [out, in] in the nearest integers of eight bits with a scale an output: as the compiled kernels make
-    them. peaks: see `kernels.decoder_spec.StoredRows`."""
+    """Quantise a weight [out, in] to int8 with a scale per output, as the compiled kernels do.
+
+    peaks: see `kernels.decoder_spec.StoredRows`."""
     peaks = (weight.abs().amax(1).float() if peaks is None else peaks)[:, None]
-    most = torch.full_like(peaks, 127)  # not a number: that may be multiplied by an inverse
+    most = torch.full_like(peaks, 127)  # NaN, and not infinity, so that the inverse may be multiplied
     inverse = torch.where(peaks > 0, most / peaks, 0.0)
     values, step = torch.empty(weight.shape, dtype=torch.int8, device=weight.device), max(1, _PIECE // weight.shape[1])
     for at in range(0, len(weight), step):

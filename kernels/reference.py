@@ -1,8 +1,7 @@
 """Reference backend in plain PyTorch, against which all others are tested.
 
-What depends on the batch alone (gather indices, masks, rows of the rotary tables) is built by `BatchIndex` at the first
-layer that needs it and used by all others.
-"""
+`BatchIndex` builds what depends on the batch alone (gather indices, masks, rows of the rotary tables) at the first
+layer that needs it; all other layers reuse it."""
 
 from __future__ import annotations
 
@@ -19,7 +18,9 @@ from kvferry.kernels.torch_operations import TorchShared
 
 
 class ReferenceOps(TorchShared):
-    """Ops on any device and in any of the three dtypes. Holds the last batch's index; not thread-safe."""
+    """Implements `kernels.ops.Ops` on any device, in float32, bfloat16 and float16.
+
+    Holds the last batch's index; not thread-safe."""
 
     name = "reference"
 
@@ -111,7 +112,7 @@ class ReferenceOps(TorchShared):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Half-split rotation of the first rotary_dim of x [T, heads, dim] in float32, rounded once."""
+    """Return x [T, heads, dim] with its first rotary_dim dims rotated (half-split) in float32, rounded once."""
     half, rotary_dim = cos.shape[-1] // 2, cos.shape[-1]
     swapped = torch.cat((x[..., half:rotary_dim], x[..., :half]), -1)
     turned = (x[..., :rotary_dim] * cos).addcmul_(swapped, sin).to(x.dtype)
@@ -127,7 +128,7 @@ def _attend(
     cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of the group's queries q [n, heads, dim]; returns [n, heads, dim].
+    """Return attention [n, heads, dim] of the group's queries q [n, heads, dim].
 
     Heads that share a K/V head are the queries (decode) or the heads (prefill) of one SDPA batch entry, so K/V is never
     repeated."""
@@ -146,7 +147,7 @@ def _attend(
 
 
 def _gathered(memory: torch.Tensor, kv_layer: torch.Tensor, group: AttentionGroup, dtype: torch.dtype) -> torch.Tensor:
-    """What the group's sequences have cached, [planes, count, kv_heads, length, dim], in `dtype` if in 8 bits."""
+    """Return the group's cached vectors, [planes, count, kv_heads, length, dim], in `dtype` if they are in 8 bits."""
     _, planes, kv_heads, _, width = kv_layer.shape
     gathered = memory.index_select(0, group.rows)
     if group.unseen is not None:
@@ -164,8 +165,9 @@ def _weighed(
     cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of q [.., queries, dim] over k and v [.., positions, dim], as the group's mask lets it see; sinks: of
-    a shape that scores [.., queries, positions] but for the last spread."""
+    """Return attention of q [.., queries, dim] over k and v [.., positions, dim] under the group's mask.
+
+    sinks: broadcast to scores [.., queries, positions] except their last dimension."""
     if not cap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=scale)
     scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale)

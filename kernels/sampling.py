@@ -1,7 +1,6 @@
 """Token sampling: mask, min_p, top_k and top_p select candidates, and Gumbel noise picks one.
 
-What is kept depends on values alone, so ties at a boundary are kept together and no device's sort order matters.
-"""
+Selection depends on values alone, so ties at a boundary are kept together and no device's sort order matters."""
 
 from __future__ import annotations
 
@@ -15,21 +14,22 @@ from kvferry.kernels.token_masks import Masks, keep_only
 from kvferry.protocol.sampling import SamplingParams
 
 NO_TOKEN = -1
-"""Drawn from a row that has a NaN, or whose largest logit is no finite number."""
+"""Drawn from a row that has a NaN, or whose largest logit is not finite."""
 _GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 _BOUNDS = (256, 4096)
-"""How many of the most likely tokens are looked at before the whole vocabulary is sorted."""
+"""Numbers of most likely tokens that are ranked before the whole vocabulary is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseKeys:
-    """Per row: the request's seed and the position of the token to draw."""
+    """Seed of each row's request, and the position of the token to draw."""
 
     seeds: tuple[int, ...]
     positions: tuple[int, ...]
 
     def pick(self, rows: Sequence[int]) -> NoiseKeys:
+        """Return the keys of these rows."""
         return NoiseKeys(tuple(self.seeds[i] for i in rows), tuple(self.positions[i] for i in rows))
 
 
@@ -39,8 +39,9 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()) -> torch.Tensor:
-    """`Ops.draw` in PyTorch, all rows at once, so that nothing waits for the device but the check whether enough tokens
-    were ranked."""
+    """`Ops.draw` in PyTorch for all rows at once.
+
+    It waits for the device only to check whether enough tokens were ranked."""
     keep_only(logits, masks)
     random = [i for i, p in enumerate(params) if not is_greedy(p)]
     if not random:
@@ -73,7 +74,7 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKey
 
 
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's largest value, the first of equal ones, or NO_TOKEN: int64 [n].
+    """Return the index of each row's largest value, the first of equals, or NO_TOKEN: int64 [n].
 
     On a CPU NumPy finds it ten times faster than PyTorch."""
     found = _first_largest(logits)
@@ -128,12 +129,11 @@ def _draw_truncated(logits: torch.Tensor, params: Sequence[SamplingParams], keys
 def _kept(
     values: torch.Tensor, logits: torch.Tensor, params: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the ranked `values` [n, bound] (descending) survive top_k and then top_p (bool, like values), and for
-    which rows (bool [n]) no token beyond the bound could survive.
+    """Return which ranked values survive top_k and then top_p, and which rows are complete.
 
-    top_k keeps the k most likely. top_p keeps every token for which the more likely ones, after top_k and
-    renormalised, have less than p together (Holtzman et al., arXiv 1904.09751).
-    """
+    values: [n, bound], descending; the first result has their shape, bool. A row (bool [n]) is complete if no token
+    beyond the bound can survive. top_k keeps the k most likely. top_p keeps every token for which the more likely ones,
+    after top_k and renormalised, have less than p together (Holtzman et al., arXiv 1904.09751)."""
     bound, vocab_size = values.shape[1], logits.shape[1]
     top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], device=values.device)
     kth = values.gather(1, top_k.clamp(max=bound)[:, None] - 1)

@@ -8,14 +8,15 @@ import numpy as np
 import torch
 
 Masks = Sequence[np.ndarray | None]
-"""Of each row of logits, what may be drawn: int32 [words], bit t % 32 of word t // 32 stands for token t; None: all
-may. Empty: no row has one."""
+"""Allowed tokens of each row of logits: int32 [words], bit t % 32 of word t // 32 for token t.
+
+None allows all tokens; an empty sequence has no masks at all."""
 
 
 def keep_only(logits: torch.Tensor, masks: Masks) -> None:
-    """Set to minus infinity what is not in a row's mask in float32 logits [n, vocab].
+    """Set logits [n, vocab] (float32) outside each row's mask to minus infinity.
 
-    A handful of operations on any device; the masks travel packed."""
+    It takes a handful of operations on any device; the masks travel packed."""
     rows = [i for i, mask in enumerate(masks) if mask is not None]
     if not rows:
         return

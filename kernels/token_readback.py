@@ -6,10 +6,9 @@ import torch
 
 
 class Readback:
-    """Copy of an int64 array [n] from the device, queued on the stream at once.
+    """Copy of an int64 array [n] from the device to the host, queued on the stream at once.
 
-    Its copy is given to the stream now, so that what is given to it later need not be waited for. `values`: the array,
-    good on the device at once."""
+    Work queued later does not delay it. `values`: the array, usable on the device immediately."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values

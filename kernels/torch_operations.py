@@ -30,7 +30,7 @@ from kvferry.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TorchLinear:
-    """A `Linear` by PyTorch, in the weight's dtype."""
+    """A `Linear` in PyTorch, in the weight's dtype."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -42,13 +42,13 @@ class TorchLinear:
         return F.linear(own, self.weight, self.bias).to(dtype or x.dtype)
 
     def _in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The sums of products of 16 bits as they are, which a device makes in float32: rounded to bfloat16 they would
-        tie."""
+        """Return products of 16-bit numbers with their float32 sums: rounded to bfloat16 the sums would tie."""
         out = torch.mm(x.flatten(0, -2), self.weight.t(), out_dtype=torch.float32)
         out = out if self.bias is None else out.add_(self.bias)
         return out.view(*x.shape[:-1], -1)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the weight's rows `ids`."""
         return F.embedding(ids, self.weight)
 
     def part(self, first: int, end: int) -> TorchLinear:
@@ -58,7 +58,7 @@ class TorchLinear:
 
 @dataclass(frozen=True, slots=True)
 class TorchGrouped:
-    """A `Grouped` by PyTorch. weight: [experts, out, in]; bias: [experts, out] or None."""
+    """A `Grouped` in PyTorch. weight: [experts, out, in]; bias: [experts, out] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -68,11 +68,12 @@ class TorchGrouped:
         return out if self.bias is None else out.add_(self.bias[experts])
 
     def one(self, expert: int) -> TorchLinear:
+        """Return one expert's layer, sharing memory."""
         return TorchLinear(self.weight[expert], None if self.bias is None else self.bias[expert])
 
 
 def grouped_by_torch(each: Sequence[Gated | None]) -> GroupedGated | None:
-    """Grouped products of bfloat16 layers of PyTorch's; None for others, or where some are elsewhere.
+    """Return grouped products of PyTorch's bfloat16 layers; None for others, or if some are on other ranks.
 
     Until the caller drops `each`, the weights are held twice."""
     layers = [(mlp.gate_up, mlp.down) for mlp in each if mlp is not None]
@@ -83,7 +84,7 @@ def grouped_by_torch(each: Sequence[Gated | None]) -> GroupedGated | None:
 
 
 def _groups(layer: Linear) -> bool:
-    """Sizes that grouped products take: rows of whole 16 bytes."""
+    """Return whether grouped products take the sizes: rows of whole 16 bytes."""
     return (
         isinstance(layer, TorchLinear)
         and layer.weight.dtype is torch.bfloat16
@@ -98,7 +99,7 @@ def _stacked(layers: Sequence[TorchLinear]) -> TorchGrouped:
 
 @dataclass(frozen=True, slots=True)
 class TorchLinearOfHeads:
-    """A `LinearOfHeads` by PyTorch."""
+    """A `LinearOfHeads` in PyTorch."""
 
     weight: torch.Tensor
 
@@ -107,7 +108,7 @@ class TorchLinearOfHeads:
 
 
 class TorchShared:
-    """Dense layers and drawing by PyTorch, for rows of the table without their own."""
+    """Implements `kernels.ops.DenseOps` and sampling in PyTorch, for backends without their own."""
 
     capabilities = Capabilities()
 

@@ -1,8 +1,7 @@
 """CPU backend: C++ kernels for several instruction sets; the best one that runs is chosen.
 
-Where the package was installed without a C++ compiler the extension is absent, `instruction_set()` is None and the
-reference serves.
-"""
+If the package was installed without a C++ compiler, the extension is absent: `instruction_set()` is None and the
+reference backend serves."""
 
 from __future__ import annotations
 

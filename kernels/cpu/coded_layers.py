@@ -1,10 +1,9 @@
 """Quantised dense layers in the layout of the CPU kernels.
 
-Integers of up to eight bits with a scale for each 32 inputs or more have a form of the same values: Q4_0, Q5_0 or Q8_0
-of GGUF, whichever holds them, or one scale an output. All others (fp8, groups in an order of their own or of fewer
-inputs) become the nearest integers of eight bits with a scale for each 32 inputs, at most 1 / 254 of a run's largest
-away.
-"""
+Integers of up to eight bits with a scale for each 32 inputs or more keep their values: as Q4_0, Q5_0 or Q8_0 of GGUF,
+the smallest that holds them, or with one scale per output. All others (fp8, groups of fewer inputs or in an order of
+their own) become the nearest 8-bit integers with a scale for each 32 inputs, off by at most 1 / 254 of a run's largest
+value."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from kvferry.kernels.decoder_spec import StoredRows
 from kvferry.kernels.quantised_codes import Codes, int8_of
 
 RUN = 32
-"""Inputs of one scale in GGUF's small blocks."""
+"""Inputs per scale in GGUF's small blocks."""
 _PIECE = 1 << 20
-"""Weights that are computed at once: 4 MiB of float32."""
+"""Weights computed at once: 4 MiB of float32."""
 
 
 def rows_of(codes: Codes) -> StoredRows | None:
-    """In the nearest form that products take; None: their inputs are no whole runs, which none does."""
+    """Return the rows in the nearest form that products take; None if their inputs are no whole runs."""
     values, scales = codes.values, codes.scales
     (count, columns), groups = values.shape, scales.shape[1]
     if columns % RUN:
@@ -38,7 +37,7 @@ def rows_of(codes: Codes) -> StoredRows | None:
 
 
 def packable(rows: StoredRows) -> StoredRows:
-    """Quantise as the kernels do, with the scales of whole rows where some inputs are on other ranks."""
+    """Quantise as the kernels do; if some inputs are on other ranks, with the scales of whole rows."""
     if rows.peaks is None:
         return rows
     codes = int8_of(rows.data.view(torch.bfloat16), rows.peaks)
@@ -62,7 +61,7 @@ def _nearest(codes: Codes) -> StoredRows:
 
 
 def _blocks(values: torch.Tensor, scales: torch.Tensor, low: int, high: int) -> StoredRows:
-    """Rows of GGUF's smallest blocks that hold codes between low and high; scales [out, in / RUN]."""
+    """Return rows in the smallest GGUF blocks that hold codes between low and high. scales: [out, in / RUN]."""
     codes, halves = values.view(len(values), -1, RUN), scales.half()
     if low < -16 or high > 15:
         return StoredRows("Q8_0", _q8_0(codes, halves))
@@ -81,5 +80,5 @@ def _q8_0(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(scales: torch.Tensor) -> torch.Tensor:
-    """float16 [out, n] as bytes [out, n, 2]."""
+    """Return float16 [out, n] as bytes [out, n, 2]."""
     return scales.contiguous().view(torch.uint8).view(*scales.shape, 2)

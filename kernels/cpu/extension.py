@@ -16,7 +16,7 @@ def extension() -> ModuleType | None:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Names of the compiled instruction sets that this processor runs, best first; empty without the extension."""
+    """Return the compiled instruction sets that this processor runs, best first; empty without the extension."""
     native = extension()
     return tuple(native.instruction_sets()) if native is not None else ()
 

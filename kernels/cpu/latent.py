@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _UNIT = 32
 _SPAN, _BYTES = 2048, 48 << 20
-"""Expanded keys and values that are held at a time: positions, and bytes of all heads."""
+"""Limits of expanded keys and values in memory at a time: positions, and bytes of all heads."""
 
 
 def native(q: torch.Tensor, own: Latent) -> bool:
@@ -34,7 +34,7 @@ def attend_prompts(
     own: Latent,
     out: torch.Tensor,
 ) -> None:
-    """Attend for the rows of `q` [T, heads, rotated + plain] that are no decodes, into `out` [T, heads, value]."""
+    """Attend for the rows of `q` [T, heads, rotated + plain] that are no decodes; write `out` [T, heads, value]."""
     assert isinstance(own.expand, PackedLinear)
     start = plan.num_decodes
     for seq in range(plan.num_decodes, plan.num_seqs):

@@ -1,6 +1,7 @@
-"""Packed weights in a file that processes map and share.
+"""Packed weights in a file that several processes map and share.
 
-The file holds the panels, then everything else pickled, then its form in words, and last the sizes of the three."""
+The file holds the packed panels, then everything else pickled, then a description of its form, then the sizes of the
+three."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ _SIZES = struct.Struct("<QQQ")
 
 
 class OtherForm(Exception):
-    """A weight file has another form than requested."""
+    """The weight file has another form than requested."""
 
 
 def write(descriptor: int, kernels: Kernels, form: str, make: Callable[[], object]) -> None:
-    """Fill the empty file with what `make` returns, whose layers these kernels pack.
+    """Fill the empty file with the value of `make`, whose layers these kernels pack.
 
-    form: what `read` must ask for. Raises OSError and MemoryError: there is no room."""
+    form: the description that `read` must ask for. Raises OSError or MemoryError if there is not enough space."""
     kernels.pack_into(descriptor)
     try:
         rest = io.BytesIO()
         _Pickler(rest, pickle.HIGHEST_PROTOCOL).dump(make())
-        gc.collect()  # what was made may be in circles, and keeps the file open to be written
+        gc.collect()  # reference cycles in the value would keep the file open for writing
         panels = kernels.finish()
     finally:
         kernels.pack_into(-1)
@@ -47,7 +48,7 @@ def write(descriptor: int, kernels: Kernels, form: str, make: Callable[[], objec
 def read(descriptor: int, kernels: Kernels, form: str) -> Any:
     """Map the layers of a file that `write` wrote.
 
-    It must come from this program: it is unpickled. Raises OtherForm, before anything is mapped, OSError and
+    The file must come from this program: it is unpickled. Raises OtherForm before anything is mapped; OSError and
     MemoryError."""
     end = os.fstat(descriptor).st_size - _SIZES.size
     panels, pickled, named = _SIZES.unpack(os.pread(descriptor, _SIZES.size, end))

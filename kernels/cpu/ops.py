@@ -29,16 +29,19 @@ _UNIT = 16
 _PREFILL_UNIT = 32
 _MAX_HEAD_DIM = 576
 Scoring = tuple[float, int, float, torch.Tensor | None]
-"""scale, window, cap and sinks of `Ops.paged_attention`."""
+"""Scale, window, cap and sinks of `Ops.paged_attention`."""
 
 
 class CpuOps(PackedLayers, TorchShared):
-    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for a cache in fp8, for attention
-    with head dims that are not multiples of 16, and for prefill attention in float32 or with head dims, or parts of
-    latent attention's, that are not multiples of 32. Owns a team of threads; not thread-safe. threads None: as many as
-    PyTorch has; name None: the best instruction set. batch_invariant: a token's attention has the same bits in a decode
-    step as in a chunk of its prompt, for bfloat16 and head dims that are multiples of 32; decode steps take longer.
-    Raises RuntimeError without the extension, ValueError for a set that this processor does not run."""
+    """Ops on the compiled kernels in float32 and bfloat16. Owns a team of threads; not thread-safe.
+
+    The reference serves float16, fp8 caches and attention with head dims that are not multiples of 16. It also serves
+    prefill attention in float32, or if head dims, or the parts of latent attention, are not multiples of 32.
+
+    threads: None means as many as PyTorch has. name: an instruction set; None means the best. batch_invariant: a
+    token's attention has the same bits in a decode step as in a chunk of its prompt, for bfloat16 and head dims that
+    are multiples of 32; decode steps take longer. Raises RuntimeError without the extension, ValueError if this
+    processor does not run the set."""
 
     name = "cpu"
     capabilities = Capabilities(codes=True)

@@ -1,7 +1,7 @@
 """Dense layers with weights packed once for the CPU kernels.
 
-They measured ahead of or level with PyTorch (oneDNN) for any number of rows (benchmarks/cpu_kernels.py), so the plain
-weight is not kept."""
+They are as fast as PyTorch (oneDNN) or faster for any number of rows (benchmarks/cpu_kernels.py), so the plain weight
+is not kept."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _PANEL = 32
 
 
 class PackedLinear:
-    """y = x @ weight.T + bias of bfloat16 x [n, in] over stored rows [.., in].
+    """Dense layer y = x @ weight.T + bias of bfloat16 x [n, in] over stored rows [.., in].
 
-    BF16 is multiplied as it is; for all other kinds x is quantised to int8 per row and 32 inputs. A row's result does
+    BF16 is multiplied as it is. For all other kinds x is quantised to int8 per row and 32 inputs. A row's result does
     not depend on the other rows."""
 
     __slots__ = ("in_features", "kernels", "kinds", "out_features", "weights")
@@ -40,7 +40,7 @@ class PackedLinear:
 
     @classmethod
     def placed(cls, kernels: Kernels, place: Place) -> PackedLinear:
-        """One that lies in the file that the kernels map."""
+        """Return a layer that lies in the file that the kernels map."""
         found = cls.__new__(cls)
         found.kernels, found.weights = kernels, kernels.placed(place)
         found.in_features, found.out_features = place[:2]
@@ -61,7 +61,7 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearOfHeads:
-    """A `LinearOfHeads` whose layers lie one behind the other, each padded to whole panels."""
+    """A `LinearOfHeads` whose layers lie one after the other, each padded to whole panels."""
 
     heads: PackedLinear
     out_features: int
@@ -86,10 +86,10 @@ def whole_panels(parts: Sequence[StoredRows]) -> bool:
 
 
 class PackedLayers:
-    """The part of the row `cpu` that makes dense layers, once at load.
+    """Factory of packed dense layers: the entry `cpu` of the backend table, used once at load.
 
-    kernels: what packs them and runs them; row_bytes: of a kind and a number of inputs, below zero for what is not
-    packed."""
+    kernels: packs and runs the layers. row_bytes: bytes of a row of a kind with a number of inputs; negative if it is
+    not packed."""
 
     def __init__(self, kernels: Kernels, row_bytes: Callable[[str, int], int]) -> None:
         self.kernels = kernels

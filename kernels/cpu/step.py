@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvferry.kernels.cpu._native import Kernels, Packed, Step
 
 MAX_ROWS, MAX_DECODES = 256, 128
-"""Rows of a recorded step, and decodes among them; larger batches run layer by layer."""
+"""Most rows of a recorded step, and most decodes among them; larger batches run layer by layer."""
 _UNIT = 32
 _MAX_HEAD_DIM = 512
 _MAX_GROUP = 16
@@ -25,8 +25,9 @@ _POOL_DTYPES = (torch.bfloat16, torch.int8)
 
 
 class CpuStep:
-    """A `kernels.decoder_spec.Step` for batches of up to `MAX_ROWS` tokens in bfloat16: one call, or one a layer for
-    prompts alone."""
+    """A `kernels.decoder_spec.Step` for batches of up to `MAX_ROWS` tokens in bfloat16.
+
+    It makes one call to the extension, or one per layer for batches of prompts alone."""
 
     def __init__(self, native: Step, form: DecoderForm, vocab_size: int):
         self._native = native
@@ -62,7 +63,7 @@ class CpuStep:
         return NextLogits(self._out, best)
 
     def _bind(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, width: int, dtype: torch.dtype) -> None:
-        """Tell the extension of the arrays that it does not know yet."""
+        """Pass the arrays that the extension does not know yet."""
         arrays = (token_ids, plan.positions, plan.slots, plan.block_table, plan.query_start, plan.total_len, kv)
         if self._out.dtype != dtype or not self._bound or not all(map(operator.is_, arrays, self._bound)):
             out = torch.empty(len(token_ids), width, dtype=dtype)
@@ -106,7 +107,7 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_inv
 
 
 def _packed_parts(layer: LayerForm) -> tuple[Packed, Packed, Packed, Packed] | None:
-    """qkv, o, gate_up and down, if all are packed and the MLP's width is a whole number of panels."""
+    """Return qkv, o, gate_up and down if all are packed and the MLP's width is a whole number of panels."""
     if not isinstance(layer.mlp, Gated) or not isinstance(layer.attention, Gqa):
         return None
     qkv, o, gate_up, down = layer.dense_layers()

@@ -36,9 +36,7 @@ from kvferry.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Layer facts that decide its launches.
-
-    coded: K/V is in 8 bits."""
+    """Facts of a layer that decide its launches. coded: K/V is in 8 bits."""
 
     heads: int
     kv_heads: int
@@ -50,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Tiles and grid bounds of one batch's attention for one `Shape`. division: of the decodes; None without any."""
+    """Tiles and grid bounds of one batch's attention for one `Shape`. division: of its decodes; None without any."""
 
     decode_tile: Tile
     division: Division | None
@@ -59,7 +57,7 @@ class Launch:
 
 
 def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
-    """Built once per batch and shape; the host reads only Python ints of the plan."""
+    """Plan the launches of a batch and shape. Called once for both; reads only Python ints of the plan."""
     group = shape.heads // shape.kv_heads
     tile = decode_tile(group, shape.dim, shape.element_bytes)
     division = None
@@ -73,10 +71,10 @@ def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
 
 
 class TritonOps(TorchShared):
-    """Ops on Triton kernels, in float32, bfloat16 and float16 with float32 accumulation.
+    """Implements `kernels.ops.Ops` on Triton kernels, in float32, bfloat16 and float16, accumulating in float32.
 
-    Holds the last batch's launches; not thread-safe. `processors`: multiprocessors to fill, None: those of the device.
-    capture: what records decode steps, None: CUDA graphs where there is a device and `graphs`."""
+    Holds the last batch's launches; not thread-safe. `processors`: multiprocessors to fill; None: those of the device.
+    capture: records decode steps; None: CUDA graphs if there is a device and `graphs`."""
 
     name = "triton"
     capabilities = Capabilities(codes=True, unit=4)
@@ -91,8 +89,8 @@ class TritonOps(TorchShared):
         self._latents: LatentBatch | None = None
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
-        """Steps of every form are captured, but for experts that run one by one, which the host chooses by what it
-        reads."""
+        """Capture steps of every form, except experts that run one by one: the host chooses those by reading the
+        device."""
         read = any(isinstance(layer.mlp, Experts) and layer.mlp.grouped is None for layer in form.layers)
         return None if read or self._capture is None else GraphStep(form, one_by_one, self._capture)
 
@@ -175,7 +173,7 @@ class TritonOps(TorchShared):
         return self._launches[shape]
 
     def _filled(self, device: torch.device) -> int:
-        """Multiprocessors to fill."""
+        """Return the number of multiprocessors to fill."""
         if self._processors is None:
             on_gpu = device.type == "cuda"
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1

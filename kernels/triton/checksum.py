@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Triton kernel for XXH3 checksums of many blocks at memory speed.
 
-64 bits without a seed, the same number that the xxhash library takes of the same bytes on a CPU (algorithm for inputs
-over 240 bytes: Collet, "xxHash fast digest algorithm", version 0.8). Its accumulators are scrambled once a KiB, but
-what a KiB adds to them does not depend on what they are: those sums are taken by all programs in parallel, and only the
-scrambling, over 64 bytes a KiB, follows in order.
-"""
+It computes the 64-bit XXH3 without a seed, equal to the xxhash library's on a CPU (algorithm for inputs over 240 bytes:
+Collet, "xxHash fast digest algorithm", version 0.8). The accumulators are scrambled once a KiB, but what a KiB adds to
+them does not depend on their state. So all programs compute those sums in parallel; only the scrambling, 64 bytes per
+KiB, is sequential."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -20,7 +19,7 @@ KIB = 1024
 WORDS, LANES, STRIPES = 128, 8, 16
 """8-byte words of a KiB: 16 stripes of one word for each of the 8 accumulators."""
 KIBS = 4
-"""A program takes so many."""
+"""Number of KiBs that a program takes."""
 MASK = (1 << 64) - 1
 PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 PRIME64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
@@ -33,14 +32,14 @@ SECRET = bytes.fromhex(
     "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
     "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-"""Of the algorithm, 192 bytes."""
+"""Secret of the algorithm, 192 bytes."""
 LAST_STRIPE, SCRAMBLE, MERGE = len(SECRET) - 71, len(SECRET) - 64, 11
-"""Where in the secret its parts begin."""
+"""Offsets of the secret's parts."""
 
 
 @triton.jit
 def _stripes(words, secret, stripes, live):
-    """What stripes [n, 1] of 8 words, where `live`, add to the accumulators: int64 [8]."""
+    """Return what stripes [n, 1] of 8 words, where `live`, add to the accumulators: int64 [8]."""
     lanes = tl.arange(0, 8)[None, :]
     data = tl.load(words + stripes * 8 + lanes, mask=live, other=0)
     swapped = tl.load(words + stripes * 8 + (lanes ^ 1), mask=live, other=0)
@@ -51,7 +50,7 @@ def _stripes(words, secret, stripes, live):
 
 @triton.jit(do_not_specialize=["stripes"])
 def sums_kernel(blocks, secret, sums, stripes, kibs, KIBS: tl.constexpr):
-    """Program (block, some of its KiBs): what each KiB adds to the accumulators, into sums [block, kib, 8]."""
+    """Program (block, some of its KiBs): write what each KiB adds to the accumulators to sums [block, kib, 8]."""
     block = tl.program_id(0).to(tl.int64)
     words = tl.load(blocks + block).to(tl.pointer_type(tl.int64))
     for part in range(KIBS):
@@ -64,8 +63,9 @@ def sums_kernel(blocks, secret, sums, stripes, kibs, KIBS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["whole", "words"])
 def scramble_kernel(blocks, secret, sums, out, whole, kibs, words):
-    """Program (block): its accumulators, int64 [8], after `whole` KiBs that are scrambled, the rest, and the last
-    stripe once more. secret: int64 [40]: its words, those of the last stripe, and the accumulators' start."""
+    """Program (block): fold the sums of `whole` KiBs, the rest, and the last stripe once more into the digest.
+
+    secret: int64 [40]: its words, those of the last stripe, and the accumulators' start."""
     block, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, 8)
     key, total = tl.load(secret + 16 + lanes), tl.load(secret + 32 + lanes)
     for kib in range(whole):
@@ -82,9 +82,9 @@ def scramble_kernel(blocks, secret, sums, out, whole, kibs, words):
 
 
 def digests(blocks: Sequence[torch.Tensor]) -> list[int]:
-    """XXH3, 0 to 2^64 - 1, of each of the blocks: contiguous uint8 [bytes] of one size.
+    """Return XXH3, 0 to 2^64 - 1, of each of the blocks: contiguous uint8 [bytes] of one size.
 
-    What is small or no multiple of 8 goes over the host. Waits for the device's current stream."""
+    Small blocks, and sizes that are no multiple of 8, are hashed on the host. Waits for the device's current stream."""
     size = blocks[0].numel()
     if size < LEAST_BYTES or size % 8:
         return [xxh3_64_intdigest(block.cpu().numpy().data) for block in blocks]
@@ -116,12 +116,12 @@ def _merged(lanes: list[int], size: int) -> int:
 
 
 def _word(offset: int) -> int:
-    """Of the secret."""
+    """Return a word of the secret."""
     return int.from_bytes(SECRET[offset : offset + 8], "little")
 
 
 @cache
 def _secret(device: torch.device) -> torch.Tensor:
-    """int64 [40], see `scramble_kernel`."""
+    """Return int64 [40], see `scramble_kernel`."""
     words = [_word(offset) for offset in (*range(0, 192, 8), *range(LAST_STRIPE, LAST_STRIPE + 64, 8))] + list(START)
     return torch.tensor([word - (word >> 63 << 64) for word in words], dtype=torch.int64, device=device)

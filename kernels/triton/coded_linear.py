@@ -11,7 +11,7 @@ from kvferry.kernels.triton.coded_product import product
 
 
 class CodedLinear:
-    """A `StoredLinear` over forms laid under each other, of x [n, in]; bias [out], or None."""
+    """A `StoredLinear` over concatenated forms, of x [n, in]; bias [out], or None."""
 
     def __init__(self, forms: Sequence[CodedForm], columns: int, bias: torch.Tensor | None, processors: int) -> None:
         self.kinds = frozenset(form.kind for form in forms)
@@ -33,7 +33,7 @@ class CodedLinear:
         return sum(form.memory for form in self._forms)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """In bfloat16."""
+        """Return rows in bfloat16."""
         out, first = torch.empty(len(ids), self._columns, dtype=torch.bfloat16, device=ids.device), 0
         for form in self._forms:
             mine = form.rows((ids - first).clamp(0, len(form.codes) - 1)).to(out.dtype)

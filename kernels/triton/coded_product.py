@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
 """Triton kernel for products of few rows with quantised weights, dequantised in registers.
 
-Codes are multiplied as they are, for all of them are exact in 16 bits, and a group's sums by its scale: what comes out
-is the product with the weights in float32, but for the order of its sums. That order is one of tiles along the inputs,
-and the same for every batch of up to `ORDERED` rows, so that a row has the same bits in each of them. Products of more
-rows are those of `dequantised_product`.
-"""
+Codes are multiplied as they are, since all are exact in 16 bits, and a group's sum is multiplied by its scale. The
+result is the product with the weights in float32 up to the order of its sums. That order is one tile after the other
+along the inputs, the same for every batch of up to `ORDERED` rows, so a row has the same bits in each of them.
+`dequantised_product` serves more rows."""
 
 import torch
 import triton
@@ -20,13 +19,13 @@ from kvferry.kernels.triton.device_features import hardware_bfloat16, hardware_e
 from kvferry.kernels.triton.tile_sizes import kv_splits, power_of_two, product_tile
 
 ORDERED = LADDER[-1]
-"""Rows of the largest batch that is summed in one order with all smaller ones."""
+"""Rows of the largest batch that is summed in the same order as all smaller ones."""
 _SUMS = 32
 """Sums of inputs that a program makes."""
 _UNROLLED_INPUTS = 128
-"""Inputs at most of a step of the loop that several short tiles make up."""
+"""Most inputs of a loop step that consists of several short tiles."""
 _BAND = 8
-"""Tiles of rows that go through the outputs side by side, so that what they read stays in the cache."""
+"""Tiles of rows that go through the outputs side by side, so that the cache keeps what they read."""
 
 
 @triton.jit(do_not_specialize=["rows", "share"])
@@ -51,7 +50,7 @@ def product_kernel(
     stride_part,
     KIND: tl.constexpr,
     SPANS: tl.constexpr,  # of the inputs of a tile
-    STORED: tl.constexpr,  # of bytes, of a tile
+    STORED: tl.constexpr,  # bytes of a tile
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     TILE: tl.constexpr,
@@ -65,7 +64,7 @@ def product_kernel(
     BIASED: tl.constexpr,
     FOUR_BITS: tl.constexpr,  # by NVIDIA's instructions: see `four_bits`
     UNROLL: tl.constexpr,  # tiles of a step of the loop
-    WORD: tl.constexpr,  # bytes of the scales of four groups, where these are a step, or 0: see `word_of`
+    WORD: tl.constexpr,  # bytes of the scales of four groups if these are a step, or 0: see `word_of`
     SIGNED: tl.constexpr,  # of integers
     BAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -93,7 +92,7 @@ def product_kernel(
     begin = part * share
     for step in range(begin, tl.minimum(begin + share, tl.cdiv(columns, TILE * UNROLL))):
         if WORD:
-            # The numbers of four groups, which are those of a step, and what these share.
+            # Numbers of the four groups of a step, and their coarse ones.
             four = output * groups + step * 4
             sizes = word_of(scales, four, used, WORD)
             coarse = 1.0
@@ -160,7 +159,7 @@ def product_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def sum_kernel(parts, bias, out, rows, outputs, splits, stride_out, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, block of outputs): the parts [splits, rows, outputs], added in their order, and the bias."""
+    """Program (row, block of outputs): add the parts [splits, rows, outputs] in order, and the bias."""
     row, output = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = output < outputs
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -173,7 +172,7 @@ def sum_kernel(parts, bias, out, rows, outputs, splits, stride_out, BIASED: tl.c
 
 @triton.jit
 def inputs_kernel(x, sums, units, stride_x, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, block of sums): of UNIT neighbouring inputs each. sums: float32 [rows, units]."""
+    """Program (row, block of sums): sum UNIT neighbouring inputs each. sums: float32 [rows, units]."""
     row, unit = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at, there = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :], unit < units
     value = tl.load(x + row * stride_x + at, mask=there[:, None], other=0.0).to(tl.float32)
@@ -181,14 +180,15 @@ def inputs_kernel(x, sums, units, stride_x, UNIT: tl.constexpr, BLOCK: tl.conste
 
 
 def reads_four_bits(x: torch.Tensor, form: CodedForm) -> bool:
-    """Codes of four bits become bfloat16 by instructions that the device has."""
+    """Return whether the device has instructions that turn these four-bit codes into bfloat16."""
     packed, plain = SPANS[form.kind] == 2, form.offsets is None
     return packed and plain and x.dtype is torch.bfloat16 and hardware_bfloat16(x.device)
 
 
 def unrolled(form: CodedForm, columns: int) -> tuple[int, int]:
-    """Tiles of a step of the loop, and WORD: short tiles go together, so that a step reads more before it waits, four
-    groups of them where their scales are neighbours that one load reads."""
+    """Return the tiles per loop step, and WORD.
+
+    Short tiles are joined, so that a step reads more before it waits: four groups if one load reads their scales."""
     four, scales = 4 * form.group, form.scales
     sizes = {levels.fine.element_size() for levels in (scales, form.minima) if levels is not None}
     alike = len(sizes) == 1 and max(sizes) <= 2 and scales.groups % 4 == 0 and scales.shared % 4 == 0
@@ -199,9 +199,9 @@ def unrolled(form: CodedForm, columns: int) -> tuple[int, int]:
 
 
 def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: torch.Tensor, processors: int) -> None:
-    """x [n, in] @ weight.T + bias into out [n, out], both dense along their last dimension.
+    """Write x [n, in] @ weight.T + bias into out [n, out], both dense along their last dimension.
 
-    On a device of so many multiprocessors."""
+    processors: the device's number of multiprocessors."""
     x = x if form.order is None else x.index_select(1, form.order)
     x = x if x.stride(-1) == 1 else x.contiguous()
     (rows, columns), outputs = x.shape, len(form.codes)

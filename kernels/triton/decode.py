@@ -16,8 +16,8 @@ from kvferry.kernels.triton.tile_sizes import Tile
 def decode_kernel(
     q,  # [num_seqs, heads, DIM]
     kv,
-    out,  # [num_seqs, heads, DIM], contiguous; written of sequences in one part
-    partial,  # of `Division.partial`, of the others
+    out,  # [num_seqs, heads, DIM], contiguous; written for sequences in one part
+    partial,  # of `Division.partial`, for the others
     partial_log,
     items,
     spans,
@@ -46,10 +46,10 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Program (part, K/V head): the heads of the group share each read of K and V.
+    """Program (part, K/V head): attend; the heads of the group share each read of K and V.
 
-    The running softmax of a sequence's first part begins with the sinks. There are programs for as many parts as there
-    may be."""
+    The running softmax of a sequence's first part begins with the sinks. The grid covers the largest number of parts.
+    """
     part, kv_head = tl.program_id(0), tl.program_id(1)
     if part >= tl.load(items):
         return
@@ -99,7 +99,7 @@ def decode(
     division: Division,
     tile: Tile,
 ) -> None:
-    """Attention of the plan's decodes into the front of `out` [T, heads, dim], contiguous.
+    """Write the attention of the plan's decodes to the front of `out` [T, heads, dim], contiguous.
 
     division: of these decodes by tiles of the tile's keys, within the window."""
     heads, dim = q.shape[1:]

@@ -7,11 +7,11 @@ import triton.language as tl
 from kvferry.kernels.triton.eight_bits import half
 
 E4M3 = "E4M3"
-"""The kind of codes in e4m3 that the device converts; FP8 are those whose bits are taken apart."""
+"""Kind of e4m3 codes that the device converts. FP8 codes are decoded from their bits."""
 
 
 def _integers(shift: int, offset: str) -> tl.constexpr:
-    """Four bits beside 0x43 are 128 and as many in bfloat16, whose lowest bit is a unit there."""
+    """Return the instruction that makes a bfloat16 of four bits: beside 0x43 they are 128 plus their value."""
     return tl.constexpr(f"""{{
         .reg .b32 low, pair, offset;
         shr.b32 low, $2, {shift};
@@ -25,7 +25,7 @@ def _integers(shift: int, offset: str) -> tl.constexpr:
 
 
 def _floats(shift: int) -> tl.constexpr:
-    """As `float4`, in bfloat16, whose exponents have an offset of 127."""
+    """Return the same for `float4` in bfloat16, whose exponents have an offset of 127."""
     pair = """
         prmt.b32 pair, low, 0, {select};
         shl.b32 sign, pair, 12;
@@ -50,14 +50,15 @@ _LOWER_FLOATS, _UPPER_FLOATS = _floats(0), _floats(4)
 
 @triton.jit
 def float8(bits):
-    """float32 of uint8 in e4m3."""
+    """Return float32 of uint8 in e4m3."""
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), half(bits).to(tl.float32) * 256.0)
 
 
 @triton.jit
 def float4(bits):
-    """float16 of uint8 below 16 in e2m1, doubled: exponent and fraction where float16 has its own, whose exponents have
-    an offset of 15 and not of 1."""
+    """Return float16 of uint8 below 16 in e2m1, doubled.
+
+    Exponent and fraction move to where float16 has its own; its exponents have an offset of 15 instead of 1."""
     wide = bits.to(tl.uint16)
     small = (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True)
     return small * 32768.0
@@ -65,15 +66,15 @@ def float4(bits):
 
 @triton.jit
 def whole(bits, LESS: tl.constexpr):
-    """float16 of uint8 less a constant, without a conversion: above 1024 the lowest bit of float16 is a unit."""
+    """Return float16 of uint8 minus a constant, without a conversion: above 1024 float16's lowest bit is a unit."""
     return (bits.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + LESS)
 
 
 @triton.jit
 def four_bits(bytes, HIGH: tl.constexpr, KIND: tl.constexpr, MINIMA: tl.constexpr):
-    """bfloat16 of the upper or lower four bits of uint8, four at a time, as `number` has them.
+    """Return bfloat16 of the upper or lower four bits of uint8, four at a time, in the form of `number`.
 
-    For NVIDIA's instructions alone."""
+    It uses NVIDIA's instructions."""
     if KIND == "FP4":
         floats: tl.constexpr = _UPPER_FLOATS if HIGH else _LOWER_FLOATS
         return _by(bytes, floats)
@@ -87,7 +88,7 @@ def four_bits(bytes, HIGH: tl.constexpr, KIND: tl.constexpr, MINIMA: tl.constexp
 
 @triton.jit
 def _by(bytes, ASM: tl.constexpr):
-    """Two pairs of bfloat16 for each four bytes."""
+    """Return two pairs of bfloat16 for each four bytes."""
     return tl.inline_asm_elementwise(
         asm=ASM, constraints="=r,=r,r", args=[bytes], dtype=tl.bfloat16, is_pure=True, pack=4
     )
@@ -95,7 +96,7 @@ def _by(bytes, ASM: tl.constexpr):
 
 @triton.jit
 def number(code, shift, x, KIND: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl.constexpr):
-    """Codes [OUTS, ..] in the number format of x. shift: float32 [OUTS], what is added to the codes of each output."""
+    """Return codes [OUTS, ..] in the number format of x. shift: float32 [OUTS], added to the codes of each output."""
     if KIND == "E4M3":
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif KIND == "FP8":
@@ -115,7 +116,7 @@ def number(code, shift, x, KIND: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl
 
 @triton.jit
 def word_of(fine, group, used, BYTES: tl.constexpr):
-    """Four neighbouring groups' numbers [OUTS] in one word, of BYTES together."""
+    """Return four consecutive groups' numbers [OUTS] in one word of BYTES."""
     if BYTES == 8:
         return tl.load((fine + group).to(tl.pointer_type(tl.int64)), mask=used, other=0)
     else:
@@ -124,7 +125,7 @@ def word_of(fine, group, used, BYTES: tl.constexpr):
 
 @triton.jit
 def level_in(word, place: tl.constexpr, BYTES: tl.constexpr, SIGNED: tl.constexpr):
-    """float32 [OUTS] of a group of `word_of`: of float16, or of integers of eight bits."""
+    """Return float32 [OUTS] of one group in `word_of`: from float16, or from 8-bit integers."""
     if BYTES == 8:
         return ((word >> 16 * place) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     elif SIGNED:
@@ -135,7 +136,7 @@ def level_in(word, place: tl.constexpr, BYTES: tl.constexpr, SIGNED: tl.constexp
 
 @triton.jit
 def level(fine, coarse, group, used, SHARED: tl.constexpr):
-    """float32 of groups [OUTS]; coarse is read if SHARED, by so many groups each."""
+    """Return float32 of groups [OUTS]; coarse is read if SHARED, the number of groups that share one."""
     found = tl.load(fine + group, mask=used, other=0).to(tl.float32)
     if SHARED:
         found *= tl.load(coarse + group // SHARED, mask=used, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
 """Products of many rows with quantised weights: dequantises into 16-bit scratch memory, then calls cuBLAS.
 
-Each weight is rounded to the format of the activations."""
+Weights are rounded to the format of the activations."""
 
 import torch
 import triton
@@ -31,7 +31,7 @@ def unpack_kernel(
     groups,
     KIND: tl.constexpr,
     SPANS: tl.constexpr,  # of the inputs of a tile
-    STORED: tl.constexpr,  # of bytes, of a tile
+    STORED: tl.constexpr,  # bytes of a tile
     OUTS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a scale
@@ -39,7 +39,7 @@ def unpack_kernel(
     OFFSETS: tl.constexpr,
     MINIMA: tl.constexpr,
 ):
-    """Program (block of outputs, tile of inputs), each span of which lies within a group."""
+    """Program (block of outputs, tile of inputs): unpack; each span lies within a group."""
     output = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     tile = tl.program_id(1)
     used = output < outputs
@@ -69,7 +69,7 @@ def unpack_kernel(
 
 
 def unpacked_rows(form: CodedForm, kind: str, first: int, end: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Weights [end - first, columns] of the outputs [first, end), inputs in the form's order.
+    """Return weights [end - first, columns] of the outputs [first, end), inputs in the form's order.
 
     kind: how kernels read the form's codes."""
     count, scales, minima = end - first, form.scales, form.minima or form.scales
@@ -91,7 +91,7 @@ def unpacked_rows(form: CodedForm, kind: str, first: int, end: int, columns: int
 def product_of_unpacked(
     x: torch.Tensor, form: CodedForm, kind: str, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """x [n, in] @ weight.T + bias into out [n, out], as many outputs at once as SCRATCH_BYTES hold of weights."""
+    """Write x [n, in] @ weight.T + bias into out [n, out], as many outputs at once as fit SCRATCH_BYTES."""
     columns, outputs = x.shape[1], len(form.codes)
     at_once = max(1, SCRATCH_BYTES // (columns * x.element_size()))
     for first in range(0, outputs, at_once):

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 E4M3_CAPABILITY, BFLOAT16_CAPABILITY = (8, 9), (9, 0)
-"""First CUDA compute capability whose instructions convert e4m3, and whose add and multiply pairs of bfloat16."""
+"""First CUDA compute capability that converts e4m3, and that adds and multiplies pairs of bfloat16."""
 
 
 def hardware_e4m3(device: torch.device) -> bool:
@@ -22,7 +22,7 @@ def hardware_bfloat16(device: torch.device) -> bool:
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """CUDA compute capability; (0, 0) of an AMD GPU, and of a CPU, where Triton interprets."""
+    """Return the CUDA compute capability; (0, 0) for AMD GPUs, and for CPUs, where Triton interprets."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0, 0
     return torch.cuda.get_device_capability(device)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
 """Triton helpers for 8-bit numbers: conversion and rounding of int8 and e4m3.
 
-PEAK is the largest number, 127 of int8 and 448 of e4m3. e4m3 is taken apart by bits where BY_HARDWARE is false, since
+PEAK is the largest number, 127 for int8 and 448 for e4m3. If BY_HARDWARE is false, e4m3 is decoded from its bits, since
 not every GPU converts it."""
 
 import torch
@@ -16,9 +16,7 @@ BY_HARDWARE = tl.constexpr(-448)
 
 @triton.jit
 def half(bits):
-    """float16 of uint8 in e4m3, over 256: its bits but for the offset of the exponent.
-
-    What is no number is none here."""
+    """Return float16 of uint8 in e4m3, over 256: its bits except for the offset of the exponent. NaN stays NaN."""
     wide = bits.to(tl.uint16)
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
@@ -36,14 +34,14 @@ def number(code, PEAK: tl.constexpr):
 
 @triton.jit
 def scales_of(vectors, inside, DIM: tl.constexpr, PEAK: tl.constexpr):
-    """float32 behind each of the vectors, times 256 of those in e4m3."""
+    """Return the float32 scale after each of the vectors, times 256 for e4m3."""
     scale = tl.load((vectors + DIM).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
     return scale * 256.0 if PEAK == 448 else scale
 
 
 @triton.jit
 def nearest(x, PEAK: tl.constexpr):
-    """int8, or uint8 in e4m3, of float32 within the peak: the nearest, of two the even one."""
+    """Return int8, or uint8 in e4m3, of float32 within the peak: rounded to nearest, ties to even."""
     if PEAK == 448:
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
@@ -56,7 +54,7 @@ def nearest(x, PEAK: tl.constexpr):
 
 
 def peak_of(kv_layer: torch.Tensor) -> int:
-    """PEAK of kernels that read this pool; 0: it is not in 8 bits."""
+    """Return PEAK of kernels that read this pool; 0 if it is not in 8 bits."""
     if kv_layer.dtype == FP8 and hardware_e4m3(kv_layer.device):
         return int(BY_HARDWARE.value)
     return PEAKS.get(kv_layer.dtype, 0)

@@ -30,7 +30,7 @@ def rms_norm_kernel(
     BLOCK_D: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """ROWS rows per program. With ADD the sum is rounded to its own dtype before it is normed, as `total` is read."""
+    """Program: norm ROWS rows. With ADD the sum is rounded to its own dtype first, as `total` is read."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     live = (row < rows) & (dims < DIM)
@@ -58,7 +58,7 @@ def gate_mul_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, part of the row)."""
+    """Program (row, part of the row): compute the gated activation."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = dims < DIM
@@ -74,7 +74,7 @@ def gate_mul_kernel(
 def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual) of [..., d]; without a residual (rms_norm(x), x)."""
+    """Return (rms_norm(x + residual), x + residual) of [..., d]; without a residual (rms_norm(x), x)."""
     dim = x.shape[-1]
     flat = x.reshape(-1, dim)
     added = flat if residual is None else residual.reshape(-1, dim)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Triton kernel for latent attention in absorbed form, with split KV.
 
-One vector per position is the key of all heads and, behind its rotated part, their value."""
+One vector per position is the key of all heads. Its part after the rotated dims is their value."""
 
 import torch
 import triton
@@ -15,9 +15,9 @@ from kvferry.kernels.triton.tile_sizes import Tile, power_of_two
 
 @triton.jit
 def attend_latents(
-    turned,  # [ROWS, BLOCK_R], what rotates of the queries
+    turned,  # [ROWS, BLOCK_R], rotated dims of the queries
     plain,  # [ROWS, BLOCK_C], the rest in the latents' space
-    acc,  # float32 [ROWS, BLOCK_C], the weighted sum of latents so far
+    acc,  # float32 [ROWS, BLOCK_C], weighted sum of latents so far
     top,
     total,
     kv,
@@ -37,7 +37,7 @@ def attend_latents(
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Attend as `softmax.attend`, for rows that see all of [begin, end)."""
+    """Attend like `softmax.attend`, for rows that see all of [begin, end)."""
     first, rest = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     for start in range(begin, end, KEYS):
         width = ROTATED + RANK + 4 if PEAK else stride_slot
@@ -57,7 +57,7 @@ def attend_latents(
             score = tl.where(inside[None, :], score, float("-inf"))
         weight, decay, top, total = weigh(score, top, total)
         if PEAK:
-            if plain.dtype == tl.float16:  # which does not hold a small weight times a scale
+            if plain.dtype == tl.float16:  # float16 does not hold a small weight times a scale
                 latent = (latent.to(tl.float32) * own[:, None]).to(plain.dtype)
             else:
                 weight *= own[None, :]
@@ -70,8 +70,8 @@ def latent_kernel(
     turned,  # [rows, heads, ROTATED], last dimension dense
     plain,  # [rows, heads, RANK], last dimension dense
     kv,
-    out,  # [rows, heads, RANK], contiguous; written of rows in one part
-    partial,  # of `Division.partial`, of the others
+    out,  # [rows, heads, RANK], contiguous; written for rows in one part
+    partial,  # of `Division.partial`, for the others
     partial_log,
     items,
     spans,
@@ -95,7 +95,7 @@ def latent_kernel(
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Program (part, tile of heads). There are programs for as many parts as there may be."""
+    """Program (part, tile of heads): attend. The grid covers the largest number of parts."""
     part = tl.program_id(0)
     if part >= tl.load(items):
         return
@@ -136,9 +136,9 @@ def sum_latents(
     division: Division,
     tile: Tile,
 ) -> torch.Tensor:
-    """Return the latents that heads of rows attend to, [rows, heads, rank].
+    """Return the weighted sums of latents per row and head, [rows, heads, rank].
 
-    table: int32 [rows, blocks]; division: of the positions that the rows see, by tiles of the tile's keys."""
+    table: int32 [rows, blocks]. division: of the rows' visible positions by tiles of the tile's keys."""
     heads, rank = plain.shape[1:]
     rotated, slots = turned.shape[2], kv_layer.shape[3]
     out = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)

@@ -22,14 +22,14 @@ from kvferry.kernels.triton.tile_sizes import LATENT_PARTS, Tile, latent_tile, p
 from kvferry.protocol.layout import blocks_for
 
 MOST_BYTES = 512 << 20
-"""Of keys and values at once, or else those of one head; what is made on the way takes up to twice as much."""
+"""Bytes of expanded keys and values at once, or else those of one head. Intermediate results take up to twice that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Tokens that attend in latent space, one row each.
 
-    tokens: of the batch; table: int32 [rows, blocks]; division: of the positions that the rows see."""
+    tokens: of the batch. table: int32 [rows, blocks]. division: of the rows' visible positions."""
 
     tokens: slice | torch.Tensor
     table: torch.Tensor
@@ -41,7 +41,7 @@ class Tokens:
 class Chunks:
     """Chunks that attend over expanded keys and values.
 
-    tokens: int64, of the batch; blocks: int64, of the pool, in order; plan: of these tokens over what is made of those
+    tokens: int64, of the batch. blocks: int64, of the pool, in order. plan: of these tokens over the expansion of those
     blocks."""
 
     tokens: torch.Tensor
@@ -53,7 +53,7 @@ class Chunks:
 class LatentBatch:
     """Latent attention of one plan, for layers of one form.
 
-    element_bytes: of queries; processors: multiprocessors to fill."""
+    element_bytes: of queries. processors: multiprocessors to fill."""
 
     def __init__(self, plan: BatchPlan, own: Latent, heads: int, element_bytes: int, processors: int) -> None:
         self.plan = plan
@@ -111,7 +111,7 @@ def heads_at_once(positions: int, q: torch.Tensor, own: Latent) -> int:
 def _of_heads(
     q: torch.Tensor, latents: torch.Tensor, chunks: Chunks, scale: float, own: Latent, first: int
 ) -> torch.Tensor:
-    """[T, heads, value] of neighbouring heads from the first on. latents: [blocks, slots, rotated + rank]."""
+    """Return [T, heads, value] of consecutive heads from `first` on. latents: [blocks, slots, rotated + rank]."""
     (heads, each), slots = (q.shape[1], own.plain + own.value), latents.shape[1]
     assert isinstance(own.expand, TorchLinear)
     k, v = expanded(latents.flatten(0, 1), own, own.expand.part(first * each, (first + heads) * each))
@@ -154,7 +154,7 @@ def _chunks(plan: BatchPlan, seqs: list[int], width: int, element_bytes: int) ->
 
 
 def _queries(plan: BatchPlan, seqs: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64, the sequences' query tokens, and the sequence of each."""
+    """Return the sequences' query tokens and the sequence of each, int64."""
     starts = torch.tensor([0, *plan.query_lens]).cumsum(0).tolist()
     tokens = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in seqs])
     rows = torch.tensor(seqs).repeat_interleave(torch.tensor([plan.query_lens[s] for s in seqs]))

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
 """Triton kernels for logit adjustments of a whole batch in two launches (`Ops.adjust`), without a device sync.
 
-How often tokens occur is counted on the device: a table has a row of the vocabulary for each request with penalties,
-and a step brings what tokens are new, or tells where on the device the one lies that the host does not know yet.
-"""
+The device counts tokens: a table has a row of the vocabulary for each request with penalties. A step brings the new
+tokens, or the place on the device of the one that the host does not know yet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,17 +22,19 @@ _SEEN = tl.constexpr(-(1 << 31))
 _LEAST = 8
 """Rows of the table at first."""
 COLUMNS = 10
-"""Of a row that is adjusted, in 32 bits each: which row of the logits; its row of counts, -1: it has none; repetition,
-frequency and presence penalty; where behind these rows its numbers begin; how many tokens are new of the prompt and of
-the output; to how many something is added; which of the drawn tokens is new, too, -1: none."""
+"""32-bit numbers per adjusted row.
+
+They are: row of the logits; row of counts, -1 for none; repetition, frequency and presence penalty; offset of its
+numbers after the rows; number of new prompt tokens and of new output tokens; number of additions; index of the drawn
+token that is new, too, -1 for none."""
 
 
 @triton.jit(do_not_specialize=["count", "vocab", "stride_row"])
 def note_kernel(logits, counts, table, drawn, count, vocab, stride_row, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (adjusted row): adds to its logits, and counts its new tokens.
+    """Program (adjusted row): add to its logits, and count its new tokens.
 
-    Behind the table's rows [count, COLUMNS] lie its new tokens, the prompt's first, then to which tokens something is
-    added, then what."""
+    After the table's rows [count, COLUMNS] come its new tokens, the prompt's first, then the tokens with additions,
+    then the additions."""
     own = table + tl.program_id(0) * COLUMNS
     row, place = tl.load(own).to(tl.int64), tl.load(own + 1).to(tl.int64)
     prompt, output, added = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
@@ -59,7 +60,7 @@ def note_kernel(logits, counts, table, drawn, count, vocab, stride_row, COLUMNS:
 
 @triton.jit
 def penalise_kernel(logits, counts, table, vocab, stride_row, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Program (adjusted row, tile of the vocabulary)."""
+    """Program (adjusted row, tile of the vocabulary): apply the penalties."""
     own = table + tl.program_id(0) * COLUMNS
     row, place = tl.load(own).to(tl.int64), tl.load(own + 1).to(tl.int64)
     if place >= 0:
@@ -79,10 +80,10 @@ def penalise_kernel(logits, counts, table, vocab, stride_row, COLUMNS: tl.conste
 
 @dataclass(slots=True)
 class _Place:
-    """What is known of one request's adjustments.
+    """Device state of one request's adjustments.
 
-    row: of the counts, -1: it has none; upto: tokens that were counted; additions: by whether the output is too short
-    to end."""
+    row: of the counts, -1 for none. upto: number of tokens counted. additions: by whether the output is too short to
+    end."""
 
     row: int
     upto: int
@@ -92,8 +93,8 @@ class _Place:
 class Adjuster:
     """Logit adjustments on one device for one vocabulary size.
 
-    A request's counts are given up once nobody knows its adjustments any more. Not thread-safe, but that may be on any
-    thread."""
+    A request's counts are freed when its adjustments are garbage-collected, on any thread. Otherwise not thread-safe.
+    """
 
     def __init__(self, device: torch.device, vocab: int) -> None:
         self._vocab, self._staging = vocab, Staging(device)
@@ -102,7 +103,7 @@ class Adjuster:
         self._places: WeakKeyDictionary[Adjustments, _Place] = WeakKeyDictionary()
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[Adjusted], drawn: torch.Tensor | None = None) -> None:
-        """As `Ops.adjust`."""
+        """Implement `Ops.adjust`."""
         counted = [(self._place(each.adjustments), _known(each) + (each.behind >= 0)) for each in rows]
         (table,) = self._staging.put([self._table(rows)])
         count, stride = len(rows), logits.stride(0)
@@ -110,7 +111,7 @@ class Adjuster:
             logits, self._counts, table, table if drawn is None else drawn,
             count, self._vocab, stride, COLUMNS=COLUMNS, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
-        for place, upto in counted:  # now that they are counted: a step that fails before is taken anew
+        for place, upto in counted:  # now that they are counted: a step that fails earlier is repeated
             place.upto = upto
         if any(each.adjustments.counting for each in rows):
             penalise_kernel[(count, triton.cdiv(self._vocab, _TILE))](
@@ -118,7 +119,7 @@ class Adjuster:
             )
 
     def _table(self, rows: Sequence[Adjusted]) -> np.ndarray:
-        """int32, flat: see `COLUMNS`."""
+        """Return the table, int32, flat: see `COLUMNS`."""
         floats = np.zeros((len(rows), COLUMNS), dtype=np.float32)
         table, parts, begin = floats.view(np.int32), [], 0
         for i, (row, adjustments, output_len, behind) in enumerate(rows):
@@ -141,7 +142,7 @@ class Adjuster:
         return np.concatenate([table.reshape(-1), *parts])
 
     def _additions(self, place: _Place, adjustments: Adjustments, output_len: int) -> np.ndarray:
-        """int32: distinct tokens, then the bits of what is added to their logits."""
+        """Return int32: distinct tokens, then the bits of their additions."""
         early = output_len < adjustments.params.min_tokens
         if early not in place.additions:
             found: dict[int, float] = {}
@@ -161,7 +162,7 @@ class Adjuster:
         return place
 
     def _forget_unknown(self, place: _Place, adjustments: Adjustments) -> None:
-        """Count anew where a token was counted of a step that did not come to its end."""
+        """Count anew if a token of a step that failed was counted."""
         if place.upto > max(len(adjustments.token_ids), _first(adjustments)):
             self._counts[place.row].zero_()
             place.upto = _first(adjustments)

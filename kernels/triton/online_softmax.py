@@ -14,7 +14,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def slots_of(table, start, end, stride_block, WIDTH, SLOTS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """KEYS positions from start on, which of them lie before end, and where their vectors of WIDTH elements do."""
+    """Return KEYS positions from start on, which of them are before end, and the offsets of their vectors of WIDTH
+    elements."""
     position = start + tl.arange(0, KEYS)
     if MASKED:
         inside = position < end
@@ -27,7 +28,7 @@ def slots_of(table, start, end, stride_block, WIDTH, SLOTS: tl.constexpr, KEYS: 
 
 @triton.jit
 def weigh(score, top, total):
-    """Weights of the scores, what the sum so far is to be multiplied by, and the new top and total."""
+    """Return the weights of the scores, the factor for the sum so far, and the new top and total."""
     new_top = tl.maximum(top, tl.max(score, 1))
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
     weight = tl.exp2(score - pivot[:, None])
@@ -38,10 +39,10 @@ def weigh(score, top, total):
 @triton.jit
 def attend(
     q,  # [ROWS, BLOCK_D]
-    acc,  # float32 [ROWS, BLOCK_D], the weighted sum of V so far
-    top,  # float32 [ROWS], the largest score so far
-    total,  # float32 [ROWS], the sum of weights so far
-    kv,  # K of this layer and head; V lies stride_kv behind
+    acc,  # float32 [ROWS, BLOCK_D], weighted sum of V so far
+    top,  # float32 [ROWS], largest score so far
+    total,  # float32 [ROWS], sum of weights so far
+    kv,  # K of this layer and head; V is stride_kv further
     table,  # int32, block ids of this sequence
     stride_block,
     stride_kv,
@@ -59,12 +60,12 @@ def attend(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,  # False: [begin, end) is whole tiles that every row sees in full
     PRECISION: tl.constexpr,
-    PEAK: tl.constexpr,  # of 8 bits, with each vector's scale behind it (kernels/quantised_cache.py); 0: there are none
+    PEAK: tl.constexpr,  # 8-bit numbers, each vector's scale after it (kernels/quantised_cache.py); 0: none
 ):
-    """Adds the positions [begin, end) to (acc, top, total). A slot that no row may see is not read."""
+    """Add the positions [begin, end) to (acc, top, total). Slots that no row may see are not read."""
     dims = tl.arange(0, BLOCK_D)
     for start in range(begin, end, KEYS):
-        # The width of a vector is told to the compiler, which else would read it byte by byte.
+        # The compiler must know the width of a vector, or it reads byte by byte.
         width = DIM + 4 if PEAK else stride_slot
         position, inside, offset = slots_of(table, start, end, stride_block, width, SLOTS, KEYS, MASKED)
         live = inside[:, None] & (dims < DIM)[None, :]
@@ -87,7 +88,7 @@ def attend(
         if PEAK:
             v = number(v, PEAK)
             v_scale = scales_of(kv + stride_kv + offset, inside, DIM, PEAK)
-            if q.dtype == tl.float16:  # which does not hold a small weight times a scale
+            if q.dtype == tl.float16:  # float16 does not hold a small weight times a scale
                 v = v.to(tl.float32) * v_scale[:, None]
             else:
                 weight *= v_scale[None, :]

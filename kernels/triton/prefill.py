@@ -43,7 +43,7 @@ def prefill_kernel(
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Program (tile of rows, K/V head, sequence).
+    """Program (tile of rows, K/V head, sequence): attend.
 
     Row r of a sequence is head r % GROUP of query token r // GROUP, so the heads that share a K/V head share its reads
     at any group size. Later tiles, the longest, start first."""
@@ -103,7 +103,7 @@ def prefill(
     max_rows: int,
     tile: Tile,
 ) -> None:
-    """Attention of the plan's chunks into the back of `out` [T, heads, dim], contiguous.
+    """Write the attention of the plan's chunks to the back of `out` [T, heads, dim], contiguous.
 
     `max_rows`: query tokens of the longest chunk times the heads per K/V head."""
     heads, dim = q.shape[1:]

@@ -22,7 +22,7 @@ def turned(
     HALF: tl.constexpr,  # rotary_dim / 2
     BLOCK_HALF: tl.constexpr,
 ):
-    """float32 of one token's heads, the first HALF dims and the next ones rotated, and which of them there are."""
+    """Return float32 heads of one token, the two halves of their rotated dims, and which of them exist."""
     dims = tl.arange(0, BLOCK_HALF)[None, :]
     live = (head < HEADS) & (dims < HALF)
     c = tl.load(cos + dims, mask=dims < HALF, other=0.0)
@@ -34,7 +34,7 @@ def turned(
 
 @triton.jit
 def written(x, scale, target, PEAK: tl.constexpr):
-    """x float32 in the target's format: of 8 bits the nearest by the scale of each row."""
+    """Return x, float32, in the target's format: in 8 bits rounded to nearest by the scale of each row."""
     if PEAK:
         return nearest(tl.div_rn(x, tl.zeros_like(x) + scale[:, None]), PEAK)
     else:
@@ -57,10 +57,10 @@ def store(
     BLOCK_REST: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied.
+    """Copy one token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied.
 
-    PEAK: as `kernels.quantised_cache.quantise`, of numbers as the source's format rounds them. What is no finite number
-    makes the scale of its vector none."""
+    PEAK: quantise like `kernels.quantised_cache.quantise`, after rounding to the source's format. A number that is not
+    finite makes its vector's scale NaN."""
     head, every = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HEADS)
     dims, rest = tl.arange(0, BLOCK_HALF)[None, :], 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     place = target + head * stride_target
@@ -115,7 +115,7 @@ def rope_cache_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    WIDTH: tl.constexpr,  # of K, and of V where PLANES are two
+    WIDTH: tl.constexpr,  # of K, and of V if PLANES is two
     HALF: tl.constexpr,
     SLOTS: tl.constexpr,
     PLANES: tl.constexpr,
@@ -127,7 +127,7 @@ def rope_cache_kernel(
     BLOCK_W: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Program (token, 0: K and V, 1: Q); the second exists only where there is a rotation. Slots below 0: nowhere."""
+    """Program (token, 0: K and V, 1: Q); the second exists only with a rotation. Negative slots are not written."""
     token = tl.program_id(0).to(tl.int64)
     turn = tl.load(positions + token) * HALF
     if tl.program_id(1) == 0:

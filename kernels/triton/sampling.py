@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
 """Triton kernel that samples a whole batch in one launch (`Ops.draw`), without a device sync.
 
-Thresholds of top_k and top_p are found by bisection over the bits of the values, so nothing is sorted: a value survives
-top_k where fewer than k are larger, and top_p where the larger ones together have less than p of the mass. Most values
-survive neither, whatever the threshold: the largest value of each lane of a tile, all of them in registers, already
-tell a threshold that is too low, and the search goes over what is above it.
-"""
+It finds the thresholds of top_k and top_p by bisection over the bits of the values, so nothing is sorted. A value
+survives top_k if fewer than k are larger, and top_p if the larger ones together have less than p of the mass. Most
+values survive neither at any threshold. Each lane of a tile keeps its largest value in a register: these alone show
+which thresholds are too low, and the search continues over the values above."""
 
 from collections.abc import Sequence
 
@@ -22,21 +21,23 @@ from kvferry.protocol.sampling import SamplingParams
 
 _TILE = 4096
 _MOST_TILES = 256
-"""Tiles of a vocabulary at most: a byte holds the number of one."""
+"""Most tiles of a vocabulary: a byte holds a tile's number."""
 _LEAST = tl.constexpr(-(1 << 31))
 _NONE = tl.constexpr(-1)
 _MARGIN = tl.constexpr(1.0001)
-"""By how much the mass of the lanes' largest values must exceed that wanted: sums in other orders round otherwise."""
+"""Factor by which the mass of the lanes' largest values must exceed the wanted one, for rounding in another order."""
 _MIX0 = tl.constexpr(0x21F0AAAD)
 _MIX1 = tl.constexpr(0x735A2D97)
 COLUMNS = 7
-"""Of a row of the table, in 32 bits each: temperature (0: greedy), log of min_p, top_p, top_k, key (low, high), and
-where its mask begins behind the table (0: the one that allows everything)."""
+"""32-bit numbers per row of the table.
+
+They are: temperature (0: greedy), log of min_p, top_p, top_k, key (low, high), and the offset of its mask after the
+table (0: the mask that allows everything)."""
 
 
 @triton.jit
 def order(value):
-    """int32 in the order of the values, equal where these are."""
+    """Return int32 in the order of the values; equal values give equal results."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -49,7 +50,7 @@ def weight_of(value, best, MASS: tl.constexpr):
 
 @triton.jit
 def search_lanes(peak, live, best, wanted, MASS: tl.constexpr):
-    """int64: the largest threshold above which the values [TILE] have the weight that is wanted; _LEAST: none has."""
+    """Return the largest threshold above which the values [TILE] have the wanted weight, int64; _LEAST if none has."""
     rank, weight = order(peak), weight_of(peak, best, MASS)
     found = _LEAST + tl.full([], 0, tl.int64)
     for bit in range(32):
@@ -61,8 +62,9 @@ def search_lanes(peak, live, best, wanted, MASS: tl.constexpr):
 
 @triton.jit
 def search(values, lane, held, depth, first, best, wanted, MASS: tl.constexpr, TILE: tl.constexpr):
-    """As `search_lanes`, of what each lane holds at values[lane], values[TILE + lane], .., as far as its order is not
-    below `first`. Two bits of the threshold a pass."""
+    """Do what `search_lanes` does over all values of the lanes, two bits of the threshold a pass.
+
+    A lane's values are values[lane], values[TILE + lane], .., as long as their order is not below `first`."""
     found = _LEAST + tl.full([], 0, tl.int64)
     for pair in range(16):
         step = tl.full([], 1, tl.int64) << (30 - 2 * pair)
@@ -90,7 +92,7 @@ def search(values, lane, held, depth, first, best, wanted, MASS: tl.constexpr, T
 
 @triton.jit
 def mass_of(values, lane, held, depth, first, best, TILE: tl.constexpr):
-    """Sum of the weights of what the lanes hold, as far as its order is not below `first`."""
+    """Return the sum of the weights of the lanes' values whose order is not below `first`."""
     total = tl.zeros([TILE], dtype=tl.float32)
     for place in range(depth):
         value = tl.load(values + place * TILE + lane, mask=place < held, other=float("-inf"))
@@ -100,7 +102,7 @@ def mass_of(values, lane, held, depth, first, best, TILE: tl.constexpr):
 
 @triton.jit
 def shifted(bits, count: tl.constexpr):
-    """Logical right shift of int32."""
+    """Return the logical right shift of int32."""
     return (bits >> count) & ((1 << (32 - count)) - 1)
 
 
@@ -124,10 +126,10 @@ def gumbel(index, low, high):
 
 @triton.jit(do_not_specialize=["count"])
 def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Program (row).
+    """Program (row): draw a token.
 
-    logits: overwritten; tiles: uint8 of their shape, for the kernel's own use; table: int32 [count, COLUMNS], masks
-    behind it, of which the first forbids nothing."""
+    logits: overwritten. tiles: uint8 of their shape, scratch memory. table: int32 [count, COLUMNS], followed by masks,
+    the first of which allows everything."""
     row = tl.program_id(0)
     own = table + row * COLUMNS
     temperature = tl.load(own).to(tl.float32, bitcast=True)
@@ -142,7 +144,7 @@ def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.co
     divisor = tl.where(random, temperature, 1.0)
     written = tl.where(random, vocab, 0)
 
-    # Masked and divided values are written back; of each lane the largest one is kept, and where the first such is.
+    # Write back masked and divided values; keep each lane's largest one and its first place.
     peak = tl.full([TILE], float("-inf"), dtype=tl.float32)
     place_of = tl.zeros([TILE], dtype=tl.int32) + vocab
     bad = tl.zeros([TILE], dtype=tl.int32)
@@ -178,7 +180,7 @@ def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.co
                 total = mass_of(logits, lane, held, depth, least.to(tl.int32), best, TILE)
                 enough = search_lanes(peak, there, best, top_p * total * _MARGIN, True)
             least = tl.maximum(least, enough)
-            # What is not below moves to the front of its lane, and its tile is noted beside it.
+            # Values that are not below move to the front of their lane, beside the number of their tile.
             moved = tl.zeros([TILE], dtype=tl.int32)
             for tile in range(depth):
                 at = tile * TILE + lane
@@ -214,7 +216,7 @@ def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.co
 
 
 def table_of(params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks, vocab: int) -> np.ndarray:
-    """int32, flat: the rows of the table, then the masks, the first of which allows everything."""
+    """Return int32, flat: the rows of the table, then the masks, the first of which allows everything."""
     words = -(-vocab // 32)
     numbers = np.zeros((len(params), COLUMNS), dtype=np.float32)
     table = numbers.view(np.int32)

@@ -2,9 +2,8 @@
 """Split-KV division of sequences among programs: the parts, their partial results and the merge.
 
 A batch has a budget of parts, and the device divides it by the lengths that it reads (Flash-Decoding, Dao et al. 2023,
-with FlashInfer's division by work): a long sequence among short ones gets most of it, and a captured step divides anew
-at each replay. Long sequences would otherwise keep a few programs busy while the rest of the device waits.
-"""
+with FlashInfer's division by work). A long sequence among short ones gets most of it, and a captured step divides anew
+at each replay. Otherwise long sequences would keep a few programs busy while the rest of the device waits."""
 
 import torch
 import triton
@@ -13,21 +12,20 @@ import triton.language as tl
 from kvferry.kernels.triton.tile_sizes import MIN_TILES_PER_PART, power_of_two
 
 ITEM = tl.constexpr(4)
-"""Numbers of a part: its sequence, its first position, the position behind its last, and its place among the
-sequence's parts."""
+"""Numbers of a part: its sequence, first position, end position, and index among the sequence's parts."""
 SPAN = tl.constexpr(2)
-"""Numbers of a sequence: its first part, and how many parts it has."""
+"""Numbers of a sequence: its first part, and its number of parts."""
 
 
 @triton.jit(do_not_specialize=["num_seqs", "spare", "window"])
 def divide_kernel(
     total_len, items, spans, num_seqs, spare, window, KEYS: tl.constexpr, LEAST: tl.constexpr, SEQS: tl.constexpr
 ):
-    """One program.
+    """Single program: divide the sequences.
 
-    items: int32 [1 + parts, ITEM], the number of parts first; spans: int32 [num_seqs, SPAN]. A part has at least LEAST
-    tiles of KEYS positions, and as many as all parts have if `spare` of them beyond one a sequence are enough: num_seqs
-    + spare parts bound the sum of the roundings up."""
+    items: int32 [1 + parts, ITEM], the number of parts first. spans: int32 [num_seqs, SPAN]. A part has at least LEAST
+    tiles of KEYS positions. All parts have the same number of tiles, the least for which `spare` parts beyond one per
+    sequence are enough; num_seqs + spare parts bound the roundings up."""
     seq = tl.arange(0, SEQS)
     live = seq < num_seqs
     length = tl.load(total_len + seq, mask=live, other=0)
@@ -53,14 +51,14 @@ def divide_kernel(
 
 @triton.jit
 def store_mean(
-    acc,  # float32 [ROWS, BLOCK_D], with top and total what `attend` left
+    acc,  # float32 [ROWS, BLOCK_D], with top and total the result of `attend`
     top,
     total,
     out,
     partial,
     partial_log,
     part,  # of the batch
-    whole,  # the sequence has this part alone
+    whole,  # the sequence has only this part
     seq,
     heads,
     head,  # [ROWS]
@@ -84,7 +82,7 @@ def store_mean(
 def merge_kernel(
     partial, partial_log, out, spans, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Program (sequence, head): the parts' means weighted by their sums of weights.
+    """Program (sequence, head): merge the parts' means, weighted by their sums of weights.
 
     No part is empty, so the largest logarithm is finite."""
     seq, head = tl.program_id(0), tl.program_id(1)
@@ -111,11 +109,11 @@ def merge_kernel(
 
 
 class Division:
-    """The parts of a batch's sequences, divided on the device once for all layers.
+    """Parts of a batch's sequences, divided on the device once for all layers.
 
-    total_len: int32 [sequences], positions that each attends to, the last `window` of them if it is above 0; keys:
-    positions of a tile; spare: parts beyond one a sequence. items, spans: as `divide_kernel` leaves them; count: parts
-    at most."""
+    total_len: int32 [sequences], positions that each attends to, the last `window` of them if it is above 0. keys:
+    positions of a tile. spare: parts beyond one per sequence. items, spans: written by `divide_kernel`. count: most
+    parts."""
 
     def __init__(self, total_len: torch.Tensor, keys: int, spare: int, window: int = 0) -> None:
         num_seqs = len(total_len)
@@ -136,7 +134,7 @@ class Division:
         )
 
     def merge(self, mean: torch.Tensor, log: torch.Tensor, out: torch.Tensor) -> None:
-        """Into `out` [sequences, heads, dim], contiguous, where a sequence has several parts."""
+        """Merge into `out` [sequences, heads, dim], contiguous, the sequences that have several parts."""
         seqs, heads, dim = out.shape
         merge_kernel[(seqs, heads)](
             mean, log, out, self.spans, heads, DIM=dim, BLOCK_D=power_of_two(dim), PARTS=16, num_warps=4

@@ -6,26 +6,30 @@ from dataclasses import dataclass
 
 MAX_SPLITS = 64
 MIN_TILES_PER_SPLIT = 2
-"""Least tiles of keys that a split handles."""
+"""Fewest tiles of keys that a split handles."""
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs of a product's split that each multiprocessor is given."""
+"""Programs of a split product per multiprocessor."""
 MIN_TILES_PER_PART = 2
-"""Tiles of K/V that a part of a sequence has at least."""
+"""Fewest tiles of K/V in a part of a sequence."""
 DECODE_PARTS, LATENT_PARTS = 8, 4
-"""Parts of sequences, beyond one a sequence and K/V head or tile of heads, that each multiprocessor is given."""
+"""Parts per multiprocessor beyond one per sequence and K/V head, or per sequence and tile of heads."""
 
 
 TALLEST_ROWS = 256
 """Query rows of the tallest tile."""
 AHEAD = 5
-"""Pipeline stages that read K/V ahead. Its addresses come from the block table, an indirect load, and Triton gives each
-of the two levels (stages - 1) / 2 steps ahead: with fewer than five stages K/V has none."""
+"""Pipeline stages that read K/V ahead.
+
+Addresses come from the block table, an indirect load, and Triton runs each of the two levels (stages - 1) / 2 steps
+ahead: with fewer than five stages, K/V is not read ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """rows: query rows of a program (query tokens times the heads that share a K/V head); keys: positions per step of
-    its loop; dim: head dim padded to a power of two. All are powers of two of at least 16, as tensor cores need."""
+    """Sizes of a tile, powers of two of at least 16, as tensor cores need.
+
+    rows: query rows of a program (query tokens times the heads that share a K/V head). keys: positions per step of its
+    loop. dim: head dim padded to a power of two."""
 
     rows: int
     keys: int
@@ -40,25 +44,28 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 def kv_splits(programs: int, keys: int, processors: int) -> int:
-    """Into how many parts to split the inputs of a product, a power of two: as many as give each of the device's
-    `processors` PROGRAMS_PER_PROCESSOR programs when there are `programs` tiles of outputs, as long as `keys` tiles of
-    inputs leave each part MIN_TILES_PER_SPLIT."""
+    """Return the number of parts, a power of two, into which to split the inputs of a product.
+
+    It gives each of the device's `processors` PROGRAMS_PER_PROCESSOR programs for `programs` tiles of outputs, as long
+    as each part keeps MIN_TILES_PER_SPLIT of the `keys` tiles of inputs."""
     wanted = processors * PROGRAMS_PER_PROCESSOR // max(1, programs)
     most = max(1, min(wanted, keys // MIN_TILES_PER_SPLIT, MAX_SPLITS))
     return 1 << (most.bit_length() - 1)
 
 
 def spare_parts(heads: int, processors: int, each: int = DECODE_PARTS) -> int:
-    """Parts of a batch's sequences beyond one a sequence, when there is a program for each part and each of `heads`
-    K/V heads or tiles of heads: as many as give each of the device's `processors` so many programs."""
+    """Return the number of parts of a batch's sequences beyond one per sequence.
+
+    Each part runs one program per K/V head or tile of heads (`heads`); each of the device's `processors` gets `each`
+    programs."""
     return max(1, processors * each // heads)
 
 
 def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
-    """Tile of a decode program: the heads that share a K/V head by `keys` positions.
+    """Return the tile of a decode program: the heads that share a K/V head by `keys` positions.
 
-    Several programs on a multiprocessor overlap what each reads; on an H100 stages that read ahead are slower, since
-    fewer fit."""
+    Several programs on a multiprocessor overlap their reads. On an H100, stages that read ahead are slower, since fewer
+    programs fit."""
     rows, dim = power_of_two(group, 16), power_of_two(head_dim, 16)
     if element_bytes == 4:
         return _float32_tile(rows, dim)
@@ -66,23 +73,23 @@ def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
 
 
 def latent_tile(rank: int, element_bytes: int) -> Tile:
-    """Tile of a program of heads that attend to cached latents: the sums of a head are as wide as these."""
+    """Return the tile of a program of heads that attend to cached latents: a head's sums are as wide as these."""
     dim = power_of_two(rank, 16)
     return _float32_tile(16, dim) if element_bytes == 4 else Tile(16, 32, dim, warps=4, stages=2)
 
 
 def fills(rows: int, heads: int, processors: int) -> bool:
-    """Return the tallest tiles give every multiprocessor some of a chunk of so many rows.
+    """Return whether the tallest tiles give every multiprocessor some of a chunk of that many rows.
 
-    The longest chunk of a step decides alone: a longer one never has a lower tile, so warming up the longest compiles
-    what any other may need."""
+    The longest chunk of a step decides alone. A longer one never has a lower tile, so warming up the longest compiles
+    every tile that others may need."""
     return rows * heads >= TALLEST_ROWS * PROGRAMS_PER_PROCESSOR * processors
 
 
 def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = False, tall: bool = False) -> Tile:
-    """Tile of a prefill program when the longest chunk has `rows` rows.
+    """Return the tile of a prefill program when the longest chunk has `rows` rows.
 
-    coded: K/V is in 8 bits, which registers must have room for; tall: see `fills`."""
+    coded: K/V is in 8 bits, which takes registers. tall: see `fills`."""
     dim = power_of_two(head_dim, 16)
     if element_bytes == 4:
         return _float32_tile(min(32, power_of_two(rows, 16)), dim)
@@ -93,14 +100,14 @@ def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = 
 
 
 def product_tile(rows: int, inputs: int, element_bytes: int) -> Tile:
-    """Tile of a program of a product with codes: rows by outputs (`keys`), with so many inputs at a step of its loop.
+    """Return the tile of a product with codes: rows by outputs (`keys`), with that many inputs per loop step.
 
-    The order of sums is the same in both heights."""
+    Both heights sum in the same order."""
     if element_bytes == 4:
         return Tile(16, 32, inputs, warps=4, stages=2)
     return Tile(16 if rows <= 16 else 32, 64, inputs, warps=4, stages=4)
 
 
 def _float32_tile(rows: int, dim: int) -> Tile:
-    """float32 products run without tensor cores, where larger tiles spill registers."""
+    """Return a small tile: float32 products run without tensor cores, where larger tiles spill registers."""
     return Tile(rows, 32 if dim <= 64 else 16, dim, warps=4 if dim <= 64 else 8, stages=2)
