@@ -21,7 +21,7 @@ from kvferry.engine.sampler import Sampled
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.step_cost import StepCost
 from kvferry.engine.step_slices import Slice, chunks_of
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.work import Generate
 

@@ -11,7 +11,7 @@ from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.models.hf_encoder import EncoderModel, Text
 from kvferry.engine.pooling import Pooler, Read, read, take
 from kvferry.engine.step_slices import Slice
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.protocol.work import Classify, Embed
 
 SHORTEST = 0.5

@@ -12,7 +12,7 @@ from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.request import Request
 from kvferry.engine.runner import Found, StepRunner
 from kvferry.engine.step_slices import Slice
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.protocol.errors import KvferryError, StepFailed, reason
 
 log = logging.getLogger("kvferry.engine")

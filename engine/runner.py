@@ -18,7 +18,7 @@ from kvferry.engine.sampler import Sampled, SampleRow, draw_plain, sample, score
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.kernels.input_staging import Staging
 from kvferry.kernels.token_readback import Readback
 

@@ -26,8 +26,8 @@ class BatchPlan:
     query_lens / total_lens              the same as Python ints, so that no kernel launch waits for the device
     num_decodes   number of sequences with one query token, at the front
     adapted       tokens that are computed with adapters, by adapter
-    chained       consecutive decodes of one sequence, each with a row of the table: the K/V of all is written before any
-                  of them attends
+    chained       consecutive decodes of one sequence, each with a row of the table: the K/V of all is written
+                  before any of them attends
     drawing       int64 [n] or None      tokens after which the next ones are drawn, if known beforehand
     """
 
@@ -46,8 +46,10 @@ class BatchPlan:
 
     @property
     def num_seqs(self) -> int:
+        """Number of sequences."""
         return len(self.query_lens)
 
     @property
     def num_tokens(self) -> int:
+        """Number of query tokens."""
         return sum(self.query_lens)

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import DecoderForm, NextLogits, OneByOne, always
+from kvferry.kernels.decoder_spec import DecoderForm
+from kvferry.kernels.decoder_step import NextLogits, OneByOne, always
 from kvferry.protocol.layout import blocks_for
 
 log = logging.getLogger("kvferry.kernels")
@@ -107,7 +108,7 @@ class _Inputs:
 
 
 class GraphStep:
-    """A `kernels.decoder_spec.Step` for batches of decodes of any model and any kind of stored weights.
+    """Implements `kernels.decoder_step.Step` for batches of decodes of any model and any kind of stored weights.
 
     one_by_one: runs the layers through the backend's operations, which may read a plan's host side only to choose their
     launches. A batch size is captured when it first occurs. If that fails, all batches run layer by layer."""

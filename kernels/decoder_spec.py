@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.expert_routing import Routing
 from kvferry.kernels.quantised_codes import Codes
 
@@ -52,6 +51,7 @@ class StoredRows:
     peaks: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> StoredRows:
+        """Return the rows on another device."""
         return StoredRows(self.kind, self.data.to(device), None if self.peaks is None else self.peaks.to(device))
 
 
@@ -66,6 +66,7 @@ class Gated:
     down: Linear
 
     def dense_layers(self) -> Iterator[Linear]:
+        """Yield the dense layers."""
         yield from (self.gate_up, self.down)
 
 
@@ -114,6 +115,7 @@ class Experts:
     grouped: GroupedGated | None = None
 
     def dense_layers(self) -> Iterator[Linear]:
+        """Yield the dense layers."""
         yield self.router
         for mlp in (*self.each, self.shared):
             if mlp is not None:
@@ -139,6 +141,7 @@ class Gqa:
     normed: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def dense_layers(self) -> Iterator[Linear]:
+        """Yield the dense layers."""
         yield from (self.qkv, self.o)
 
 
@@ -169,6 +172,7 @@ class Latent:
     awaited: Callable[[], None] = nobody
 
     def dense_layers(self) -> Iterator[Linear]:
+        """Yield the dense layers."""
         yield from (each for each in (self.q_a, self.q, self.kv_a, self.expand, self.o) if each is not None)
 
 
@@ -186,6 +190,7 @@ class LayerForm:
     behind_mlp: torch.Tensor | None = None
 
     def dense_layers(self) -> Iterator[Linear]:
+        """Yield the dense layers."""
         yield from self.attention.dense_layers()
         yield from self.mlp.dense_layers()
 
@@ -211,51 +216,3 @@ class DecoderForm:
     scale: float
     logits: Callable[[torch.Tensor], torch.Tensor]
     plain: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NextLogits:
-    """Logits after a step, and perhaps the best token of each row.
-
-    values: float32 [T, vocab], may be overwritten. best: index of each row's maximum, the first of equals (NO_TOKEN for
-    a row with a NaN or whose maximum is not finite); None if it was not computed."""
-
-    values: torch.Tensor
-    best: Sequence[int] | None = None
-
-
-OneByOne = Callable[[torch.Tensor, torch.Tensor, BatchPlan], torch.Tensor]
-"""Runs a decoder's layers through the backend's operations: (token ids, kv, plan), as in `Step`, to hidden states."""
-
-
-class Halted(Exception):
-    """A step was abandoned between two layers.
-
-    layer: the next one. residual: [T, hidden], to which it adds."""
-
-    def __init__(self, layer: int, residual: torch.Tensor) -> None:
-        super().__init__(f"given up before layer {layer}")
-        self.layer, self.residual = layer, residual
-
-
-def always() -> bool:
-    """Return True: the pass is always wanted."""
-    return True
-
-
-class Step(Protocol):
-    """Decoder recorded once. Not thread-safe."""
-
-    def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
-        """Return whether it runs batches like this one over the pool `kv` [block, layer, plane, kv_head, slot, dim]."""
-
-    def __call__(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always
-    ) -> torch.Tensor:
-        """Return hidden states [T, hidden] after the final norm, valid until the next call; write K/V.
-
-        Equal to the layers run one by one through the backend's operations. Raises Halted if `wanted` returns False
-        between two layers of a batch of prompts alone."""
-
-    def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
-        """Return the head's logits instead."""

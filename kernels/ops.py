@@ -19,11 +19,10 @@ from kvferry.kernels.decoder_spec import (
     Latent,
     Linear,
     LinearOfHeads,
-    OneByOne,
-    Step,
     Stored,
     StoredLinear,
 )
+from kvferry.kernels.decoder_step import OneByOne, Step
 from kvferry.kernels.gated_activation import SILU, Gate
 from kvferry.kernels.logit_adjustments import Adjusted
 from kvferry.kernels.lora import LowRank

@@ -10,17 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.capabilities import Capabilities
-from kvferry.kernels.decoder_spec import (
-    DecoderForm,
-    Gated,
-    GroupedGated,
-    Linear,
-    LinearOfHeads,
-    OneByOne,
-    Step,
-    Stored,
-    StoredLinear,
-)
+from kvferry.kernels.decoder_spec import DecoderForm, Gated, GroupedGated, Linear, LinearOfHeads, Stored, StoredLinear
+from kvferry.kernels.decoder_step import OneByOne, Step
 from kvferry.kernels.logit_adjustments import Adjusted
 from kvferry.kernels.lora import LowRank, add_low_rank
 from kvferry.kernels.sampling import NoiseKeys, draw

@@ -17,7 +17,7 @@ from kvferry.engine.ledger import Ledger
 from kvferry.engine.models.base import ForwardAbandoned, Model, ModelInfo, SuspendedPass, Wanted
 from kvferry.engine.runner import Runner
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.protocol.messages import Job

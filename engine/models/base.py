@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import NextLogits, always
+from kvferry.kernels.decoder_step import NextLogits, always
 from kvferry.kernels.ops import Ops
 from kvferry.protocol.layout import KVLayout
 

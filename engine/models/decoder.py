@@ -13,7 +13,8 @@ from kvferry.engine.models.base import ForwardAbandoned, Model, ModelInfo, Suspe
 from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.parameters import Parameters
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import DecoderForm, Experts, Halted, Latent, Linear, NextLogits, always
+from kvferry.kernels.decoder_spec import DecoderForm, Experts, Latent, Linear
+from kvferry.kernels.decoder_step import Halted, NextLogits, always
 from kvferry.kernels.experts import mixture
 from kvferry.kernels.gated_activation import GELU, SILU, Gate
 from kvferry.kernels.layer_norm import layer_norm

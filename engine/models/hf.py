@@ -16,7 +16,7 @@ from kvferry.engine.models.base import Model, ModelInfo, SuspendedPass, Wanted
 from kvferry.engine.models.hf_attention import AttentionSlot, PagedAttention, seated_attention
 from kvferry.engine.models.hf_dense import DenseModule
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.kernels.ops import Ops
 
 ATTENTION = "kvferry_paged"

@@ -14,7 +14,7 @@ from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.ranks.adapters import Numbers, joined_layers
 from kvferry.engine.ranks.rank_worker import RankWorker
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.kernels.lora import Adapter, Layers
 
 Hear = Callable[[], bytes]

@@ -15,7 +15,7 @@ from kvferry.engine.ranks.calls import GO_ON, STOP, CopyBlock, DropAdapter, Forw
 from kvferry.engine.ranks.group import Group
 from kvferry.engine.ranks.rank_worker import RankWorker
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import NextLogits, always
+from kvferry.kernels.decoder_step import NextLogits, always
 from kvferry.protocol.errors import reason
 
 

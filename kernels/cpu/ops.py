@@ -13,7 +13,8 @@ from kvferry.kernels.cpu import latent
 from kvferry.kernels.cpu.extension import extension, instruction_set
 from kvferry.kernels.cpu.packed_layers import PackedLayers
 from kvferry.kernels.cpu.step import CpuStep, record
-from kvferry.kernels.decoder_spec import DecoderForm, Latent, OneByOne
+from kvferry.kernels.decoder_spec import DecoderForm, Latent
+from kvferry.kernels.decoder_step import OneByOne
 from kvferry.kernels.gated_activation import SILU, Gate
 from kvferry.kernels.gumbel_noise import row_key
 from kvferry.kernels.latent import absorbed
@@ -33,7 +34,9 @@ Scoring = tuple[float, int, float, torch.Tensor | None]
 
 
 class CpuOps(PackedLayers, TorchShared):
-    """Ops on the compiled kernels in float32 and bfloat16. Owns a team of threads; not thread-safe.
+    """Implements `kernels.ops.Ops` on the compiled kernels in float32 and bfloat16.
+
+    Owns a team of threads; not thread-safe.
 
     The reference serves float16, fp8 caches and attention with head dims that are not multiples of 16. It also serves
     prefill attention in float32, or if head dims, or the parts of latent attention, are not multiples of 32.
@@ -64,6 +67,7 @@ class CpuOps(PackedLayers, TorchShared):
 
     @property
     def threads(self) -> int:
+        """Number of threads of the team."""
         found: int = self.kernels.threads
         return found
 

@@ -24,7 +24,7 @@ _PANEL = 32
 
 
 class PackedLinear:
-    """Dense layer y = x @ weight.T + bias of bfloat16 x [n, in] over stored rows [.., in].
+    """Implements `kernels.decoder_spec.StoredLinear` for bfloat16 x [n, in] over stored rows [.., in].
 
     BF16 is multiplied as it is. For all other kinds x is quantised to int8 per row and 32 inputs. A row's result does
     not depend on the other rows."""
@@ -86,7 +86,7 @@ def whole_panels(parts: Sequence[StoredRows]) -> bool:
 
 
 class PackedLayers:
-    """Factory of packed dense layers: the entry `cpu` of the backend table, used once at load.
+    """Implements `kernels.ops.DenseOps` with packed layers, which are made once at load.
 
     kernels: packs and runs the layers. row_bytes: bytes of a row of a kind with a number of inputs; negative if it is
     not packed."""

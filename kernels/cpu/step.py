@@ -10,7 +10,8 @@ import torch
 
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu.packed_layers import PackedLinear
-from kvferry.kernels.decoder_spec import DecoderForm, Gated, Gqa, Halted, LayerForm, NextLogits, always
+from kvferry.kernels.decoder_spec import DecoderForm, Gated, Gqa, LayerForm
+from kvferry.kernels.decoder_step import Halted, NextLogits, always
 from kvferry.kernels.quantised_cache import vector_width
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _POOL_DTYPES = (torch.bfloat16, torch.int8)
 
 
 class CpuStep:
-    """A `kernels.decoder_spec.Step` for batches of up to `MAX_ROWS` tokens in bfloat16.
+    """Implements `kernels.decoder_step.Step` for batches of up to `MAX_ROWS` tokens in bfloat16.
 
     It makes one call to the extension, or one per layer for batches of prompts alone."""
 

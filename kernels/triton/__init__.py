@@ -13,7 +13,8 @@ import torch
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.capabilities import Capabilities
 from kvferry.kernels.cuda_graphs import Capture, CudaCapture, GraphStep
-from kvferry.kernels.decoder_spec import DecoderForm, Experts, Gated, GroupedGated, Latent, OneByOne, Step, Stored
+from kvferry.kernels.decoder_spec import DecoderForm, Experts, Gated, GroupedGated, Latent, Stored
+from kvferry.kernels.decoder_step import OneByOne, Step
 from kvferry.kernels.gated_activation import SILU, Gate
 from kvferry.kernels.gpu_weight_layout import form_of_stored, laid_together
 from kvferry.kernels.input_staging import Staging
@@ -89,8 +90,7 @@ class TritonOps(TorchShared):
         self._latents: LatentBatch | None = None
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
-        """Capture steps of every form, except experts that run one by one: the host chooses those by reading the
-        device."""
+        """Capture steps of every form, except experts that run one by one: the host reads which those are."""
         read = any(isinstance(layer.mlp, Experts) and layer.mlp.grouped is None for layer in form.layers)
         return None if read or self._capture is None else GraphStep(form, one_by_one, self._capture)
 

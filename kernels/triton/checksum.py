@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 LEAST_BYTES = 241
 KIB = 1024
+"""Bytes of a KiB."""
 WORDS, LANES, STRIPES = 128, 8, 16
 """8-byte words of a KiB: 16 stripes of one word for each of the 8 accumulators."""
 KIBS = 4

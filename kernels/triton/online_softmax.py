@@ -14,8 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def slots_of(table, start, end, stride_block, WIDTH, SLOTS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """Return KEYS positions from start on, which of them are before end, and the offsets of their vectors of WIDTH
-    elements."""
+    """Return KEYS positions from start on, which are before end, and the offsets of their vectors (WIDTH elements)."""
     position = start + tl.arange(0, KEYS)
     if MASKED:
         inside = position < end

@@ -1,10 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
 """Triton kernel that samples a whole batch in one launch (`Ops.draw`), without a device sync.
 
-It finds the thresholds of top_k and top_p by bisection over the bits of the values, so nothing is sorted. A value
-survives top_k if fewer than k are larger, and top_p if the larger ones together have less than p of the mass. Most
-values survive neither at any threshold. Each lane of a tile keeps its largest value in a register: these alone show
-which thresholds are too low, and the search continues over the values above."""
+Bisection over the bits of the values finds the thresholds of top_k and top_p, so nothing is sorted. Of each lane only
+the largest value is kept in registers: these show which thresholds are too low, and the search goes on above them."""
 
 from collections.abc import Sequence
 

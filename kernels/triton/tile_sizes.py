@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_SPLITS = 64
+"""Most parts of a product's inputs."""
 MIN_TILES_PER_SPLIT = 2
 """Fewest tiles of keys that a split handles."""
 PROGRAMS_PER_PROCESSOR = 2

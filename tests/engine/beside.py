@@ -14,7 +14,7 @@ from kvferry.engine.models.base import SuspendedPass, Wanted
 from kvferry.engine.runner import Found, Runner
 from kvferry.engine.sampler import SampleRow, draw_plain
 from kvferry.engine.step_slices import Slice
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.kernels.token_readback import Readback
 
 POISON = -1000

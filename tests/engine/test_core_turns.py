@@ -10,7 +10,7 @@ import pytest
 from kvferry.engine.models.base import Wanted
 from kvferry.engine.runner import SHORT
 from kvferry.engine.shared_cores.core_turns import LEAST_S, PATIENCE_S, CoreTurns
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from tests.toy import expected, make_engine, make_job, tokens_of
 
 TURN_S = 0.05

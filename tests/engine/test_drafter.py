@@ -16,7 +16,7 @@ from kvferry.engine.models.base import SuspendedPass, Wanted
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from tests.engine.test_draft_model import Guess, make_draft, make_engine
 from tests.engine.test_speculation import figures, prompt
 from tests.toy import VOCAB, ToyModel, make_job

@@ -13,7 +13,7 @@ from kvferry.engine.events import Failed, Generated
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.models.base import SuspendedPass, Wanted
 from kvferry.engine.step_slices import Slice
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.protocol.messages import Job
 from kvferry.protocol.work import Embed
 from tests.toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, tokens_of

@@ -19,7 +19,7 @@ from kvferry.engine.loop import EngineLoop
 from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.ports import GRANT
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.protocol.messages import Job
 from tests.toy import HeldModel, ToyModel, expected, make_engine, make_job
 from tests.waiting import wait_for

@@ -17,7 +17,7 @@ from kvferry.engine.models import load_model
 from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.suspended_steps import DEEPEST
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
 from kvferry.protocol.messages import Job

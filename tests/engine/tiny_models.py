@@ -7,7 +7,7 @@ import torch
 from kvferry.engine.models.base import Model, SuspendedPass, Wanted
 from kvferry.engine.models.hf import transformers_module
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import always
+from kvferry.kernels.decoder_step import always
 from kvferry.kernels.quantised_cache import PEAKS
 from tests.device_plans import moved
 

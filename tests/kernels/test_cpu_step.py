@@ -18,7 +18,8 @@ from kvferry.engine.models.rope_config import RopeConfig
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.cpu.step import MAX_DECODES, MAX_ROWS, CpuStep
-from kvferry.kernels.decoder_spec import DecoderForm, OneByOne
+from kvferry.kernels.decoder_spec import DecoderForm
+from kvferry.kernels.decoder_step import OneByOne
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.quantised_cache import quantise
 from kvferry.kernels.reference import ReferenceOps
