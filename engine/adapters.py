@@ -32,7 +32,7 @@ class Adapters:
             self.settle(here)
 
     def find(self, adapter_id: str) -> Adapter | None:
-        """The adapter of an attempt; None for the empty id. Raises AdapterNotLoaded."""
+        """Return the adapter of an attempt; None for the empty id. Raises AdapterNotLoaded."""
         if not adapter_id:
             return None
         if adapter_id not in self._held:

@@ -10,7 +10,7 @@ STRIDE = 64
 
 
 def zeros(count: int) -> Generator[None, None, array[int]]:
-    """An array of that many zeros."""
+    """Yield an array of that many zeros."""
     found, piece = array("i"), array("i", bytes(4 * 16384))
     while len(found) < count:
         found.extend(piece[: count - len(found)])

@@ -36,7 +36,7 @@ class AuditSchedule:
         self._dirty = True
 
     def pause(self) -> float | None:
-        """Seconds until the next turn; None: there is nothing to check."""
+        """Return seconds until the next turn; None: there is nothing to check."""
         if self._pass is not None:
             return PAUSE_S
         return max(PAUSE_S, self._ended + EVERY_S - time.monotonic()) if self._dirty else None

@@ -203,7 +203,7 @@ def adapted_tokens(slices: Sequence[Slice]) -> Mapping[Adapter, np.ndarray]:
 
 
 def by_adapter(owners: Sequence[Request]) -> Mapping[Adapter, np.ndarray]:
-    """The tokens of a batch, int64 [n], by the adapter of the request that each is of."""
+    """Return the tokens of a batch, int64 [n], by the adapter of the request that each is of."""
     tokens: defaultdict[Adapter, list[int]] = defaultdict(list)
     for index, request in enumerate(owners):
         if request.adapter is not None:

@@ -91,7 +91,7 @@ class BlockPool:
     def register(
         self, holders: Sequence[tuple[Hashable, str]], block_id: int, block_hash: bytes, parent: int | None
     ) -> int:
-        """The block's content is complete: make it findable.
+        """Return the block's content is complete: make it findable.
 
         If equal content is findable already, the holds (owner, reason) move to that block, and its id is returned, so
         that every findable block's parent is findable too. What stands behind a forgotten block is not made findable,
@@ -143,7 +143,9 @@ class BlockPool:
                 self._free.put(block_id)
 
     def findable(self) -> list[bytes]:
-        """All hashes that can be reused here, parents before children. From any thread: the copy is one bytecode."""
+        """Return all hashes that can be reused here, parents before children.
+
+        From any thread: the copy is one bytecode."""
         return list(self._by_hash)
 
     def check_integrity(self) -> None:

@@ -118,7 +118,7 @@ class Canary:
             self._end(look, "dropped")
 
     def pause_s(self) -> float | None:
-        """Seconds until the next piece may be computed; None: there is nothing to compute."""
+        """Return seconds until the next piece may be computed; None: there is nothing to compute."""
         if self._look is None:
             return None
         if not self._request_table:

@@ -88,7 +88,7 @@ class CanaryCheck:
             self._found(output_tolerance.of_blocks(runner.kv, self.own[begin:upto], landed, slots))
 
     def _mixed(self, runner: Computes) -> list[int]:
-        """The sequence's chain with the landed blocks in it.
+        """Return the sequence's chain with the landed blocks in it.
 
         The last token's K/V goes into the block to spare: others read the landed ones, and write behind them."""
         full, beyond = divmod(self.known, self.block_size)

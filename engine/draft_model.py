@@ -80,7 +80,7 @@ class DraftModel:
         return len(stream.token_ids) < self._longest and (shadow is None or shadow.fits)
 
     def lack(self, stream: Request) -> int:
-        """Tokens of the stream that are to be computed before the first draft."""
+        """Return tokens of the stream that are to be computed before the first draft."""
         shadow = self._shadows.get(stream.key)
         return len(stream.token_ids) - (min(shadow.request.computed_len, shadow.known) if shadow else 0)
 
@@ -125,7 +125,7 @@ class DraftModel:
         assert self.pool.holds.num_held == len(held), "blocks of the draft model leaked"
 
     def _shadow(self, stream: Request, count: int) -> DraftState | None:
-        """The stream's shadow as of now, with room for `count` drafts; None where it can have none."""
+        """Return the stream's shadow as of now, with room for `count` drafts; None where it can have none."""
         shadow = self._shadows.get(stream.key)
         new = stream.token_ids if shadow is None else shadow.follow(stream)
         if shadow is None:

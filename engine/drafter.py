@@ -132,5 +132,5 @@ def worth(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: L
 
 
 def _rest(request: Request) -> int:
-    """Tokens that a stream is taken to make still."""
+    """Return tokens that a stream is taken to make still."""
     return min(request.job.params.max_tokens - request.output_len, max(EXPECTED, request.output_len))

@@ -41,7 +41,7 @@ class EncoderRunner:
     def run(
         self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
     ) -> list[Read | None]:
-        """The answer to each slice. Raises Unwanted when they were not `wanted` to the end."""
+        """Return the answer to each slice. Raises Unwanted when they were not `wanted` to the end."""
         texts = [_text(part) for part in slices]
         found: list[Read | None] = [None] * len(slices)
         for batch in batches([len(text.token_ids) for text in texts]):

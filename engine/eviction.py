@@ -48,7 +48,7 @@ class SegmentedLru:
         self._again.pop(block_id, None)
 
     def pop(self) -> int:
-        """The one to leave. Raises KeyError if none is idle."""
+        """Return the one to leave. Raises KeyError if none is idle."""
         return (self._once or self._again).popitem(last=False)[0]
 
     def forget(self, block_id: int) -> None:

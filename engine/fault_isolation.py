@@ -88,7 +88,7 @@ def _told(part: Slice, error: Exception) -> KvferryError:
 
 
 def require_device(device: torch.device, error: Exception) -> None:
-    """Raises DeviceLost where it does not do the least of sums: what it is asked for next would fail too.
+    """Raise DeviceLost where it does not do the least of sums: what it is asked for next would fail too.
 
     On a device that works beside its host this waits for all that it was given."""
     try:

@@ -77,7 +77,7 @@ class GrammarMask:
 
     @property
     def quick(self) -> bool:
-        """The next one will be made in microseconds, by all that is known."""
+        """Return the next one will be made in microseconds, by all that is known."""
         matcher = self.matcher
         if self.trials or matcher is None:
             return False
@@ -85,7 +85,7 @@ class GrammarMask:
 
     @property
     def blocks(self) -> bool:
-        """The request takes no turn now."""
+        """Return the request takes no turn now."""
         return self.late and not self.ready
 
 

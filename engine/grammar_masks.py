@@ -72,7 +72,7 @@ class GrammarMasks:
         prompt_len: int,
         done: Callable[[KvferryError | None], None],
     ) -> GrammarMask:
-        """A mask for the first token after token_ids.
+        """Return a mask for the first token after token_ids.
 
         It is of use once `done` was called, on a grammar thread. Raises InvalidRequest, or Overloaded when too many are
         being compiled."""

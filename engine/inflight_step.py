@@ -21,7 +21,7 @@ class InflightStep:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """All that are drawn: int64 [n] on the device, for what is launched behind them."""
+        """Return all that are drawn: int64 [n] on the device, for what is launched behind them."""
         return self.drawn.values
 
     def collect(self) -> list[Sampled]:
@@ -31,7 +31,7 @@ class InflightStep:
         return [Sampled(tokens[row], None) for row in self.rows]
 
     def of(self, kept: Sequence[int]) -> InflightStep:
-        """The same of some of its slices."""
+        """Return the same of some of its slices."""
         return InflightStep(self.drawn, [self.rows[i] for i in kept])
 
 

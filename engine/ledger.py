@@ -26,7 +26,7 @@ class Ledger:
 
     @property
     def num_held(self) -> int:
-        """Number of blocks with at least one hold."""
+        """Return number of blocks with at least one hold."""
         return self._num_held
 
     def hold(self, owner: Hashable, reason: str, block_ids: Iterable[int]) -> None:
@@ -117,7 +117,7 @@ class Ledger:
             self._recounts.remove(anew)
 
     def _page(self, reason: str, owner: Hashable) -> dict[int, None]:
-        """The owner's page, which is never empty while it exists; nothing of it if it is gone."""
+        """Return the owner's page, which is never empty while it exists; nothing of it if it is gone."""
         page = self._books.get(reason, {}).get(owner)
         assert page is None or page, f"empty page of {owner!r} for {reason}"
         return page or {}

@@ -47,7 +47,7 @@ class Lookahead:
         return self._batch is not None
 
     def take(self) -> Batch | None:
-        """The step in flight, of those who still wait for it; it is to be run next."""
+        """Return the step in flight, of those who still wait for it; it is to be run next."""
         self.settle()
         batch, self._batch = self._batch, None
         self._whole = self._whole or batch is None

@@ -151,7 +151,7 @@ class EngineLoop:
         return self._engine.has_work() and self._engine.newcomer_priority.pause_s() <= 0
 
     def _patience(self) -> float | None:
-        """Seconds after which to look again unless something is submitted; None: never."""
+        """Return seconds after which to look again unless something is submitted; None: never."""
         canary = self._engine.canary
         look = canary.pause_s() if canary and not self._engine.has_work() else None
         waits = (self._self_check.pause(), self._engine.newcomer_priority.pause_s() or None, look)

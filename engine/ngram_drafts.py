@@ -47,7 +47,7 @@ class NgramDrafts:
 
     @property
     def of_model(self) -> float:
-        """The share of a draft model."""
+        """Return the share of a draft model."""
         return min(self._shares[MODEL], SURE)
 
     @property

@@ -38,13 +38,13 @@ def append(request: Request, sampled: Sampled, longest: int) -> Generated:
 
 
 def read(request: Request, vector: bytes) -> Generated:
-    """The news of a request that generates nothing: its one and only output."""
+    """Return the news of a request that generates nothing: its one and only output."""
     delta = TokenDelta(*request.key, 0, (), finish_reason="stop", vector=vector)
     return _first(request, Generated(request.key, request.job.router_id, delta))
 
 
 def _first(request: Request, event: Generated) -> Generated:
-    """The first output on this node carries the prompt's accounting, its log-probabilities and the times."""
+    """Return the first output on this node carries the prompt's accounting, its log-probabilities and the times."""
     prompt_len, cached, fetched = len(request.job.token_ids), request.cached_len or 0, _fetched_len(request)
     found = {"reused_prefill" if request.prefill_only else "reused_decode": cached - fetched}
     reuse = Reuse(prompt_len, fetched=fetched, computed=prompt_len - cached, missed=request.missed, **found)

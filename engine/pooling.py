@@ -37,7 +37,7 @@ class Pooler:
         self._dense = tuple(dense)
 
     def finish(self, requests: Sequence[Request]) -> list[Read]:
-        """The vectors of requests whose last slice was taken."""
+        """Return the vectors of requests whose last slice was taken."""
         pooled = []
         for request in requests:
             assert request.pooled is not None

@@ -95,7 +95,7 @@ class Replicas:
         return len(here), block_ids[len(here) :]
 
     def land(self, grant: Hashable) -> tuple[int, int]:
-        """All its blocks are here and right: those of the chain from the first to before the second index."""
+        """Return all its blocks are here and right: those of the chain from the first to before the second index."""
         hashes, block_ids, first = self._landing[grant]
         for index in range(first, len(block_ids)):
             parent = block_ids[index - 1] if index else None

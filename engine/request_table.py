@@ -71,7 +71,7 @@ class RequestTable:
         return [request for request in self.awaiting.values() if request.block_ids]
 
     def attempts(self, request_id: str, upto: int) -> list[Request]:
-        """A request's attempts, those after `upto` left out."""
+        """Return a request's attempts, those after `upto` left out."""
         return [request for attempt, request in self._attempts.get(request_id, {}).items() if attempt <= upto]
 
     def find(self, key: Key) -> Request | None:

@@ -42,7 +42,7 @@ class StepRunner(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """Seconds of the last run in which others had the cores."""
+        """Return seconds of the last run in which others had the cores."""
 
     def hurry(self) -> None:
         """Something urgent came, and will be run soon. From any thread."""

@@ -59,7 +59,7 @@ class Scheduler:
         self.request_table.enter(request)
 
     def schedule(self, before: Place | None = None) -> list[Slice]:
-        """The next step's slices, decodes first; empty when nothing can run.
+        """Return the next step's slices, decodes first; empty when nothing can run.
 
         before: no prompts but those that come before that place, and nothing if there are none."""
         decodes = self._grow_decodes()
@@ -233,5 +233,5 @@ class Scheduler:
 
 
 def _junior(request: Request) -> tuple[bool, bool, float]:
-    """The greatest gives way first. A stream's rank only rises, so the most senior one always gets on."""
+    """Return the greatest gives way first. A stream's rank only rises, so the most senior one always gets on."""
     return (not request.output_len, not resumed(request), request.arrived)

@@ -42,7 +42,7 @@ class Speculation:
         return self._most > 0
 
     def extend(self, slices: Sequence[Slice]) -> Sequence[Slice]:
-        """The same slices, where all are of streams with drafts behind some.
+        """Return the same slices, where all are of streams with drafts behind some.
 
         While it is not known what a draft costs, every other step has none."""
         self._turn += 1

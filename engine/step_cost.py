@@ -59,7 +59,7 @@ class StepCost:
         return self._count > 0
 
     def line(self) -> tuple[float, float]:
-        """Seconds of a step of one row, and of each further one; (1, ROW) while nothing is known."""
+        """Return seconds of a step of one row, and of each further one; (1, ROW) while nothing is known."""
         if not self._count:
             return 1.0, ROW
         rows, seconds = self._rows / self._count, self._seconds / self._count

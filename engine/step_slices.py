@@ -26,7 +26,7 @@ class Slice:
 
     @property
     def streams(self) -> bool:
-        """The one token is output, no rest of a prompt."""
+        """Return the one token is output, no rest of a prompt."""
         return self.decodes and self.start >= len(self.request.job.token_ids)
 
     @property
@@ -35,7 +35,7 @@ class Slice:
 
     @property
     def draws(self) -> bool:
-        """A token is drawn behind its last one."""
+        """Return a token is drawn behind its last one."""
         return self.samples and self.request.generates
 
 

@@ -58,7 +58,7 @@ class _Site:
 
 
 def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
-    """The adapter on the model's device, in its dtype.
+    """Return the adapter on the model's device, in its dtype.
 
     Raises ConfigError: it does not fit the model, or the device's memory does not hold it."""
     led = model if isinstance(model, ShardedModel) else None
@@ -117,7 +117,7 @@ def _sites(config: DecoderConfig) -> dict[str, _Site]:
 
 
 def _pairs(files: AdapterFiles) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
-    """A and B by layer and target."""
+    """Return a and B by layer and target."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -25,7 +25,7 @@ class SuspendedPass:
     residual: torch.Tensor
 
     def of(self, rows: Sequence[int]) -> SuspendedPass:
-        """The same of some of the tokens."""
+        """Return the same of some of the tokens."""
         kept = torch.tensor(rows, dtype=torch.int64, device=self.x.device)
         return SuspendedPass(self.layer, self.x[kept], self.residual[kept])
 

@@ -129,13 +129,13 @@ class Decoder(Model):
         return super().next_logits(token_ids, kv, plan)
 
     def dense_layers(self) -> Iterator[Linear]:
-        """All of them, the vocabulary projection last."""
+        """Yield all of them, the vocabulary projection last."""
         for layer in self.parameters.layers:
             yield from layer.dense_layers()
         yield self.parameters.head
 
     def _dense(self, linear: Linear, index: int, name: str, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """The dense layer called `name` in layer `index`, and what the adapters of the batch add to it."""
+        """Return the dense layer called `name` in layer `index`, and what the adapters of the batch add to it."""
         y = linear(x)
         for adapter, tokens in ((each.adapter, each.tokens) for each in plan.adapted):
             if parts := adapter.layers[index].get(name):

@@ -37,7 +37,7 @@ _PIECE = 16 * 1024
 
 
 def stored_bytes(kind: int, elements: int) -> int:
-    """Bytes that `elements` values of a ggml type take. Raises ConfigError naming an unsupported type."""
+    """Return bytes that `elements` values of a ggml type take. Raises ConfigError naming an unsupported type."""
     if kind in PLAIN:
         return elements * PLAIN[kind].itemsize
     form = _format(kind)

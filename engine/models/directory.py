@@ -30,7 +30,7 @@ class FileWeights(PlainWeights):
     """Files of whole tensors."""
 
     def find(self, name: str) -> torch.Tensor | None:
-        """The tensor as stored; None: there is none of that name."""
+        """Return the tensor as stored; None: there is none of that name."""
         raise NotImplementedError
 
     def holds(self, name: str) -> bool:

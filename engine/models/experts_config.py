@@ -43,7 +43,7 @@ def unsupported_routing(config: dict[str, Any], names: ExpertNames) -> str | Non
 
 
 def parse_experts(config: dict[str, Any], family: Family, layers: int) -> ExpertsConfig | None:
-    """Raises ConfigError, or KeyError where a field is missing."""
+    """Return the experts of a config; None without any. Raises ConfigError, or KeyError if a field is missing."""
     names = family.experts
     if names is None:
         return None

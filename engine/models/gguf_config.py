@@ -30,7 +30,7 @@ def parse_gguf(file: GGUFFile) -> DecoderConfig:
 
 
 def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
-    """The header's values under the names of a config.json."""
+    """Return the header's values under the names of a config.json."""
     model_type = gguf_family(file)
     heads, kv_heads = file.get("attention.head_count"), file.get("attention.head_count_kv")
     if isinstance(heads, list) or isinstance(kv_heads, list):

@@ -23,7 +23,7 @@ ATTENTION = "kvferry_paged"
 
 
 def transformers_module() -> Any:
-    """The transformers package, with `is_kernels_available` false and our attention registered."""
+    """Return the transformers package, with `is_kernels_available` false and our attention registered."""
     import transformers.utils
     from transformers.utils import import_utils
 

@@ -116,7 +116,7 @@ class ShapeProbe:
         return q
 
     def check(self, config: Any) -> None:
-        """Raises ConfigError: a layer's attention never came here, layers differ, or the config tells of windows that
+        """Raise ConfigError: a layer's attention never came here, layers differ, or the config tells of windows that
         the layers did not ask for."""
         layers = config.num_hidden_layers
         if sorted(self.shapes) != list(range(layers)):

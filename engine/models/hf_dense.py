@@ -53,7 +53,7 @@ class EmbeddingModule(nn.Module):
 
 
 def outputs_first(module: nn.Module) -> torch.Tensor | None:
-    """The weight [out, in] of a dense layer; None: the module is something else."""
+    """Return the weight [out, in] of a dense layer; None: the module is something else."""
     kind: Any = type(module)
     weight: Any = getattr(module, "weight", None)
     if _is_linear(kind):

@@ -73,7 +73,7 @@ def _shared(
     progress: Progress | None,
     weights_fd: int,
 ) -> tuple[Any, list[str]]:
-    """The module and what its layers are kept in; packed once by the processes that share the memory."""
+    """Return the module and what its layers are kept in; packed once by the processes that share the memory."""
     forms = DenseForms(ops, quantization if dtype == torch.bfloat16 else "none")
 
     def read() -> tuple[Any, list[str]]:
@@ -105,7 +105,7 @@ def _packed(source: ModelSource, device: torch.device, dtype: torch.dtype, forms
 def _load_quantised(
     source: ModelSource, weights: Any, forms: DenseForms, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """The module of a checkpoint whose layers in codes we read ourselves.
+    """Return the module of a checkpoint whose layers in codes we read ourselves.
 
     transformers reads the rest into a kind of module that has them already, of the same name, for it renames tensors by
     that."""

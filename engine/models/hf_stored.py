@@ -34,7 +34,7 @@ class GGUFRows:
                 self._known[tensor.shape].append((tensor, first))
 
     def __call__(self, weight: torch.Tensor) -> StoredRows | None:
-        """The rows that stand for this weight [out, in], on its device."""
+        """Return the rows that stand for this weight [out, in], on its device."""
         values = weight.cpu()
         for tensor, first in self._known.get(tuple(weight.shape), ()):
             if _near(first, values[:1]) and _near(self._values(tensor), values):
@@ -55,7 +55,7 @@ def _near(values: torch.Tensor, weight: torch.Tensor) -> bool:
 def coded_layers(
     skeleton: Any, weights: QuantisedWeights, forms: DenseForms, dtype: torch.dtype, device: torch.device
 ) -> dict[str, DenseModule]:
-    """The layers of a model without weights, by name, that a quantised checkpoint holds in codes.
+    """Return the layers of a model without weights, by name, that a quantised checkpoint holds in codes.
 
     Raises ConfigError: one is none of the model's dense layers, or its tensors do not fit."""
     names = weights.coded()

@@ -55,7 +55,7 @@ def load_model(
     weights_fd: int = -1,
     part: RankAssignment | None = None,
 ) -> Model:
-    """The model of `source` in `dtype` (None: `auto_dtype`).
+    """Return the model of `source` in `dtype` (None: `auto_dtype`).
 
     impl: kvferry (own decoder), transformers, or auto (own decoder where it supports the architecture). quantization:
     auto (block formats of a GGUF and codes of a quantised checkpoint run as stored where the operations can, in
@@ -141,7 +141,7 @@ class OpenedModel:
 
 
 def _open_as(source: ModelSource, impl: str, load_format: str) -> OpenedModel | None:
-    """The checkpoint for our own decoder; None where transformers' model is to be loaded."""
+    """Return the checkpoint for our own decoder; None where transformers' model is to be loaded."""
     dummy, must = load_format == "dummy", impl == "kvferry"
     if dummy and (impl == "transformers" or source.kind == "gguf"):
         raise ConfigError("dummy weights need a config.json and our own decoder", param="load_format")

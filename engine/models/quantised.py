@@ -47,7 +47,7 @@ class QuantisedWeights:
         return any(self._tensors.holds(each) for each in (name, f"{layer}.qweight", f"{layer}.weight_packed"))
 
     def coded(self) -> list[str]:
-        """The layers that are stored in codes."""
+        """Return the layers that are stored in codes."""
         parts = (name.rpartition(".") for name in self._tensors.names())
         return sorted({layer for layer, _, kind in parts if kind in _CODED})
 
@@ -131,7 +131,7 @@ class QuantisedWeights:
         return Codes(values, scales, self._quantisation.block if tall else None)
 
     def _order(self, layer: str, name: str, columns: int, groups: int) -> torch.Tensor | None:
-        """Each input's group; None where groups are neighbours, in their order."""
+        """Return each input's group; None where groups are neighbours, in their order."""
         index = self._tensors.find(f"{layer}.{name}")
         if index is None or torch.equal(index.long(), torch.arange(columns) // -(-columns // groups)):
             return None

@@ -49,7 +49,7 @@ class TensorReader:
         self.kept = self._forms.kept
 
     def dense(self, prefix: str, parts: Rows, columns: int, bias: bool, factor: float = 1.0) -> Linear:
-        """The layer of tensors whose names follow the prefix."""
+        """Return the layer of tensors whose names follow the prefix."""
         biases = self.stack([(f"{prefix}.{name}.bias", rows) for name, rows in parts], None, factor) if bias else None
         return self.linear([(f"{prefix}.{name}.weight", rows) for name, rows in parts], columns, biases, factor)
 
@@ -84,7 +84,7 @@ class TensorReader:
         return out if factor == 1.0 else out.mul_(factor)
 
     def float32(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor in that format, whatever the decoder's is."""
+        """Return a tensor in that format, whatever the decoder's is."""
         out = torch.empty(shape, dtype=torch.float32, device=self._device)
         self._weights.read(name, out)
         return out

@@ -89,7 +89,7 @@ def _longrope(plain: torch.Tensor, rope: RopeConfig, length: int) -> torch.Tenso
 
 
 def _longrope_attention(rope: RopeConfig) -> float:
-    """The paper's factor of attention, whatever the length served: the weights were trained with it."""
+    """Return the paper's factor of attention, whatever the length served: the weights were trained with it."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_len)) if rope.factor > 1 else 1.0

@@ -71,7 +71,7 @@ class Weights(Protocol):
         Raises ConfigError: missing, of another shape, of an unsupported type, or unreadable."""
 
     def stored(self, name: str, shape: tuple[int, int]) -> Stored | None:
-        """The tensor as stored, if that is a block format or codes; else None. Raises ConfigError as `read`."""
+        """Return the tensor as stored, if that is a block format or codes; else None. Raises ConfigError as `read`."""
 
 
 class PlainWeights:
@@ -130,7 +130,7 @@ class GGUFWeights:
         return tensor
 
     def _ordered(self, name: str, tensor: GGUFTensor) -> torch.Tensor:
-        """The tensor's stored bytes, rows in our order, valid until the next call."""
+        """Return the tensor's stored bytes, rows in our order, valid until the next call."""
         raw = self.bytes_of(tensor)
         if self._permuted is not None and any(part in name for part in _ROTATED):
             half_split_rows(raw.view(tensor.shape[0], -1), self._permuted[0 if "q_proj" in name else 1])
@@ -146,7 +146,7 @@ class GGUFWeights:
         return out
 
     def bytes_of(self, tensor: GGUFTensor) -> torch.Tensor:
-        """The tensor's stored bytes, valid until the next call."""
+        """Return the tensor's stored bytes, valid until the next call."""
         length = stored_bytes(tensor.type, math.prod(tensor.shape))
         if length > len(self._buffer):
             self._buffer = torch.empty(length, dtype=torch.uint8)
@@ -172,7 +172,7 @@ def half_split_rows(rows: torch.Tensor, heads: int) -> None:
 
 
 def _gguf_name(name: str, architecture: str) -> tuple[str, int | None]:
-    """The tensor's name in a file and, where it holds the tensors of many experts, which of them."""
+    """Return the tensor's name in a file and, where it holds the tensors of many experts, which of them."""
     if (expert := _EXPERT.fullmatch(name)) is not None:
         return f"blk.{expert[1]}.{_GGUF_EXPERTS[expert[3]]}.{expert[4]}", int(expert[2])
     layer = _LAYER.fullmatch(name)

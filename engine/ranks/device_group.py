@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def device_of(rank: int, first: torch.device) -> torch.device:
-    """A rank's own: GPUs beside each other, from that of the first one on."""
+    """Return a rank's own: GPUs beside each other, from that of the first one on."""
     return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
 
 

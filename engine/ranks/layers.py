@@ -41,7 +41,7 @@ class Vocabulary:
         return parts.transpose(0, 1).flatten(1)[:, : self.size].to(dtype or x.dtype).contiguous()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Each comes from the rank that has it; the others bring zeros."""
+        """Return each comes from the rank that has it; the others bring zeros."""
         places = ids - self.group.rank * self.words
         elsewhere = (places < 0) | (places >= self.words)
         found = self.own.rows(places.masked_fill(elsewhere, 0))
@@ -76,7 +76,7 @@ def own_part(linear: Linear) -> Linear:
 
 
 def joined(parameters: Parameters, group: Group, config: DecoderConfig) -> Parameters:
-    """The parameters of a rank's part, as layers of the whole decoder."""
+    """Return the parameters of a rank's part, as layers of the whole decoder."""
     vocab_size = config.vocab_size
     words = -(-vocab_size // group.ranks)
     embedding = Vocabulary(parameters.embedding, group, vocab_size, words)

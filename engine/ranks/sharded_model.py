@@ -83,7 +83,7 @@ class ShardedModel(Model):
         return self.own.decoder.forward(token_ids, self.own.of_pool(kv), plan, wanted, halfway)
 
     def _agreed(self, wanted: Wanted) -> Wanted:
-        """All stop before the same layer."""
+        """Return all stop before the same layer."""
 
         def asked() -> bool:
             found = wanted()

@@ -40,7 +40,7 @@ class Cut:
         return (*own[: self.dim], sum(self.wholes), *own[self.dim + 1 :])
 
     def part(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """The rank's; zeros where a stretch does not reach as far."""
+        """Return the rank's; zeros where a stretch does not reach as far."""
         parts = []
         for stretch, length in zip(torch.split(whole, list(self.wholes), self.dim), self.wholes, strict=True):
             own = -(-length // shard.ranks)
@@ -111,7 +111,7 @@ class ShardWeights:
         return Cut(1, (rows.shape[1],)).part(rows, self._shard).contiguous()
 
     def _require_whole(self, name: str, block: int, inputs: int) -> None:
-        """Raises ConfigError where that would cut a block."""
+        """Raise ConfigError where that would cut a block."""
         if inputs % block:
             raise ConfigError(
                 f"{FLAG} {self._shard.ranks} cuts blocks of {block} inputs of {name}; use --quantization none",
