@@ -10,11 +10,10 @@ from kvferry.protocol.errors import AdapterNotLoaded
 
 
 class Adapters:
-    """Loaded adapters by id.
+    """Loaded adapters by id. Owned by the engine thread.
 
-    Owned by the engine thread. New attempts cannot use an adapter that is being dropped; running ones keep it until
-    they end, and then its memory is freed. One that is dropped is refused to new attempts at once; those that are here
-    keep it until they end, and with the last of them its memory is free. Owned by the engine thread."""
+    New attempts cannot use an adapter that is being dropped. Running ones keep it until they end; its memory is freed
+    with the last of them."""
 
     def __init__(self) -> None:
         self._held: dict[str, Adapter] = {}
@@ -25,7 +24,7 @@ class Adapters:
         self._held.setdefault(adapter.id, adapter)
 
     def drop(self, adapter_id: str, here: Iterable[Request]) -> None:
-        """Refuse it from now on; `here`: the engine's attempts."""
+        """Refuse the adapter to new attempts; `here`: the engine's attempts."""
         adapter = self._held.pop(adapter_id, None)
         if adapter is not None:
             self._cancellations.add(adapter)
@@ -40,7 +39,7 @@ class Adapters:
         return self._held[adapter_id]
 
     def settle(self, here: Iterable[Request]) -> None:
-        """Release those that were dropped and that no attempt which is `here` computes with."""
+        """Release the dropped adapters that no attempt in `here` uses."""
         if self._cancellations:
             unused = self._cancellations - {request.adapter for request in here}
             self._cancellations -= unused

@@ -13,7 +13,9 @@ REMEMBERED_CANCELS = 8192
 
 
 class Admission:
-    """Refuses jobs by name. longest: tokens of a prompt and its output; takes: the kinds of work that `model` does."""
+    """Admission check that refuses jobs with a named error.
+
+    longest: most tokens of a prompt and its output. takes: kinds of work that `model` does."""
 
     def __init__(self, longest: int, vocab_size: int, takes: tuple[type, ...], model: str) -> None:
         self._longest = longest
@@ -28,7 +30,7 @@ class Admission:
             self._cancelled.popitem(last=False)
 
     def check(self, job: Job) -> None:
-        """Raises the error that tells why the job may not come in."""
+        """Raise the error that says why the job is refused."""
         if self._cancelled.get(job.request_id, -1) >= job.attempt:
             raise Cancelled("the request was cancelled before it arrived")
         work = job.work
@@ -48,16 +50,15 @@ class Admission:
             work.validate()
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Ids that the model does not have would break the step for everybody in it."""
+        """Raise InvalidRequest for ids outside the vocabulary: they would break the step for the whole batch."""
         if not self._has(token_ids):
             raise InvalidRequest(f"token ids must be at least 0 and below {self._vocab_size}", param="prompt")
 
     def check_first(self, job: Job, token_ids: Sequence[int], covered: int, room: int) -> None:
-        """A request goes on behind one token or more, of which the last is not computed.
+        """Raise TransferFailed unless the request can continue after these tokens, of which the last is not computed.
 
-        covered: tokens in front whose K/V came, 0 for those of the job; room: tokens that the blocks which came have
-        room for. What is wrong with them is the other node's fault and no client's, and they may fit elsewhere:
-        TransferFailed."""
+        covered: leading tokens whose K/V arrived; 0: those of the job. room: capacity of the arrived blocks, in tokens.
+        A mistake here is the other node's, not the client's, and the request may fit elsewhere."""
         if not self._has(token_ids):
             raise TransferFailed("a hand-over with token ids that the model does not have")
         known, total = len(job.token_ids), len(job.token_ids) + len(token_ids)

@@ -16,14 +16,16 @@ from kvferry.engine.request_table import RequestTable
 from kvferry.engine.transfer_holds import TransferHolds
 
 EVERY_S = 10.0
-"""Least seconds from the end of a pass to the next."""
+"""Least time from the end of a pass to the next, in seconds."""
 TURN_S, PAUSE_S = 0.0008, 0.01
-"""Seconds after which a turn begins no further piece (a command waits for less than 1 ms), and the pause behind it."""
+"""Length of a turn, after which it begins no further piece (a command waits less than 1 ms), and the pause after it."""
 
 
 class AuditSchedule:
-    """Takes turns of a pass, which `begin` makes: it is checked in pieces of a fraction of a millisecond, between which
-    the engine may work, and raises AssertionError. Owned by the engine thread."""
+    """Schedule of audit passes. Owned by the engine thread.
+
+    `begin` makes a pass, an iterator that checks a piece of a fraction of a millisecond at a time and raises
+    AssertionError. The engine may work between pieces."""
 
     def __init__(self, begin: Callable[[], Iterator[None]]) -> None:
         self._begin = begin
@@ -32,7 +34,7 @@ class AuditSchedule:
         self._ended = 0.0
 
     def changed(self) -> None:
-        """The engine has worked: another pass has something to find."""
+        """Note that the engine has worked, so another pass may find something."""
         self._dirty = True
 
     def pause(self) -> float | None:
@@ -42,7 +44,7 @@ class AuditSchedule:
         return max(PAUSE_S, self._ended + EVERY_S - time.monotonic()) if self._dirty else None
 
     def turn(self) -> None:
-        """Go on for TURN_S, if it is time to. Raises AssertionError with what is wrong, which ends the pass."""
+        """Continue for TURN_S if it is time to. Raises AssertionError with what is wrong, which ends the pass."""
         began = time.monotonic()
         if self._pass is None:
             if not self._dirty or began < self._ended + EVERY_S:
@@ -70,7 +72,7 @@ class AuditedState(Protocol):
 
 
 def audit(engine: AuditedState) -> Iterator[None]:
-    """Assert that the books balance, and no block is held with nothing under way; in pieces below a millisecond."""
+    """Assert that all counts agree and that an idle engine holds no block; in pieces below a millisecond."""
     yield from engine.pool.audit()
     if engine.draft_model is not None:
         yield from engine.draft_model.audit(engine.request_table)

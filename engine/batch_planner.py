@@ -17,14 +17,14 @@ from kvferry.kernels.input_staging import Staging
 from kvferry.kernels.lora import Adapted, Adapter
 
 SPARE_BLOCKS = 8
-"""Columns of a kept block table beyond those in use: it is made anew once in that many blocks."""
+"""Spare columns of a cached block table: it is rebuilt once in that many blocks."""
 
 
 class BatchPlanner:
-    """Plans the steps of one runner.
+    """Planner of one runner's steps.
 
-    What it returns is good until the next call, which may change its arrays: those of a batch that decodes again are
-    the same objects."""
+    Its result is valid until the next call, which may change its arrays: a batch that decodes again reuses the same
+    objects."""
 
     def __init__(self, block_size: int, staging: Staging) -> None:
         self._block_size = block_size
@@ -32,9 +32,9 @@ class BatchPlanner:
         self._decodes: _Decodes | None = None
 
     def plan(self, slices: Sequence[Slice], behind: Sequence[int] | None = None) -> tuple[torch.Tensor, BatchPlan]:
-        """Token ids int64 [T] of a batch, and its plan; slices with one token stand first.
+        """Return the token ids int64 [T] of a batch, and its plan. Slices with one token come first.
 
-        behind: of decodes whose tokens are not known yet, numbers that stand in the place of their ids."""
+        behind: numbers in place of the ids of decodes whose tokens are not known yet."""
         kept = self._decodes
         if any(s.drafts for s in slices):
             self._decodes = None
@@ -49,7 +49,7 @@ class BatchPlanner:
         return kept.plan()
 
     def _drafted(self, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
-        """Of decodes alone: a draft is one more, behind that of the token before it."""
+        """Plan decodes alone: each draft is one more decode after that of the token before it."""
         rows = [(s.request, s.start + i) for s in slices for i in range(1 + len(s.drafts))]
         token_ids = [token for s in slices for token in (s.request.token_ids[s.start], *s.drafts)]
         parts = [Part(request.block_ids, position, 1) for request, position in rows]
@@ -60,9 +60,9 @@ class BatchPlanner:
 class _Decodes:
     """Host arrays of a batch of decodes, advanced in place.
 
-    A request's chain of blocks changes only when a block became full: it grows, or the full one is exchanged for an
-    equal one. The next token then is the first of its block, which is when its row of the table is read again; behind a
-    step that was planned before that, with the second."""
+    A request's chain of blocks changes only when a block becomes full: the chain grows, or the full block is replaced
+    by an equal one. The next token is then the first of its block, which is when its row of the table is read again;
+    after a step that was planned before that, at the second token."""
 
     def __init__(
         self, slices: Sequence[Slice], block_size: int, staging: Staging, behind: Sequence[int] | None = None
@@ -127,7 +127,7 @@ class _Decodes:
         self._table[row, : len(block_ids)] = block_ids
 
     def _write(self, row: int) -> None:
-        """Through memoryviews: a step that has read all weights leaves no code in the caches, and NumPy's is much."""
+        """Write a row through memoryviews: after a step that read all weights, NumPy's code is cold in the caches."""
         request, start = self._requests[row], self._starts[row]
         block, offset = divmod(start, self._block_size)
         ids, positions, slots, total_len = self._views
@@ -137,7 +137,7 @@ class _Decodes:
 
 
 def build_plan(slices: Sequence[Slice], block_size: int, staging: Staging) -> tuple[torch.Tensor, BatchPlan]:
-    """Token ids and plan of any batch, all its arrays new; slices with one token stand first."""
+    """Return token ids and plan of any batch in new arrays. Slices with one token come first."""
     parts = [Part(s.request.block_ids, s.start, s.count) for s in slices]
     token_ids = [token for s in slices for token in s.request.token_ids[s.start : s.start + s.count]]
     ends = accumulate(s.count for s in slices)
@@ -164,9 +164,9 @@ def lay_out(
     drawing: Sequence[int] | None = None,
     chained: bool = False,
 ) -> tuple[torch.Tensor, BatchPlan]:
-    """Token ids int64 [T] and the plan of a batch of these parts, of which those with one token stand first.
+    """Return the token ids int64 [T] and the plan of a batch of these parts. Parts with one token come first.
 
-    adapted: as `by_adapter` gives it; drawing, chained: see BatchPlan."""
+    adapted: from `by_adapter`. drawing, chained: see BatchPlan."""
     tables = [np.asarray(p.block_ids, dtype=np.int32) for p in parts]
     table = np.zeros((len(parts), max(map(len, tables))), dtype=np.int32)
     for row, ids in zip(table, tables, strict=True):

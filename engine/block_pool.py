@@ -1,9 +1,8 @@
 """Block pool: allocates KV blocks, finds cached prefixes, and evicts idle blocks.
 
-A block is free (no content), cached (content found by its hash, no hold), or held (by requests, grants, ships). The
-holds themselves live in the ledger. Chains are always held as a whole and released tail first, so in the eviction order
-a block stands before its parent: a node never drops a block before its descendants.
-"""
+A block is free (no content), cached (found by its hash, not held), or held (by requests, grants, transfers). The ledger
+records the holds. Chains are held as a whole and released tail first, so a block precedes its parent in the eviction
+order: a node never drops a block before its descendants."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from kvferry.engine.ports import Holds
 
 @dataclass(slots=True)
 class Block:
-    """`hash` is set while the block can be found; `children` counts findable blocks whose parent it is."""
+    """Block of the pool. `hash` is set while it can be found; `children` counts findable blocks whose parent it is."""
 
     hash: bytes | None = None
     parent: int | None = None
@@ -47,19 +46,21 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
+        """Number of blocks without content."""
         return len(self._free)
 
     @property
     def cached_blocks(self) -> int:
+        """Number of blocks with content that nothing holds."""
         return len(self.idle)
 
     @property
     def available(self) -> int:
-        """Blocks that can be had now, evicting if need be."""
+        """Number of blocks that can be allocated now, by eviction if necessary."""
         return len(self._free) + len(self.idle)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Block ids of the longest leading run of `hashes` that is here. Takes no hold."""
+        """Return the ids of the longest leading run of `hashes` in the pool. Takes no hold."""
         found: list[int] = []
         if self.prefix_caching:
             for block_hash in hashes:
@@ -72,8 +73,9 @@ class BlockPool:
     def acquire(
         self, owner: Hashable, reason: str, reused: Sequence[int], fresh: int, *, keep: int = 0
     ) -> list[int] | None:
-        """Hold `reused` (from `match`, just now) and `fresh` new blocks for the owner; returns their ids in order, or
-        None, with nothing changed, when fewer than `keep` blocks would stay available."""
+        """Hold `reused` (fresh from `match`) and `fresh` new blocks for the owner; return their ids in order.
+
+        None, with nothing changed, if fewer than `keep` blocks would stay available."""
         idle = sum(block_id in self.idle for block_id in reused)
         if fresh + keep > self.available - idle:
             return None
@@ -91,11 +93,11 @@ class BlockPool:
     def register(
         self, holders: Sequence[tuple[Hashable, str]], block_id: int, block_hash: bytes, parent: int | None
     ) -> int:
-        """Return the block's content is complete: make it findable.
+        """Make a block with complete content findable; return the id of the block to use.
 
-        If equal content is findable already, the holds (owner, reason) move to that block, and its id is returned, so
-        that every findable block's parent is findable too. What stands behind a forgotten block is not made findable,
-        nor given up for what is: chains are held as a whole."""
+        If equal content is findable already, the holds (owner, reason) move to that block, whose id is returned, so
+        that the parent of every findable block is findable, too. Blocks after a forgotten block are not made findable
+        and not exchanged: chains are held as a whole."""
         if not self.prefix_caching:
             return block_id
         known = self._by_hash.get(block_hash)
@@ -121,9 +123,7 @@ class BlockPool:
         return block_id
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Unregister these blocks and those behind them, since their content is wrong.
-
-        Looks at all blocks. Looks at all blocks."""
+        """Unregister these blocks and their descendants, because their content is wrong. Scans all blocks."""
         behind: dict[int, list[int]] = {}
         for block_id, block in enumerate(self._blocks):
             if block.parent is not None:
@@ -145,17 +145,18 @@ class BlockPool:
     def findable(self) -> list[bytes]:
         """Return all hashes that can be reused here, parents before children.
 
-        From any thread: the copy is one bytecode."""
+        May be called from any thread: the copy is one bytecode."""
         return list(self._by_hash)
 
     def check_integrity(self) -> None:
-        """Assert that every block is in exactly one state and every findable block's parent is findable."""
+        """Assert that every block is in exactly one state and that every findable block's parent is findable."""
         for _ in self.audit():
             pass
 
     def audit(self) -> Iterator[None]:
-        """`check_integrity` in pieces of a fraction of a millisecond, between which the pool may be used: what is wrong
-        for good is found in one of two passes."""
+        """Run `check_integrity` in pieces of a fraction of a millisecond, between which the pool may be used.
+
+        A lasting fault is found in one of two passes."""
         yield from self.holds.audit()
         anew = audit.Children((yield from audit.zeros(self.num_blocks)))
         self._recounts.append(anew)
@@ -205,7 +206,7 @@ class BlockPool:
         self._free.put(block_id)
 
     def _hide(self, block_id: int, reason: str) -> None:
-        """It is not found any more."""
+        """Make the block unfindable."""
         block = self._blocks[block_id]
         assert block.hash is not None
         self.idle.forget(block_id)
@@ -229,8 +230,9 @@ class BlockPool:
 
 
 def chain_of(pool: BlockPool, block_hash: bytes, besides: Container[bytes] = ()) -> list[tuple[bytes, int]]:
-    """(hash, block id) from the first block of its sequence, or from the one behind the last that is in `besides`, to
-    this one; none if it is not here."""
+    """Return (hash, block id) of a block and its ancestors, first block first; empty if it is not here.
+
+    Starts after the last block that is in `besides`."""
     found, block_id = [], pool._by_hash.get(block_hash)
     while block_id is not None and (known := pool._blocks[block_id].hash or b"") not in besides:
         found.append((known, block_id))

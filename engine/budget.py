@@ -10,17 +10,17 @@ from kvferry.engine.request import Request
 from kvferry.engine.step_cost import StepCost
 
 LEAST = 16
-"""Tokens of prompts beside streams: with fewer a step is hardly shorter."""
+"""Fewest prompt tokens beside streams: with fewer a step is hardly shorter."""
 ALONE = 2.0
-"""A step with prompts may take so many times what one of its streams alone takes, where that is more than its time."""
+"""Factor by which a step with prompts may exceed the time of a stream alone, if that is more than its target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of a step (tokens, sequences); see WorkerSettings.
 
-    beside_s: seconds that one with streams and prompts should take; whole: a prompt is computed in one piece, as an
-    encoder needs it; only the last of a step may then exceed the budget."""
+    beside_s: target seconds of a step with streams and prompts. whole: a prompt is computed in one piece, as encoders
+    need; then the last one of a step may exceed the budget."""
 
     max_num_batched_tokens: int
     max_prefill_tokens_while_decoding: int
@@ -32,19 +32,19 @@ class Limits:
 class Budget:
     """Prompt token budget of one engine's steps.
 
-    Beside streams it is as many tokens as keep a step within its time, as far as the steps so far tell, and no more
-    than the limit. Where more requests wait for their first tokens than streams run, a step may take so many times
-    longer: streams lose no more by it than the others win. Newcomers' prompts may take all that streams leave, for the
-    streams' tenants had more than their own."""
+    Beside streams it is the number of tokens that keeps a step within its target time, as measured so far, and at most
+    the limit. If more requests wait for their first tokens than streams run, a step may take that many times longer:
+    streams lose no more than the others gain. Prompts of newcomers may use all that streams leave, because the streams'
+    tenants had more than their share."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._cost = StepCost()
 
     def tokens(self, decodes: int, here: Iterable[Request]) -> int:
-        """Return the prompt tokens that a step may compute beside so many streams.
+        """Return the prompt tokens that a step may compute beside that many streams.
 
-        here: who runs or waits. here: who runs or waits."""
+        here: running and waiting requests."""
         left = self._limits.max_num_batched_tokens - decodes
         if not decodes:
             return left
@@ -54,14 +54,13 @@ class Budget:
         return min(left, max(self._beside(decodes, min(len(prompts), seats)), hurried))
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """A step of so many tokens, of streams and prompts, took so long."""
+        """Note that a step of that many tokens, of streams and prompts, took that long."""
         self._cost.saw(rows, seconds)
 
     def _beside(self, decodes: int, prompts: int) -> int:
-        """prompts: how many of them have a seat, or find one.
+        """Return the budget beside streams. prompts: the number of prompts that have or find a seat.
 
-        The least of them is doubled until steps tell that it is right: with as few in every step they would never tell.
-        """
+        The minimum is doubled until steps show that it is right: they would never show it with so few tokens each."""
         most = self._limits.max_prefill_tokens_while_decoding
         if not self._cost.known:
             return most

@@ -1,19 +1,18 @@
 """Canary checks: a decode node recomputes a sample of the prompts that it received and compares the results.
 
-Checksums tell whether blocks arrived as they were sent. That they were right when they were sent nobody sees: a node
-that computes wrongly (other weights than its fingerprint says, another rope, memory that went bad) makes text that only
-reads oddly. So of some ships the node computes the whole prompt anew, in blocks of its own, and compares: block by
-block; then the next token's logits, behind its own blocks and behind the same with the ship's among them. Anyone who
-computed what stands before these, only they make a difference. Of a greedy request the first token is looked at, too.
+Checksums show that blocks arrived as they were sent, but not that they were right when sent. A node that computes
+wrongly (other weights than its fingerprint says, another rope, bad memory) produces text that only reads oddly. So for
+some transfers the node recomputes the whole prompt in blocks of its own. It compares block by block, then the next
+token's logits, once after its own blocks and once with the received blocks among them, so that only these can make a
+difference. For a greedy request it compares the first token, too.
 
-A ship is looked at until one of its sender agrees, and after one that does not: who is set up wrongly is found by the
-first ships. Of the others a share is drawn, but none that an adapter computed. What a ship brought wrong is not found
-by later requests.
+Transfers of a sender are checked until one agrees, and again after one that differs: the first transfers find a
+misconfigured node. Of the others a share is drawn, except those computed with an adapter. A check does not find errors
+that reach later requests by prefix reuse.
 
-Nothing waits for it. It is computed while nobody is here, in pieces that end between two layers when anything comes;
-where somebody is here for PATIENCE_S, beside the streams, in small pieces and for a REST-th of the time. Where blocks
-grow short, or it takes too long, it is dropped.
-"""
+Nothing waits for a check. It runs while the engine is idle, in pieces that stop between two layers when work arrives.
+If requests are present for PATIENCE_S, it runs beside the streams in small pieces for one REST-th of the time. It is
+dropped if blocks become scarce or it takes too long."""
 
 from __future__ import annotations
 
@@ -37,18 +36,18 @@ from kvferry.protocol.process_names import NodeName
 log = logging.getLogger("kvferry.engine")
 
 PIECE, PIECE_BESIDE = 64, 16
-"""Tokens computed at once: while nobody is here, and beside streams, where it lasts about as long as their step."""
+"""Tokens computed at once: while the engine is idle, and beside streams, where it takes about as long as their step."""
 PATIENCE_S, MOST_S, REST = 5.0, 120.0, 64
 SPARED = 4
-"""One block of so many stays available while a prompt is looked at."""
+"""One of this many blocks stays available during a check."""
 KNOWN = 4096
-"""Senders of whom a ship agreed."""
+"""Most senders remembered as having agreed."""
 
 
 class Canary:
-    """One look at a time.
+    """Canary checks of one engine, one at a time. Owned by the engine thread.
 
-    rate: the share of ships that are looked at; tolerated: see engine.output_tolerance. Owned by the engine thread."""
+    rate: share of transfers that are checked. tolerated: see engine.output_tolerance."""
 
     def __init__(
         self,
@@ -75,9 +74,9 @@ class Canary:
         return self._look is not None
 
     def landed(self, request: Request, sender: NodeName) -> None:
-        """A ship brought the K/V of a request's computed tokens, from its first_block on.
+        """Note that a transfer brought the K/V of a request's computed tokens, from its first_block on.
 
-        None of these blocks was exchanged for an equal one yet."""
+        None of these blocks has been replaced by an equal one yet."""
         if self._look is not None or request.adapter is not None or not self._chosen(sender):
             return
         known, size = request.computed_len, self._block_size
@@ -106,11 +105,11 @@ class Canary:
 
     @property
     def holds(self) -> list[tuple[str, Hashable]]:
-        """(reason, owner) of what it looks at."""
+        """Return (reason, owner) of the blocks that a check holds."""
         return [(CANARY, self._look.key)] if self._look is not None else []
 
     def give_way(self) -> None:
-        """Before a step, or seats are given: it lets go of its blocks where others may need them."""
+        """Release the check's blocks if others may need them. Called before each step and before seats are given."""
         look = self._look
         if look is None:
             return
@@ -151,7 +150,7 @@ class Canary:
         return sender not in self._agreed or self._draw() < self._rate
 
     def _wanted(self) -> int:
-        """Blocks that those who are here may take next."""
+        """Return the number of blocks that present requests may take next."""
         size, here = self._block_size, self._request_table
         queued = sum(blocks_for(len(r.token_ids) + r.job.ahead, size) for r in here.waiting)
         return queued + len(here.running) + len(here.awaiting)

@@ -29,14 +29,14 @@ class Computes(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CanaryCheck:
-    """At a ship of `sender`, which brought the K/V of all token_ids but the last.
+    """Check of a transfer from `sender`, which brought the K/V of all token_ids but the last.
 
-    landed     its blocks, from the sequence's `first` one on
-    own        those in which the sequence is computed anew, and one to spare
-    greedy     the last token was the likeliest where it was drawn, and nothing else was looked at
-    began      when it landed
-    computed   tokens of which the K/V is in `own`; `compared` of its blocks were compared
-    distance   the largest found so far; see engine.output_tolerance
+    landed     the received blocks, from the sequence's `first` one on
+    own        blocks in which the sequence is recomputed, and one spare
+    greedy     the last token was the likeliest when drawn, with nothing else considered
+    began      time of the transfer's arrival
+    computed   tokens whose K/V is in `own`; `compared` of its blocks were compared
+    distance   largest difference so far; see engine.output_tolerance
     """
 
     key: Key
@@ -55,11 +55,13 @@ class CanaryCheck:
 
     @property
     def known(self) -> int:
+        """Return what the check has found."""
         return len(self.token_ids) - 1
 
     def go_on(self, runner: Computes, most: int, wanted: Wanted) -> bool:
-        """Compute the next tokens, `most` at most, or behind all of them the one whose logits are compared at last:
-        true then. Raises Unwanted."""
+        """Compute at most `most` further tokens, or at last the one whose logits are compared: True then.
+
+        Raises Unwanted."""
         if self.computed < self.known:
             self._compute(runner, min(most, self.known - self.computed), wanted)
             return False
@@ -80,7 +82,7 @@ class CanaryCheck:
             self._found(output_tolerance.of_token(logits[0], self.token_ids[-1]))
 
     def _compare(self, runner: Computes, upto: int, slots: int) -> None:
-        """The sequence's blocks before that index which were not compared yet, of each its first slots."""
+        """Compare the next blocks, those before index `upto`: the first `slots` slots of each."""
         begin = max(self.compared, self.first)
         if begin < upto:
             self.compared = upto
@@ -88,9 +90,9 @@ class CanaryCheck:
             self._found(output_tolerance.of_blocks(runner.kv, self.own[begin:upto], landed, slots))
 
     def _mixed(self, runner: Computes) -> list[int]:
-        """Return the sequence's chain with the landed blocks in it.
+        """Return the sequence's chain with the received blocks in it.
 
-        The last token's K/V goes into the block to spare: others read the landed ones, and write behind them."""
+        The last token's K/V goes into the spare block: others read the received ones and write after them."""
         full, beyond = divmod(self.known, self.block_size)
         spare = self.own[-1]
         if beyond:
@@ -102,8 +104,7 @@ class CanaryCheck:
 
 
 def draws_likeliest(request: Request) -> bool:
-    """Return whether the token behind what landed was the likeliest, and the only one drawn where it was: nothing but
-    the logits told which."""
+    """Return whether the token after the received ones was drawn from the logits alone, as the likeliest."""
     job = request.job
     if len(request.token_ids) != len(job.token_ids) + 1 or job.grammar is not None or not is_greedy(job.params):
         return False

@@ -1,6 +1,6 @@
 """Pending cancellations, visible in the middle of a step.
 
-The engine takes commands between steps only, and a step may be long."""
+The engine takes commands only between steps, and a step may be long."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from kvferry.engine.request import Key
 
 
 class Cancellations:
-    """Written by who cancels, under the lock of the engine's inbox; read by the engine thread without it."""
+    """Announced cancellations.
+
+    Written under the lock of the engine's inbox; the engine thread reads them without it."""
 
     def __init__(self) -> None:
         self._upto: dict[str, int] = {}
 
     def announce(self, request_id: str, attempt: int) -> None:
-        """All attempts of the request up to `attempt` will be dropped before the next step."""
+        """Announce that all attempts of the request up to `attempt` will be dropped before the next step."""
         self._upto[request_id] = max(attempt, self._upto.get(request_id, -1))
 
     def forget(self) -> None:
-        """The engine takes the commands now, and with them those that drop whom was announced."""
+        """Forget all announcements: the engine now takes the commands that drop those attempts."""
         self._upto.clear()
 
     def includes(self, keys: Iterable[Key]) -> bool:

@@ -1,4 +1,4 @@
-"""Deadlines of attempts: ends those whose requester has given them up."""
+"""Deadlines of attempts: ends those whose router has given them up."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from collections.abc import Iterable
 from kvferry.engine.request import Request
 
 LATE_S = 1.0
-"""Behind a deadline, which the attempt's router notices first; and between two looks."""
+"""Grace period after a deadline, which the attempt's router notices first, and interval of the check, in seconds."""
 
 
 class Deadlines:
-    """Ends requests whose deadline has passed."""
+    """Check that ends requests whose deadline has passed."""
 
     def __init__(self) -> None:
         self._look_at = 0.0
 
     def late(self, requests: Iterable[Request]) -> list[Request]:
-        """Return the requests to drop; empty where the last check was a moment ago.
-
-        Empty where the last look was a moment ago."""
+        """Return the requests to drop; empty if the last check was a moment ago."""
         now = time.monotonic()
         if now < self._look_at:
             return []

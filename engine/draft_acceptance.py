@@ -10,7 +10,7 @@ from kvferry.engine.sampler import Sampled
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Drawn for one slice: as many tokens as its drafts were right, and the next one. `drafted`: how many it had."""
+    """Tokens drawn for one slice: its correct drafts and the next token. `drafted`: number of its drafts."""
 
     tokens: tuple[Sampled, ...]
     drafted: int

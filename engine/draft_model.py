@@ -1,10 +1,9 @@
 """Draft model for speculative decoding: a small model with the same vocabulary.
 
-It has a request of its own for every stream that it follows, a shadow: the stream's tokens, then those that it drew
-behind them, in blocks of a pool of its own. They are drawn with the stream's parameters and with the noise of their
-places, so they are the stream's own tokens wherever both models say much the same (speculative decoding: Leviathan et
-al., arXiv 2211.17192; but here a draft is right only if it is the very token that is drawn).
-"""
+It keeps a shadow request for every stream that it follows: the stream's tokens, then the tokens it drew after them, in
+blocks of its own pool. It draws with the stream's parameters and with the noise of the same positions, so it draws the
+stream's own tokens wherever both models nearly agree (speculative decoding: Leviathan et al., arXiv 2211.17192; but
+here a draft is right only if it equals the token that is drawn)."""
 
 from __future__ import annotations
 
@@ -26,26 +25,26 @@ from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.work import Generate
 
 FEW = 4
-"""Tokens that are computed as rows of a decode step, which takes less than a chunk of them."""
+"""Most tokens that are computed as rows of a decode step, which is faster than a chunk of them."""
 LEARN = 0.3
-"""Weight of the newest chunk."""
+"""Weight of the newest chunk in the average time."""
 
 
 @dataclass(slots=True, eq=False)
 class DraftState:
     """Draft model's state of one stream.
 
-    known: how many of its request's tokens are the stream's; the rest was drawn here. fits: the draft model knows all
-    of them."""
+    known: number of its request's tokens that are the stream's; the rest was drawn here. fits: the draft model's
+    vocabulary has all of them."""
 
     request: Request
     known: int = 0
     fits: bool = True
 
     def follow(self, stream: Request) -> list[int]:
-        """Take over the stream's tokens from the first one that is another than was drawn here, and return those.
+        """Take over the stream's tokens from the first difference on, and return those.
 
-        What was computed behind that is forgotten."""
+        Everything computed after that is forgotten."""
         own, tokens, same = self.request.token_ids, stream.token_ids, self.known
         while same < min(len(own), len(tokens)) and own[same] == tokens[same]:
             same += 1
@@ -60,9 +59,9 @@ class DraftState:
 class DraftModel:
     """Draft model of one engine, on the engine's thread.
 
-    chunk: tokens that it catches up in a step at most; vocab_size: ids of tokens that streams can have; shift: when it
-    may compute (its runner asks nobody). cost: seconds of its decode steps; token_s: of each token of a chunk;
-    waited_s: for the cores, in the last `draft`."""
+    chunk: most tokens to catch up in a step. vocab_size: number of ids that streams can have. shift: grants its turns
+    to compute (its runner asks nobody). cost: seconds of its decode steps. token_s: seconds per token of a chunk.
+    waited_s: seconds it waited for the cores in the last `draft`."""
 
     def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, shift: CoreTurns) -> None:
         self.cost = StepCost()
@@ -74,8 +73,7 @@ class DraftModel:
         self._shadows: dict[Key, DraftState] = {}
 
     def can(self, stream: Request) -> bool:
-        """Return whether it may have a draft: it is not beyond what the draft model was made for, nor of other
-        tokens."""
+        """Return whether the stream may have a draft: it is short enough, and the draft model has its tokens."""
         shadow = self._shadows.get(stream.key)
         return len(stream.token_ids) < self._longest and (shadow is None or shadow.fits)
 
@@ -85,11 +83,9 @@ class DraftModel:
         return len(stream.token_ids) - (min(shadow.request.computed_len, shadow.known) if shadow else 0)
 
     def draft(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[int, ...]]:
-        """Draft at most so many tokens for each of the streams.
+        """Draft at most that many tokens for each stream, one pass per position over all streams.
 
-        A stream gets none where it has no room, or where more of it is to be computed than a step may take.
-
-        One pass for each place, of all streams."""
+        A stream gets none without space for it, or if more of it must be computed than a step may take."""
         shadows = [self._shadow(stream, count) for stream, count in wanted]
         counts = [(shadow, count) for shadow, (_, count) in zip(shadows, wanted, strict=True) if shadow is not None]
         self.waited_s = 0.0
@@ -104,7 +100,7 @@ class DraftModel:
         return [tuple(s.request.token_ids[s.known :]) if s is not None else () for s in shadows]
 
     def forget(self, stream: Request) -> None:
-        """It does not run here any more. What was computed of it may be found again, and gives way to others."""
+        """Drop the stream. Its computed blocks may be found again until they are evicted."""
         shadow = self._shadows.pop(stream.key, None)
         if shadow is None:
             return
@@ -113,12 +109,13 @@ class DraftModel:
         self.pool.release(*shadow.request.holder, shadow.request.block_ids)
 
     def forget_all(self) -> None:
+        """Drop all streams."""
         for shadow in self._shadows.values():
             self.pool.release(*shadow.request.holder, shadow.request.block_ids)
         self._shadows.clear()
 
     def audit(self, request_table: RequestTable) -> Iterator[None]:
-        """Assert that its books balance, and that it follows nobody who has gone; in pieces below a millisecond."""
+        """Assert that the counts agree and that it follows only present requests; in pieces below a millisecond."""
         yield from self.pool.audit()
         assert all(request_table.find(key) for key in self._shadows), "the draft model follows streams that have gone"
         held = {block for shadow in self._shadows.values() for block in shadow.request.block_ids}
@@ -143,7 +140,7 @@ class DraftModel:
         return shadow
 
     def _open(self, stream: Request) -> DraftState:
-        """With what is found of the stream: its prompt may begin as another one did."""
+        """Open a stream's state, reusing its cached prefix: its prompt may begin like another one."""
         params = replace(stream.job.params, logprobs=None)
         job = replace(stream.job, token_ids=(), work=Generate(params))
         shadow = DraftState(Request(job, stream.root, stream.block_size))
@@ -156,8 +153,7 @@ class DraftModel:
         return shadow
 
     def _uncomputed(self, requests: Sequence[Request]) -> list[Slice]:
-        """What is to be computed before their first drafts: all of those that lack little, and a chunk of the others,
-        the nearest to their ends first."""
+        """Return slices to compute before the first drafts: short ones whole, and a chunk of the nearest others."""
         few = [request for request in requests if request.uncomputed <= FEW]
         rows = [Slice(request, at, 1) for request in few for at in range(request.computed_len, len(request.token_ids))]
         far = sorted((r for r in requests if r.uncomputed > FEW), key=lambda request: request.uncomputed)
@@ -186,9 +182,9 @@ class DraftModel:
             request.token_ids.append(drawn.token_id)
 
     def _register(self, request: Request) -> None:
-        """Its full blocks can be found from now on.
+        """Make the request's full blocks findable.
 
-        Not between two decode steps, whose plan is kept: a block may be exchanged for its equal."""
+        Not between two decode steps, whose plan is kept: a block may be replaced by an equal one."""
         full = min(request.computed_len // request.block_size, len(request.hashes))
         make_findable(self.pool, request, full, [request.holder])
         self.pool.changes.drain()

@@ -1,4 +1,4 @@
-"""Decision whether to run the draft model: only where its drafts save more measured time than they cost."""
+"""Decision whether to run the draft model: only if its drafts save more measured time than they cost."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from kvferry.engine.step_slices import Slice
 log = logging.getLogger("kvferry.engine")
 
 Line = tuple[float, float]
-"""Seconds of a step of one row, and of each further one."""
+"""Seconds of a step of one row, and of each further row."""
 AT_FIRST = 0.6
-"""How often its drafts are taken for right before any was seen."""
+"""Assumed share of correct drafts before any was measured."""
 LEARN = 0.05
-"""Weight of one stream's share in that, once there are some."""
+"""Weight of one stream in the measured share of correct drafts."""
 TRIALS = 0.02
-"""Share of the time of steps for which drafts are tried that do not seem to pay."""
+"""Share of the steps' time in which drafts are tried although they do not seem to pay."""
 DEBT_S = 2.0
-"""Seconds that drafts which seem to pay may have lost so far, and the most that is remembered of what they gained."""
+"""Most time that seemingly useful drafts may have lost in sum, and most gain that is remembered, in seconds."""
 EXPECTED = 128
-"""Tokens that a stream is taken to make still, or as many as it has made, whichever is more."""
+"""Tokens that a stream is expected to generate still, unless it has generated more already."""
 
 
 class Drafter:
     """Drafting decision of one engine.
 
-    share: how often the model's drafts were right, over all streams."""
+    share: measured share of correct drafts, over all streams."""
 
     def __init__(self, model: DraftModel) -> None:
         self.model: DraftModel | None = model
@@ -40,9 +40,9 @@ class Drafter:
         self._spent_s = self._waited_s = self._gained_s = 0.0
 
     def improve(self, requests: Sequence[Request], drafts: Sequence[NgramDrafts | None], step: Line) -> None:
-        """Have the model draft where nothing likelier was found, and it pays.
+        """Let the model draft for streams without better drafts, if that pays.
 
-        step: what a step takes. What the model raises ends its service, and nothing else."""
+        step: measured time of a step. An exception of the model ends drafting and nothing else."""
         began, model = time.monotonic(), self.model
         if model is None:
             return
@@ -67,7 +67,7 @@ class Drafter:
         self._spent_s, self._waited_s = time.monotonic() - began, model.waited_s
 
     def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float, step: Line) -> float:
-        """Account the outcome of the drafts: the time that correct tokens saved, less the time of all drafts.
+        """Account the outcome of drafts: time saved by correct tokens minus time of all drafts.
 
         Returns how many of the step's seconds the model took."""
         rows = right = 0
@@ -86,14 +86,14 @@ class Drafter:
         return spent_s
 
     def forget(self, request: Request) -> None:
-        """It does not run here any more."""
+        """Drop the request."""
         if self.model is not None:
             self.model.forget(request)
 
     def _wanted(
         self, model: DraftModel, asked: Sequence[tuple[Request, NgramDrafts]], count: int, step: Line
     ) -> dict[int, int]:
-        """How many drafts of which: as many as pay or, once in a while, one of the stream that lacks least."""
+        """Return the number of drafts per stream: those that pay, or at times one for the stream that lacks least."""
         shares = [(own.of_model, own.most) for _, own in asked]
         guessed = (ROW * step[0], ROW * step[1])
         counts, saved_s = worth(shares, count, step, model.cost.line() if model.cost.known else guessed)
@@ -109,9 +109,10 @@ class Drafter:
 
 
 def worth(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: Line) -> tuple[list[int], float]:
-    """Of each stream (how often a draft is right, drafts at most) how many are to be drafted beside others, `count` in
-    all, so that most tokens are made in a second, and the seconds that a token then takes less. step, pass_: what the
-    steps of the model and of the draft model take."""
+    """Return the number of drafts per stream that maximises tokens per second, and the seconds saved per token.
+
+    streams: how often a draft is right and most drafts, of each. count: all streams of the step. step, pass_: times of
+    the model's and of the draft model's steps."""
     counts = [0] * len(streams)
     tokens, seconds = float(count), step[0] + step[1] * (count - 1)
     before = seconds / tokens

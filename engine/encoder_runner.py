@@ -15,13 +15,13 @@ from kvferry.kernels.decoder_step import always
 from kvferry.protocol.work import Classify, Embed
 
 SHORTEST = 0.5
-"""Of a batch's longest text: shorter ones go into another, for each takes the time of the longest."""
+"""Shortest text of a batch as a share of its longest: each takes the time of the longest."""
 PADDED_TOKENS = 16_384
-"""Of one batch at most, unless it is one text."""
+"""Most padded tokens of a batch, unless it is one text."""
 
 
 class EncoderRunner:
-    """Joins an encoder and a pooler. It has no cache: each slice is a whole text."""
+    """Runner of an encoder and a pooler, without a cache: each slice is a whole text."""
 
     waited_s = 0.0
     launch = None
@@ -32,9 +32,10 @@ class EncoderRunner:
         self._pooler = pooler
 
     def hurry(self) -> None:
-        """It has the cores for as long as it computes."""
+        """Do nothing: it has the cores for as long as it computes."""
 
     def copy_block(self, source: int, target: int) -> None:
+        """Do nothing: there are no blocks."""
         raise AssertionError("an encoder's blocks hold nothing, so none is found and copied")
 
     @torch.inference_mode()
@@ -64,7 +65,7 @@ class EncoderRunner:
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of texts in batches, longest texts first, none much shorter than the longest of its batch."""
+    """Yield indices of texts in batches, longest texts first, none much shorter than the longest of its batch."""
     batch: list[int] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -1,7 +1,4 @@
-"""Engine: accepts attempts, runs steps and emits events; it has no threads and no network.
-
-Everything here is called on the engine thread. Each call and each step leaves its news in `events` for the loop.
-"""
+"""Engine: accepts attempts, runs steps and emits events on one thread; it has no threads and no network."""
 
 from __future__ import annotations
 
@@ -44,9 +41,10 @@ log = logging.getLogger("kvferry.engine")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """fingerprint roots the block hashes; max_model_len bounds prompt plus output (tokens); takes: the kinds of work
-    that the model does; shares_cores: whether prompts that come by grants are computed on the cores of this engine;
-    drafts: guessed tokens that a stream may compute in a step."""
+    """Settings of an engine. fingerprint: root of the block hashes. max_model_len: most tokens of prompt and output.
+
+    takes: kinds of work that the model does. shares_cores: prompts of grants are computed on this engine's cores.
+    drafts: most speculative tokens of a stream per step."""
 
     fingerprint: str
     block_size: int
@@ -58,7 +56,7 @@ class EngineConfig:
 
 
 class Engine:
-    """The arithmetic side of a node."""
+    """Compute side of a node."""
 
     def __init__(
         self, config: EngineConfig, runner: StepRunner, pool: BlockPool, draft_model: DraftModel | None = None
@@ -91,9 +89,10 @@ class Engine:
         prefill_only: bool = False,
         awaits: Iterable[Awaits] = (),
     ) -> None:
-        """Queue an attempt; one that is here already stays as it is. With a transfer its blocks from `first_block` on
-        are announced as they are computed, and `lent.ship_quiet` must follow; for all that it awaits, `resume`. A
-        Failed event answers if it cannot be."""
+        """Queue an attempt, unless it is here already. If that fails, a Failed event answers.
+
+        With a transfer, its blocks from `first_block` on are announced as they are computed, until
+        `transfer_holds.ship_quiet`. It starts once `resume` was called for everything in `awaits`."""
         if self.request_table.find(key_of(job)):
             return
         with self._answering(lambda error: self._refuse(job, error)):
@@ -104,9 +103,9 @@ class Engine:
             self._enter(request)
 
     def reserve(self, grant: Hashable, job: Job, awaits: Iterable[Awaits] = ()) -> None:
-        """Queue an attempt whose prompt is computed elsewhere and comes by a grant: a Reserved or ReservationFailed
-        event answers, before the next step where there is room. Its blocks stay held until `start` or
-        `lent.grant_quiet`. What else it awaits may come before or after them."""
+        """Queue an attempt whose prompt arrives by a grant. A Reserved or ReservationFailed event answers.
+
+        Its blocks stay held until `start` or `transfer_holds.grant_quiet`."""
         with self._answering(lambda error: self._refuse_grant(grant, error)):
             self._admission.check(job)
             if self.request_table.find(key_of(job)):
@@ -117,9 +116,10 @@ class Engine:
             self._enter(request)
 
     def start(self, grant: Hashable, first: TokenDelta, covered: int = 0, sender: NodeName = NOBODY) -> None:
-        """The grant's blocks have landed from `sender`: continue after the first token. If it was withdrawn meanwhile,
-        its blocks are released: nothing else reports it quiet. A Failed event answers if it cannot go on. One that
-        moved brings more tokens than one; `covered` in front have their K/V in the blocks (0: those of the job)."""
+        """Continue after the first token: the grant's blocks have arrived from `sender`.
+
+        If the grant was withdrawn meanwhile, its blocks are released. A Failed event answers if the request cannot
+        continue. `covered`: leading tokens whose K/V is in the blocks (0: the job's)."""
         request = self.request_table.by_grant(grant)
         if request is None or not request.block_ids:
             self.transfer_holds.grant_quiet(grant)
@@ -148,13 +148,13 @@ class Engine:
             self.request_table.resume(request, awaited)
 
     def fail(self, key: Key, error: KvferryError) -> None:
-        """End an attempt: what it awaits will not come. Nothing if it has gone."""
+        """End an attempt whose awaited condition failed; ignored if it has gone."""
         request = self.request_table.find(key)
         if request is not None:
             self.stepper.drop(request, error)
 
     def withdraw(self, grant: Hashable, error: KvferryError) -> None:
-        """The grant failed: queued, its request is dropped; with blocks, they stay held until `lent.grant_quiet`."""
+        """Fail the grant: a queued request is dropped; blocks it has stay held until `transfer_holds.grant_quiet`."""
         request = self.request_table.by_grant(grant)
         if request is not None:
             self.stepper.drop(request, error)
@@ -167,7 +167,7 @@ class Engine:
             self.stepper.drop(request, error)
 
     def cancel_router(self, router_id: str) -> None:
-        """The router is gone: drop everything it asked for."""
+        """Drop everything that a lost router asked for."""
         for request in list(self.request_table):
             if request.job.router_id == router_id:
                 self.cancel(request.job.request_id, request.job.attempt)
@@ -177,10 +177,10 @@ class Engine:
         return bool(self.request_table.running or self.request_table.waiting)
 
     def step(self) -> bool:
-        """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
-        computed ends alone; if scheduling breaks, every running request ends with the error, and what is queued stays,
-        but for its head where nothing ran. It ends early, with nothing committed, when all that it computes is for
-        attempts in `cancellations`. Raises DeviceLost: no other step can run."""
+        """Schedule, run and commit a step; return False if nothing could run because all that waits lacks blocks.
+
+        A request that cannot be computed ends alone; if scheduling breaks, all that run do. The step commits nothing
+        once all its attempts are in `cancellations`. Raises DeviceLost: no step can run."""
         began = time.monotonic()
         ran = self.stepper.step()
         self.newcomer_priority.stepped(time.monotonic() - began)
@@ -205,13 +205,13 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Assert that the books balance; with nothing under way, that no block is held."""
+        """Assert that all counts agree and that an idle engine holds no block."""
         for _ in audit(self):
             pass
 
     @contextmanager
     def _answering(self, answer: Callable[[KvferryError], None]) -> Iterator[None]:
-        """Whatever is raised inside becomes an answer to those who wait for one."""
+        """Turn any exception inside into an answer."""
         try:
             yield
         except KvferryError as error:
@@ -221,7 +221,7 @@ class Engine:
             answer(NodeLost(f"engine command failed: {error}"))
 
     def _refuse(self, job: Job, error: KvferryError) -> None:
-        """End an attempt that may be here already, or an older one of the same name in its place."""
+        """End an attempt, which may be here, or an older one of the same name in its place."""
         request = self.request_table.find(key_of(job))
         if request is not None and request.job is job:
             self.stepper.drop(request, error)
@@ -229,7 +229,7 @@ class Engine:
             self.events.append(Failed(key_of(job), job.router_id, error))
 
     def _refuse_grant(self, grant: Hashable, error: KvferryError) -> None:
-        """End a request that may be queued already."""
+        """End a request, which may be queued already."""
         request = self.request_table.by_grant(grant)
         if request is not None:
             self.stepper.drop(request, error)
@@ -237,7 +237,7 @@ class Engine:
             self.events.append(ReservationFailed(grant, error))
 
     def _enter(self, request: Request) -> None:
-        """Queue it. One with a grammar awaits that, whatever else it awaits."""
+        """Queue the request; one with a grammar waits for that, too."""
         if request.job.grammar is not None:
             request.awaits.add(Awaits.GRAMMAR)
         self.scheduler.enqueue(request)

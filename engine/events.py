@@ -1,6 +1,6 @@
 """Events from the engine to the worker after each step.
 
-They are plain values, because they cross from the engine thread."""
+They are plain values, because they leave the engine thread."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvferry.protocol.process_names import NodeName
 class Generated:
     """New output of an attempt.
 
-    `queue_s` and `compute_s` are set with its first output on this node; `handover`: the transfer whose commit takes
-    the request on to its decode node."""
+    `queue_s` and `compute_s` are set with its first output on this node. `handover`: the transfer whose commit
+    continues the request on its decode node."""
 
     key: Key
     router_id: str
@@ -39,7 +39,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Blocks of a ship are ready to be sent: (index in the prompt, block id)."""
+    """Blocks of a transfer that are ready to be sent: (index in the prompt, block id)."""
 
     transfer: int
     blocks: tuple[tuple[int, int], ...]
@@ -47,8 +47,9 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A request whose prompt comes by a grant (`owner`) got its blocks: receives may be posted into `block_ids` (prompt
-    blocks first_block and later)."""
+    """A request whose prompt arrives by a grant (`owner`) got its blocks.
+
+    Receives may be posted into `block_ids` (prompt blocks first_block and later)."""
 
     owner: Hashable
     first_block: int
@@ -57,7 +58,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class ReservationFailed:
-    """Such a request was refused, or dropped (`granted` then says whether it had its blocks, which stay held)."""
+    """A request of a grant was refused or dropped. `granted`: it had blocks, which stay held."""
 
     owner: Hashable
     error: KvferryError
@@ -66,8 +67,7 @@ class ReservationFailed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """Blocks became findable or were evicted, hashes and their rows (`protocol.index_rows`): news for the block
-    index."""
+    """Blocks that became findable or were evicted: hashes and rows (`protocol.index_rows`) for the block index."""
 
     stored: Mapping[bytes, bytes]
     removed: Mapping[bytes, bytes]
@@ -85,8 +85,10 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Figures of one step: seconds, tokens computed by phase, of output those that were made; preemptions and
-    evictions; drafts computed, and those of them that were right."""
+    """Figures of one step.
+
+    Seconds; tokens computed by phase, and output tokens made; preemptions and evictions; drafts computed and correct.
+    """
 
     seconds: float
     prefill_tokens: int
@@ -99,9 +101,9 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class CanaryChecked:
-    """The canary looked at a ship of `sender`, which brought the K/V of `tokens` tokens.
+    """Result of a canary check of a transfer from `sender`, which brought the K/V of `tokens` tokens.
 
-    outcome: agreed, differed, or dropped before it was known; distance, tolerated: see engine.output_tolerance."""
+    outcome: agreed, differed, or dropped before it was known. distance, tolerated: see engine.output_tolerance."""
 
     key: Key
     router_id: str

@@ -6,16 +6,18 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 PROTECTED = 20
-"""One block of a pool of so many may be idle and protected, which is for having been found again. More of them would
-keep blocks of long documents, soon done with, before those of new ones: `python -m benchmarks.eviction`."""
+"""One of this many blocks of a pool may be idle and protected because it was found again.
+
+With more, blocks of long documents, soon done with, would stay longer than those of new ones: `python -m
+benchmarks.eviction`."""
 
 
 class SegmentedLru:
-    """Blocks with content that nobody uses.
+    """Blocks with content that nothing uses, in eviction order. Owned by the engine thread.
 
-    Those that were found again leave after the others, `protected` of them at most (the rest count as others anew), of
-    those alike the one that is idle for longest. Who uses a block uses those before it, and lets go of it first; so it
-    leaves before its parent. Owned by the engine thread."""
+    Blocks that were found again leave after the others; at most `protected` of them count as such. Among equals the one
+    that is idle for longest leaves first. Users of a block use those before it and release it first, so it leaves
+    before its parent."""
 
     def __init__(self, protected: int) -> None:
         self._protected = protected
@@ -43,7 +45,7 @@ class SegmentedLru:
             self._once[self._again.popitem(last=False)[0]] = None
 
     def remove(self, block_id: int) -> None:
-        """It is used, or what it holds is wrong. Nothing if it was not idle."""
+        """Remove a block that is used again, or whose content is wrong; ignored if it was not idle."""
         self._once.pop(block_id, None)
         self._again.pop(block_id, None)
 
@@ -52,5 +54,5 @@ class SegmentedLru:
         return (self._once or self._again).popitem(last=False)[0]
 
     def forget(self, block_id: int) -> None:
-        """It has lost its content."""
+        """Forget a block that has lost its content."""
         self._found.discard(block_id)

@@ -19,12 +19,12 @@ log = logging.getLogger("kvferry.engine")
 
 
 class DeviceLost(Exception):
-    """The device computes nothing any more: nor will it for anybody else, so the node must end."""
+    """The device computes nothing any more, for nobody, so the node must end."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFault:
-    """Instead of what was drawn: what a slice raises, computed alone."""
+    """Result of a slice that raises when computed alone: its exception in place of a token."""
 
     error: KvferryError
 
@@ -35,10 +35,10 @@ Drawn = Found | StepFault
 def run(
     runner: StepRunner, slices: Sequence[Slice], wanted: Wanted, halfway: SuspendedPass | None = None
 ) -> Sequence[Drawn]:
-    """`StepRunner.run`; if that raises, of each slice what it draws in a smaller batch, or what it raises alone.
+    """Call `StepRunner.run`; if it raises, bisect: each slice returns a token or what it raises alone.
 
-    One of n that raises costs the work of log n steps at most. Raises Unwanted, where nothing else is raised, and
-    DeviceLost once even a sum of two numbers fails."""
+    One bad slice of n costs the work of at most log n steps. Raises Unwanted if nothing else is raised, and DeviceLost
+    once even a sum of two numbers fails."""
     drawn = _tried(runner, slices, wanted, halfway)
     if not isinstance(drawn, Exception):
         return drawn
@@ -47,9 +47,9 @@ def run(
 
 
 def _halves(runner: StepRunner, slices: Sequence[Slice]) -> list[Drawn]:
-    """Of slices that raised together.
+    """Run slices that raised together in two halves.
 
-    One that stands alone is tried once more: what raised may have been a moment's lack of memory."""
+    A single slice is tried once more: memory may have been short for a moment."""
     middle = len(slices) // 2
     found: list[Drawn] = []
     for half in filter(None, (slices[:middle], slices[middle:])):
@@ -66,7 +66,7 @@ def _halves(runner: StepRunner, slices: Sequence[Slice]) -> list[Drawn]:
 def _tried(
     runner: StepRunner, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
 ) -> Sequence[Found] | Exception:
-    """What was raised leaves no trace in the requests."""
+    """Run the slices; a raised exception is returned and leaves no trace in the requests."""
     kept = _kept(slices)
     try:
         return runner.run(slices, wanted, halfway)
@@ -88,9 +88,9 @@ def _told(part: Slice, error: Exception) -> KvferryError:
 
 
 def require_device(device: torch.device, error: Exception) -> None:
-    """Raise DeviceLost where it does not do the least of sums: what it is asked for next would fail too.
+    """Raise DeviceLost if the device fails at a trivial sum: whatever it is asked next would fail, too.
 
-    On a device that works beside its host this waits for all that it was given."""
+    On an asynchronous device this waits for all queued work."""
     try:
         works = torch.ones(2, device=device).sum().item() == 2
     except Exception as lost:
@@ -100,7 +100,7 @@ def require_device(device: torch.device, error: Exception) -> None:
 
 
 def _kept(slices: Sequence[Slice]) -> list[tuple[Request, torch.Tensor | None, int]]:
-    """What a run adds to requests before all of it is done. Streams, of which most steps are made alone, have none."""
+    """Return what a run adds to requests before it is complete; nothing for streams, which make up most steps."""
     if slices[-1].streams:
         return []
     return [(part.request, part.request.pooled, len(part.request.prompt_logprobs)) for part in slices]

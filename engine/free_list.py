@@ -6,10 +6,10 @@ from collections import OrderedDict
 
 
 class FreeList:
-    """Blocks 0 … num_blocks - 1, all free at first.
+    """Free list of blocks 0 … num_blocks - 1, all free at first.
 
-    The last one put is the first one taken, but those put to be taken last: they follow the others, the oldest first.
-    """
+    The last block returned is the first one taken, except blocks returned to be taken last: they follow the others,
+    oldest first."""
 
     def __init__(self, num_blocks: int) -> None:
         self._ids = list(range(num_blocks - 1, -1, -1))
@@ -23,6 +23,7 @@ class FreeList:
         return self._places[block_id] >= 0 or block_id in self._last
 
     def take(self) -> int:
+        """Take a block."""
         if not self._ids:
             return self._last.popitem(last=False)[0]
         block_id = self._ids.pop()
@@ -30,6 +31,7 @@ class FreeList:
         return block_id
 
     def put(self, block_id: int, *, last: bool = False) -> None:
+        """Return a block."""
         assert block_id not in self, f"block {block_id} is freed twice"
         if last:
             self._last[block_id] = None
@@ -38,7 +40,7 @@ class FreeList:
         self._ids.append(block_id)
 
     def check(self, places: range) -> None:
-        """Assert that what lies there knows it; of places beyond the end nothing."""
+        """Assert that the list and these places agree; places beyond the end are ignored."""
         for place, block_id in enumerate(self._ids[places.start : places.stop], places.start):
             alone = self._places[block_id] == place and block_id not in self._last
             assert alone, f"block {block_id} is free twice"

@@ -13,8 +13,9 @@ from kvferry.protocol.work import Grammar
 from kvferry.structured_output.interface import Matcher
 
 TRIALS = 4
-"""So many masks of a request are made on grammar threads at first, and so many behind one that was slow: a step waits
-for a slow one, of some milliseconds at most, once in so many."""
+"""Masks of a request that grammar threads make at first, and after one that was slow.
+
+A step thus waits for a slow mask, some milliseconds at most, once in that many."""
 TRIALS_IF_SLOW = 256
 """Masks of a request that grammar threads make after a slow one."""
 NEVER = -100.0
@@ -23,18 +24,17 @@ NEVER = -100.0
 
 @dataclass(slots=True, eq=False)
 class GrammarMask:
-    """The mask of one request.
+    """Mask of one request, owned by the engine thread or a grammar thread in turn.
 
-    Engine thread and a grammar thread pass it to and fro: between `ready` and the next `advance` it is the former's,
-    and on while it is owed.
+    The engine thread owns it from `ready` to the next `advance`, and while it is owed.
 
-    token_ids, prompt_len   of the request: what lies behind the prompt is output
-    upto                    output tokens that the mask is to stand behind; behind: those it does
-    bits                    int32, see structured_output.interface: what may be drawn next
-    written                 bits were written at all
+    token_ids, prompt_len   of the request: tokens after the prompt are output
+    upto                    number of output tokens that the mask should follow; behind: number that it does follow
+    bits                    int32, see structured_output.interface: tokens that may be drawn next
+    written                 bits were written at least once
     closing                 the output is being ended before max_tokens would cut it
     ready, late             it is made; it was not when it was needed, or will not be
-    trials, owed            masks to make on grammar threads before the engine thread does; that one is to make it
+    trials, owed            masks to make on grammar threads before the engine thread does; that one has to make it
     error                   why there is none, and why the request must end
     """
 
@@ -66,8 +66,8 @@ class GrammarMask:
     def may_close(self, place: int) -> bool:
         """Return whether output token `place` may be chosen to end the output in time.
 
-        Not against what the request bans: the one token left might be among that. Nor where it asks for more tokens:
-        such an output is cut."""
+        False if the request bans tokens, since the one token left might be among them, or requires more tokens: such an
+        output is cut."""
         return self._may_close and place >= self.params.min_tokens
 
     @property
@@ -90,8 +90,9 @@ class GrammarMask:
 
 
 def spare_ends(mask: GrammarMask) -> None:
-    """Tokens that end the request are not drawn before min_tokens, nor an end of sequence under ignore_eos, while the
-    grammar allows anything else."""
+    """Ban tokens that end the request as long as the grammar allows others.
+
+    That holds before min_tokens, and for an end of sequence under ignore_eos."""
     params = mask.params
     early = mask.behind < params.min_tokens
     if not (early or params.ignore_eos):

@@ -1,13 +1,12 @@
 """Grammar bit masks of all requests in a step.
 
-A mask depends on the tokens so far alone. A request's first masks are made on threads of their own as soon as a token
-is drawn, while the next step computes, and looked at when that step draws. A mask that is not there by then is late:
-its request draws nothing in that step and takes no turn until the mask is ready. Nobody else waits for it.
+A mask depends only on the tokens so far. As soon as a token is drawn, while the next step computes, grammar threads
+make a request's next mask; it is read when that step draws. A mask that is not ready by then is late: its request draws
+nothing in that step and is not scheduled until the mask is ready. Nothing else waits for it.
 
-Most masks take some microseconds, less than it costs to hand them to a thread that takes a core from the step. Those of
-a request whose masks were quick so far are made by the engine thread, one behind the other, when the step draws: what
-they look at is in the core's cache then, and a GPU computes meanwhile.
-"""
+Most masks take a few microseconds, less than handing them to a thread, which takes a core from the step. If a request's
+masks were quick so far, the engine thread makes them one after the other when the step draws: their data is in the
+core's cache then, and a GPU computes meanwhile."""
 
 from __future__ import annotations
 
@@ -28,21 +27,21 @@ from kvferry.structured_output.interface import Compiler, Matcher, words_for
 log = logging.getLogger("kvferry.engine")
 
 PATIENCE_S = 0.005
-"""What a step waits, once, for masks that are not ready when it draws."""
+"""Time that a step waits, once, for masks that are not ready when it draws, in seconds."""
 SLOW_S = 0.002
-"""A request whose last mask took longer on its thread is not waited for."""
+"""A request whose last mask took longer on its thread is not waited for, in seconds."""
 OWN_S = 0.01
-"""CPU time that a step spends on masks that it makes itself, or on the first of them that is slow."""
+"""CPU time that a step spends on masks it makes itself, or on the first of them that is slow, in seconds."""
 LONGEST_MASK_S = 1.0
 LONGEST_MASKS_S = 20.0
-"""Seconds of computation that one mask, and all masks of a request, may take."""
+"""Most CPU time for one mask and for all masks of a request, in seconds."""
 
 
 class GrammarMasks:
-    """Makes masks.
+    """Maker of grammar masks.
 
-    compiler: None where grammars cannot be read, for the reason `unreadable`. `wake` is called on a grammar thread when
-    a late mask is ready."""
+    compiler: None if grammars cannot be used, for the reason `unreadable`. `wake` is called on a grammar thread when a
+    late mask is ready."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class GrammarMasks:
 
     @classmethod
     def none(cls, unreadable: str) -> GrammarMasks:
-        """Refuses all grammars for that reason."""
+        """Return an instance that refuses all grammars for that reason."""
         return cls(None, 0, Inline(), Inline(), unreadable)
 
     def open(
@@ -74,8 +73,8 @@ class GrammarMasks:
     ) -> GrammarMask:
         """Return a mask for the first token after token_ids.
 
-        It is of use once `done` was called, on a grammar thread. Raises InvalidRequest, or Overloaded when too many are
-        being compiled."""
+        It is usable once `done` was called, on a grammar thread. Raises InvalidRequest, or Overloaded if too many
+        grammars are being compiled."""
         if self._compiler is None:
             raise InvalidRequest(f"a grammar was asked for, but {self._unreadable}")
         mask = GrammarMask(grammar, params, token_ids, prompt_len, np.zeros(self._words, dtype=np.int32))
@@ -85,7 +84,7 @@ class GrammarMasks:
         return mask
 
     def advance(self, masks: Sequence[GrammarMask]) -> None:
-        """Their requests have more tokens, or fewer: begin to make the masks behind them, or leave that to `settle`."""
+        """Begin to make the next masks, or leave them to `settle`: their requests have more tokens, or fewer."""
         if not masks:
             return
         idle = []
@@ -101,7 +100,7 @@ class GrammarMasks:
         run_all([_Making(self, mask) for mask in idle], self._masking)
 
     def settle(self, masks: Sequence[GrammarMask]) -> None:
-        """A step draws now: make those that are owed. Those that are not ready and will not be at once are late."""
+        """Make the owed masks before a step draws. Those that are not ready and will not be at once are late."""
         self._make_owed([mask for mask in masks if mask.owed])
         missing = [mask for mask in masks if not mask.ready and not mask.late]
         if not missing:
@@ -114,7 +113,7 @@ class GrammarMasks:
                 mask.late = not mask.ready
 
     def _make_owed(self, masks: Sequence[GrammarMask]) -> None:
-        """Here, as long as that does not take long; grammar threads make what is left."""
+        """Make owed masks here as long as that is quick; grammar threads make the rest."""
         began = time.thread_time()
         for done, mask in enumerate(masks):
             mask.owed = False
@@ -127,7 +126,7 @@ class GrammarMasks:
                 return
 
     def _make(self, mask: GrammarMask) -> None:
-        """On a grammar thread, until the mask stands behind all tokens there are."""
+        """Make the mask on a grammar thread, until it follows all present tokens."""
         while not self._finished(mask):
             self._write(mask)
         with self._made:
@@ -167,7 +166,7 @@ class GrammarMasks:
         self._account(mask, time.thread_time() - began)
 
     def _behind(self, mask: GrammarMask, upto: int) -> Matcher:
-        """Bring the matcher to where the mask is to stand. Raises GrammarFailed when it rejects a token."""
+        """Advance the matcher to the mask's position. Raises GrammarFailed if it rejects a token."""
         if mask.matcher is None:
             assert self._compiler is not None
             mask.matcher = self._compiler.compile(mask.grammar)
@@ -195,7 +194,7 @@ class GrammarMasks:
 
 
 class _Making:
-    """One mask to make, as a job."""
+    """Job that makes one mask."""
 
     __slots__ = ("_mask", "_masks")
 

@@ -13,8 +13,9 @@ Call = Callable[[], None]
 
 
 class Grammars:
-    """Opens masks for an engine, and tells it how that went: `compiled`, or `failed`, which are called at once, on
-    whatever thread that is known on, until `attach`."""
+    """Grammars of an engine's requests: opens their masks and reports the outcome.
+
+    It calls `compiled` or `failed` at once, on any thread, until `attach`."""
 
     def __init__(
         self, masks: GrammarMasks, compiled: Callable[[Key], None], failed: Callable[[Key, KvferryError], None]
@@ -23,14 +24,14 @@ class Grammars:
         self._post: Callable[[Call], None] = lambda call: call()
 
     def attach(self, post: Callable[[Call], None]) -> None:
-        """From now on a thread owns the engine; `post` runs a call on it before the next step."""
+        """Run these calls through `post` from now on: on the thread that owns the engine, before its next step."""
         self._post = post
         self._masks.wake = lambda: post(lambda: None)
 
     def open(self, request: Request) -> None:
-        """Begin to compile; the request is here and awaits that.
+        """Begin to compile; the request is here and waits for that.
 
-        Raises InvalidRequest where no grammars are read, and Overloaded."""
+        Raises InvalidRequest if grammars cannot be used, and Overloaded."""
         job, key = request.job, request.key
         assert job.grammar is not None
 
@@ -42,7 +43,7 @@ class Grammars:
         request.sample_row = SampleRow(job.params, request.token_ids, job.prompt_len, mask)
 
     def follow(self, request: Request) -> None:
-        """The request was given a token from elsewhere."""
+        """Follow a token that came from elsewhere."""
         row = request.sample_row
         assert row is not None
         assert row.mask is not None

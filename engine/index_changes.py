@@ -6,7 +6,9 @@ from kvferry.protocol.index_rows import behind
 
 
 class IndexChanges:
-    """Told by the pool, on its thread. stored, removed: hashes and rows since the last `drain`; none is in both."""
+    """Changes reported by the pool, on its thread.
+
+    stored, removed: hashes and rows since the last `drain`; none is in both."""
 
     def __init__(self) -> None:
         self._rows: dict[bytes, bytes] = {}
@@ -14,19 +16,19 @@ class IndexChanges:
         self._removed: dict[bytes, bytes] = {}
 
     def came(self, block_hash: bytes, parent: bytes | None) -> None:
-        """A block is findable, and so is its parent, unless it is a chain's first."""
+        """Note that a block is findable, and so is its parent, unless it is a chain's first."""
         row = self._rows[block_hash] = behind(self._rows[parent] if parent is not None else b"", block_hash)
         if self._removed.pop(block_hash, None) is None:
             self._stored[block_hash] = row
 
     def went(self, block_hash: bytes) -> None:
-        """It is not findable any more."""
+        """Note that the block is not findable any more."""
         row = self._rows.pop(block_hash)
         if self._stored.pop(block_hash, None) is None:
             self._removed[block_hash] = row
 
     def drain(self) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
-        """(stored, removed)."""
+        """Return (stored, removed) and clear both."""
         changes = (self._stored, self._removed)
         self._stored, self._removed = {}, {}
         return changes
@@ -34,5 +36,5 @@ class IndexChanges:
     def rows(self) -> list[bytes]:
         """Return the rows of all registered blocks, parents before children.
 
-        From any thread: the copy is one bytecode."""
+        May be called from any thread: the copy is one bytecode."""
         return list(self._rows.values())

@@ -14,7 +14,7 @@ from kvferry.kernels.token_readback import Readback
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """rows: which of the tokens that are drawn are those of its slices."""
+    """Decode step in flight. rows: indices of its slices among the drawn tokens."""
 
     drawn: Readback
     rows: Sequence[int]
@@ -25,8 +25,9 @@ class InflightStep:
         return self.drawn.values
 
     def collect(self) -> list[Sampled]:
-        """The token of each slice, once the device has drawn it; the K/V of the slices is in the pool then, and the
-        link may read it. Raises what went wrong on the device."""
+        """Wait for the device and return the token of each slice.
+
+        The K/V of the slices is then in the pool, and the link may read it. Raises errors of the device."""
         tokens = self.drawn.wait()
         return [Sampled(tokens[row], None) for row in self.rows]
 
@@ -36,4 +37,4 @@ class InflightStep:
 
 
 Launch = Callable[[Sequence[Slice], InflightStep | None], InflightStep]
-"""`Runner.launch`."""
+"""Signature of `Runner.launch`."""

@@ -1,4 +1,4 @@
-"""Leak detector: holds on blocks that last longer than their cause, because of a leak or a link that stays busy."""
+"""Leak detector: holds on blocks that outlast their cause, because of a leak or a link that stays busy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvferry.engine.request_states import State
 
 
 class LeakDetector:
-    """Looked for now and then, on the engine thread.
+    """Leak detector, run now and then on the engine thread.
 
-    seconds: since when the oldest of them has been seen, as of the last look; 0: there is none. From any thread."""
+    seconds: age of the oldest such hold, as of the last check; 0 if there is none. Readable from any thread."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -21,15 +21,16 @@ class LeakDetector:
         self._since: dict[tuple[str, Hashable], float] = {}
 
     def look(self) -> None:
+        """Check the holds."""
         now, causes = self._clock(), self._causes()
         over = [hold for hold in self._engine.pool.holds.owners() if hold not in causes]
         self._since = {hold: self._since.get(hold, now) for hold in over}
         self.seconds = now - min(self._since.values(), default=now)
 
     def _causes(self) -> set[tuple[str, Hashable]]:
-        """Whatever blocks are to be held for now.
+        """Return the causes for which blocks may be held now.
 
-        A failed grant, and a ship whose request has ended, are to be quiet soon."""
+        A failed grant, and a transfer whose request has ended, should become quiet soon."""
         engine = self._engine
         grants: Iterable[Hashable] = [request.grant for request in engine.request_table if request.grant is not None]
         sent = [

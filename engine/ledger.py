@@ -1,11 +1,11 @@
 """Ledger of block holds: the only authority on whether a KV block may be reused.
 
-A hold is (owner, reason, block). A block may carry many at once: requests share a prefix, and a ship still reads what
-its request no longer needs. A block whose last hold is gone may be reused; nothing else makes it reusable.
-Reasons are the engine's words (engine/ports.py).
-Single-threaded: only the engine thread calls it. Misuse (releasing what is not held, holding twice) is a bug of ours
-and asserts, leaving the books untouched.
-"""
+A hold is (owner, reason, block). A block may carry many: requests share a prefix, and a transfer still reads blocks
+that its request no longer needs. A block may be reused once its last hold is gone, and only then. The engine defines
+the reasons (engine/ports.py).
+
+Single-threaded: only the engine thread calls it. Misuse (releasing what is not held, holding twice) is a bug; it
+asserts and leaves the ledger unchanged."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ class Ledger:
     def release(self, owner: Hashable, reason: str, block_ids: Iterable[int] | None = None) -> list[int]:
         """Drop holds: of these blocks, or of all that the owner holds for the reason.
 
-        Returns the blocks that now have no hold at all, in the order named (None: the order in which they were held).
-        """
+        Returns the blocks that now have no hold, in the order named (None: in the order in which they were held)."""
         owned = self._books.get(reason, {}).get(owner, {})
         going = list(owned) if block_ids is None else list(block_ids)
         assert len(set(going)) == len(going), f"{owner!r} names a block twice: {going}"
@@ -82,21 +81,22 @@ class Ledger:
             self._changed(new_reason, owner, moving, 1)
 
     def held(self, block_id: int) -> bool:
+        """Number of blocks that are held."""
         return self._counts[block_id] > 0
 
     def owners(self) -> Iterator[tuple[str, Hashable]]:
-        """(reason, owner) of all holds; nothing may be held or released meanwhile."""
+        """Yield (reason, owner) of all holds; the ledger must not change meanwhile."""
         return ((reason, owner) for reason, book in self._books.items() for owner in book)
 
     def check_integrity(self) -> None:
-        """Assert that counts and books agree."""
+        """Assert that the counts agree."""
         for _ in self.audit():
             pass
         held = sum(count > 0 for count in self._counts)
         assert self._num_held == held, f"{held} blocks are held, not {self._num_held}"
 
     def audit(self) -> Iterator[None]:
-        """`check_integrity` in pieces, between which holds may come and go."""
+        """Run `check_integrity` in pieces, between which holds may change."""
         assert all(self._books.values()), "an empty book"
         counts = yield from audit.zeros(self.num_blocks)
         anew = audit.Holds(counts, self.owners())

@@ -2,8 +2,7 @@
 
 Penalties and logit_bias apply afterwards (kernels/logit_adjustments.py).
 
-They are made once per request and depend on its tokens alone: made anew on another node they edit alike.
-"""
+They are built once per request and depend on its tokens alone, so another node gets the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from kvferry.protocol.sampling import SamplingParams
 
 
 class LogitsProcessor(Protocol):
-    """A stage that changes logits float32 [vocab] of the request in place."""
+    """Stage that changes logits float32 [vocab] of the request in place."""
 
     def apply(self, logits: torch.Tensor) -> None: ...
 
@@ -26,7 +25,7 @@ def edits_for(
 ) -> tuple[LogitsProcessor, ...]:
     """Return the logits processors that the parameters ask for.
 
-    token_ids: prompt and output so far, which only ever grows."""
+    token_ids: prompt and output so far, which only grows."""
     edits: list[LogitsProcessor] = []
     if params.allowed_token_ids is not None:
         edits.append(_Allowed(params.allowed_token_ids, device))
@@ -48,7 +47,7 @@ def look_back(params: SamplingParams) -> bool:
 
 
 class _Allowed:
-    """allowed_token_ids: nothing else can be drawn."""
+    """Stage for allowed_token_ids: nothing else can be drawn."""
 
     def __init__(self, token_ids: Sequence[int], device: torch.device) -> None:
         self._ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
@@ -60,9 +59,9 @@ class _Allowed:
 
 
 class _BadWords:
-    """bad_words: of each sequence the last token, where the output ends with the ones before it.
+    """Stage for bad_words: bans each sequence's last token if the output ends with the tokens before it.
 
-    A step looks at those sequences alone whose last but one token was drawn last."""
+    A step checks only the sequences whose last but one token was drawn last."""
 
     def __init__(
         self, words: Sequence[tuple[int, ...]], token_ids: Sequence[int], prompt_len: int, device: torch.device

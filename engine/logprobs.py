@@ -13,8 +13,9 @@ _ROWS_AT_ONCE = 64
 
 
 def score_prompt(logits: torch.Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of given tokens: row i of float32 logits [n, vocab] scores next_ids[i], with the `top` most
-    likely tokens beside it. Extra memory is bounded whatever n is."""
+    """Return log-probabilities of given tokens: row i of float32 logits [n, vocab] scores next_ids[i].
+
+    Each has the `top` most likely tokens beside it. Extra memory is bounded for any n."""
     assert logits.shape[0] == len(next_ids), (logits.shape, len(next_ids))
     scored: list[TokenLogprobs] = []
     for start in range(0, len(next_ids), _ROWS_AT_ONCE):
@@ -24,14 +25,15 @@ def score_prompt(logits: torch.Tensor, next_ids: Sequence[int], top: int) -> lis
 
 
 def token_logprobs(logprobs: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
-    """Entries for token_ids[i] in row i of `logprobs` [n, vocab], each with the top[i] (at most MAX_LOGPROBS) most
-    likely tokens. Rank is 1 + the number of strictly likelier tokens; equally likely ones are listed by id."""
+    """Return entries for token_ids[i] in row i of `logprobs` [n, vocab], each with the top[i] most likely tokens.
+
+    top[i] is at most MAX_LOGPROBS. Rank is 1 + the number of strictly likelier tokens; ties are listed by id."""
     ids = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device)[:, None]
     own = logprobs.gather(1, ids)
     ranks = (logprobs > own).sum(dim=-1).add_(1).tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
     if any(top):
-        # A fixed count: which of several equal tokens is found must not depend on what other rows ask for.
+        # Fixed, because which of several equal tokens is found must not depend on other rows.
         best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ranked = (sorted(zip(*pair, strict=True), key=lambda entry: (-entry[1], entry[0])) for pair in pairs)

@@ -1,16 +1,14 @@
 """Asynchronous scheduling: launches the next decode step while one runs.
 
-A device that computes beside its host then never waits for the host between two steps.
+A device that computes asynchronously then never waits for the host between two steps.
 
-A step is launched ahead where it is sure what it computes: the streams of the one that runs, a token further each, all
-plain (what is drawn behind a token needs no look at it on the host), and nobody else to be scheduled. The tokens that
-it begins with stay on the device, and are counted there for penalties. It has a row too much for a stream that turns
-out to have ended; that is dropped.
+A step is launched ahead if its work is certain: the streams of the running step, one token further, all plain (no host
+work after a token), and nothing else to schedule. The tokens that it starts with stay on the device, which also counts
+them for penalties. A stream that turns out to have ended leaves one superfluous row, which is dropped.
 
-While a step is in flight nothing is scheduled, admitted or preempted, and no command is taken: it is collected first.
-So blocks that ended streams leave meanwhile are given to nobody but a later step, which the device computes in its
-order; the link, a copy or a look gets blocks only while nothing is in flight.
-"""
+While a step is in flight, nothing is scheduled, admitted or preempted, and no command is taken: the step is collected
+first. Blocks of ended streams thus go only to a later step, which the device computes in order. The link, a copy or a
+canary check gets blocks only while no step is in flight."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ log = logging.getLogger("kvferry.engine")
 class Lookahead:
     """Asynchronous steps of one engine; at most one step is in flight between two others.
 
-    longest: tokens at which a sequence ends. longest: tokens at which a sequence ends."""
+    longest: length at which a sequence ends, in tokens."""
 
     def __init__(
         self, scheduler: Scheduler, runner: StepRunner, suspended: SuspendedStep, speculation: Speculation, longest: int
@@ -54,8 +52,9 @@ class Lookahead:
         return batch
 
     def run(self, batch: Batch, *, further: bool) -> list[Drawn] | None:
-        """`SuspendedStep.run`, or what comes to the same: a step in flight is collected, and the next one launched
-        before, if it may go `further`. Where that raises, the step is computed anew, and nothing is in flight."""
+        """Run a batch like `SuspendedStep.run`: collect the step in flight, after launching the next one.
+
+        It launches only if the batch may go `further`. If that raises, it computes the step anew."""
         try:
             if further:
                 self._launch(batch)
@@ -69,7 +68,7 @@ class Lookahead:
         return None if drawn is None else list(drawn)
 
     def settle(self) -> None:
-        """Behind each step: wait for the one in flight if all of its streams have ended."""
+        """Wait for the step in flight if all of its streams have ended. Called after each step."""
         batch = self._batch
         if batch is None:
             return
@@ -85,7 +84,7 @@ class Lookahead:
             fault_isolation.require_device(self._runner.model.device, error)
 
     def _launch(self, batch: Batch) -> None:
-        """The step behind that one, and it if it is not in flight; nothing where it is not to be."""
+        """Launch the batch if it is not in flight, and the step after it; nothing if that one must not be launched."""
         launch = self._runner.launch
         if launch is None:
             return
@@ -100,15 +99,14 @@ class Lookahead:
         self._scheduler.request_table.worked += len(slices)
 
     def _going(self, batch: Batch) -> list[int]:
-        """Which of the slices surely go on, but for tokens that end them; none if anything else is to be looked at
-        before."""
+        """Return which slices surely continue unless a token ends them; none if anything else comes first."""
         request_table = self._scheduler.request_table
         alone = len(batch.slices) == len(request_table.running) and not (self._suspended or self._suspended.called())
         if not alone or self._speculation or not all(map(_plain, batch.slices)):
             return []
         going = [i for i, part in enumerate(batch.slices) if self._goes_on(part.request)]
         if request_table.waiting:
-            # Its head was refused, and nobody has left since or is about to.
+            # Its head was refused, and no request has left since or is about to.
             still = self._whole and len(going) == len(batch.slices)
             if not still or request_table.waiting[0] is not self._scheduler.refused:
                 return []
@@ -119,7 +117,7 @@ class Lookahead:
         return room and len(request.token_ids) + 1 < self._longest
 
     def _grow(self, request: Request) -> bool:
-        """Have a block for the K/V of the token that is being drawn, if that takes nobody's."""
+        """Allocate a block for the K/V of the token that is being drawn, if one is free."""
         missing = blocks_for(len(request.token_ids) + 1, request.block_size) - len(request.block_ids)
         if missing > 0:
             more = self._scheduler.pool.acquire(*request.holder, [], missing)

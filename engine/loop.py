@@ -1,6 +1,6 @@
 """Engine thread: drains the inbox, runs steps and hands out events.
 
-It is the only way into and out of the engine."""
+All access to the engine goes through it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger("kvferry.engine")
 
 
 class EngineLoop:
-    """Owns an engine on a thread of its own.
+    """Owner of an engine on a thread of its own.
 
-    `on_events` is called on that thread with each batch of news, in order; it must not block. `prepare` is the thread's
-    first call. `load` is the engine's load after the last commands and the last step, whichever came later; `fault`
-    says what a self-check found wrong, or what ended the thread; `on_fault` is called once with the latter, on the
-    dying thread: nothing that was submitted will be done any more, so the process must end."""
+    `on_events` is called on that thread with each batch of events, in order; it must not block. `prepare` is the
+    thread's first call. `load` is the engine's load after the last commands or the last step, whichever came later.
+    `fault` says what a self-check found wrong, or what ended the thread. `on_fault` is called once with the latter, on
+    the dying thread: nothing submitted will be done any more, so the process must end."""
 
     def __init__(
         self,
@@ -53,27 +53,28 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the current step; what is under way is left as it is."""
+        """End after the current step; work in progress is left as it is."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """`Engine.cancel`, of which the step under way hears too: it ends early if nobody else waits for it.
+        """Call `Engine.cancel`; the running step sees it, too, and ends early if all its attempts are cancelled.
 
-        From any thread."""
+        May be called from any thread."""
         with self._wake:
             self._engine.cancellations.announce(request_id, attempt)
             self.submit(lambda engine: engine.cancel(request_id, attempt))
 
     def submit(self, call: Callable[[Engine], None], *, urgent: bool = False) -> None:
-        """Run `call(engine)` on the engine thread before the next step; urgent: which brings a newcomer's prompt.
+        """Run `call(engine)` on the engine thread before the next step. urgent: it brings a newcomer's prompt.
 
-        From any thread."""
+        May be called from any thread."""
         if urgent:
             self._engine.runner.hurry()
         with self._wake:
@@ -81,16 +82,17 @@ class EngineLoop:
             self._wake.notify()
 
     def leaked_s(self) -> float:
-        """Seconds for which the oldest hold has lasted longer than what it was for, as of the last time that this was
-        asked. From any thread."""
+        """Return how long the oldest hold has outlasted its cause, in seconds, as of the previous call.
+
+        May be called from any thread."""
         self.submit(lambda engine: self._leaked.look())
         return self._leaked.seconds
 
     @property
     def busy(self) -> bool:
-        """Return whether anything was submitted and not looked at, or is under way.
+        """Return whether anything is submitted and not handled, or in progress.
 
-        Once false, all news was handed out. From any thread."""
+        Once false, all events were handed out. May be called from any thread."""
         with self._wake:
             return self._turning or bool(self._inbox) or self._engine.request_table.busy
 
@@ -98,7 +100,7 @@ class EngineLoop:
     def waits_s(self) -> float:
         """Return how long the next request has lacked a seat or blocks, in seconds; 0 if none does.
 
-        From any thread."""
+        May be called from any thread."""
         refused = self._engine.scheduler.refused
         if refused is None or refused.state is not State.WAITING:
             return 0.0
@@ -108,7 +110,7 @@ class EngineLoop:
     def mark(self) -> int | None:
         """Return the current turn; None while the engine is idle.
 
-        From any thread, without a lock."""
+        May be called from any thread, without a lock."""
         return self._turns if self._turning or self._inbox else None
 
     def _run(self) -> None:
@@ -158,7 +160,7 @@ class EngineLoop:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:
-        """One round: inbox, outbox, step, outbox. False when nothing could run."""
+        """Run one round: inbox, outbox, step, outbox. False if nothing could run."""
         if calls:
             self._engine.stepper.collect()
         for call in calls:
@@ -180,7 +182,7 @@ class EngineLoop:
         return ran
 
     def _look(self) -> None:
-        """A piece of what the canary computes, if it is time to; it ends when anything is submitted."""
+        """Compute a piece of a canary check if it is time to; it ends when anything is submitted."""
         canary = self._engine.canary
         if canary:
             canary.turn(lambda: not (self._inbox or self._stopping))

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from kvferry.engine.request import Request
 
 REMEMBERED = 4
-"""Blocks that are remembered after they left, as a multiple of the pool."""
+"""Most hashes remembered after their blocks left, as a multiple of the pool's blocks."""
 
 
 class MissReasons:
-    """Hashes of blocks that left or were to come, with what became of them; the older half is forgotten at once.
+    """Hashes of blocks that left or were expected, with the reason each is missing. Owned by the engine thread.
 
-    Owned by the engine thread.
+    When full, the older half is forgotten at once.
 
-    epoch   of this process, where it is part of a cluster: what an earlier one of its name had went with that
+    epoch   of this process if it is part of a cluster: blocks of an earlier epoch of its name are lost
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -29,15 +29,17 @@ class MissReasons:
         self._old: dict[bytes, str] = {}
 
     def note(self, hashes: Iterable[bytes], reason: str) -> None:
-        """These blocks are not here: `evicted`, `retracted`, or `not_arrived` and `computing` for as long as they are
-        awaited and when they never come."""
+        """Note that these blocks are not here, and why.
+
+        reason: `evicted`, `retracted`, or `not_arrived` and `computing`, as long as they are awaited and if they never
+        come."""
         for block_hash in hashes:
             if len(self._young) >= self._half:
                 self._old, self._young = self._young, {}
             self._young[block_hash] = reason
 
     def arrived(self, block_hash: bytes) -> None:
-        """It is here."""
+        """Note that the block is here."""
         self._young.pop(block_hash, None)
         self._old.pop(block_hash, None)
 

@@ -30,9 +30,11 @@ _Layer = defaultdict[str, list[LowRank]]
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where a target's outputs are: in which dense layer (see `Layers`), from which output on, its sizes, and the
-    factor that went into its weights. outputs: of each of the layers that are one here. All are those of a rank, which
-    has a part of the inputs or of each of the outputs."""
+    """Place of a target's outputs.
+
+    The dense layer (see `Layers`), the first output, sizes, and the factor that is folded into its weights. outputs: of
+    each of the layers that are fused here. All are those of one rank, which has a part of the inputs or of each of the
+    outputs."""
 
     layer: str
     first: int
@@ -45,7 +47,7 @@ class _Site:
         return self.layer in BY_INPUT
 
     def shapes(self, rank: int, ranks: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of A and B of so many dimensions, for all ranks."""
+        """Return the shapes of A and B of that rank, over all ranks."""
         of_inputs, of_outputs = (ranks, 1) if self.by_input else (1, ranks)
         return (rank, self.inputs * of_inputs), (sum(self.outputs) * of_outputs, rank)
 
@@ -60,7 +62,7 @@ class _Site:
 def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
     """Return the adapter on the model's device, in its dtype.
 
-    Raises ConfigError: it does not fit the model, or the device's memory does not hold it."""
+    Raises ConfigError if it does not fit the model or the device's memory."""
     led = model if isinstance(model, ShardedModel) else None
     model, ranks = (model, 1) if led is None else (led.own.decoder, led.ranks)
     if not isinstance(model, Decoder):

@@ -31,9 +31,9 @@ class SuspendedPass:
 
 
 class ForwardAbandoned(Exception):
-    """A computation was given up: nobody waits for it any more, or something else comes first.
+    """A computation was abandoned: it is not wanted any more, or something else comes first.
 
-    halfway: where, if it can be taken up there."""
+    halfway: where it stopped, if it can be resumed there."""
 
     def __init__(self, halfway: SuspendedPass | None = None) -> None:
         super().__init__("given up")
@@ -42,9 +42,9 @@ class ForwardAbandoned(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """num_layers, num_kv_heads, head_dim and planes: see `KVLayout`.
+    """Facts of a model. num_layers, num_kv_heads, head_dim and planes: see `KVLayout`.
 
-    revision names the exact weights and the forms they run in (part of the fingerprint); max_model_len is the model's
+    revision: names the exact weights and the forms they run in (part of the fingerprint). max_model_len: the model's
     own limit in tokens."""
 
     name: str
@@ -57,6 +57,7 @@ class ModelInfo:
     planes: int = 2
 
     def layout(self, dtype: torch.dtype, block_size: int) -> KVLayout:
+        """Return the layout of the model's KV blocks."""
         name = str(dtype).removeprefix("torch.")
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, name, block_size, self.planes)
 
@@ -64,9 +65,8 @@ class ModelInfo:
 class Computing(Protocol):
     """Any model on one device.
 
-    ops: what it computes with, on the same device; resumable: what is given up can be taken up again where it was;
-    fed_by_host: it takes token ids and plans in the host's memory, wherever it computes, for it tells them to others.
-    """
+    ops: its operations, on the same device. resumable: an abandoned pass can be resumed where it stopped. fed_by_host:
+    it takes token ids and plans in host memory wherever it computes, because it passes them on to other ranks."""
 
     resumable: bool = False
     fed_by_host: bool = False
@@ -77,7 +77,7 @@ class Computing(Protocol):
 
 
 class Model(Computing, Protocol):
-    """A decoder. Not thread-safe; the engine thread calls it under `torch.inference_mode()`."""
+    """Decoder. Not thread-safe; the engine thread calls it under `torch.inference_mode()`."""
 
     def forward(
         self,
@@ -87,18 +87,19 @@ class Model(Computing, Protocol):
         wanted: Wanted = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; writes the tokens' K/V into the pool
-        `kv` [block, layer, plane, kv_head, slot, dim]. Prompts ask between layers whether they are still wanted: if
-        not, raises Unwanted, with K/V of some layers written. Where that tells `halfway`, a pass of the same tokens, or
-        of some, goes on from there."""
+        """Return hidden states [T, hidden] after the final norm, of token_ids int64 [T]; write the tokens' K/V.
+
+        They go into the pool `kv` [block, layer, plane, kv_head, slot, dim]. Prompts ask between layers whether they
+        are still wanted; if not, it raises Unwanted, with K/V of some layers written. If that has `halfway`, a pass of
+        all or some of these tokens can continue from there."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 logits [n, vocab_size] of hidden states [n, hidden]."""
+        """Return float32 logits [n, vocab_size] of hidden states [n, hidden]."""
 
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
-        """`logits` of `forward`, of every token. Good until the next call of either."""
+        """Return `logits` of `forward` for every token. Valid until the next call of either."""
         return NextLogits(self.logits(self.forward(token_ids, kv, plan)))
 
     def copy_block(self, kv: torch.Tensor, source: int, target: int) -> None:
-        """All of a block's K/V, before whatever the next call writes."""
+        """Copy all of a block's K/V before anything that the next call writes."""
         kv[target].copy_(kv[source])

@@ -15,14 +15,14 @@ from kvferry.model_files.quantisation import quantisation
 from kvferry.protocol.errors import ConfigError
 
 SILU, GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
-"""Names of activations; Gemma's first checkpoints call the one by tanh gelu."""
+"""Names of activations. Gemma's first checkpoints call GELU by tanh gelu."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
     """Constant factors of a family: of embeddings, residual additions and logits.
 
-    attention: in place of 1 / sqrt(head_dim); 0: as ever."""
+    attention: in place of 1 / sqrt(head_dim), unless 0."""
 
     embedding: float = 1.0
     attention: float = 0.0
@@ -32,7 +32,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Soft caps: scores of attention and logits x become cap * tanh(x / cap); 0: there is none."""
+    """Soft caps: attention scores and logits x become cap * tanh(x / cap); 0: no cap."""
 
     attention: float = 0.0
     logits: float = 0.0
@@ -40,10 +40,11 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """rotated[i]: layer i applies rope; windows[i]: its sliding window, 0 for full attention.
+    """Configuration of a decoder. rotated[i]: layer i applies rope.
 
-    local_rope: what layers with a window apply instead. experts: of layers that have them, or None. latent: of
-    attention over a latent, whose sizes head_dim and num_kv_heads then leave out but for queries', or None."""
+    windows[i]: its sliding window, 0 for full attention. local_rope: of layers with a window, if different. experts: of
+    layers that have them, or None. latent: sizes of attention over a latent, or None; then head_dim and num_kv_heads
+    describe queries only."""
 
     model_type: str
     vocab_size: int
@@ -83,10 +84,12 @@ class DecoderConfig:
 
     @property
     def q_size(self) -> int:
+        """Width of all query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """Width of all K heads, which is that of all V heads."""
         return self.num_kv_heads * self.head_dim
 
 
@@ -119,7 +122,7 @@ def unsupported(config: dict[str, Any]) -> str | None:
 
 
 def parse_config(config: dict[str, Any]) -> DecoderConfig:
-    """DecoderConfig of a config.json. Raises ConfigError naming what is unsupported or missing."""
+    """Return the DecoderConfig of a config.json. Raises ConfigError naming what is unsupported or missing."""
     reason = unsupported(config)
     if reason is not None:
         raise ConfigError(f"kvferry's own decoder does not support {reason}", param="model")
@@ -184,14 +187,15 @@ def _factors(config: dict[str, Any], family: Family, hidden_size: int) -> Factor
 
 
 def _latent_scale(sizes: LatentSizes, rope: RopeConfig) -> float:
-    """Of scores: where rope is stretched, YaRN's factor of attention holds for queries and keys as a whole, the dims
-    that do not turn included."""
+    """Return the scale of scores: with scaled rope, YaRN's attention factor applies to queries and keys as a whole.
+
+    That includes the dims that are not rotated."""
     factor = mscale(rope.factor, rope.mscale_all_dim) if rope.kind != "default" and rope.mscale_all_dim else 1.0
     return float(sizes.head_dim**-0.5 * factor**2)
 
 
 def _caps(config: dict[str, Any], family: Family) -> Caps:
-    """Gemma 2's defaults hold where the config does not tell; null: none."""
+    """Return the caps. Gemma 2's defaults apply if the config has none; null means no cap."""
     if not family.capped:
         return Caps()
     attention, logits = config.get("attn_logit_softcapping", 50.0), config.get("final_logit_softcapping", 30.0)

@@ -22,8 +22,10 @@ from kvferry.kernels.ops import Ops
 
 
 class Decoder(Model):
-    """A `Model`. rope: cos and sin, float32 [longest sequence, rotary_dim / 2]; local: those of layers with a window,
-    where they have their own."""
+    """Implements `engine.models.base.Model`.
+
+    rope: cos and sin, float32 [longest sequence, rotary_dim / 2]. local: those of layers with a window, if different.
+    """
 
     resumable = True
 
@@ -111,8 +113,9 @@ class Decoder(Model):
     def _added(
         self, x: torch.Tensor, residual: torch.Tensor, behind: torch.Tensor | None, before: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention or MLP put out, added to the residual behind one norm and read on before another: what is read
-        on, and the new residual."""
+        """Add the output of attention or MLP to the residual; return the next input and the new residual.
+
+        behind: norm of that output. before: norm of the next input."""
         x = self._normed(x, behind)
         if before is not None and not self.config.family.centred:
             return self.ops.add_rms_norm(x, residual, before, self.config.norm_eps)

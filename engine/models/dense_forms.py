@@ -13,7 +13,7 @@ from kvferry.kernels.ops import Ops
 class DenseForms:
     """Forms of one model's dense layers.
 
-    quantization: see `load_model`; `kept`: the kinds of stored rows that run packed."""
+    quantization: see `load_model`. `kept`: kinds of stored rows that run packed."""
 
     def __init__(self, ops: Ops, quantization: str) -> None:
         self.as_stored = quantization == "auto"

@@ -1,4 +1,4 @@
-"""Dense layers behind the pooling of sentence-transformers models."""
+"""Dense layers after the pooling of sentence-transformers models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ACTIVATIONS = {"Identity": torch.nn.Identity, "Tanh": torch.nn.Tanh, "ReLU": to
 
 
 def load_dense(source: ModelSource, folders: tuple[str, ...], device: torch.device) -> list[Dense]:
-    """In order. Raises ConfigError."""
+    """Load the layers of these folders, in order. Raises ConfigError."""
     return [_load(source.path / folder, device) for folder in folders]
 
 

@@ -1,8 +1,7 @@
 """Dequantisation of GGUF tensors at load.
 
-Works on small pieces, straight into the target: scratch tensors stay in the core's cache and below the size at which
-malloc maps fresh pages for each, which makes it ten times faster than whole tensors.
-"""
+It works on small pieces, straight into the target: scratch tensors stay in the core's cache and below the size at which
+malloc maps fresh pages, which is ten times faster than whole tensors."""
 
 from __future__ import annotations
 
@@ -45,8 +44,9 @@ def stored_bytes(kind: int, elements: int) -> int:
 
 
 def dequantise(raw: torch.Tensor, kind: int, out: torch.Tensor) -> None:
-    """Write the values of the stored bytes (uint8, one dimension) into `out`, contiguous, of any float dtype, on any
-    device. Raises ConfigError naming an unsupported type."""
+    """Write the values of stored bytes (uint8, one dimension) into `out`, contiguous, of any float dtype and device.
+
+    Raises ConfigError naming an unsupported type."""
     if kind in PLAIN:
         out.copy_(raw.view(PLAIN[kind]).view(out.shape))
         return

@@ -17,9 +17,9 @@ from kvferry.protocol.errors import ConfigError
 
 
 def open_directory(path: Path, quantised: Quantisation | None = None) -> FileWeights | QuantisedWeights:
-    """Its safetensors, or else its pytorch_model*.bin; quantised: how, where its config says so.
+    """Open its safetensors, or else its pytorch_model*.bin. quantised: how, if its config says so.
 
-    Of a multimodal checkpoint the text's tensors are called as in one of text alone."""
+    The text's tensors of a multimodal checkpoint get the names of a text-only one."""
     files = weight_files(path)
     safe = files and files[0].suffix == ".safetensors"
     tensors = SafetensorsWeights(files) if safe else TorchWeights(files)
@@ -27,7 +27,7 @@ def open_directory(path: Path, quantised: Quantisation | None = None) -> FileWei
 
 
 class FileWeights(PlainWeights):
-    """Files of whole tensors."""
+    """Weights in files of whole tensors. Implements `engine.models.weights.Weights`."""
 
     def find(self, name: str) -> torch.Tensor | None:
         """Return the tensor as stored; None: there is none of that name."""
@@ -48,7 +48,7 @@ class FileWeights(PlainWeights):
 
 
 class SafetensorsWeights(FileWeights):
-    """Memory-mapped .safetensors files; every shard's own header tells what it holds."""
+    """Memory-mapped .safetensors files; each shard's own header lists its tensors. Implements `FileWeights`."""
 
     def __init__(self, files: list[Path]):
         from safetensors import SafetensorError, safe_open
@@ -76,7 +76,7 @@ class SafetensorsWeights(FileWeights):
 
 
 class TorchWeights(FileWeights):
-    """pytorch_model*.bin files, read without running code from them."""
+    """Read pytorch_model*.bin files without running code from them. Implements `FileWeights`."""
 
     def __init__(self, files: list[Path]):
         self._tensors: dict[str, torch.Tensor] = {}

@@ -10,15 +10,15 @@ from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.weights import PlainWeights
 
 _PERIOD = 1_048_573
-"""Numbers until they repeat: a prime, so that no two rows of a matrix begin at the same of them."""
+"""Length of the period of the numbers: a prime, so that no two rows of a matrix begin at the same one."""
 _SPREAD = 0.0346
-"""They are uniform between this and its negative: of standard deviation 0.02, as models are initialised."""
+"""Bound of the uniform numbers, for a standard deviation of 0.02, as models are initialised."""
 
 
 class DummyWeights(PlainWeights):
-    """Weights of any decoder of this config, equal bit for bit on every device and machine, so that nodes agree.
+    """Random weights for any decoder config, equal bit for bit on every device and machine, so that nodes agree.
 
-    Norms scale by one, biases are zero."""
+    Norms scale by one, biases are zero. Implements `engine.models.weights.Weights`."""
 
     def __init__(self, config: DecoderConfig, seed: int = 0) -> None:
         self._config = config

@@ -12,15 +12,15 @@ from kvferry.model_files.config_fields import whole
 from kvferry.protocol.errors import ConfigError
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""transformers writes the first for the second."""
+"""Names of the number of experts; transformers writes the first for the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """count experts of width `size`; layers[i]: layer i has them, in place of its MLP.
+    """Experts of a model: `count` of width `size`; layers[i]: layer i has them in place of its MLP.
 
-    held: those that are here, or a part of each. shared: width of what all tokens pass through beside them, 0 for none.
-    gate: of their own, or None."""
+    held: those on this rank, or a part of each. shared: width of the MLP that all tokens pass through, too, 0 for none.
+    gate: their own activation, or None."""
 
     count: int
     size: int
@@ -89,6 +89,6 @@ def _routing(config: dict[str, Any], names: ExpertNames, count: int) -> Routing:
 
 
 def _clamped(config: dict[str, Any]) -> Gate:
-    """gpt-oss's."""
+    """Return gpt-oss's activation."""
     limit = float(config.get("swiglu_limit", 7.0))
     return Gate(slope=float(config.get("swiglu_alpha", 1.702)), limit=limit, offset=1.0)

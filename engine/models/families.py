@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class ExpertNames:
     """Tensor names of a layer's experts, and a family's routing rules.
 
-    renormalised: see `Routing`, unless the config tells; sigmoid: so are scores, with a correction, and a group is
-    judged by its two best; precise: the router computes in float32; biased: router and experts have biases; clamped:
-    their gate and up have a limit; stacked: see `Family.stacked`. The rest are names behind the layer's."""
+    renormalised: see `Routing`, unless the config says. sigmoid: scores are, with a correction, and a group is judged
+    by its two best. precise: the router computes in float32. biased: router and experts have biases. clamped: their
+    gate and up have a limit. stacked: see `Family.stacked`. The rest are names after the layer's."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -29,34 +29,34 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Defaults of omitted fields; which layers carry what; how a layer is put together.
+    """Fixed properties of a model family: defaults of omitted fields, and the structure of its layers.
 
-    gguf            its GGUF files are read, too
+    gguf            its GGUF files are supported, too
     gguf_permuted   q and k rows of those are reordered for interleaved rotation
-    fused, fused_mlp    checkpoints hold the tensors that we lay under each other as one: both, or gate_up_proj alone
-    interleaved     rotation pairs neighbours: rows of q and k are reordered as they are read
-    windows_rotate  layers with a window rotate, and they alone
-    partial         the share of a head that rotates, unless the config tells
-    attention_bias  attention has biases, unless the config tells
+    fused, fused_mlp    checkpoints hold as one the tensors that we concatenate: both, or gate_up_proj alone
+    interleaved     rotation pairs neighbours: rows of q and k are reordered when read
+    windows_rotate  only layers with a window rotate
+    partial         the rotated share of a head, unless the config says
+    attention_bias  attention has biases, unless the config says
     o_bias          a bias of attention is one of its output, too
-    names_behind    with norms behind: what those before the MLP, behind attention and behind the MLP are called
+    names_behind    with output norms: names of those before the MLP, after attention and after the MLP
     windowed        a sliding window in the config is every layer's
-    pattern         it is every layer's but each so manyth, unless layer_types tells; 0: the config tells otherwise
+    pattern         it is every layer's except each n-th, unless layer_types says; 0: the config says otherwise
     factors         its config has factors of embedding, attention, layers and logits
-    embedding_root  embeddings are multiplied with the root of their size
-    logit_scale     what logits are multiplied with, unless the config tells
-    norm_offset     what is added to the weights of norms
+    embedding_root  embeddings are multiplied by the root of their size
+    logit_scale     factor of logits, unless the config says
+    norm_offset     added to the weights of norms
     centred         norms subtract the mean: layer norms without a bias
     parallel        attention and MLP read one norm, the first, and are added together
-    norm_before, norm_behind   each of attention and MLP has a norm before it, behind it (before the residual is added)
-    wide_qk_norm    the norms of q and k go over all heads together
+    norm_before, norm_behind   attention and MLP each have a norm before, after (before the residual is added)
+    wide_qk_norm    the norms of q and k span all heads together
     own_qk_norm     each head has weights of its own there
     gelu            the gate is GELU by tanh instead of SiLU
-    capped          scores of attention and logits have soft caps
+    capped          attention scores and logits have soft caps
     sinks           each head of attention has a sink, see `Ops.paged_attention`
     latent          attention is over a latent (`kernels.latent`)
     two_ropes       layers with a window rotate by parameters of their own
-    experts         where layers hold experts: their names in a checkpoint; None: they hold none
+    experts         tensor names of layers with experts; None: there are none
     """
 
     theta: float = 10000.0

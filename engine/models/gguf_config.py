@@ -15,7 +15,7 @@ from kvferry.protocol.errors import ConfigError
 
 
 def parse_gguf(file: GGUFFile) -> DecoderConfig:
-    """DecoderConfig of a GGUF header. Raises ConfigError naming what is unsupported or missing."""
+    """Return the DecoderConfig of a GGUF header. Raises ConfigError naming what is unsupported or missing."""
     if (family := FAMILIES.get(gguf_family(file))) is not None and not family.gguf:
         raise ConfigError(f"{file.path.name}: GGUF files of {file.architecture} are not supported", param="model")
     config = parse_config(_gguf_as_hf(file))
@@ -64,9 +64,9 @@ def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
-    """Rope settings; a rotary dimension that differs from the head's becomes a partial factor.
+    """Return the rope settings; a rotary dimension that differs from the head's becomes a partial factor.
 
-    attn_factor multiplies yarn's own factor of attention, where Hugging Face's attention_factor replaces it."""
+    attn_factor multiplies yarn's own attention factor, while Hugging Face's attention_factor replaces it."""
     heads, hidden = file.get("attention.head_count", 1), file.get("embedding_length", 1)
     head_dim = file.get("attention.key_length") or hidden // heads
     rope: dict[str, Any] = {"partial_rotary_factor": file.get("rope.dimension_count", head_dim) / head_dim}
@@ -78,7 +78,7 @@ def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
     factor = file.get("rope.scaling.factor", 1.0)
     original = file.get("rope.scaling.original_context_length")
     if gguf_family(file) == "gpt_oss":
-        rope["truncate"] = False  # as its config.json has it, of which its files say nothing
+        rope["truncate"] = False  # from its config.json; GGUF files lack it
     rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     rope |= {name: file.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
     weight = file.get("rope.scaling.attn_factor")

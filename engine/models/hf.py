@@ -1,9 +1,8 @@
 """Adapter to transformers: runs its causal LMs over the paged cache; the only module that imports transformers.
 
-transformers probes for a distribution named `kernels` and, where one is installed, imports names from the package of
-that name. In a process that starts at the repository's root, that is our folder. So the probe answers false before any
-modelling code loads.
-"""
+transformers probes for a distribution named `kernels` and, if one is installed, imports names from the package of that
+name. In a process started at the repository's root, that package is our folder. So the probe is made to answer false
+before any modelling code loads."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def _not_available(*_: Any, **__: Any) -> bool:
 
 
 def language_models() -> Container[str]:
-    """Architectures that it has a causal language model of."""
+    """Return the architectures for which transformers has a causal language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found: dict[str, str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -56,7 +55,7 @@ def gguf_architectures() -> Container[str]:
 
 
 class HFModel(Model):
-    """A `Model`: a flat batch [1, T] with the plan's positions, no cache of transformers."""
+    """Implements `engine.models.base.Model` with a flat batch [1, T], the plan's positions, and no cache of its own."""
 
     def __init__(
         self, module: Any, seat: AttentionSlot, info: ModelInfo, device: torch.device, dtype: torch.dtype, ops: Ops
@@ -95,7 +94,7 @@ def hidden_states(module: Any, token_ids: torch.Tensor, positions: torch.Tensor)
 
 
 def logits_of(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """float32 logits, with the scalings that Cohere, Granite and Gemma name in their configs."""
+    """Return float32 logits, with the scalings that Cohere, Granite and Gemma name in their configs."""
     config, head = module.config, module.get_output_embeddings()
     packed = isinstance(head, DenseModule)
     logits: torch.Tensor = head.of_rows(hidden, torch.float32) if packed else head(hidden).float()

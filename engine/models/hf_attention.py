@@ -1,8 +1,7 @@
 """Attention function for transformers' modules: calls the paged cache, or probes the model's shapes.
 
-The seat of a model hangs on each of its attention modules, so nothing has to travel through the keyword arguments of
-forward, which not every model passes on. This module does not import transformers.
-"""
+Each of a model's attention modules holds a reference to the model's slot, so nothing has to travel through the keyword
+arguments of forward, which not every model passes on. This module does not import transformers."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ class Attention(Protocol):
 
 @dataclass(slots=True)
 class AttentionSlot:
-    """The attention of the current forward pass."""
+    """Slot for the attention of the current forward pass."""
 
     attention: Attention | None = None
 
 
 def take_seats(model: torch.nn.Module) -> AttentionSlot:
-    """Hang one seat on every module that knows its layer."""
+    """Attach one slot to every module that knows its layer."""
     seat = AttentionSlot()
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
