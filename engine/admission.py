@@ -10,6 +10,7 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.work import Generate
 
 REMEMBERED_CANCELS = 8192
+"""Requests whose cancellation is remembered."""
 
 
 class Admission:

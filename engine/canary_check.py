@@ -22,9 +22,11 @@ class Computes(Protocol):
 
     kv: torch.Tensor
 
-    def copy_block(self, source: int, target: int) -> None: ...
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy the K/V of block `source` to `target`."""
 
-    def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted) -> torch.Tensor: ...
+    def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted) -> torch.Tensor:
+        """Return float32 logits [rows, vocab] behind the last tokens."""
 
 
 @dataclass(slots=True, eq=False)

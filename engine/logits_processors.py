@@ -17,7 +17,8 @@ from kvferry.protocol.sampling import SamplingParams
 class LogitsProcessor(Protocol):
     """Stage that changes logits float32 [vocab] of the request in place."""
 
-    def apply(self, logits: torch.Tensor) -> None: ...
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change the logits in place."""
 
 
 def edits_for(

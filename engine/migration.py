@@ -21,15 +21,15 @@ from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.messages import Job, TokenDelta
 
 AHEAD = 64
-"""Tokens that a stream may draw until it stands without any being computed again."""
+"""Tokens that a stream may draw before it is paused, without any being recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutboundMigration:
-    """A stream on its way.
+    """Stream that is being migrated.
 
-    job: of the other node's attempt; its tokens are those that were computed as the move began. full: where the K/V is
-    of those in full blocks, to which nothing is written any more."""
+    job: of the other node's attempt; its tokens are those computed when the migration began. full: number of tokens
+    whose K/V is in full blocks, which are not written any more."""
 
     transfer: int
     request: Request
@@ -41,8 +41,8 @@ class OutboundMigration:
 class Stand:
     """Point at which a migrating stream is paused.
 
-    first: the output tokens that the move's job lacks, one at least; covered: how many leading tokens have their K/V in
-    blocks that the other node was asked for; rest: (index, block id) of those behind the full ones."""
+    first: output tokens that the migration's job lacks, at least one. covered: number of leading tokens whose K/V is in
+    blocks that the other node was asked for. rest: (index, block id) of blocks after the full ones."""
 
     first: TokenDelta
     covered: int
@@ -50,10 +50,10 @@ class Stand:
 
 
 class OutboundMigrations:
-    """Moves by transfer, from `begin` to `quiet`.
+    """Outbound migrations by transfer, from `begin` to `quiet`. Owned by the engine thread.
 
-    The requests hold their blocks as ever, and each move those that it sends from. longest: tokens at which a sequence
-    ends. Owned by the engine thread."""
+    A request holds its blocks as before, and each migration holds those that it sends from. longest: length at which a
+    sequence ends, in tokens."""
 
     def __init__(self, pool: BlockPool, scheduler: Scheduler, longest: int, events: list[Event]) -> None:
         self._pool, self._scheduler, self._request_table, self._events = (
@@ -71,12 +71,13 @@ class OutboundMigrations:
 
     @property
     def open(self) -> Collection[int]:
-        """Transfers of moves that are under way."""
+        """Transfers of migrations in progress."""
         return self._open.keys()
 
     def begin(self, key: Key, attempt: int, offer: Callable[[Job], int]) -> OutboundMigration:
-        """Offer a running stream as that later attempt; `offer` returns the transfer, whose end `done` or `failed`, and
-        `quiet`, must tell. Raises TransferFailed where there is none that could move."""
+        """Offer a running stream as that later attempt; `offer` returns the transfer.
+
+        `done` or `failed`, and `quiet`, must report its end. Raises TransferFailed if the stream cannot migrate."""
         request = self._request_table.find(key)
         moves = any(move.request is request for move in self._open.values())
         if request is None or request.state is not State.RUNNING or not streams(request) or moves:
@@ -119,7 +120,7 @@ class OutboundMigrations:
         return Stand(tokens, covered, tuple(enumerate(rest, first)))
 
     def done(self, transfer: int) -> None:
-        """The other node goes on with it: it ends here, unless it did before."""
+        """End the stream here, unless it has ended: the other node continues it."""
         move = self._open.pop(transfer)
         request, error = move.request, Moved("it goes on at another node")
         error.later = move.job.attempt
@@ -128,18 +129,18 @@ class OutboundMigrations:
             self._events.append(Failed(request.key, request.job.router_id, error))
 
     def failed(self, transfer: int) -> None:
-        """The other node does not: it runs on here."""
+        """Resume the stream here: the other node does not take it."""
         self._request_table.resume(self._open.pop(transfer).request, Awaits.HANDOVER)
 
     def quiet(self, transfer: int) -> None:
-        """No send of the move touches its blocks any more."""
+        """Release the migration's blocks: no send touches them any more."""
         self._pool.release(("ship", transfer), SHIP, self._transfer_holds.pop(transfer))
 
 
 def widen(scheduler: Scheduler, request: Request) -> None:
-    """Have blocks for all tokens of one that was handed over; it is preempted where there is no room.
+    """Allocate blocks for all tokens of a migrated request, which is preempted if there are not enough.
 
-    One that came with a single token grows as every stream does. Raises GrantRefused for one that cannot run yet."""
+    One that came with a single token grows like every stream. Raises GrantRefused for one that cannot run yet."""
     if request.uncomputed == 1:
         return
     missing = blocks_for(len(request.token_ids), request.block_size) - len(request.block_ids)

@@ -1,8 +1,7 @@
 """N-gram speculation: proposes the tokens that followed the last tokens earlier in the prompt or output.
 
-Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), with the longest match and of
-equally long ones the latest.
-"""
+Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), with the longest match and, of
+equally long ones, the latest."""
 
 from __future__ import annotations
 
@@ -12,25 +11,24 @@ from collections.abc import Sequence
 import numpy as np
 
 LONGEST = 8
-"""Tokens of a match that are looked at."""
+"""Longest match, in tokens."""
 CLASSES = (2, 4, LONGEST)
-"""A match of fewer tokens than the first of these is of the first class, and so on."""
+"""Upper bounds of the classes of matches, by their length in tokens."""
 AT_FIRST = (0.1, 0.3, 0.5, 0.8)
-"""By class: how often a draft behind such a match is taken for right before any was seen."""
+"""Assumed share of correct drafts per class before any was seen."""
 MODEL = len(AT_FIRST)
-"""The class of what a draft model drew."""
+"""Class of drafts that a draft model made."""
 WEIGHT = 0.1
-"""Of a new observation in that share."""
+"""Weight of a new observation in that share."""
 SURE = 0.98
-"""No draft is taken for righter than that."""
+"""Upper bound of the assumed share of correct drafts."""
 
 
 class NgramDrafts:
-    """N-gram drafts of one request, whose token_ids only ever grow.
+    """N-gram drafts of one request, whose token_ids only grow.
 
-    `found`: what is drafted behind its last token; `share`: how often a token of such a draft was right, where those
-    before it were. of_model: that share, as it is taken to be of a draft model before any was seen; most: drafts that
-    are of use now."""
+    `found`: draft after its last token. `share`: how often a token of such a draft was right if those before it were.
+    of_model: the share assumed of a draft model before any was seen. most: number of drafts that are useful now."""
 
     def __init__(self, token_ids: Sequence[int], of_model: float = 0.0) -> None:
         self._token_ids = token_ids
@@ -43,6 +41,7 @@ class NgramDrafts:
 
     @property
     def share(self) -> float:
+        """Share of correct drafts of the class found last."""
         return min(self._shares[self._class], SURE)
 
     @property
@@ -56,11 +55,11 @@ class NgramDrafts:
         return self._class == MODEL
 
     def put(self, drawn: tuple[int, ...]) -> None:
-        """A draft model drew these."""
+        """Take over the draft of a draft model."""
         self._class, self.found = MODEL, drawn
 
     def look(self, most: int) -> None:
-        """Draft `most` tokens, or none where the last token is a new one."""
+        """Draft `most` tokens, or none if the last token is a new one."""
         self._follow()
         end = self._upto - 1
         ends = np.flatnonzero(self._ids[:end] == self._ids[end])
@@ -73,7 +72,7 @@ class NgramDrafts:
         self.found = tuple(np.resize(self._ids[at + 1 : self._upto], most).tolist()) if matched else ()
 
     def saw(self, token_ids: Sequence[int]) -> None:
-        """These were drawn behind the last token: learn from what was drafted, whether it was computed or not."""
+        """Learn from the tokens drawn after the last one, whether their drafts were computed or not."""
         for drafted, drawn in zip(self.found, token_ids, strict=False):
             self._shares[self._class] += WEIGHT * ((drafted == drawn) - self._shares[self._class])
             if drafted != drawn:

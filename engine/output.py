@@ -14,7 +14,7 @@ from kvferry.protocol.prefix_reuse import Reuse
 
 
 def append(request: Request, sampled: Sampled, longest: int) -> Generated:
-    """Append the token to the request and return the news. longest: tokens at which a sequence ends."""
+    """Append the token to the request and return the event. longest: length at which a sequence ends, in tokens."""
     params = request.job.params
     index = request.output_len
     request.token_ids.append(sampled.token_id)
@@ -54,7 +54,7 @@ def _first(request: Request, event: Generated) -> Generated:
 
 
 def _fetched_len(request: Request) -> int:
-    """How many of the tokens that were found in the cache had come from another node for it, each block once."""
+    """Return how many tokens found in the cache were fetched from another node for it; each block counts once."""
     cached, size = request.cached_len or 0, request.block_size
     came = {block for first, end in request.fetched for block in range(first, end)}
     return sum(min(size, max(0, cached - block * size)) for block in came)

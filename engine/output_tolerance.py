@@ -1,12 +1,11 @@
 """Tolerance between the outputs of two nodes in a canary check.
 
-Nodes with one fingerprint may use other kernels and batches, which round differently.
+Nodes with one fingerprint may use different kernels and batches, which round differently.
 
-All on one scale, that of logits: the length of the difference as a share of the length of the own numbers. Measured on
-SmolLM2-135M, between equal kernels 0 on a CPU whatever the batches; between different ones 1e-6 in float32, 0.04 in
-bfloat16, 0.07 with K and V in int8, 0.08 in fp8. Weights quantised in one of the nodes alone: 0.07 to 0.13, and more
-for whatever is wrong.
-"""
+All distances are on the scale of logits: the length of the difference as a share of the length of the node's own
+numbers. Measured on SmolLM2-135M: between equal kernels 0 on a CPU for any batches; between different ones 1e-6 in
+float32, 0.04 in bfloat16, 0.07 with K and V in int8, 0.08 in fp8. If only one node quantises its weights: 0.07 to 0.13;
+real faults give more."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ import torch
 from kvferry.kernels.quantised_cache import PEAKS, as_bytes, dequantise
 
 TOLERATED = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.08, "int8": 0.12, "float8_e4m3fn": 0.16}
-"""By the coarser of the formats in which the model computes and K and V are stored."""
+"""Tolerance by the coarser of the model's and the cache's format."""
 K_V, FIRST = 2.0, 0.25
-"""How much distances of K and V, and of the likeliest token, count beside one of logits."""
+"""Weights of the distances of K and V, and of the likeliest token, relative to that of logits."""
 
 
 def tolerance(dtype: torch.dtype, cache: torch.dtype, *, exact: bool) -> float:
@@ -38,7 +37,9 @@ def of_logits(own: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def of_blocks(kv: torch.Tensor, own: Sequence[int], theirs: Sequence[int], slots: int) -> float:
-    """The largest between blocks of the pool `kv` [block, layer, plane, kv_head, slot, dim], of their first slots."""
+    """Return the largest distance between blocks of the pool `kv` [block, layer, plane, kv_head, slot, dim].
+
+    slots: number of leading slots that are compared."""
     pairs = (as_bytes(kv)[list(ids), :, :, :, :slots].view(kv.dtype) for ids in (own, theirs))
     one, other = (dequantise(x, torch.float32) if x.dtype in PEAKS else x.float() for x in pairs)
     return K_V * max(_apart(a, b) for a, b in zip(one, other, strict=True))
@@ -54,7 +55,7 @@ _LEAST = torch.finfo(torch.float32).tiny
 
 
 def _apart(own: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Infinite where theirs are no numbers. Raises ArithmeticError where the own ones are none."""
+    """Return the distance, infinite if theirs has NaN. Raises ArithmeticError if the own numbers have NaN."""
     length, gap = own.norm(), (own - theirs).norm()
     if not torch.isfinite(length):
         raise ArithmeticError("what was computed here are no numbers")

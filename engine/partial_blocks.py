@@ -1,6 +1,6 @@
 """Registry of partially filled last blocks, for copy-on-write when a request forks from another.
 
-Full blocks are shared as they are; a partial block is copied, since the fork writes behind it."""
+Full blocks are shared as they are; a partial block is copied, because the fork writes after it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 TRIED = 8
-"""Of the blocks behind one parent, the newest that are compared."""
+"""Newest blocks of one parent that are compared."""
 
 
 class Chain(Protocol):
-    """A request, as far as its blocks are concerned."""
+    """View of a request's tokens and blocks."""
 
     token_ids: list[int]
     block_ids: list[int]
@@ -20,23 +20,24 @@ class Chain(Protocol):
 
     @property
     def last_start(self) -> int:
-        """Position of the first token in the last block."""
+        """Return the position of the first token in the last block."""
 
     def parent_of(self, start: int) -> bytes:
-        """Hash of the block that ends at this position."""
+        """Return the hash of the block that ends at this position."""
 
 
 class PartialBlock(NamedTuple):
-    """The K/V of the next `length` tokens stand at the beginning of this block."""
+    """Block that begins with the K/V of the next `length` tokens."""
 
     block_id: int
     length: int
 
 
 class PartialBlocks:
-    """A block is known from when the K/V of its tokens is in it until it is taken for another chain: anyone who holds
-    it writes only behind them, and freed it stays as it is and is taken after all blocks that are no tails. At most one
-    entry a block. enabled: prefixes are reused at all. Owned by the engine thread."""
+    """Registry of partial blocks, at most one entry per block. Owned by the engine thread.
+
+    A block is known from when it holds its tokens' K/V until it is allocated anew. Its holders write only after those
+    tokens, and a freed block keeps them and is allocated last. enabled: prefixes are reused at all."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
@@ -50,14 +51,14 @@ class PartialBlocks:
         return block_id in self._places
 
     def note(self, request: Chain) -> None:
-        """The K/V of all the request's tokens is in its blocks: forks may copy what they share of the last one."""
+        """Note that the K/V of all the request's tokens is in its blocks, so forks may copy from the last one."""
         if self._enabled:
             start = request.last_start
             block_id = request.block_ids[start // request.block_size]
             self.put(request.parent_of(start), request.token_ids[start:], block_id)
 
     def put(self, parent: bytes, token_ids: Sequence[int], block_id: int) -> None:
-        """The block begins with the K/V of these tokens, which follow the block that hashes to `parent`."""
+        """Note that the block begins with the K/V of these tokens, which follow the block that hashes to `parent`."""
         self.forget(block_id)
         tokens = tuple(token_ids)
         tails = self._by_parent.setdefault(parent, {})
@@ -68,8 +69,9 @@ class PartialBlocks:
         self._places[block_id] = (parent, tokens)
 
     def match(self, parent: bytes, token_ids: Sequence[int]) -> PartialBlock | None:
-        """The block that has just these tokens, or of the newest few the one with most of them in front; None if none
-        has any."""
+        """Return the block with exactly these tokens, or one that shares leading tokens, or None.
+
+        Among the TRIED newest blocks, the one that shares most is returned."""
         tails = self._by_parent.get(parent, {})
         known = tails.get(tuple(token_ids))
         if known is not None:
@@ -80,7 +82,7 @@ class PartialBlocks:
         return PartialBlock(tails[best], length) if length else None
 
     def forget(self, block_id: int) -> None:
-        """The block is taken, to be written anew."""
+        """Forget the block: it is allocated and will be overwritten."""
         parent, tokens = self._places.pop(block_id, (b"", ()))
         tails = self._by_parent.get(parent)
         if tails is not None and tails.get(tokens) == block_id:
@@ -90,7 +92,7 @@ class PartialBlocks:
 
 
 def _shared(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of what both begin with."""
+    """Return the length of the common prefix."""
     length = 0
     for one, other in zip(left, right, strict=False):
         if one != other:

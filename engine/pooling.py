@@ -14,13 +14,13 @@ from kvferry.protocol.work import Embed
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The answer of work that generates nothing: float32 in little-endian order; empty: they are no numbers."""
+    """Answer of work that generates nothing: float32 in little-endian order; empty if it has NaN."""
 
     vector: bytes
 
 
 class Dense:
-    """A layer behind the pooling: weight [out, in] and bias [out], float32, then `activation`."""
+    """Layer after the pooling: weight [out, in] and bias [out], float32, then `activation`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: torch.nn.Module) -> None:
         self._weight, self._bias, self._activation = weight, bias, activation
@@ -31,7 +31,7 @@ class Dense:
 
 
 class Pooler:
-    """Pooling of one model; `dense` are the layers behind it."""
+    """Pooling of one model; `dense` are the layers after it."""
 
     def __init__(self, dense: Sequence[Dense] = ()) -> None:
         self._dense = tuple(dense)
@@ -68,7 +68,7 @@ def read(logits: torch.Tensor) -> Read:
 
 
 def _read(vector: torch.Tensor, work: Embed) -> Read:
-    """Cut first, then normalised: what is kept of a vector of length 1 has another length."""
+    """Truncate and then normalise the vector: a truncated vector of length 1 has another length."""
     kept = vector[: work.dimensions or None]
     return read(torch.nn.functional.normalize(kept, dim=0) if work.normalize else kept)
 

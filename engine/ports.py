@@ -6,22 +6,22 @@ from collections.abc import Hashable, Iterable, Iterator
 from typing import Protocol
 
 REQUEST = "request"
-"""A running request reads or writes the block."""
+"""Reason: a running request reads or writes the block."""
 GRANT = "grant"
-"""Reserved on the decode side for a ship: receives are posted into it."""
+"""Reason: reserved on the decode side for a transfer, whose receives are posted into it."""
 SHIP = "ship"
-"""The prefill side sends from it."""
+"""Reason: the prefill side sends from it."""
 QUIESCE = "quiesce"
-"""A failed ship: the link may still touch it until it reports quiet."""
+"""Reason: the link may still touch blocks of a failed transfer until it reports quiet."""
 CANARY = "canary"
-"""What a ship brought, and what is computed anew to compare it with (see engine.canary)."""
+"""Reason: received blocks under a canary check, and the recomputed ones (see engine.canary)."""
 
 
 class Holds(Protocol):
-    """The ledger of holds: the only authority on whether a block may be reused. Owned by the engine thread."""
+    """Ledger of holds: the only authority on whether a block may be reused. Owned by the engine thread."""
 
     def hold(self, owner: Hashable, reason: str, block_ids: Iterable[int]) -> None:
-        """The owner keeps these blocks for this reason."""
+        """Hold these blocks for the owner and reason."""
 
     def release(self, owner: Hashable, reason: str, block_ids: Iterable[int] | None = None) -> list[int]:
         """Give up holds; returns the blocks, in the order given, that nobody holds any more."""
@@ -33,11 +33,11 @@ class Holds(Protocol):
         """Keep all of an owner's blocks, for another reason."""
 
     def owners(self) -> Iterator[tuple[str, Hashable]]:
-        """(reason, owner) of all holds."""
+        """Yield (reason, owner) of all holds."""
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks that are held."""
 
     def audit(self) -> Iterator[None]:
-        """Assert that the books agree with themselves, in pieces between which they may be used."""
+        """Assert that the counts agree, in pieces between which holds may change."""

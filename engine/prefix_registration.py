@@ -9,9 +9,9 @@ from kvferry.engine.request import Request
 
 
 def make_findable(pool: BlockPool, request: Request, until: int, holders: Sequence[tuple[Hashable, str]]) -> None:
-    """The request's blocks before index `until`: full, hashed, and held by (owner, reason).
+    """Make the request's blocks before index `until` findable: full, hashed, and held by (owner, reason).
 
-    One whose equal is findable already is exchanged for it."""
+    A block whose equal is findable already is replaced by that."""
     for i in range(request.registered, until):
         parent = request.block_ids[i - 1] if i else None
         request.block_ids[i] = pool.register(holders, request.block_ids[i], request.hashes[i], parent)

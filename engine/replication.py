@@ -1,8 +1,7 @@
 """Blocks that are copied to another node: replicas of a stream for its buddy, and prefixes that a node fetches.
 
-Where they come from, the blocks that are being sent are lent to the link. Where they go, a copy's blocks are held until
-they have landed; then they are cached like any others, found by their hashes, and evicted when the room is needed.
-"""
+The source holds the blocks until the transfer ends. The receiver holds a copy's blocks until they have arrived. Then
+they are cached like any others: found by their hashes, and evicted when memory is needed."""
 
 from __future__ import annotations
 
@@ -18,11 +17,13 @@ from kvferry.protocol.errors import GrantRefused
 from kvferry.protocol.messages import DecodeTarget
 
 LEAST = 8
-"""New full blocks of a stream that are worth a copy."""
+"""Fewest new full blocks of a stream that are worth a copy."""
 SHARE = 16
-"""Or so manyth part of it, where that is more: who takes a copy looks at all that the stream has."""
+"""Copy once 1/SHARE of the stream is new, if that is more than LEAST.
+
+Each copy makes the receiver check the whole chain."""
 KEPT = 4
-"""One block of so many must stay available at a node that takes a copy."""
+"""The receiver keeps 1/KEPT of its blocks available."""
 
 
 class Replicas:
@@ -40,27 +41,30 @@ class Replicas:
 
     @property
     def transfer_holds(self) -> Collection[int]:
-        """Transfers of those that are sent."""
+        """Transfer ids of replicas being sent."""
         return self._transfer_holds.keys()
 
     @property
     def landing(self) -> Collection[Hashable]:
-        """Grants of those that are received."""
+        """Grants of replicas being received."""
         return self._landing.keys()
 
-    # Where they come from.
+    # Sender.
 
     def due(self, most: int, without: Container[Key] = (), apart: Container[DecodeTarget] = ()) -> list[Request]:
-        """So many streams at most that have enough to be copied, who has most first; `without` these, and those whose
-        buddies are to be left alone."""
+        """Return at most `most` streams with enough new blocks to copy, those with most first.
+
+        without: streams to skip; apart: buddies to leave alone."""
         due = [
             r for r in self._request_table.running if _enough(r) and r.key not in without and r.job.buddy not in apart
         ]
         return nlargest(most, due, key=_uncopied)
 
     def lend(self, transfer: int, request: Request, first: int, upto: int) -> list[tuple[int, int]] | None:
-        """(index, block id) of the stream's blocks from `first` to before `upto`, which stay as they are until
-        `returned`; so do those before them, for a chain is held as a whole. None: it ended, or lost them."""
+        """Hold the stream's blocks from `first` to before `upto` for a transfer; return (index, block id) of each.
+
+        They stay unchanged until `returned`. So do the blocks before them, for a chain is held as a whole. None if the
+        stream ended or lost its blocks."""
         if self._request_table.find(request.key) is not request or request.registered < upto:
             return None
         self._transfer_holds[transfer] = request.block_ids[:upto]
@@ -68,21 +72,20 @@ class Replicas:
         return list(enumerate(self._transfer_holds[transfer]))[first:]
 
     def give(self, transfer: int, block_ids: Sequence[int]) -> None:
-        """A chain that was found here just now is sent to a node that asked for it: it stays as it is until
-        `returned`."""
+        """Hold a chain that was just found here until `returned`, while it is sent to the node that asked for it."""
         self._transfer_holds[transfer] = list(block_ids)
         self._pool.acquire(("ship", transfer), SHIP, block_ids, 0)
 
     def returned(self, transfer: int) -> None:
-        """No send of the copy touches its blocks any more."""
+        """Release the blocks of a copy: no send touches them any more."""
         self._pool.release(("ship", transfer), SHIP, self._transfer_holds.pop(transfer, []))
 
-    # Where they go.
+    # Receiver.
 
     def reserve(self, grant: Hashable, hashes: Sequence[bytes], most: int) -> tuple[int, list[int]]:
         """Reserve blocks for a replica; return how many leading blocks are here, and blocks for the next `most`.
 
-        All stay held until `quiet`. Raises GrantRefused where streams and prompts might need the room."""
+        All stay held until `quiet`. Raises GrantRefused where streams and prompts might need the memory."""
         if not self._pool.prefix_caching:
             raise GrantRefused("nothing is cached here")
         here = self._pool.match(hashes)
@@ -104,13 +107,16 @@ class Replicas:
         return first, len(block_ids)
 
     def quiet(self, grant: Hashable) -> None:
-        """No receive touches its blocks any more."""
+        """Release the blocks of a grant: no receive touches them any more."""
         _, block_ids, _ = self._landing.pop(grant, ((), [], 0))
         self._pool.release(grant, GRANT, block_ids)
 
 
 def _uncopied(request: Request) -> int:
-    """Blocks. Until it was asked, a buddy is taken to have what the job brought: as a rule it computed that."""
+    """Return how many blocks are not copied yet.
+
+    A buddy that was not asked yet is assumed to have the blocks that came with the job, because it usually computed
+    them."""
     had = request.copied if request.copied is not None else len(request.job.token_ids) // request.block_size
     return request.registered - had
 

@@ -20,18 +20,17 @@ from kvferry.protocol.work import Generate
 
 Key = tuple[str, int]
 Place = tuple[bool, int, bool, int, int]
-"""Streams before prompts; attempts by how many came before them; newcomers first; by the work at which they are due; by
-arrival."""
+"""Queue order: streams before prompts, retried attempts first, newcomers first, by due work, by arrival."""
 
 
 def key_of(job: Job) -> Key:
-    """(request id, attempt): the name of one try at a request."""
+    """Return (request id, attempt), which identifies one attempt."""
     return (job.request_id, job.attempt)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One attempt under way on this engine. Its lengths, in tokens from the left:
+    """One attempt in progress on this engine. Its lengths, in tokens from the left:
 
         0              cached_len         computed_len           len(token_ids)
         |              |                  |                      |
@@ -42,10 +41,9 @@ class Request:
         0                                           prompt_len   len(token_ids)
 
     0 <= cached_len <= computed_len <= len(token_ids), once admitted. `prompt_len` (of the job) lies anywhere: a chunked
-    prompt is computed up to before it, an attempt that resumes brings output along in job.token_ids, which then end
-    behind it. Between steps a running stream has one uncomputed token, the last drawn. A preempted request falls back
-    to computed_len 0 (then to what the cache still has) while cached_len keeps what was true at first; all of
-    token_ids stay.
+    prompt is computed up to before it, and an attempt that resumes has output in job.token_ids, which then end behind
+    it. Between steps a running stream has one uncomputed token, the last drawn. A preempted request falls back to
+    computed_len 0 (then to what the cache still has), cached_len keeps its first value, and token_ids stay.
 
     In blocks of block_size tokens, with b(n) = blocks_for(n):
 
@@ -55,36 +53,35 @@ class Request:
         |-- decode |-- announced |-- to be announced ...
 
     registered <= computed_len // block_size <= len(hashes) = len(token_ids) // block_size (registered catches up when
-    a step is committed, over several steps where thousands landed at once), and b(len(token_ids)) <= len(block_ids)
-    when its slice is scheduled. first_block and shipped are of a ship alone: it announces blocks first_block ...
+    a step is committed, over several steps where thousands arrived at once), and b(len(token_ids)) <= len(block_ids)
+    when its slice is scheduled. Only ships have first_block and shipped: a ship announces blocks first_block ...
     b(prompt) - 1, each once, full ones as they are registered and the last with the prompt's end.
 
-    state         see engine.request_states; `awaits`: what must come before it can run, whatever its state is by then
-    grant         on the link, by which its prompt is coming; None once it is here, or computed here. The blocks are
-                  held for the grant until then
-    place         in the queues of the engine: the least goes first (see Roster)
-    behind        the request whose prompt by a grant it awaits, to share the blocks
+    state         see engine.request_states; `awaits`: conditions that must be met before it can run
+    grant         grant by which its prompt arrives, None once it is here or computed here; it holds blocks until then
+    place         position in the engine's queues, least first (see RequestTable)
+    behind        request whose arriving prompt it awaits in order to share the blocks
     held_for_transfer  the link may touch its blocks: when it ends they stay held until the link is quiet
     token_ids     prompt and output so far; only ever extended
     computed_len  how many of them have their K/V in the cache
-    cached_len    how many of the prompt were found in the cache when it was first admitted
-    fetched       (first, end) of the blocks of its prompt that came from another node while it awaited them
-    missed        what was predicted to be found then and was not (see Reuse)
+    cached_len    how many tokens of the prompt were cached when it was first admitted
+    fetched       (first, end) of the prompt's blocks that came from another node while it awaited them
+    missed        blocks that were predicted to be cached and were not (see Reuse)
     block_ids     the chain that holds the K/V, held as a whole
     hashes        of the full blocks of token_ids, extended as it grows
     registered    how many leading blocks are findable
-    transfer      the ship its blocks go to (prefill), else None
+    transfer      ship that sends its blocks (prefill), else None
     first_block   of a ship or a grant: decode holds the blocks before it
     shipped       index behind the last block handed to the sender
-    copied        how many leading blocks the buddy of its job has, as it said; None: it was not asked
+    copied        how many leading blocks the buddy of its job reported; None: it was not asked
     prefill_only  ends with its first output token
     generates     tokens are drawn; if not, a vector is read from its prompt
-    queued        when it began to wait here: as it arrived, or was preempted
+    queued        time at which it was queued: on arrival or when preempted
     lacking       while queued: prompt tokens that the cache lacked when it was queued
-    adapter       what its tokens are computed with beside the model
-    sample_row    what is kept for drawing its tokens, from the first one on
-    drafts        what is guessed of its output, once it streams
-    pooled        float32 [hidden], what its pooling keeps of the tokens computed so far, if it reads and draws nothing
+    adapter       adapter weights that its tokens are computed with
+    sample_row    sampling state, from the first token on
+    drafts        draft proposals of its output, once it streams
+    pooled        float32 [hidden], pooled state of the tokens computed so far, if it reads and draws nothing
     """
 
     job: Job
@@ -127,6 +124,7 @@ class Request:
 
     @property
     def key(self) -> Key:
+        """Return (request id, attempt)."""
         return key_of(self.job)
 
     @property
@@ -136,6 +134,7 @@ class Request:
 
     @property
     def uncomputed(self) -> int:
+        """Return the tokens without K/V."""
         return len(self.token_ids) - self.computed_len
 
     @property
@@ -145,21 +144,22 @@ class Request:
 
     @property
     def output_len(self) -> int:
-        """Above 0 its client waits in the middle of a stream."""
+        """Output tokens so far; above 0, its client waits in the middle of a stream."""
         return len(self.token_ids) - self.job.prompt_len
 
     @property
     def output_here(self) -> int:
-        """Output tokens that were drawn since it came here, or handed over to it."""
+        """Output tokens drawn since it came here or was handed over to this node."""
         return len(self.token_ids) - len(self.job.token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
+        """Return whether prompt log-probabilities are wanted."""
         return self.generates and self.job.work.whole_prompt and self.output_len == 0
 
     @property
     def reusable_hashes(self) -> list[bytes]:
-        """Hashes of the blocks that may come from the cache: one token at least is always computed."""
+        """Hashes of the blocks that may come from the cache; at least one token is always computed."""
         if self.job.work.whole_prompt and self.output_len == 0:
             return []
         return self.hashes[: self.last_start // self.block_size]
@@ -170,16 +170,16 @@ class Request:
         return (len(self.token_ids) - 1) // self.block_size * self.block_size
 
     def parent_of(self, start: int) -> bytes:
-        """Hash of the full block before a block's first token, as a tail is found by."""
+        """Return the hash of the full block before the block that begins at `start`: the key of partial blocks."""
         return self.hashes[start // self.block_size - 1] if start else self.root
 
     def extend_hashes(self) -> None:
-        """Hash the blocks that became full."""
+        """Hash blocks that have become full."""
         if len(self.token_ids) // self.block_size > len(self.hashes):
             self.hashes = chain(self.root, self.token_ids, self.block_size, self.hashes)
 
     def move(self, new: State) -> None:
-        """Change to a state that the table allows."""
+        """Change to a state that MOVES allows."""
         assert new in MOVES[self.state], f"{self.key}: {self.state} → {new} is not allowed"
         self.state = new
 
@@ -201,6 +201,7 @@ def grows(request: Request) -> bool:
 
 
 def to_compute(request: Request) -> int:
-    """Tokens that it will compute here, as far as known while it is queued: a prompt that comes by a grant is computed
-    elsewhere."""
+    """Return the tokens that it will compute here, as far as known while it is queued.
+
+    A prompt that arrives by a grant is computed elsewhere."""
     return request.lacking if request.grant is None else 0

@@ -6,9 +6,11 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """WAITING: queued, without blocks; AWAITING: not to be scheduled until something that it `Awaits` is there, with or
-    without blocks; RUNNING: with blocks, part of every step that has room for it; MOVING: nothing of it is computed
-    here any more, and its blocks stay held until the link is quiet; DONE: it holds nothing."""
+    """State of a request.
+
+    WAITING: queued, without blocks; AWAITING: not to be scheduled until its conditions (`Awaits`) are met, with or
+    without blocks; RUNNING: with blocks, part of every step whose budget allows it; MOVING: no longer computed here,
+    blocks held until the link is quiet; DONE: holds nothing."""
 
     WAITING = "waiting"
     AWAITING = "awaiting"
@@ -21,7 +23,8 @@ class Awaits(StrEnum):
     """Conditions that a request waits for.
 
     KV: blocks that a ship brings, or that another request here will have; GRAMMAR: its compiled grammar; FETCH: blocks
-    from a peer; TIER: blocks from a slower memory of this node; HANDOVER: another node's word that it goes on there."""
+    from a peer; TIER: blocks from a slower memory of this node; HANDOVER: another node's confirmation that it continues
+    the stream."""
 
     KV = "kv"
     GRAMMAR = "grammar"
@@ -37,5 +40,7 @@ MOVES: dict[State, frozenset[State]] = {
     State.MOVING: frozenset({State.DONE}),
     State.DONE: frozenset(),
 }
-"""RUNNING → WAITING is a preemption, RUNNING → AWAITING a stream that stands still while another node takes it over;
-AWAITING → MOVING a grant withdrawn while the link may still write."""
+"""Allowed transitions.
+
+RUNNING → WAITING is a preemption. RUNNING → AWAITING is a stream that pauses while another node takes it over. AWAITING
+→ MOVING is a grant withdrawn while the link may still write."""

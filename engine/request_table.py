@@ -4,11 +4,10 @@
     WAITING  ─────────────►  RUNNING      ended:  DONE, or MOVING while the link may touch its blocks (transfer_holds
        ▲ │  ◄─────────────     ▲ │                then makes it DONE), from any of these three
        │ ▼    preempted        │ ▼ to be handed over
-    AWAITING  ─────────────────┘ has its blocks and all that it awaited
+    AWAITING  ─────────────────┘ has its blocks, and all conditions are met
 
-A request that needs something before it may have blocks is AWAITING at once, and WAITING when that has come. One whose
-prompt comes into its blocks, by a grant, is WAITING for the blocks first, then AWAITING.
-"""
+A request with conditions that come before its blocks is AWAITING at once, and WAITING when they are met. A request
+whose prompt arrives by a grant is WAITING for blocks first, then AWAITING."""
 
 from __future__ import annotations
 
@@ -20,23 +19,23 @@ from kvferry.engine.request import Key, Request, to_compute
 from kvferry.engine.request_states import Awaits, State
 
 PLACE = attrgetter("place")
-"""By which queues are in order."""
+"""Sort key of the queues."""
 
 
 class RequestTable:
     """All requests of an engine: waiting, awaiting and running.
 
-    Blocks are the scheduler's. Owned by the engine thread.
+    The scheduler owns the blocks. The engine thread owns this table.
 
-    waiting   in the order of admission, by `Request.place`: first streams that began, here or on a node that was lost,
-              for their clients feel each moment; then attempts of which others failed or were refused before, so that
-              nobody is refused for ever; then prompts, those of newcomers first, and the shortest of them. A prompt is
-              due when as many tokens were computed as it lacks here, whether they are computed here or come by a grant:
-              those that come later pass it until then, and no longer
+    waiting   in the order of admission, by `Request.place`. Streams that began, here or on a lost node, come first,
+              because their clients notice each pause. Attempts that failed or were refused before come next, so that
+              none is refused for ever. Then come prompts: newcomers' first, and the shortest of them. A prompt is due
+              when as many tokens were computed as it lacks here, whether they are computed here or arrive by a grant:
+              later prompts pass it until then, and no longer
     awaiting  with blocks (`seated` counts them) or without
     running   in the order in which they began
     worked    tokens that were computed so far
-    left      told of each that ended or lost its blocks
+    left      called with each request that ended or lost its blocks
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class RequestTable:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens that are queued or begun and not yet computed, less those found in the cache on arrival."""
+        """Prompt tokens queued or begun and not yet computed, less those found in the cache on arrival."""
         return self._queued_tokens + sum(r.uncomputed for r in self.running if not r.decodes)
 
     @property
@@ -75,6 +74,7 @@ class RequestTable:
         return [request for attempt, request in self._attempts.get(request_id, {}).items() if attempt <= upto]
 
     def find(self, key: Key) -> Request | None:
+        """Return the request with the key, or None."""
         return self._attempts.get(key[0], {}).get(key[1])
 
     def by_grant(self, grant: Hashable) -> Request | None:
@@ -82,7 +82,7 @@ class RequestTable:
         return self._grants.get(grant)
 
     def enter(self, request: Request) -> None:
-        """A new one. A fork of a request whose prompt is still to come by a grant awaits it."""
+        """Add a new request; a fork of a request whose prompt is still to arrive by a grant awaits that one."""
         siblings = self._attempts.get(request.job.fork_of, {}).values() if request.grant is None else ()
         request.behind = next((sibling for sibling in siblings if sibling.grant is not None), None)
         if request.behind is not None:
@@ -102,7 +102,7 @@ class RequestTable:
             insort(self.waiting, request, key=PLACE)
 
     def admit(self, place: int) -> None:
-        """The request that is number `place` of the queue has its blocks."""
+        """Record that the request at position `place` of the queue has its blocks."""
         request = self.waiting[place]
         del self.waiting[place]
         self._queued_tokens -= to_compute(request)
@@ -133,7 +133,7 @@ class RequestTable:
         insort(self.waiting, request, key=PLACE)
 
     def preempt(self, request: Request) -> None:
-        """It lost its blocks: it comes before those that never had any."""
+        """Move a request that lost its blocks back to the queue, before those that never had any."""
         self.running.remove(request)
         self.left(request)
         request.move(State.WAITING)
@@ -142,7 +142,7 @@ class RequestTable:
         self._queued_tokens += to_compute(request)
 
     def leave(self, request: Request) -> None:
-        """It ended here."""
+        """Remove a request that ended here."""
         self.left(request)
         if request.state is State.RUNNING:
             self.running.remove(request)
@@ -166,7 +166,7 @@ class RequestTable:
         self.awaiting[request.key] = request
 
     def _wake(self, request: Request) -> None:
-        """Its blocks are here, or will not come: those behind it go on."""
+        """Resume requests that wait behind this one: its blocks are here, or will not come."""
         for other in [other for other in self.awaiting.values() if other.behind is request]:
             other.behind = None
             self.resume(other, Awaits.KV)
@@ -177,14 +177,14 @@ class RequestTable:
 
 
 def pause(request_table: RequestTable, request: Request, awaited: Awaits) -> None:
-    """One that runs is not to be scheduled until that has come; it keeps its blocks."""
+    """Suspend a running request until the condition is met; it keeps its blocks."""
     request_table.running.remove(request)
     request.awaits.add(awaited)
     request_table._await(request)
 
 
 def expect(request_table: RequestTable, request: Request, tokens: int) -> None:
-    """One without blocks lacks so many tokens: more is known of that than when it was queued."""
+    """Update how many tokens a queued request without blocks lacks."""
     request_table._queued_tokens -= to_compute(request)
     request.lacking = tokens
     request_table._queued_tokens += to_compute(request)

@@ -23,13 +23,13 @@ from kvferry.kernels.input_staging import Staging
 from kvferry.kernels.token_readback import Readback
 
 Found = Sampled | Accepted | Read | None
-"""For a slice: the next token, or several where it had drafts, or a vector; None for one that does not sample."""
+"""Outcome of a slice: next token, several tokens after drafts, or a vector; None for a slice that does not sample."""
 SCORED_ROWS = 128
 """Rows of logits made at once for prompt log-probabilities (128 rows of a 128k vocabulary are 64 MiB)."""
 
 
 SHORT = 64
-"""Tokens of a step that keeps the cores to its end: in turns with a long one it would take as long as that."""
+"""Most tokens of a step that keeps the cores to its end; handing them over would take as long as the step."""
 
 
 class StepRunner(Protocol):
@@ -38,32 +38,36 @@ class StepRunner(Protocol):
     masks: GrammarMasks
 
     @property
-    def model(self) -> Computing: ...
+    def model(self) -> Computing:
+        """Model that computes the steps."""
 
     @property
     def waited_s(self) -> float:
         """Return seconds of the last run in which others had the cores."""
 
     def hurry(self) -> None:
-        """Something urgent came, and will be run soon. From any thread."""
+        """Announce urgent work that follows soon. Thread-safe."""
 
-    def copy_block(self, source: int, target: int) -> None: ...
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy the K/V of block `source` to `target`."""
 
     @property
     def launch(self) -> Launch | None:
-        """Begins steps of plain streams; None: its steps are over when they return."""
+        """Return what begins steps of plain streams asynchronously; None if steps are over when `run` returns."""
 
     def run(
         self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
-    ) -> Sequence[Found]: ...
+    ) -> Sequence[Found]:
+        """Compute the slices: see `Runner.run`."""
 
 
 class Runner:
-    """Joins a model and its KV pool.
+    """Model and its KV pool.
 
-    `kv` is [block, layer, plane, kv_head, slot, dim]. The masks of the requests' grammars are made while the model
-    computes. pooler: for what reads prompts; shift: when it may compute. beside: the device computes beside its host,
-    what it is given in order."""
+    `kv` is [block, layer, plane, kv_head, slot, dim]. Grammar masks are made while the model computes.
+
+    pooler: reads vectors from prompts; shift: turns on shared cores; beside: the device runs asynchronously to the
+    host, in submission order."""
 
     def __init__(
         self,
@@ -86,25 +90,29 @@ class Runner:
 
     @property
     def waited_s(self) -> float:
+        """Seconds that the last step waited for shared cores."""
         return self._shift.waited_s
 
     def hurry(self) -> None:
+        """Announce urgent work that follows soon. Thread-safe."""
         self._shift.hurry()
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
-        """All of a block's K/V, before whatever the next step writes."""
+        """Copy all K/V of a block, before anything that the next step writes."""
         self.model.copy_block(self.kv, source, target)
 
     @torch.inference_mode()
     def run(
         self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
     ) -> Sequence[Found]:
-        """Compute the slices and draw the next token of each that samples, or read its vector (None for the others, and
-        where the mask of a grammar is not ready). On return their K/V is in the pool: the link may read it, which no
-        stream orders (drawing tokens has waited for the device already).
-        Raises Unwanted when a prompt among them was not `wanted` to its end; nothing more is written then, until it
-        goes on from `halfway`."""
+        """Compute the slices and draw the next token of each that samples, or read its vector.
+
+        The result is None for other slices, and where a grammar's mask is not ready. On return the K/V is in the pool,
+        so the link may read it; drawing tokens has already waited for the device.
+
+        Raises Unwanted if a prompt was not `wanted` to its end; nothing more is written then, until it continues from
+        `halfway`."""
         whole = slices[0].streams or sum(part.count for part in slices) <= SHORT
         urgent = any(part.request.job.newcomer and not part.request.output_len for part in slices)
         with self._shift.computing(wanted, whole=whole, urgent=urgent) as wanted:
@@ -132,15 +140,17 @@ class Runner:
 
     @property
     def launch(self) -> Launch | None:
+        """Return what begins steps of plain streams asynchronously, if the device runs asynchronously."""
         return self._launch if self.beside else None
 
     @torch.inference_mode()
     def _launch(self, slices: Sequence[Slice], behind: InflightStep | None) -> InflightStep:
-        """Have the next token of each slice drawn, and wait for nothing.
+        """Start drawing the next token of each slice and wait for nothing.
 
-        The slices are decodes of plain streams: rows without masks, scores and banned words. behind: the flight, row
-        for row, that draws the tokens of the slices, which the host does not know yet; one that draws none is followed
-        by what nobody may use."""
+        The slices are decodes of plain streams: rows without masks, scores and banned words.
+
+        behind: step in flight, row for row, that draws the input tokens of these slices, which the host does not know
+        yet; the output that follows an undrawn token must not be used."""
         token_ids, plan = self._planner.plan(slices, None if behind is None else behind.rows)
         rows = [_sample_row(part) for part in slices]
         if behind is not None:
@@ -152,9 +162,11 @@ class Runner:
 
     @torch.inference_mode()
     def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:
-        """Compute a part of a sequence for nobody: float32 logits [rows, vocab] behind its last tokens, on the host.
+        """Compute a part of a sequence for a canary check.
 
-        Raises Unwanted when it was not `wanted` to its end."""
+        Return float32 logits [rows, vocab] behind its last tokens, on the host.
+
+        Raises Unwanted if it was not `wanted` to its end."""
         own = token_ids[part.start : part.start + part.count]
         ids, plan = lay_out(own, [part], self._block_size, self._staging)
         with self._shift.computing(wanted) as wanted:
@@ -176,7 +188,7 @@ class Runner:
             self._wait()
             return drawn
         if len(drawing) < len(hidden):
-            # A plan that does not say is of decodes, each a token of one slice.
+            # A plan without row counts is of decodes: one token per slice.
             chosen = torch.tensor(drawing, device=hidden.device) if plan.drawing is None else plan.drawing
             hidden = hidden[chosen]
         rows = [_sample_row(slices[i]) for i in drawing]
@@ -191,7 +203,7 @@ class Runner:
         return sample(logits, rows, self.model.ops, best)
 
     def _wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished the submitted work."""
         if self.kv.is_cuda:
             torch.cuda.current_stream(self.kv.device).synchronize()
 
@@ -209,12 +221,12 @@ class Runner:
 
 
 def _only_draws(part: Slice) -> bool:
-    """One token, and what is wanted of it is the next one."""
+    """Return whether the slice is one token and only the next token is wanted."""
     return part.decodes and part.samples and part.request.generates and not part.request.wants_prompt_logprobs
 
 
 def _sample_rows(part: Slice) -> list[SampleRow]:
-    """Of a stream's next token, and of that behind each draft."""
+    """Return the row of a stream's next token, and of the tokens behind each draft."""
     row = _sample_row(part)
     return [row, *(row.ahead(place + 1) for place in range(len(part.drafts)))]
 

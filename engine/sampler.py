@@ -27,11 +27,11 @@ __all__ = ["SampleRow", "Sampled", "draw_plain", "sample", "score_prompt"]
 
 @dataclass(slots=True, eq=False)
 class SampleRow:
-    """One row to draw, kept from step to step with what was learned of its tokens.
+    """One row to draw, kept from step to step with state derived from its tokens.
 
     `token_ids` is everything so far, prompt and output, and may only grow; its length is the position of the token to
-    draw and the first `prompt_len` of it are the prompt. bare: the most likely token is drawn, from its logits as they
-    are, and unscored. mask: what its grammar allows; a row whose mask is not ready draws nothing."""
+    draw and its first `prompt_len` are the prompt. bare: the most likely token is drawn, from unchanged logits, and
+    unscored. mask: tokens that its grammar allows; a row whose mask is not ready draws nothing."""
 
     params: SamplingParams
     token_ids: Sequence[int]
@@ -49,13 +49,13 @@ class SampleRow:
 
     @property
     def drawable(self) -> bool:
-        """Its grammar's mask, if it has one, is made."""
+        """True unless its grammar's mask is still to be made."""
         return self.mask is None or (self.mask.ready and self.mask.error is None)
 
     def ahead(self, count: int, behind: int = -1) -> SampleRow:
-        """Return the row of the token `count` places behind the next one, whatever those before it are.
+        """Return the row of the token `count` places behind the next one, whatever the tokens before it are.
 
-        behind: where among drawn tokens the next one is, for a row with penalties."""
+        behind: index of the next token among drawn tokens, for a row with penalties."""
         row = SampleRow(self.params, range(len(self.token_ids) + count), self.prompt_len)
         row._edits, row._adjustments, row._behind = self._edits, self._adjustments, behind
         return row
@@ -75,8 +75,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token drawn for a row, NO_TOKEN where its logits are no numbers; `logprobs` if its parameters ask for
-    them."""
+    """Token drawn for a row, NO_TOKEN where its logits are NaN; `logprobs` if its parameters ask for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -98,7 +97,7 @@ def sample(
     scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[scored].log_softmax(dim=-1) if scored else None
     _change(logits, edits, adjusted, ops)
-    drawable = [row.drawable for row in rows]  # looked at once: masks are made on other threads
+    drawable = [row.drawable for row in rows]  # checked once: other threads make masks
     masks = [row.mask.bits if row.mask is not None and able else None for row, able in zip(rows, drawable, strict=True)]
     tokens = ops.draw(logits, [row.params for row in rows], _keys(rows), masks).tolist()
     entries = {} if raw is None else _scores(raw, scored, rows, tokens)
@@ -108,9 +107,9 @@ def sample(
 def draw_plain(
     logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops, drawn: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`sample` of rows without masks that nobody scores: token ids int64 [n] where the logits are, not waited for.
+    """Draw for rows without masks and scores: token ids int64 [n] on the logits' device, without waiting.
 
-    drawn: int64 [m], the tokens of which rows that are ahead are `behind` one."""
+    drawn: int64 [m], tokens that rows index by `behind` when they are ahead of the host."""
     _change(logits, [row.edits(logits.device) for row in rows], _adjusted(rows), ops, drawn)
     return ops.draw(logits, [row.params for row in rows], _keys(rows))
 
@@ -126,7 +125,7 @@ def _change(
     ops: Ops,
     drawn: torch.Tensor | None = None,
 ) -> None:
-    """To each row its own."""
+    """Apply each row's logits processors and adjustments."""
     for i, some in enumerate(edits):
         for edit in some:
             edit.apply(logits[i])
@@ -141,7 +140,9 @@ def _keys(rows: Sequence[SampleRow]) -> NoiseKeys:
 def _scores(
     raw: torch.Tensor, scored: Sequence[int], rows: Sequence[SampleRow], tokens: Sequence[int]
 ) -> dict[int, TokenLogprobs]:
-    """By row: what row i of `raw` [len(scored), vocab], log-probabilities, tells of the token drawn for scored[i]."""
+    """Return scores by row.
+
+    Row i of `raw` [len(scored), vocab] has the log-probabilities behind the token drawn for row scored[i]."""
     top = [rows[i].params.logprobs or 0 for i in scored]
     entries = zip(scored, token_logprobs(raw, [max(tokens[i], 0) for i in scored], top), strict=True)
     return {i: entry for i, entry in entries if tokens[i] != NO_TOKEN}

@@ -1,16 +1,15 @@
 """Continuous-batching scheduler: one token budget for decodes and prefill chunks, admission and preemption.
 
-Decodes come first, one token each; prefill chunks share what is left, and little while any stream is running, so that a
-long prompt never stalls it (see Budget). A request that cannot grow preempts one of
-which no output is out yet, or else the one that arrived last; what is preempted is recomputed later (its blocks stay
-findable until they are needed). Streams that came here from a lost node are preempted last.
+Decodes come first, one token each. Prefill chunks share the rest, and only a little of it while any stream is running,
+so that a long prompt never stalls a stream (see Budget). A request that cannot grow preempts one that has no output
+yet, or else the one that arrived last. A preempted request is recomputed later; its blocks stay findable until they are
+needed. Streams that came here from a lost node are preempted last.
 
-Who goes first, to be admitted and to be computed, is told by `Request.place`: streams that began, then prompts, the
-shortest first (see Roster). A prompt is admitted when those before it leave budget for it: the later it looks into the
-cache, the more it finds there. A request whose prompt comes by a grant needs no budget and may pass prompts that wait
-for budget, but nobody passes a request that waits for blocks, and nobody takes the blocks that a passed request will
-need. For streams that began elsewhere seats are kept beyond those that new requests may have, and some blocks.
-"""
+`Request.place` orders admission and computation: streams that began, then prompts, the shortest first (see
+RequestTable). A prompt is admitted when those before it leave budget for it: the later the cache is searched, the more
+is found. A request whose prompt arrives by a grant needs no budget and may pass prompts that wait for budget. No
+request passes one that waits for blocks, and none takes the blocks that a passed request will need. Streams that began
+elsewhere have some reserved seats and blocks that new requests may not use."""
 
 from __future__ import annotations
 
@@ -29,11 +28,13 @@ from kvferry.engine.step_slices import Slice, chunks_of
 from kvferry.protocol.layout import blocks_for
 
 KEPT = 32
-"""One seat and one block of so many are kept for streams that come here in the middle."""
+"""One seat and one block of KEPT are reserved for streams that arrive in the middle."""
 
 
 class Scheduler:
-    """Gives and takes blocks and seats. `refused`: who is next and lacks them. Owned by the engine thread."""
+    """Assigns blocks and seats to requests.
+
+    refused: the next request, if it lacks them. The engine thread owns it."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Scheduler:
     def schedule(self, before: Place | None = None) -> list[Slice]:
         """Return the next step's slices, decodes first; empty when nothing can run.
 
-        before: no prompts but those that come before that place, and nothing if there are none."""
+        before: schedule only prompts that come before that place, and nothing if there are none."""
         decodes = self._grow_decodes()
         budget = self.budget.tokens(len(decodes), chain(self.request_table.running, self.request_table.waiting))
         prompts = sorted((r for r in self.request_table.running if not r.decodes), key=PLACE)
@@ -75,8 +76,9 @@ class Scheduler:
         return decodes + chunks
 
     def seat(self) -> None:
-        """Give their blocks to requests whose prompts come by grants, where they pass nobody but prompts that wait for
-        budget: that needs no step."""
+        """Assign blocks to requests whose prompts arrive by grants, without a step.
+
+        They may pass only prompts that wait for budget."""
         self._admit(0, [])
 
     def land(self, request: Request) -> None:
@@ -86,7 +88,7 @@ class Scheduler:
         self.request_table.landed(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request that finished or is dropped, and give up its blocks but those the link may touch."""
+        """Forget a request that finished or is dropped, and release its blocks except those that the link may touch."""
         self.request_table.leave(request)
         if request.grant is None:
             self.pool.release(*request.holder, request.block_ids)
@@ -131,9 +133,10 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int, prompts: Sequence[Request]) -> list[Request]:
-        """Give requests of the queue their blocks while there is room, and while `prompts`, those that are being
-        computed, in order, leave budget for them; returns those that run now. One block stays free for each stream that
-        will grow: what is admitted must not be preempted at once, nor preempt others."""
+        """Assign blocks to queued requests while blocks last and `prompts` leave budget; return those that run now.
+
+        `prompts` are those being computed, in order. One block stays free for each stream that will grow: an admitted
+        request must neither be preempted at once nor preempt others."""
         begun: list[Request] = []
         waiting = self.request_table.waiting
         if not waiting:
@@ -165,7 +168,9 @@ class Scheduler:
         return begun
 
     def _seats(self, request: Request) -> int:
-        """How many may be taken once it has one; in a step all streams must have room for a token."""
+        """Return how many seats may be taken with this request; a step has a token for each seat.
+
+        Only streams that began elsewhere may use the reserved seats."""
         most = self.limits.max_num_seqs
         return min(most + max(1, most // KEPT), self.limits.max_num_batched_tokens) if resumed(request) else most
 
@@ -186,14 +191,16 @@ class Scheduler:
         return True
 
     def _tail(self, request: Request, start: int) -> PartialBlock | None:
-        """A block that has what a fork shares with the prompts of others behind its `start` tokens in full blocks."""
+        """Return a partial block that shares the tokens behind `start` with other forks' prompts."""
         if not request.job.fork_of or request.grant is not None or request.job.work.whole_prompt:
             return None
         upto = min(start + self.block_size, len(request.token_ids) - 1)
         return self.pool.tails.match(request.parent_of(start), request.token_ids[start:upto])
 
     def _copy_tail(self, request: Request, tail: PartialBlock) -> None:
-        """At once: the block it is copied from may be free, and taken next. The copy is as good as that one."""
+        """Copy the partial block at once, since its source may be free and reused next.
+
+        The copy is cached in its place."""
         start = request.computed_len
         target = request.block_ids[start // self.block_size]
         if target != tail.block_id:
@@ -202,7 +209,7 @@ class Scheduler:
         self.pool.tails.put(request.parent_of(start), request.token_ids[start : request.computed_len], target)
 
     def _note_admission(self, request: Request) -> None:
-        """The first time counts. From now on the link sends from the blocks, or receives into them."""
+        """Record the first admission; from now on the link sends from the blocks or receives into them."""
         if request.grant is not None:
             request.first_block, request.held_for_transfer = request.registered, True
             self.pool.miss_reasons.note(request.hashes[request.registered :], "not_arrived")
@@ -219,7 +226,7 @@ class Scheduler:
             self.pool.holds.hold(("ship", request.transfer), SHIP, request.block_ids)
 
     def _missing(self, request: Request) -> int:
-        """Blocks that it takes as soon as it is scheduled."""
+        """Return how many blocks it takes as soon as it is scheduled."""
         return max(0, self._blocks_of(request) - len(request.block_ids))
 
     def _blocks_of(self, request: Request) -> int:
@@ -227,7 +234,7 @@ class Scheduler:
         return blocks_for(len(request.token_ids) + ahead, self.block_size)
 
     def _expect(self, request: Request) -> None:
-        """What it will compute, or what is to come by its grant."""
+        """Set how many tokens it will compute or its grant will bring."""
         cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
         request.lacking = len(request.token_ids) - cached
 

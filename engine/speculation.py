@@ -1,8 +1,7 @@
 """Speculative decoding: chooses how many draft tokens a step verifies.
 
-A draft changes no text: the token at its place is drawn from logits and noise as it would be without it, and where it
-differs from the draft, nothing behind it is used.
-"""
+A draft never changes the text: the token at its position is drawn from the same logits and noise as without it, and
+everything behind the first difference is discarded."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from kvferry.engine.step_slices import Slice
 from kvferry.protocol.layout import blocks_for
 
 KEPT = 8
-"""A draft may not take the last one of so many blocks."""
+"""Drafts are not added when at most one of KEPT blocks is left."""
 
 
 class Speculation:
     """Speculative decoding of one engine.
 
-    most: drafts of a stream in a step; 0: there are none. rows: tokens of a step; model: what drafts where nothing is
-    found."""
+    most: drafts per stream in a step, 0 for none; rows: tokens of a step; model: draft model, used where no n-gram
+    matches."""
 
     def __init__(self, pool: BlockPool, most: int, rows: int, model: DraftModel | None = None) -> None:
         self._pool, self._most, self._rows = pool, most, rows
@@ -42,9 +41,9 @@ class Speculation:
         return self._most > 0
 
     def extend(self, slices: Sequence[Slice]) -> Sequence[Slice]:
-        """Return the same slices, where all are of streams with drafts behind some.
+        """Return the slices with drafts added if all are of streams.
 
-        While it is not known what a draft costs, every other step has none."""
+        While the cost of a draft is unknown, every other step has none."""
         self._turn += 1
         plain = self._turn % 2 and self._cost.spread < TRUST
         if not self._most or plain or not all(part.streams for part in slices):
@@ -59,9 +58,7 @@ class Speculation:
         ]
 
     def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float) -> float:
-        """Account the outcome of the drafts in a step that took so long.
-
-        Returns how much of that a draft model took."""
+        """Record the outcome of a step's drafts and its seconds; return the seconds that a draft model took."""
         if not self._most or not all(part.streams for part in slices):
             return 0.0
         drafting_s = self._drafter.settle(slices, drawn, seconds, self._cost.line()) if self._drafter else 0.0
@@ -76,18 +73,18 @@ class Speculation:
         return drafting_s
 
     def forget(self, request: Request) -> None:
-        """It does not run here any more."""
+        """Forget a request that no longer runs here."""
         if self._drafter is not None:
             self._drafter.forget(request)
 
     def take(self) -> tuple[int, int]:
-        """Drafts computed since it was asked last, and those of them that were right."""
+        """Return drafts computed and drafts accepted since the last call."""
         taken = self._drafted, self._accepted
         self._drafted = self._accepted = 0
         return taken
 
     def _look(self, request: Request) -> NgramDrafts | None:
-        """Drafts for the request; None where the tokens behind a draft could not be drawn as without it."""
+        """Return drafts for the request; None where drafts would change how the tokens behind them are drawn."""
         row = request.sample_row
         if row is None or row.mask is not None or look_back(row.params):
             return None
@@ -101,7 +98,9 @@ class Speculation:
         return request.drafts
 
     def _counts(self, drafts: Sequence[NgramDrafts | None]) -> list[int]:
-        """How many of each are worth their rows: the likeliest first, while one more makes more tokens of a second."""
+        """Return how many drafts of each stream are worth their rows.
+
+        The likeliest are added first, while tokens per second grow."""
         first, further = self._cost.line()
         counts, rows = [0] * len(drafts), len(drafts)
         tokens, seconds = float(rows), first + further * (rows - 1)
@@ -122,7 +121,7 @@ class Speculation:
         return counts
 
     def _room(self, request: Request, count: int) -> int:
-        """How many of so many drafts there are blocks for, which are taken."""
+        """Take blocks for the drafts; return how many of `count` drafts they hold."""
         size, known = request.block_size, len(request.token_ids)
         missing = blocks_for(known + count, size) - len(request.block_ids)
         if missing > 0:

@@ -33,12 +33,11 @@ from kvferry.protocol.errors import DeadlineExceeded, KvferryError, ModelFailed,
 
 log = logging.getLogger("kvferry.engine")
 REGISTERED_AT_ONCE = 1024
-"""Blocks: some milliseconds. More than a chunk of any prompt has."""
+"""Blocks registered per step: they take some milliseconds. More than any prompt's chunk has."""
 
 
 class Stepper:
-    """Takes steps. leaving: who is dropped after the present one; longest: tokens at which a sequence ends; events:
-    where news is left."""
+    """Executes steps. longest: tokens at which a sequence ends; events: queue of outgoing events."""
 
     def __init__(
         self,
@@ -63,9 +62,10 @@ class Stepper:
         self._figures = StepStats(scheduler, speculation)
 
     def step(self) -> bool:
-        """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
-        computed ends alone; if scheduling breaks, every running request ends with the error, and what is queued stays,
-        but for its head where nothing ran. Raises DeviceLost."""
+        """Schedule, run and commit one step; return False if all waiting requests lack blocks.
+
+        A request that cannot be computed ends alone. If scheduling fails, every running request ends with the error and
+        the queue stays, except its head where nothing ran. Raises DeviceLost."""
         late = self._deadlines.late(self._scheduler.request_table)
         if late:
             self.collect()
@@ -75,22 +75,25 @@ class Stepper:
         return self._tried(further=True)
 
     def collect(self) -> None:
-        """End the step that is in flight, if one is: what follows finds requests and blocks as between two steps, and
-        nothing that computes. Raises DeviceLost."""
+        """End the step in flight, so that requests and blocks are as between two steps and nothing computes.
+
+        Raises DeviceLost."""
         self.ahead.settle()
         if self.ahead:
             self._tried(further=False)
 
     def seat(self) -> None:
-        """Answer reservations: give them their blocks where there is room, as a step would. What breaks here breaks the
-        next step, which answers for it."""
+        """Assign blocks to reservations as a step would, as far as they last.
+
+        A failure here fails the next step, which reports it."""
         with suppress(Exception):
             self._scheduler.seat()
         self._announce_admissions()
 
     def drop(self, request: Request, error: KvferryError) -> None:
-        """End a request with an error, whatever it was doing, and tell those who wait for it. The blocks of a grant
-        that has them stay held until `TransferHolds.grant_quiet`."""
+        """End a request with an error in any state, and tell its listeners.
+
+        The blocks of a grant stay held until `TransferHolds.grant_quiet`."""
         granted = request.held_for_transfer
         self._scheduler.remove(request)
         if request.grant is None:
@@ -101,8 +104,9 @@ class Stepper:
         self._events.append(ReservationFailed(request.grant, error, granted))
 
     def register(self, request: Request, whole: bool = False) -> None:
-        """Make the request's newly full blocks findable; a long prompt that landed, in slices, unless it is wanted
-        whole: running streams wait for each turn."""
+        """Make the request's newly full blocks findable, REGISTERED_AT_ONCE at a time unless `whole`.
+
+        Running streams wait while blocks are registered."""
         full = request.computed_len // request.block_size
         if full == request.registered:
             return
@@ -114,7 +118,7 @@ class Stepper:
         make_findable(self._pool, request, until, holders)
 
     def report_blocks(self) -> None:
-        """Tell what became findable or was evicted."""
+        """Report blocks that became findable or were evicted."""
         stored, removed = self._pool.changes.drain()
         if stored or removed:
             self._events.append(BlocksChanged(stored, removed))
@@ -132,7 +136,7 @@ class Stepper:
             return True
 
     def _step(self, further: bool) -> bool:
-        """further: the next one may be launched."""
+        """Run one step; further: the next one may be launched."""
         began = time.monotonic()
         batch = self.ahead.take() or self.suspended.next(self._speculation.extend)
         self._announce_admissions()
@@ -152,7 +156,7 @@ class Stepper:
         return bool(slices)
 
     def _fail_step(self, error: KvferryError) -> None:
-        """The head of the queue goes where nothing ran: the next step would begin with it again."""
+        """End the running requests, or the queue's head where nothing ran: the next step would fail on it again."""
         request_table = self._scheduler.request_table
         for request in list(request_table.running) or list(request_table.waiting)[:1]:
             self.drop(request, error)
@@ -173,7 +177,7 @@ class Stepper:
         self._scheduler.newly_admitted.clear()
 
     def _settle(self, part: Slice, found: Drawn) -> None:
-        """Commit one slice. What breaks there ends its own request."""
+        """Commit one slice; a failure ends its request only."""
         request = part.request
         try:
             if isinstance(found, StepFault):
@@ -190,7 +194,7 @@ class Stepper:
     def _commit(self, part: Slice, sampled: Sampled | Read | None) -> None:
         request = part.request
         held_up = sampled is None and part.samples
-        # Without a mask its last token is computed again, with the token to draw.
+        # Without a mask, the last token is computed again in order to draw the next one.
         request.computed_len += part.count - held_up
         self.register(request)
         if request.transfer is not None:
@@ -216,7 +220,7 @@ class Stepper:
             self._scheduler.remove(request)
 
     def _commit_all(self, request: Request, tokens: Sequence[Sampled]) -> None:
-        """Each as if a step had been for it alone: the K/V of all but the last was computed in this one."""
+        """Commit tokens as if each had its own step; this step computed the K/V of all but the last."""
         for sampled in tokens:
             if request.state is State.RUNNING:
                 self._commit(Slice(request, request.computed_len, 1), sampled)
@@ -230,13 +234,13 @@ class Stepper:
 
 
 def _trailing(slices: Sequence[Slice]) -> list[GrammarMask]:
-    """Masks that are to be advanced, of those that go on here behind a token that was drawn now."""
+    """Return grammar masks to advance: of requests that continue here after a token that was drawn now."""
     rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
     return [row.mask for row in rows if row is not None and row.mask is not None and row.mask.trails]
 
 
 def _to_ship(request: Request, upto: int) -> list[Event]:
-    """Announces the computed blocks before index `upto` that decode lacks and that were not announced yet."""
+    """Announce computed blocks before index `upto` that decode lacks and that were not announced yet."""
     assert request.transfer is not None
     begin = max(request.shipped, request.first_block)
     if upto <= begin:

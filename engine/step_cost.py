@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 ROW = 0.1
-"""Of a step of one row: what another row is taken to cost before any step had more."""
+"""Assumed cost of another row, as a share of a step of one row, until steps with more rows were seen."""
 FORGET, TRUST = 0.98, 2.0
-"""What an older step counts for beside the one after it, and how many steps that guess counts for."""
+"""Weight of an older step relative to the one after it, and weight of the assumed cost in steps."""
 NOISE = 1 / 3
-"""Steps of equal rows differ by about a tenth of their time, and a guess is wrong by some three tenths: until steps
-differ by more than this share of their rows, the guess counts for more than they do."""
+"""Spread of rows, as a share of their mean, below which the assumed cost weighs more than measured steps.
+
+Steps of equal rows differ by about a tenth of their time, and the assumption is wrong by some three tenths."""
 NEAR, FADE = 1 / 8, 0.001
-"""Steps of about as many rows as usual tell nothing of what a row costs: what was known of that fades, by so much a
-step."""
+"""Steps of about as many rows as usual tell nothing of a row's cost; the known cost fades by FADE with each."""
 ODD, FEW = 4.0, 8
-"""Behind a few steps, one that takes so many times what they foretell counts as if it took no longer: something else
-held it up. Where steps do take as long now, those to come tell it."""
+"""A step that takes ODD times its predicted time is counted at the prediction, for FEW steps.
+
+Something else delayed it. If steps do take as long now, the following ones show it."""
 
 LEAST_S = 1e-6
-"""That a step takes, also by a clock that does not tell."""
+"""Shortest duration of a step, also with a coarse clock."""
 
 
 class StepCost:
-    """Seconds of a step by its rows, as a line through the steps so far, the latest of which count most."""
+    """Seconds of a step as a linear function of its rows, fitted to past steps with recent ones weighted most."""
 
     def __init__(self) -> None:
         self._count = self._rows = self._seconds = self._squares = self._products = 0.0
         self._row = ROW
 
     def saw(self, rows: int, seconds: float) -> None:
+        """Record a step of so many rows."""
         mean, seconds = self._rows / self._count if self._count else rows, max(LEAST_S, seconds)
         if self._count > FEW:
             first, further = self.line()

@@ -10,9 +10,11 @@ from kvferry.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """`count` tokens of a request from `start` on, computed in this step; `samples`: they are its last ones, so the
-    next token is drawn, or the vector of the prompt made. `drafts`: tokens that a stream may go on with, computed
-    behind its last one: where the token drawn is the first of them, what follows that is drawn too, and so on."""
+    """`count` tokens of a request from `start` on, computed in one step.
+
+    samples: they are the request's last ones, so the next token is drawn or the prompt's vector made. drafts: proposed
+    next tokens, computed behind the last one: where the token drawn equals the first of them, the token behind it is
+    drawn too, and so on."""
 
     request: Request
     start: int
@@ -21,7 +23,7 @@ class Slice:
 
     @property
     def decodes(self) -> bool:
-        """One token, as a running stream computes; such slices stand first in a batch."""
+        """Return whether it is one token of a running stream; such slices come first in a batch."""
         return self.count == 1
 
     @property
@@ -31,6 +33,7 @@ class Slice:
 
     @property
     def samples(self) -> bool:
+        """Return whether a token is drawn or a vector made."""
         return self.start + self.count == len(self.request.token_ids)
 
     @property

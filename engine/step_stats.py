@@ -18,7 +18,7 @@ class StepStats:
         self._preempted = self._evicted = 0
 
     def step(self, slices: Sequence[Slice], seconds: float) -> Stepped:
-        """Record a step that computed these, with preemptions and evictions since the one before."""
+        """Record a step of these slices, with preemptions and evictions since the one before."""
         decodes = sum(s.streams for s in slices)
         preempted, evicted = self._scheduler.preempted_total, self._scheduler.pool.evicted_total
         drafted, accepted = self._speculation.take()

@@ -20,9 +20,9 @@ from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.step_slices import Slice
 
 DEEPEST = 4
-"""Steps that are suspended at once; the one that runs then goes to its end."""
+"""Most steps suspended at once; the step that runs then goes to its end."""
 LEAST_S = 0.005
-"""That a step computes before it is suspended: the round that follows takes some tenths of a millisecond."""
+"""Seconds for which a step computes before it may be suspended; the next round takes tenths of a millisecond."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +30,7 @@ class Batch:
     """Work of one step: slices, decodes first.
 
     halfway: where a suspended step resumes; flight: the launched step; chains: the blocks that it writes to, by slice;
-    seconds: its duration until now. halfway: where it goes on if it was suspended; flight: if it was launched; chains:
-    the blocks that it writes to, by slice; seconds: that it took so far."""
+    seconds: its duration so far."""
 
     slices: Sequence[Slice]
     halfway: SuspendedPass | None = None
@@ -64,7 +63,7 @@ class Batch:
 
 
 def _waits(part: Slice, blocks: list[int]) -> bool:
-    """Anyone who lost its blocks has another list of them, or none."""
+    """Return whether the slice's request still waits; one that lost its blocks has another list of them, or none."""
     request = part.request
     return request.state is State.RUNNING and request.computed_len == part.start and request.block_ids is blocks
 
@@ -72,8 +71,8 @@ def _waits(part: Slice, blocks: list[int]) -> bool:
 class SuspendedStep:
     """Suspended steps of one engine; the last one resumes first.
 
-    called: whether there are commands for the engine, which may bring what comes before; leaving: who is dropped by
-    them."""
+    called: returns whether the engine has commands, which may bring urgent work; leaving: requests that the commands
+    drop."""
 
     def __init__(self, scheduler: Scheduler, cancellations: Cancellations) -> None:
         self.called: Callable[[], bool] = lambda: False
@@ -84,10 +83,10 @@ class SuspendedStep:
         return bool(self._batches)
 
     def run(self, runner: StepRunner, batch: Batch) -> Sequence[Drawn] | None:
-        """Run and return what was drawn for each slice.
+        """Run the batch and return what was drawn for each slice, or None if it ended early or is suspended.
 
-        None: it ended early and is not committed, for all whom it was for are leaving, or is suspended; what it wrote
-        lies behind the computed tokens. Raises DeviceLost."""
+        An early end means that all its requests are leaving; it is not committed, and its writes lie behind the
+        computed tokens. Raises DeviceLost."""
         keys = [part.request.key for part in batch.slices]
         rests_at = time.monotonic() + LEAST_S if self._may_put(runner, batch) else inf
 
@@ -104,9 +103,9 @@ class SuspendedStep:
             return None
 
     def next(self, extend: Callable[[Sequence[Slice]], Sequence[Slice]]) -> Batch:
-        """Return the batch to compute now: one that comes first, or the last suspended one.
+        """Return the batch to compute now: urgent work, or the last suspended batch.
 
-        extend: by drafts."""
+        extend: adds drafts."""
         while self._batches:
             last = self._batches[-1]
             if last.left() and (slices := self._scheduler.schedule(last.place)):
@@ -117,5 +116,5 @@ class SuspendedStep:
         return Batch(extend(self._scheduler.schedule()))
 
     def _may_put(self, runner: StepRunner, batch: Batch) -> bool:
-        """Streams never wait in the middle of a step."""
+        """Return whether the batch may be suspended; one with streams never is."""
         return runner.model.resumable and not batch.slices[0].decodes and len(self._batches) < DEEPEST

@@ -11,8 +11,10 @@ from kvferry.engine.request_states import State
 
 
 class TransferHolds:
-    """`ships`: requests by the ship that sends their blocks, from its beginning; `grants`: by the withdrawn grant that
-    received into them."""
+    """Holds of ended requests.
+
+    ships: requests by the ship that sends their blocks, from its beginning; grants: requests by the withdrawn grant
+    that received into their blocks."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -23,25 +25,25 @@ class TransferHolds:
         return bool(self.ships or self.grants)
 
     def ship(self, request: Request) -> None:
-        """Its blocks are being sent. A full one of them may still be exchanged for an equal one."""
+        """Record that its blocks are being sent; a full one may still be replaced by an equal one."""
         assert request.transfer is not None
         self.ships[request.transfer] = request
 
     def ship_quiet(self, transfer: int) -> None:
-        """No send of the ship touches its blocks any more."""
+        """Release the ship's blocks: no send touches them any more."""
         request = self.ships.pop(transfer, None)
         if request is not None:
             self._pool.release(("ship", transfer), SHIP, request.block_ids)
             _came_back(request)
 
     def withdraw(self, request: Request) -> None:
-        """Its grant failed, and receives may still write."""
+        """Record that its grant failed while receives may still write."""
         assert request.grant is not None
         self.grants[request.grant] = request
         self._pool.holds.move(request.grant, GRANT, QUIESCE)
 
     def grant_quiet(self, grant: Hashable) -> None:
-        """No receive of the withdrawn grant touches its blocks any more."""
+        """Release the withdrawn grant's blocks: no receive touches them any more."""
         request = self.grants.pop(grant, None)
         if request is not None:
             self._pool.release(grant, QUIESCE, request.block_ids)

@@ -24,7 +24,8 @@ class Attention(Protocol):
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Return the attention of q [heads, tokens, dim] over the cache, after writing k and v to it."""
 
 
 @dataclass(slots=True)
@@ -53,8 +54,9 @@ def seated_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, heads, T, dim], key and value [1, kv_heads, T, dim], already
-    rotated; returns [1, T, heads, dim]. Raises ConfigError where the model asks for more than causal attention."""
+    """Implement transformers' attention interface. Raises ConfigError if the model needs more than causal attention.
+
+    query [1, heads, T, dim], key and value [1, kv_heads, T, dim], already rotated; returns [1, T, heads, dim]."""
     altered = [name for name in _ALTERS_SCORES if kwargs.get(name) is not None]
     if attention_mask is not None:
         altered.append("a mask of its own")
@@ -83,6 +85,7 @@ class PagedAttention:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
+        """Write k and v to the pool and compute paged attention; raise Unwanted if no longer wanted."""
         if not self.wanted():
             raise ForwardAbandoned
         kv_layer, dtype = self.kv[:, layer], q.dtype
@@ -104,19 +107,21 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ShapeProbe:
-    """Notes what each layer asks for and answers with its queries."""
+    """Attention that records each layer's shape and returns its queries."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
+        """Record the layer's shapes; return q."""
         self.shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], window)
         return q
 
     def check(self, config: Any) -> None:
-        """Raise ConfigError: a layer's attention never came here, layers differ, or the config tells of windows that
-        the layers did not ask for."""
+        """Raise ConfigError if the layers did not call attention as the config says.
+
+        Each layer must call it, layers must be alike, and the config's windows must be requested."""
         layers = config.num_hidden_layers
         if sorted(self.shapes) != list(range(layers)):
             raise ConfigError(

@@ -1,8 +1,7 @@
 """Dense layers of transformers' modules, replaced by packed or stored forms.
 
-Who looks at the weight of such a layer, as some modules do, finds its shape and number format, and no values. This
-module does not import transformers.
-"""
+Code that looks at such a layer's weight, as some modules do, finds its shape and number format, but no values. This
+module does not import transformers."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from kvferry.kernels.decoder_spec import Linear, StoredRows
 from kvferry.kernels.torch_operations import TorchLinear
 
 StoredAs = Callable[[torch.Tensor], StoredRows | None]
-"""The rows of a file that hold the values of a weight [out, in]; None: there are none."""
+"""Returns the rows of a file that hold the values of a weight [out, in], or None."""
 _TRIED = (24, 40)
-"""Outputs and inputs of the layers by which a kind of module is tried."""
+"""Outputs and inputs of the layers on which a kind of module is tried."""
 
 
 class DenseModule(nn.Module):
-    """In the place of a dense layer."""
+    """Replacement of a dense layer."""
 
     def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
         super().__init__()
@@ -33,6 +32,7 @@ class DenseModule(nn.Module):
         self.weight = weight.to("meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of x [..., in]: [..., out]."""
         return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def of_rows(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -41,7 +41,7 @@ class DenseModule(nn.Module):
 
 
 class EmbeddingModule(nn.Module):
-    """In the place of the embedding of tokens."""
+    """Replacement of the token embedding."""
 
     def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
         super().__init__()
@@ -49,6 +49,7 @@ class EmbeddingModule(nn.Module):
         self.weight = weight.to("meta")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ids [...]: [..., hidden]."""
         return self.linear.rows(ids.flatten()).view(*ids.shape, -1)
 
 
@@ -63,10 +64,10 @@ def outputs_first(module: nn.Module) -> torch.Tensor | None:
 
 @torch.no_grad()
 def pack_modules(model: Any, forms: DenseForms, stored_as: StoredAs | None = None) -> None:
-    """Put our layers in the place of the model's: of each whose weight the operations keep in a form of their own.
+    """Replace the model's dense layers by ours if the operations keep the weight in a form of their own.
 
-    What shares its weight with the embedding of tokens shares its form, too. One is packed after the other, so that
-    each weight is in memory twice only while it is."""
+    A layer that shares its weight with the token embedding shares its form, too. Layers are packed one after the other,
+    so that only one weight is in memory twice."""
     dense = _Dense(forms, stored_as)
     words = model.get_input_embeddings()
     tied = words.weight if type(words) is nn.Embedding and words.max_norm is None else None
@@ -88,7 +89,7 @@ class _Dense:
         self._stored_as = stored_as
 
     def form(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-        """Of a weight in a form of the operations' own; None: it stays as it is."""
+        """Return the weight in a form of the operations' own; None: it stays as it is."""
         if weight.dtype != torch.bfloat16:
             return None
         if self._stored_as is not None and self._forms.as_stored and (rows := self._stored_as(weight)) is not None:

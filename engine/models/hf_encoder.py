@@ -21,19 +21,16 @@ _UNUSED = ("pooler.",)
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text for an encoder, or a pair.
-
-    second_from: first token of a pair's second text; 0: no pair. second_from: where the second text of a pair begins;
-    0: there is none."""
+    """One text for an encoder, or a pair. second_from: first token of the second text; 0: no pair."""
 
     token_ids: Sequence[int]
     second_from: int = 0
 
 
 class EncoderModel(Computing):
-    """Not thread-safe; the engine thread calls it under `torch.inference_mode()`.
+    """Encoder. Not thread-safe; the engine thread calls it under `torch.inference_mode()`.
 
-    classifies: it has a head, and answers with its logits alone."""
+    classifies: it has a head and returns only logits."""
 
     def __init__(self, module: Any, info: ModelInfo, device: torch.device, ops: Ops, *, classifies: bool) -> None:
         self.info = info
@@ -47,12 +44,12 @@ class EncoderModel(Computing):
         self._typed = types > 1 and "token_type_ids" in inspect.signature(module.forward).parameters
 
     def hidden(self, texts: Sequence[Text]) -> torch.Tensor:
-        """Last hidden states [text, longest, hidden] of a padded batch; rows behind a text's end mean nothing."""
+        """Return last hidden states [text, longest, hidden] of a padded batch; rows behind a text are undefined."""
         found: torch.Tensor = self._base()(**self._inputs(texts)).last_hidden_state
         return found
 
     def logits(self, texts: Sequence[Text]) -> torch.Tensor:
-        """float32 [text, label]."""
+        """Return float32 logits [text, label]."""
         found: torch.Tensor = self._module(**self._inputs(texts)).logits.float()
         return found
 
@@ -82,7 +79,7 @@ def load_encoder(
     ops: Ops,
     progress: Callable[[float], None] | None = None,
 ) -> EncoderModel:
-    """Load through AutoModel, or with its head.
+    """Load through AutoModel, or with its classification head.
 
     Raises ConfigError with transformers' reason, or naming what is missing."""
     facts = read_facts(source)
@@ -100,7 +97,7 @@ def load_encoder(
 
 
 def _load_module(source: ModelSource, dtype: torch.dtype, classifies: bool) -> Any:
-    """The module with every weight from the checkpoint: transformers itself would fill what is missing with noise."""
+    """Load the module with every weight from the checkpoint; transformers would fill missing ones with noise."""
     transformers = transformers_module()
     kind = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModel
     try:

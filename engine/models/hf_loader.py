@@ -37,9 +37,10 @@ def load_hf(
     progress: Progress | None = None,
     weights_fd: int = -1,
 ) -> HFModel:
-    """Load through AutoModelForCausalLM, with dense layers in the operations' forms, and prove on two tokens that
-    attention and logits go our way. As `load_model`. Raises ConfigError with transformers' reason, or naming what of
-    the model is not supported."""
+    """Load through AutoModelForCausalLM, with dense layers in the operations' forms. Parameters as in `load_model`.
+
+    Two tokens prove that attention and logits go through our code. Raises ConfigError with transformers' reason, or
+    naming what of the model is not supported."""
     if source.kind == "gguf" and len(gguf_parts(source.path)) > 1:
         raise ConfigError(f"{source.name} is a split GGUF; transformers reads whole ones alone", param="model")
     length = read_facts(source).max_model_len
@@ -105,10 +106,10 @@ def _packed(source: ModelSource, device: torch.device, dtype: torch.dtype, forms
 def _load_quantised(
     source: ModelSource, weights: Any, forms: DenseForms, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Return the module of a checkpoint whose layers in codes we read ourselves.
+    """Return the module of a checkpoint whose quantised layers we read ourselves.
 
-    transformers reads the rest into a kind of module that has them already, of the same name, for it renames tensors by
-    that."""
+    transformers reads the rest into a subclass that has them already. It has the same name, because transformers
+    renames tensors by that."""
     transformers = transformers_module()
     config = transformers.AutoConfig.from_pretrained(source.path, local_files_only=True)
     for name in ("quantization_config", "compression_config"):
@@ -126,14 +127,14 @@ def _load_quantised(
     same = type(kind.__name__, (kind,), {"__init__": made, "__module__": kind.__module__})
     module = _load_module(source, dtype, same, config=config)
     module.__class__ = kind
-    coded.clear()  # the kind lives on
+    coded.clear()  # the subclass lives on
     return module
 
 
 def _load_module(source: ModelSource, dtype: torch.dtype, kind: Any = None, **extra: Any) -> Any:
-    """The module with every weight from the checkpoint: transformers itself would fill what is missing with noise.
+    """Load the module with every weight from the checkpoint; transformers would fill missing ones with noise.
 
-    kind: of the module, None: what the config says."""
+    kind: class of the module; None: the config's."""
     transformers = transformers_module()
     is_file = source.kind == "gguf"
     place = source.path.parent if is_file else source.path
@@ -156,7 +157,7 @@ def _load_module(source: ModelSource, dtype: torch.dtype, kind: Any = None, **ex
 
 @contextlib.contextmanager
 def _told(source: ModelSource) -> Iterator[None]:
-    """What transformers raises, in one line."""
+    """Turn exceptions of transformers into a ConfigError of one line."""
     try:
         yield
     except Exception as error:
@@ -168,7 +169,7 @@ def _told(source: ModelSource) -> Iterator[None]:
 
 @torch.inference_mode()
 def _probe(module: Any, seat: AttentionSlot, device: torch.device) -> tuple[ShapeProbe, int]:
-    """What the layers ask for, and the width of the logits."""
+    """Return the layers' attention shapes and the width of the logits."""
     if "position_ids" not in inspect.signature(module.base_model.forward).parameters:
         raise ConfigError(f"{type(module).__name__} takes no position_ids, which is not supported", param="model")
     tokens, positions = torch.zeros(2, dtype=torch.long, device=device), torch.arange(2, device=device)

@@ -18,12 +18,14 @@ from kvferry.model_files.gguf import GGUFFile, GGUFTensor
 from kvferry.protocol.errors import ConfigError
 
 _NEAR = 2**-6
-"""How far values may lie apart, in a row's largest one: transformers computes them in bfloat16."""
+"""Largest difference of two values relative to a row's largest: transformers computes them in bfloat16."""
 
 
 class GGUFRows:
-    """The tensors of a GGUF in block formats, found by their values: whatever transformers calls a layer, and whatever
-    it did to its weight, where that is no longer a tensor's values its codes are not taken."""
+    """Tensors of a GGUF in block formats, found by their values.
+
+    That works for any name that transformers gives a layer. If it changed the weight, no tensor has those values, and
+    no codes are taken."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._weights = GGUFWeights(file, None)
@@ -57,7 +59,7 @@ def coded_layers(
 ) -> dict[str, DenseModule]:
     """Return the layers of a model without weights, by name, that a quantised checkpoint holds in codes.
 
-    Raises ConfigError: one is none of the model's dense layers, or its tensors do not fit."""
+    Raises ConfigError if one is none of the model's dense layers, or if its tensors do not fit."""
     names = weights.coded()
     if not names:
         raise ConfigError("its config says that it is quantised, and its files hold no codes", param="model")

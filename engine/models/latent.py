@@ -10,7 +10,7 @@ from kvferry.model_files.latent import LatentSizes
 
 
 def read_latent(reader: TensorReader, sizes: LatentSizes, prefix: str) -> Latent:
-    """prefix: of the attention's tensors. Raises ConfigError as its reader."""
+    """Read the attention whose tensors have this prefix. Raises ConfigError as its reader does."""
     config, bias = reader.config, reader.config.qkv_bias
     hidden, heads = config.hidden_size, config.num_heads
     each = sizes.plain + sizes.value

@@ -57,13 +57,13 @@ def load_model(
 ) -> Model:
     """Return the model of `source` in `dtype` (None: `auto_dtype`).
 
-    impl: kvferry (own decoder), transformers, or auto (own decoder where it supports the architecture). quantization:
-    auto (block formats of a GGUF and codes of a quantised checkpoint run as stored where the operations can, in
-    bfloat16), none, or int8 (dense layers quantised per channel). load_format: auto, or dummy: weights that are made,
-    for our own decoder. max_model_len: no sequence will be longer (tokens; 0: the model's own limit, which `info` tells
-    in any case). progress receives the loaded fraction, 0 to 1. weights_fd: of memory in which processes that load the
-    same have one copy (`runtime.shared_file`), or -1. part: the one of our own decoder that a rank loads, or None.
-    Raises ConfigError naming what is missing or unsupported, whatever else was raised on the way."""
+    impl: kvferry (own decoder), transformers, or auto (own decoder if it supports the architecture). quantization: auto
+    (block formats of a GGUF and codes of a quantised checkpoint run as stored if the operations can, in bfloat16),
+    none, or int8 (dense layers quantised per channel). load_format: auto, or dummy: random weights for our own decoder.
+    max_model_len: longest sequence in tokens; 0: the model's own limit, which `info` has in any case. progress:
+    receives the loaded fraction, 0 to 1. weights_fd: memory that processes with the same model share
+    (`runtime.shared_file`), or -1. part: the shard of our own decoder that a rank loads, or None. Raises ConfigError
+    naming what is missing or unsupported, for any exception on the way."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     require_runnable(source)
@@ -93,7 +93,7 @@ def _load(
     weights_fd: int,
     part: RankAssignment | None,
 ) -> Model:
-    """opened: None for transformers' model."""
+    """Load the model. opened: None for transformers' model."""
     if dtype is None:
         dtype = auto_dtype(device, compiled=ops.name == "cpu" and (opened is not None or not has_experts(source)))
     codes = ops.capabilities.codes and (opened is not None or ops.name == "cpu")
@@ -122,8 +122,9 @@ def _load(
 
 
 def auto_dtype(device: torch.device, compiled: bool) -> torch.dtype:
-    """bfloat16 on a GPU, on our compiled CPU kernels, and where a CPU multiplies it natively; else float32, in which
-    PyTorch is several times faster there, experts of transformers' modules included."""
+    """Return bfloat16 on a GPU, on our compiled CPU kernels, and on a CPU that multiplies it natively; else float32.
+
+    On other CPUs PyTorch is several times faster in float32, experts of transformers' modules included."""
     if device.type == "cuda" or compiled:
         return torch.bfloat16
     known = torch.cpu.get_capabilities()
@@ -132,7 +133,7 @@ def auto_dtype(device: torch.device, compiled: bool) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A checkpoint of a known family, before its tensors are read. rope_divisors: of a GGUF that carries them."""
+    """Checkpoint of a known family whose tensors are not read yet. rope_divisors: of a GGUF that has them."""
 
     config: DecoderConfig
     weights: Weights

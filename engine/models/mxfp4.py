@@ -9,20 +9,20 @@ import torch
 from kvferry.kernels.quantised_codes import Codes
 
 RUN = 32
-"""Inputs of one scale."""
+"""Inputs per scale."""
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 _MANTISSA = 23
-"""Bits of a float32 below its exponent, which counts from where MXFP4's scales do."""
+"""Bits of a float32 below its exponent, whose offset is that of MXFP4's scales."""
 
 
 def codes_of(halves: torch.Tensor, scales: torch.Tensor) -> Codes:
-    """halves [out, in]: four bits in each byte; scales [out, in / RUN]: exponents, in bytes."""
+    """Return the codes of halves [out, in], four bits in each byte, with scales [out, in / RUN], exponents in bytes."""
     halved = (scales.int() - 1).clamp_(min=0) << _MANTISSA
     return Codes(_DOUBLED[halves.int()], halved.view(torch.float32))
 
 
 def codes_of_blocks(blocks: torch.Tensor) -> Codes:
-    """Rows of a GGUF [out, blocks, 17]: each block a scale, then its inputs, the first half in the lower bits."""
+    """Return the codes of a GGUF's rows [out, blocks, 17]: a block is a scale, then inputs, first half in low bits."""
     packed = blocks[..., 1:]
     halves = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
     return codes_of(halves, blocks[..., 0])

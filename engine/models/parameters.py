@@ -18,7 +18,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """A decoder's parameters on its device; head is the embedding where they are tied."""
+    """Decoder's parameters on its device; head is the embedding if they are tied."""
 
     embedding: Linear
     layers: tuple[LayerForm, ...]
@@ -27,7 +27,7 @@ class Parameters:
 
 
 class ParameterLoader:
-    """Puts one decoder together. Raises ConfigError as its reader."""
+    """Loader of one decoder's parameters. Raises ConfigError as its reader does."""
 
     def __init__(self, reader: TensorReader, progress: Progress | None = None):
         self._reader = reader
@@ -35,6 +35,7 @@ class ParameterLoader:
         self._progress = progress
 
     def load(self) -> Parameters:
+        """Load the parameters."""
         config, reader = self._config, self._reader
         tied, scale = config.tie_embeddings, float(torch.tensor(config.factors.embedding, dtype=reader.dtype))
         words = [("model.embed_tokens.weight", config.vocab_size)]
@@ -130,7 +131,7 @@ class ParameterLoader:
         return reader.ops.linear(reader.stack([(f"{name}.weight", count)], hidden), bias)
 
     def _gated(self, prefix: str, parts: tuple[str, ...], down: str, inner: int) -> Gated:
-        """parts: names of gate and up, or of both in one tensor; inner: the MLP's width."""
+        """Load an MLP. parts: names of gate and up, or of both in one tensor. inner: its width."""
         hidden, experts = self._config.hidden_size, self._config.family.experts
         bias = self._config.mlp_bias if experts is None else experts.biased
         gate_up = [(part, 2 * inner // len(parts)) for part in parts]

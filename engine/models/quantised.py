@@ -12,17 +12,17 @@ from kvferry.model_files.quantisation import AWQ, GPTQ, Quantisation
 from kvferry.protocol.errors import ConfigError
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where among eight neighbouring outputs' codes, lowest bits first, AWQ keeps each."""
+"""Position of each of eight neighbouring outputs' codes in an AWQ word, lowest bits first."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 _CODED = ("qweight", "weight_packed", *_SCALES)
-"""Last parts of names that only a layer in codes has."""
+"""Last parts of names that only a quantised layer has."""
 
 
 class Tensors(Protocol):
-    """A checkpoint's tensors as they are stored."""
+    """Checkpoint's tensors as they are stored."""
 
     def find(self, name: str) -> torch.Tensor | None:
-        """None: there is none of that name."""
+        """Return the tensor of that name, or None."""
 
     def holds(self, name: str) -> bool:
         """Return whether there is one of that name."""
@@ -35,7 +35,9 @@ class Tensors(Protocol):
 
 
 class QuantisedWeights:
-    """`Weights`. Layers without codes are read as they are, whatever lists of exceptions the config has."""
+    """Implements `engine.models.weights.Weights`.
+
+    Layers without codes are read as plain, whatever exceptions the config lists."""
 
     def __init__(self, tensors: Tensors, quantisation: Quantisation) -> None:
         self._tensors = tensors
@@ -62,7 +64,7 @@ class QuantisedWeights:
         return self._codes(name, shape)
 
     def _codes(self, name: str, shape: tuple[int, ...]) -> Codes | None:
-        """Of the weight `name`; None where it is plain. Raises ConfigError: its tensors do not fit each other."""
+        """Return the codes of the weight `name`; None if it is plain. Raises ConfigError if its tensors do not fit."""
         layer, _, kind = name.rpartition(".")
         if kind != "weight" or len(shape) != 2:
             return None
@@ -88,8 +90,9 @@ class QuantisedWeights:
         return self._bytes(layer, values)
 
     def _gptq(self, layer: str, words: torch.Tensor, columns: int) -> Codes:
-        """Words hold codes of neighbouring inputs [in * bits / 32, out]; those of zero points of outputs
-        [groups, out * bits / 32]."""
+        """Return the codes of GPTQ words [in * bits / 32, out] with codes of neighbouring inputs.
+
+        Words of zero points [groups, out * bits / 32] hold those of neighbouring outputs."""
         if self._quantisation.method != GPTQ:
             raise ConfigError(f"{layer}.qweight is not what {self._quantisation.method} stores", param="model")
         bits = 32 * len(words) // columns
@@ -100,7 +103,7 @@ class QuantisedWeights:
         return Codes.offset(codes, zeros, scales, self._order(layer, "g_idx", columns, scales.shape[1]))
 
     def _awq(self, layer: str, words: torch.Tensor) -> Codes:
-        """Words hold codes of eight outputs [in, out / 8], and so do those of zero points [groups, out / 8]."""
+        """Return the codes of AWQ words [in, out / 8], eight outputs a word; zero points are [groups, out / 8]."""
         codes, zeros = (
             of_bytes(each.contiguous().view(torch.uint8), 4).view(len(each), -1, 8)[..., _AWQ_ORDER].flatten(1).t()
             for each in (words, self._need(layer, "qzeros"))
@@ -108,8 +111,9 @@ class QuantisedWeights:
         return Codes.offset(codes, zeros.to(torch.int16), self._need(layer, "scales").t().float(), None)
 
     def _packed(self, layer: str, words: torch.Tensor, rows: int, columns: int) -> Codes:
-        """Words hold codes of neighbouring inputs [out, in * bits / 32], those of zero points of neighbouring outputs
-        [out * bits / 32, groups]; both lie above their middle."""
+        """Return the codes of words [out, in * bits / 32] of neighbouring inputs, offset by half their range.
+
+        Words of zero points [out * bits / 32, groups] hold those of neighbouring outputs, with the same offset."""
         bits = 32 * words.shape[1] // columns
         codes = of_bytes(words.contiguous().view(torch.uint8), bits)
         scales = self._need(layer, "weight_scale").float().view(rows, -1)
@@ -119,7 +123,7 @@ class QuantisedWeights:
         return Codes.offset(codes, zeros, scales, self._order(layer, "weight_g_idx", columns, scales.shape[1]))
 
     def _bytes(self, layer: str, values: torch.Tensor) -> Codes:
-        """int8 or fp8 [out, in], with one scale of all, or of each output, group of inputs, or block."""
+        """Return the codes of int8 or fp8 [out, in]; scales are one for all, or per output, input group or block."""
         scales = next((each for name in _SCALES if (each := self._tensors.find(f"{layer}.{name}")) is not None), None)
         if scales is None:
             raise ConfigError(f"the model's files lack the tensor {layer}.{_SCALES[0]}", param="model")
@@ -147,7 +151,7 @@ class QuantisedWeights:
 
 
 def of_bytes(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes [.., n * 8 / bits] of bytes [.., n], whose lowest bits come first. Raises ValueError."""
+    """Unpack codes [.., n * 8 / bits] from bytes [.., n], lowest bits first. Raises ValueError."""
     if bits == 8:
         return packed
     if bits in (2, 4):

@@ -14,10 +14,11 @@ from kvferry.kernels.decoder_spec import Linear, Stored, StoredRows
 from kvferry.kernels.ops import Ops
 
 Rows = list[tuple[str, int]]
-"""Tensors that are laid under each other: names and numbers of rows."""
+"""Tensors to concatenate: names and numbers of rows."""
 Peaks = Callable[[str, tuple[int, int], torch.dtype], torch.Tensor | None]
-"""Of a tensor [rows, columns] that is a part of one with more columns the largest magnitudes [rows] of whole rows, as
-read in the dtype; None: it is whole."""
+"""Largest magnitudes [rows] of whole rows as read in the dtype, for a tensor [rows, columns] that is a part of them.
+
+None if the tensor has whole rows."""
 
 
 def whole_rows(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -64,16 +65,16 @@ class TensorReader:
         return self._forms.of_weight(self.stack(parts, columns, factor), bias, peaks)
 
     def norm(self, name: str, size: int, factor: float = 1.0) -> torch.Tensor:
-        """Weights of a norm; what a family adds to them is added in float32."""
+        """Return the weights of a norm; a family's offset is added in float32."""
         out = self.stack([(f"{name}.weight", size)], None)
         if (offset := self.config.family.norm_offset) or factor != 1.0:
             out = ((out.float() + offset) * factor).to(self.dtype)
         return out
 
     def stack(self, parts: Rows, columns: int | None, factor: float = 1.0) -> torch.Tensor:
-        """[sum of rows, columns], or one-dimensional.
+        """Return [sum of rows, columns], or one dimension.
 
-        factor: what the tensors are multiplied with in place of what comes out of them."""
+        factor: multiplies the tensors in place of their results."""
         tail = () if columns is None else (columns,)
         out = torch.empty(sum(rows for _, rows in parts), *tail, dtype=self.dtype, device=self._device)
         start = 0
@@ -95,7 +96,7 @@ class TensorReader:
         return torch.cat(peaks).mul_(factor).abs().float().to(self._device) if peaks else None
 
     def _placed(self, name: str, stored: Stored) -> Stored:
-        """Its rows in our order, on the device."""
+        """Return the rows in our order, on the device."""
         if isinstance(stored, StoredRows):
             self._reorder(name, stored.data)
         elif self._moves(name):
@@ -105,7 +106,7 @@ class TensorReader:
         return stored.to(self._device)
 
     def _reorder(self, name: str, rows: torch.Tensor) -> None:
-        """Those of q and k, in place, where the family rotates other dims than ours."""
+        """Reorder rows of q and k in place if the family rotates other dims than ours."""
         if not self._moves(name):
             return
         if self.config.latent is not None:

@@ -1,10 +1,9 @@
 """Rotary embedding tables (Su et al. 2021) with their context extensions.
 
 linear: Chen et al. 2023. llama3: the frequency-wise scaling of Llama 3.1. yarn: Peng et al. 2023. longrope: Ding et al.
-2024, with the factors of long contexts for all sequences where some may be longer than the original length: keys that
-are cached cannot follow one that becomes long. dynamic: its frequencies would depend on how long a sequence has become,
-too; the model is served up to its original length, where dynamic equals default.
-"""
+2024; if sequences may be longer than the original length, all use the factors of long contexts, because cached keys
+cannot follow a sequence that becomes long. dynamic: its frequencies depend on the current length, too, so the model is
+served up to its original length, where dynamic equals default."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from kvferry.protocol.errors import ConfigError
 def rope_tables(
     rope: RopeConfig, length: int, device: torch.device, divisors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), float32 [length, rope.dim / 2].
+    """Return (cos, sin), float32 [length, rope.dim / 2].
 
-    divisors [rope.dim / 2]: per-frequency factors that a GGUF carries in place of llama3's settings."""
+    divisors [rope.dim / 2]: per-frequency factors that a GGUF has in place of llama3's settings."""
     frequencies, scale = _frequencies(rope, length)
     if divisors is not None:
         frequencies = frequencies / divisors.float().cpu()
@@ -30,7 +29,7 @@ def rope_tables(
 
 
 def _frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies float32 [dim / 2] and the factor that cos and sin are multiplied with."""
+    """Return inverse frequencies, float32 [dim / 2], and the factor of cos and sin."""
     plain = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
@@ -44,16 +43,20 @@ def _frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Wavelengths beyond original / low_freq_factor are stretched by factor, those below original / high_freq_factor
-    are kept, between them the two blend linearly in frequency."""
+    """Scale frequencies like Llama 3.1.
+
+    Wavelengths beyond original / low_freq_factor are stretched by factor; those below original / high_freq_factor are
+    kept; in between, the two blend linearly in frequency."""
     turns = rope.original_max_len * plain / (2 * math.pi)
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - keep) * plain / rope.factor + keep * plain
 
 
 def _yarn(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Dimensions that turn more than beta_fast times over the original context are kept, those that turn less than
-    beta_slow times are stretched, between them a ramp (the paper's equations 17-23, in dimension index)."""
+    """Scale frequencies like YaRN (the paper's equations 17-23, in dimension index).
+
+    Dimensions that turn more than beta_fast times over the original context are kept; those that turn less than
+    beta_slow times are stretched; in between is a ramp."""
 
     def dimension(turns: float) -> float:
         return rope.dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -14,9 +14,9 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding.
+    """Rotary embedding settings.
 
-    kind is one of ROPE_KINDS; original_max_len is the context before stretching; the other fields are of the kinds that
+    kind: one of ROPE_KINDS. original_max_len: the context before stretching. The other fields belong to the kinds that
     name them, with Hugging Face's meanings and defaults."""
 
     theta: float
@@ -37,7 +37,7 @@ class RopeConfig:
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's factor of attention for a stretching by `factor` (Peng et al. 2023, equation 22)."""
+    """Return YaRN's attention factor for a stretching by `factor` (Peng et al. 2023, equation 22)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -55,7 +55,7 @@ def rope_dicts(config: dict[str, Any], family: Family) -> list[dict[str, Any]]:
 
 
 def rope_kind(rope: dict[str, Any]) -> str:
-    """Phi-3's first checkpoints call longrope su. mrope turns by three positions, which of text are equal."""
+    """Return the kind of rope. Phi-3's first checkpoints call longrope su; mrope of text is plain rope."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     return {"su": "longrope", "mrope": "default"}.get(kind, kind)
 

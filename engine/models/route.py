@@ -25,7 +25,7 @@ TRANSFORMERS = "transformers' modules around our attention and dense layers"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """formats: of the weights, as they are stored."""
+    """Implementation that runs a model. formats: of its weights, as stored."""
 
     family: str
     path: str
@@ -33,7 +33,9 @@ class Route:
 
 
 def route_of(source: ModelSource, impl: str = "auto") -> Route:
-    """impl: as in `load_model`. Raises ConfigError: it cannot run, and why."""
+    """Return the implementation.
+
+    impl: as in `load_model`. Raises ConfigError if the model cannot run, with the reason."""
     return _gguf(read_gguf(source.path), impl) if source.kind == "gguf" else _directory(source, impl)
 
 

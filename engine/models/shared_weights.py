@@ -25,9 +25,8 @@ Loaded = TypeVar("Loaded")
 def one_copy(descriptor: int, kernels: Kernels, form: str, load: Callable[[], Loaded]) -> Loaded:
     """Load a model whose packed weights all processes share.
 
-    The first process packs into the memory (`shared_file`), and all map what lies there, if it is of this form: the
-    model, and how it is packed. Where that fails, the weights are this process's own, with a line in the log. Raises
-    what `load` does."""
+    The first process packs into the memory (`shared_file`); all map it if it has this form: the model, and how it is
+    packed. If that fails, the weights are this process's own, with a line in the log. Raises what `load` raises."""
     form = f"{form} {VERSION} {_build()}"
     try:
         with contextlib.closing(SharedFile(descriptor)) as memory:
@@ -49,6 +48,6 @@ def one_copy(descriptor: int, kernels: Kernels, form: str, load: Callable[[], Lo
 
 
 def _build() -> int:
-    """Of the extension, whose layout of panels it is."""
+    """Return the build of the extension, which decides the layout of panels."""
     path = getattr(extension(), "__file__", None)
     return Path(path).stat().st_mtime_ns if path else 0

@@ -16,8 +16,10 @@ _TENSOR = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)
 
 
 class StackedWeights:
-    """`Weights`. Experts have the names that other checkpoints give them: model.layers.i.mlp.experts.e.gate_proj and
-    so on. Gate and up are one tensor in which their outputs take turns; plain weights lie inputs first."""
+    """Implements `engine.models.weights.Weights` for stacked experts.
+
+    Experts have the names of other checkpoints: model.layers.i.mlp.experts.e.gate_proj and so on. Gate and up are one
+    tensor in which their outputs alternate; plain weights have inputs first."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -43,8 +45,9 @@ class StackedWeights:
         out.copy_(part)
 
     def _codes(self, name: str, shape: tuple[int, ...]) -> Codes | None:
-        """Of an expert's weight in MXFP4: blocks [outputs, runs, 16] of bytes, the lower half of which comes first, and
-        scales [outputs, runs]; None: it is plain, or no expert's weight."""
+        """Return an expert's weight in MXFP4; None if it is plain, or no expert's weight.
+
+        Blocks are bytes [outputs, runs, 16], low nibbles first; scales are [outputs, runs]."""
         found = _TENSOR.fullmatch(name)
         if found is None or found[4] == "bias" or not self._tensors.holds(f"{_stack(found)}_blocks"):
             return None
@@ -54,7 +57,7 @@ class StackedWeights:
         return codes_of(torch.stack((blocks & 15, blocks >> 4), -1).view(shape), scales)
 
     def _part(self, found: re.Match[str], ending: str, outputs: int = 0) -> torch.Tensor:
-        """An expert's part of a stack; outputs: the dimension of what remains along which gate and up take turns."""
+        """Return an expert's part of a stack. outputs: dimension of the rest along which gate and up alternate."""
         name, expert = _stack(found) + ending, int(found[2])
         stack = self._tensors.find(name)
         if stack is None:

@@ -53,9 +53,9 @@ _GGUF_EXPERTS = {
     "w3": "ffn_up_exps",
     "w2": "ffn_down_exps",
 }
-"""All of a layer in one tensor."""
+"""Tensors that hold all experts of a layer."""
 _GGUF_OWN = {("gpt-oss", "ffn_norm"): "post_attention_norm"}
-"""What architectures call otherwise."""
+"""Names that only some architectures use."""
 _GGUF_PARAMETERS = {"self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.((.+)\.(weight|bias)|.+)")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
@@ -68,25 +68,26 @@ class Weights(Protocol):
     def read(self, name: str, out: torch.Tensor) -> None:
         """Write the tensor into `out` (contiguous, any dtype and device).
 
-        Raises ConfigError: missing, of another shape, of an unsupported type, or unreadable."""
+        Raises ConfigError if it is missing, of another shape, of an unsupported type, or unreadable."""
 
     def stored(self, name: str, shape: tuple[int, int]) -> Stored | None:
         """Return the tensor as stored, if that is a block format or codes; else None. Raises ConfigError as `read`."""
 
 
 class PlainWeights:
-    """Tensors without block formats."""
+    """Tensors without block formats. Implements `Weights.stored`."""
 
     def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
         return None
 
 
 class GGUFWeights:
-    """A GGUF file; tensors are dequantised as they are read, through one buffer for their stored bytes.
+    """Implements `Weights` for a GGUF file, dequantising tensors as they are read.
+
+    One buffer holds a tensor's stored bytes.
 
     permuted_heads: (query heads, K/V heads) of files whose q and k rows are reordered for interleaved rotation, else
-    None.
-    """
+    None."""
 
     def __init__(self, file: GGUFFile, permuted_heads: tuple[int, int] | None):
         self._file = file
@@ -102,8 +103,7 @@ class GGUFWeights:
         dequantise(self._ordered(name, tensor), tensor.type, out)
 
     def _join(self, parts: list[GGUFTensor], out: torch.Tensor) -> None:
-        """What makes keys and values of a latent, which lie apart: of each head those of its keys [rank, dims] and of
-        its values [dims, rank]."""
+        """Join the parts of a latent's expansion: per head, its keys' [rank, dims] and its values' [dims, rank]."""
         keys, values = (torch.empty(part.shape) for part in parts)
         for part, read in zip(parts, (keys, values), strict=True):
             dequantise(self.bytes_of(part), part.type, read)
@@ -137,7 +137,7 @@ class GGUFWeights:
         return raw
 
     def rope_divisors(self) -> torch.Tensor | None:
-        """Per-frequency divisors of the rotary embedding that the file carries (Llama 3), or None."""
+        """Return the file's per-frequency divisors of the rotary embedding (Llama 3), or None."""
         tensor = self._file.tensors.get("rope_freqs.weight")
         if tensor is None:
             return None
@@ -165,8 +165,9 @@ class GGUFWeights:
 
 
 def half_split_rows(rows: torch.Tensor, heads: int) -> None:
-    """Reorder in place the stored rows [rows, bytes] of a q or k projection (or the entries of its bias) from each
-    head's interleaved order (0, d/2, 1, d/2 + 1, ...) to the half-split order (0, 1, ..., d - 1)."""
+    """Reorder in place stored rows [rows, bytes] of a q or k projection, or the entries of its bias.
+
+    Each head goes from the interleaved order (0, d/2, 1, d/2 + 1, ...) to the half-split order (0, 1, ..., d - 1)."""
     for head in rows.view(heads, -1, rows.shape[1]):
         head.copy_(head.view(-1, 2, rows.shape[1]).transpose(0, 1).reshape(head.shape))
 
@@ -185,7 +186,7 @@ def _gguf_name(name: str, architecture: str) -> tuple[str, int | None]:
 
 
 def _parts_of(name: str) -> list[str]:
-    """Names under which newer files keep a tensor in two."""
+    """Return the names under which newer files keep a tensor in two."""
     layer = _LAYER.fullmatch(name)
     if layer is None or layer[2] != "self_attn.kv_b_proj.weight":
         return []
@@ -193,7 +194,7 @@ def _parts_of(name: str) -> list[str]:
 
 
 def _part(tensor: GGUFTensor, index: int) -> GGUFTensor:
-    """One of those that are laid together along the tensor's outermost dimension."""
+    """Return one of the tensors that are concatenated along the outermost dimension."""
     count, *shape = tensor.shape
     if index >= count:
         raise ConfigError(f"tensor {tensor.name} has {count} experts, the config says more", param="model")

@@ -13,21 +13,22 @@ from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.lora import Adapter, Layers
 
 BY_INPUT = ("o", "down")
-"""Dense layers of whose inputs a rank has a part: see `engine.ranks.weights.INPUTS`."""
+"""Dense layers that are sharded by inputs: see `engine.ranks.weights.INPUTS`."""
 
 
 @dataclass(slots=True, eq=False)
 class ShardedAdapter(Adapter):
-    """The first rank's. others: the layers of each other one, in the host's memory, until they have them."""
+    """Adapter on the first rank. others: layers of the other ranks, in host memory until those have them."""
 
     others: tuple[Layers, ...] = ()
 
     def release(self) -> None:
+        """Free the weights."""
         self.layers = self.others = ()
 
 
 def joined_layers(layers: Layers, group: Group, device: torch.device) -> Layers:
-    """A rank's, on its device: what the first matrix makes of inputs is added up where each rank has some of them."""
+    """Return a rank's layers on its device; products of sharded inputs are summed over ranks."""
     return tuple(
         {
             name: tuple(replace(part.to(device), joined=group.sum if name in BY_INPUT else None) for part in parts)
@@ -38,10 +39,9 @@ def joined_layers(layers: Layers, group: Group, device: torch.device) -> Layers:
 
 
 class Numbers:
-    """Numbering of the adapters on other ranks; owned by the engine thread.
+    """Numbering of the adapters on other ranks. Owned by the engine thread.
 
-    take: sends an adapter to the ranks under its number; drop: tells them to free it. take: tells them of one, by its
-    number; drop: that nobody computes with it any more."""
+    take: sends an adapter to the ranks under its number. drop: tells them to free it."""
 
     def __init__(self, take: Callable[[int, ShardedAdapter], None], drop: Callable[[int], None]) -> None:
         self._take, self._drop = take, drop
@@ -51,7 +51,7 @@ class Numbers:
         return self._known[adapter]
 
     def bring(self, plan: BatchPlan) -> None:
-        """Before a step: the others get what it needs, and let go of what was released."""
+        """Send the other ranks the adapters that the step needs, and free released ones. Called before a step."""
         for adapter in [each for each in self._known if not each.layers]:
             self._drop(self._known.pop(adapter))
         for adapter in (each.adapter for each in plan.adapted):

@@ -18,14 +18,17 @@ from kvferry.kernels.decoder_step import always
 from kvferry.kernels.lora import Adapter, Layers
 
 Hear = Callable[[], bytes]
-"""The first rank's next message. Raises OSError or EOFError once it is gone."""
+"""Callable that returns the next message of rank 0; it raises OSError or EOFError once rank 0 is gone."""
 GO_ON, STOP = b"1", b"0"
-"""Said between two layers to those who ask."""
+"""Answers that rank 0 sends between two layers to ranks that ask whether to continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """`Decoder.forward`; asks: between layers whether it is still wanted; draws: with the logits of all tokens."""
+    """Message: run `Decoder.forward`.
+
+    asks: ranks ask between layers whether the result is still wanted; draws: logits of all tokens are computed as well.
+    """
 
     token_ids: torch.Tensor
     plan: BatchPlan
@@ -34,6 +37,7 @@ class Forward:
     draws: bool
 
     def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+        """Run the forward pass on this rank."""
         wanted: Wanted = (lambda: hear() == GO_ON) if self.asks else always
         token_ids, plan = part.inputs(self.token_ids, self.plan)
         hidden = part.decoder.forward(token_ids, kv, plan, wanted, self.halfway and part.brought(self.halfway))
@@ -43,22 +47,24 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """`Decoder.logits`."""
+    """Message: run `Decoder.logits`."""
 
     hidden: torch.Tensor
 
     def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+        """Compute this rank's logits."""
         part.decoder.logits(self.hidden.to(part.decoder.device))
 
 
 @dataclass(frozen=True, slots=True)
 class CopyBlock:
-    """`Decoder.copy_block`."""
+    """Message: run `Decoder.copy_block`."""
 
     source: int
     target: int
 
     def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+        """Copy the block in this rank's pool."""
         part.decoder.copy_block(kv, self.source, self.target)
 
 
@@ -71,6 +77,7 @@ class TakeAdapter:
     others: tuple[Layers, ...]
 
     def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+        """Store this rank's part of the adapter."""
         own = joined_layers(self.others[part.group.rank - 1], part.group, part.decoder.device)
         part.adapters[self.number] = Adapter(self.id, own)
 
@@ -82,6 +89,7 @@ class DropAdapter:
     number: int
 
     def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+        """Free the adapter."""
         part.adapters.pop(self.number).release()
 
 
@@ -89,7 +97,9 @@ Call = Forward | Logits | CopyBlock | TakeAdapter | DropAdapter
 
 
 def packed(call: Call, numbers: Numbers | None = None) -> bytes:
-    """numbers: of the adapters in it."""
+    """Encode a call as bytes.
+
+    numbers: numbers of the adapters that the call names."""
     out = io.BytesIO()
     _Pickler(out, numbers).dump(call)
     return out.getvalue()
@@ -97,9 +107,9 @@ def packed(call: Call, numbers: Numbers | None = None) -> bytes:
 
 @torch.inference_mode()
 def follow(part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
-    """Do what the first rank says, to the pool `kv`: all of it where it is shared, or this rank's own.
+    """Execute the calls of rank 0 on the pool `kv` until `hear` raises.
 
-    Ends by what `hear` raises."""
+    `kv` is the whole pool where the ranks share it, else this rank's own."""
     kv = part.of_pool(kv)
     while True:
         call: Call = _Unpickler(io.BytesIO(hear()), part.adapters).load()

@@ -1,10 +1,9 @@
 """Collective operations of ranks with a device each, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
-They meet over a file that has no name: anyone who has its descriptor is one of them. Each has its own group object, of
-no process-wide registry, so a process may be a rank of several nodes. torch knows the file by its descriptor's number
-and writes to it again when a group ends, so a group has a descriptor of its own, which is open for longer than that:
-what else got its number would be written to, or end the process where it is no file.
-"""
+The ranks rendezvous over an unlinked file: every process with its descriptor is a member. A rank has a group object of
+its own and uses no process-wide registry, so a process may be a rank of several nodes. torch opens the file by its
+descriptor's number and writes to it again when a group ends. A group therefore keeps a duplicate descriptor that stays
+open longer: otherwise torch would write to any file that was given the same number, or fail where it is no file."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ import torch.distributed as dist
 from kvferry.engine.ranks.shard import FLAG
 from kvferry.protocol.errors import ConfigError, reason
 
-_dist: Any = dist  # its backends have no types
+_dist: Any = dist  # torch's process groups have no type stubs
 PATIENCE = timedelta(seconds=120)
-"""Ranks are there within it, and none is behind another by more in a step: anyone who waits for longer gives up."""
+"""Longest wait for another rank, at the rendezvous and within a step; the group fails afterwards."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -30,24 +29,28 @@ def device_of(rank: int, first: torch.device) -> torch.device:
 
 
 class DeviceGroup:
-    """Implements `engine.ranks.group.Group` of tensors on `device`, once it is connected.
+    """Implements `engine.ranks.group.Group` for tensors on `device`, once it is connected.
 
-    A sum is the same on all ranks, for each number is added up in one place; in which order, depends on that place."""
+    A sum is the same on all ranks, since each number is added up in one place. The order of addition depends on the
+    place."""
 
     apart = True
 
     def __init__(self, rank: int, ranks: int, device: torch.device, meeting_fd: int) -> None:
-        """meeting_fd: of a file that all ranks have, empty before the first one connects; it may be closed at once.
+        """Create an unconnected group.
 
-        Raises OSError."""
+        meeting_fd: descriptor of a file that all ranks share, empty before the first one connects. It may be closed at
+        once.
+
+        Raises OSError if the descriptor cannot be duplicated."""
         self.rank, self.ranks = rank, ranks
         self._device, self._meeting_fd = device, os.dup(meeting_fd)
         self._backend: Any = None
 
     def connect(self) -> None:
-        """Returns once all ranks are connected, and a sum of theirs is right.
+        """Return once all ranks are connected and a test sum is right.
 
-        Raises ConfigError: they are not in time."""
+        Raises ConfigError if they are not connected in time."""
         try:
             store = _dist.FileStore(f"/proc/self/fd/{self._meeting_fd}", self.ranks)
             self._backend = self._nccl(store) if self._device.type == "cuda" else self._gloo(store)
@@ -59,10 +62,10 @@ class DeviceGroup:
             raise ConfigError(f"the {self.ranks} ranks add up wrong numbers: {found[0]}", param=FLAG)
 
     def close(self) -> None:
-        """End what is connected.
+        """Close the connections.
 
-        Not while anybody brings something; of a group that was left, the descriptor stays. NCCL's ends with the
-        process: it may wait for ranks that are gone."""
+        Must not be called while an operation is running. An abandoned group leaves its descriptor open. NCCL's
+        communicator ends with the process, because ending it may wait for ranks that are gone."""
         if self._backend is not None and self._device.type == "cpu":
             self._backend = None
             os.close(self._meeting_fd)
@@ -77,10 +80,10 @@ class DeviceGroup:
         return out.view(self.ranks, *x.shape)
 
     def written(self) -> None:
-        """Each rank writes what all heads share into its own pool."""
+        """Do nothing: each rank writes shared heads' K/V into a pool of its own."""
 
     def _gloo(self, store: Any) -> Any:
-        """Within this machine alone."""
+        """Return a gloo backend that listens on loopback only."""
         kind = _dist.ProcessGroupGloo
         options = kind._Options()
         options._devices = [kind.create_device(hostname=LOOPBACK)]
@@ -88,7 +91,7 @@ class DeviceGroup:
         return kind(store, self.rank, self.ranks, options)
 
     def _nccl(self, store: Any) -> Any:
-        """What NCCL listens on while it connects is for this machine alone, unless the environment says otherwise."""
+        """Return an NCCL backend; its bootstrap listens on loopback unless the environment says otherwise."""
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         kind = _dist.ProcessGroupNCCL
         options = kind.Options()

@@ -12,13 +12,13 @@ import torch
 
 
 class Group(Protocol):
-    """One rank's way to the others.
+    """Collective operations of one rank.
 
-    All ranks call the same operations, with as many numbers, in the same order. Raises where another rank is gone;
-    after that the group is of no use.
+    All ranks call the same operations, with as many numbers, in the same order. Operations raise if another rank is
+    gone; the group is unusable afterwards.
 
-    rank   which one this is, of `ranks`
-    apart  each rank has a pool of its own, of its heads; otherwise all share one, which is whole
+    rank   this rank's number, below `ranks`
+    apart  each rank has a pool of its own with its heads' K/V; otherwise all ranks share one whole pool
     """
 
     rank: int
@@ -26,11 +26,12 @@ class Group(Protocol):
     apart: bool
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x, float32 and contiguous, plus what the others bring, in place; the same bits on all ranks."""
+        """Add the other ranks' x to x in place: float32, contiguous; the result is bit-identical on all ranks."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gather float32 x of all ranks: [ranks, *x.shape]."""
 
     def written(self) -> None:
-        """Returns once what all heads share of a layer can be read: where the pool is shared, the first rank alone
-        writes it."""
+        """Return once the K/V that all heads of a layer share can be read.
+
+        In a shared pool rank 0 alone writes it."""

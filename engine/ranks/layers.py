@@ -14,7 +14,7 @@ from kvferry.kernels.decoder_spec import Experts, Gated, Gqa, Latent, Linear
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """A dense layer of whose inputs the rank has a part: outputs are added up in float32, and rounded once."""
+    """Dense layer with a shard of the inputs; outputs are summed over ranks in float32 and rounded once."""
 
     own: Linear
     group: Group
@@ -29,7 +29,9 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Embedding or head: of `size` words, of which the rank has `words` from its own first one on."""
+    """Sharded embedding or head.
+
+    size: words of the vocabulary; words: words of this rank, beginning with its own first one."""
 
     own: Linear
     group: Group
@@ -51,9 +53,9 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class ShardedNorm:
-    """RMS norms of q and k that go over the heads of all ranks, of which each has as many.
+    """RMS norm of q and k over the heads of all ranks; each rank has equally many.
 
-    q_norm, k_norm: of the rank's own."""
+    q_norm, k_norm: weights of this rank's heads."""
 
     q_norm: torch.Tensor
     k_norm: torch.Tensor
@@ -94,7 +96,7 @@ def joined(parameters: Parameters, group: Group, config: DecoderConfig) -> Param
 
 
 def _joined_heads(attention: Gqa | Latent, group: Group, config: DecoderConfig) -> Gqa | Latent:
-    """What all heads cache of a token in latent attention may be another rank's to write."""
+    """Replace the cache write of latent attention, where rank 0 writes what all heads share."""
     o = Summed(attention.o, group)
     if isinstance(attention, Latent):
         return replace(attention, o=o, awaited=group.written)
@@ -105,7 +107,7 @@ def _joined_heads(attention: Gqa | Latent, group: Group, config: DecoderConfig) 
 
 
 def _joined(mlp: Gated | Experts, group: Group) -> Gated | Experts:
-    """What experts put out is added up once it is their tokens'."""
+    """Sum the experts' outputs over ranks once they are back in token order."""
     if isinstance(mlp, Experts):
         return replace(mlp, joined=group.sum)
     return replace(mlp, down=Summed(mlp.down, group))

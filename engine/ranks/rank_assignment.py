@@ -10,11 +10,14 @@ from kvferry.engine.ranks.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """One rank's. group: its way to the others; whole_experts: see `Shard`."""
+    """Assignment of one rank.
+
+    group: collective operations with the other ranks; whole_experts: see `Shard`."""
 
     group: Group
     whole_experts: bool = False
 
     @property
     def shard(self) -> Shard:
+        """Return the rank's shard."""
         return Shard(self.group.rank, self.group.ranks, self.whole_experts)

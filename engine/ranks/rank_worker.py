@@ -15,7 +15,9 @@ from kvferry.kernels.lora import Adapter
 
 
 class RankWorker:
-    """One rank's. decoder: the part of `group.rank`; adapters: of ranks but the first, by their numbers."""
+    """State of one rank.
+
+    decoder: shard of `group.rank`; adapters: by number, on ranks other than rank 0."""
 
     def __init__(self, decoder: Decoder, group: Group) -> None:
         self.decoder, self.group = decoder, group
@@ -23,8 +25,9 @@ class RankWorker:
         self._staging = Staging(decoder.device)
 
     def of_pool(self, kv: torch.Tensor) -> torch.Tensor:
-        """Its part of the pool [block, layer, plane, kv_head, slot, dim]: of each block its heads' bytes; all of it
-        where the heads share what is cached, or where it is the rank's own."""
+        """Return the rank's part of the pool [block, layer, plane, kv_head, slot, dim]: the bytes of its heads.
+
+        That is the whole pool where the heads share what is cached, or where the pool is the rank's own."""
         config = self.decoder.config
         if self.group.apart or config.latent is not None:
             return kv
@@ -33,7 +36,7 @@ class RankWorker:
     def inputs(self, token_ids: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, BatchPlan]:
         """Copy a step's inputs from host memory to the rank's device; they are valid until the next call.
 
-        Where all heads share what is cached, and the ranks their pool, the first rank writes for all."""
+        Rank 0 writes for all where the heads share what is cached and the ranks share a pool."""
         slots = plan.slots
         if self.group.rank and not self.group.apart and self.decoder.config.latent is not None:
             slots = torch.full_like(slots, -1)

@@ -18,7 +18,9 @@ BY_EXPERT = "enable_expert_parallel"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of `rank`, one of so many. whole_experts: of the routed experts each is one rank's."""
+    """Part of one rank among several.
+
+    whole_experts: each routed expert belongs to one rank."""
 
     rank: int
     ranks: int
@@ -42,7 +44,9 @@ class Shard:
         )
 
     def _of_experts(self, experts: ExpertsConfig) -> ExpertsConfig:
-        """Where the ranks do not divide their number, some have one more than others; the first one has any."""
+        """Return the rank's experts.
+
+        Where the count does not divide evenly, some ranks have one more, and rank 0 has at least one."""
         shared = self._part(experts.shared, "width of shared experts")
         if not self.whole_experts:
             return replace(experts, size=self._part(experts.size, "width of an expert"), shared=shared)

@@ -20,10 +20,14 @@ from kvferry.protocol.errors import reason
 
 
 class ShardedModel(Model):
-    """A `Model`. Whatever it computes, it tells the other ranks before, and what it returns is there once their K/V is
-    in the pool, too: in the one that all of them share, or in theirs. own: of this rank; tell: brings them a message,
-    in order. Raises DeviceLost for whatever goes wrong on the way, and ever after: the ranks compute no longer the
-    same."""
+    """Sharded model on rank 0, implementing `Model`.
+
+    Every computation is announced to the other ranks first. A result is returned once their K/V is in the shared pool,
+    or in their own.
+
+    Raises DeviceLost for any failure on the way, and on every later call: the ranks' states may differ by then.
+
+    own: state of rank 0; tell: sends a message to the other ranks, in order."""
 
     resumable = True
     fed_by_host = True
@@ -45,6 +49,7 @@ class ShardedModel(Model):
         wanted: Wanted = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
+        """Return the hidden states of all tokens: see `Model`."""
         with self._together():
             asks = wanted is not always
             self._tell_step(Forward(token_ids, plan, halfway, asks, draws=False))
@@ -52,16 +57,19 @@ class ShardedModel(Model):
             return self._forward(token_ids, kv, plan, wanted, halfway)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocab]."""
         with self._together():
             self._tell(packed(Logits(hidden)))
             return self.own.decoder.logits(hidden)
 
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
+        """Compute a step of decodes and return its logits."""
         with self._together():
             self._tell_step(Forward(token_ids, plan, None, asks=False, draws=True))
             return NextLogits(self.own.decoder.logits(self._forward(token_ids, kv, plan)))
 
     def copy_block(self, kv: torch.Tensor, source: int, target: int) -> None:
+        """Copy the block in every rank's pool."""
         with self._together():
             if self.own.group.apart:
                 self._tell(packed(CopyBlock(source, target)))

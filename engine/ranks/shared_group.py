@@ -1,8 +1,8 @@
 """Collective operations of ranks through shared memory.
 
-A rank lays down what it brings, waits until all have done so, and reads what lies there. Places are used in turn: who
-lays something down in one of them was at the meeting behind its last use, to which nobody comes before it has read.
-"""
+Each rank writes its operand, waits until all ranks have written, then reads all operands. Buffers alternate: a rank
+writes to a buffer only after a barrier that follows the buffer's last use, and no rank reaches that barrier before it
+has read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 TURNS = 2
+"""Buffers that alternate."""
 ROOM = 1 << 18
-"""Numbers that are brought at once: 1 MiB. More go in pieces."""
+"""Numbers per exchange: 1 MiB. Longer operands are exchanged in pieces."""
 
 
 class SharedGroup:
-    """Implements `engine.ranks.group.Group`: sums are added in the order of the ranks, so a number's bits depend on no
-    other one.
+    """Implements `engine.ranks.group.Group` by sums in rank order, so a number's bits depend on no other number.
 
-    places  float32 [TURNS, ranks, room], shared by all
-    meet    returns once every rank has called it; what was written to shared memory before is seen after
+    places  float32 [TURNS, ranks, room], shared by all ranks
+    meet    barrier: returns once every rank has called it; earlier writes to shared memory are visible afterwards
     """
 
     apart = False

@@ -19,18 +19,20 @@ OUTPUTS = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj",
     "gate_proj", "up_proj", "gate_up_proj", "w1", "w3",
 )  # fmt: skip
-"""Dense layers of whose outputs a rank has a part."""
+"""Dense layers whose outputs are divided among ranks."""
 INPUTS = ("o_proj", "down_proj", "w2")
-"""Those of whose inputs it has; what they put out is added up."""
+"""Dense layers whose inputs are divided among ranks; their outputs are summed."""
 RUN = 32
-"""Inputs of one scale of activations in int8."""
+"""Inputs that share one scale when activations are quantised to int8."""
 LARGE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
-"""Kinds of stored rows with 256 inputs in a block; the others have 32."""
+"""GGUF quantisations with 256 inputs in a block; the others have 32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Along dimension `dim` a tensor is made of stretches of these lengths, of each of which a rank has a part."""
+    """Division of a tensor among ranks along dimension `dim`.
+
+    Along it the tensor consists of stretches of these lengths, and each stretch is divided."""
 
     dim: int
     wholes: tuple[int, ...]
@@ -54,7 +56,7 @@ class Cut:
 
 
 class ShardWeights:
-    """`Weights` of the decoder that `shard.of(config)` tells."""
+    """Implements `Weights` for the decoder of `shard.of(config)`."""
 
     def __init__(self, weights: Weights, config: DecoderConfig, shard: Shard) -> None:
         self._weights, self._config, self._shard = weights, config, shard
@@ -68,7 +70,7 @@ class ShardWeights:
             self._weights.read(name, whole)
             out.copy_(cut.part(whole, self._shard))
         if self._shard.rank and name.endswith(tuple(f"{layer}.bias" for layer in INPUTS)) and not self._entire(name):
-            out.zero_()  # added once
+            out.zero_()  # a bias is added on one rank only
 
     def stored(self, name: str, shape: tuple[int, int]) -> Stored | None:
         cut = self._cut(name, shape)
@@ -85,9 +87,9 @@ class ShardWeights:
         return StoredRows(rows.kind, self._columns(rows.data))
 
     def peaks(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        """See `engine.models.reader.Peaks`.
+        """Return the rank's part of the activations' peaks: see `engine.models.reader.Peaks`.
 
-        Raises ConfigError where that would cut a run of inputs that is quantised with one scale."""
+        Raises ConfigError where the cut would divide a run of inputs that is quantised with one scale."""
         cut = self._cut(name, shape)
         if cut is None or cut.dim == 0:
             return None
@@ -123,7 +125,7 @@ class ShardWeights:
         return self._shard.whole_experts and ".experts." in name
 
     def _cut(self, name: str, own: tuple[int, ...]) -> Cut | None:
-        """How the tensor of which the rank's part has this shape is divided; None: each rank has all of it."""
+        """Return how the tensor is divided whose part on this rank has shape `own`; None if each rank has all of it."""
         if self._entire(name):
             return None
         layer, _, kind = name.rpartition(".")

@@ -1,11 +1,10 @@
 """Lock on the CPU cores that several processes of one machine share.
 
-Threads of a computation wait for each other awake, so two computations on the same cores take far longer than one after
-the other. Who wants to compute takes the cores and leaves them again, in order of arrival. Only speed depends on
-it: who waited for too long computes all the same. Two robust mutexes in memory that the
-processes share, `next` for who is the next and `held` for who computes; those of a process that dies are free again.
-Beside them is the time until which somebody who waits has something urgent to do.
-"""
+Threads of a computation wait for each other by spinning, so two computations on the same cores take far longer than one
+after the other. A process takes the cores before it computes and releases them afterwards, in order of arrival. Only
+speed depends on the lock: a process that waited too long computes without it. The lock is two robust mutexes in memory
+that the processes share, `next` for the next holder and `held` for the present one; the mutexes of a process that dies
+are free again. Beside them is the time until which a waiting process has urgent work."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from ctypes import byref, c_char, c_int, c_long, c_longlong, c_void_p
 
 _LIBC = ctypes.CDLL(None, use_errno=False)
 _SHARED, _ROBUST, _MONOTONIC = 1, 1, 1
-"""As Linux has PTHREAD_PROCESS_SHARED, PTHREAD_MUTEX_ROBUST and CLOCK_MONOTONIC."""
+"""Values of PTHREAD_PROCESS_SHARED, PTHREAD_MUTEX_ROBUST and CLOCK_MONOTONIC on Linux."""
 _MUTEX_BYTES, _ATTRIBUTE_BYTES = 128, 64
-"""At least what the types take."""
+"""Upper bounds of the sizes of pthread_mutex_t and pthread_mutexattr_t."""
 _URGENT_NS = 250_000_000
 
 
@@ -29,7 +28,7 @@ class _Timespec(ctypes.Structure):
 
 
 def make() -> int:
-    """A descriptor of the shared memory, for all that are to open it; -1 where the platform has no such mutexes."""
+    """Return a descriptor of the shared memory for all processes; -1 where the platform has no robust mutexes."""
     if not hasattr(os, "memfd_create") or not hasattr(_LIBC, "pthread_mutex_clocklock"):
         return -1
     descriptor = os.memfd_create("cores")
@@ -44,7 +43,7 @@ def make() -> int:
 
 
 class CoreLock:
-    """One process's view of them. A thread that takes them must be the one that leaves them."""
+    """One process's view of the lock. The thread that takes the cores must release them."""
 
     def __init__(self, descriptor: int) -> None:
         memory = mmap.mmap(descriptor, mmap.PAGESIZE)
@@ -62,6 +61,7 @@ class CoreLock:
             _LIBC.pthread_mutex_unlock(self._next)
 
     def leave(self) -> None:
+        """Release the cores."""
         _LIBC.pthread_mutex_unlock(self._held)
 
     def wanted(self) -> bool:
@@ -72,9 +72,9 @@ class CoreLock:
         return False
 
     def hurry(self) -> None:
-        """Anyone who has them should not keep them for the whole of a turn while others wait.
+        """Ask the holder not to keep the cores for a whole turn.
 
-        Soon forgotten. From any thread."""
+        The request expires soon. Thread-safe."""
         self._urgent_ns.value = time.monotonic_ns() + _URGENT_NS
 
     def calm(self) -> None:
@@ -94,7 +94,7 @@ def _mutexes(memory: mmap.mmap) -> tuple[c_void_p, c_void_p]:
 
 
 _kept: list[c_char] = []
-"""What keeps mappings from being undone under the mutexes in them: they last as long as the process."""
+"""Mappings of mutexes; kept until the process ends, since unmapping a mutex in use is undefined."""
 
 
 def _lock(mutex: c_void_p, end: float) -> bool:

@@ -10,28 +10,39 @@ from typing import Protocol
 from kvferry.engine.models.base import Wanted
 
 PATIENCE_S = 0.25
-"""The longest wait for the cores: who has them may be stopped, or compute what cannot be handed on."""
+"""Longest wait for the cores: their holder may be stopped, or compute something that cannot be interrupted."""
 LEAST_S = 0.005
-"""For which they are kept at least: handing them on takes a part of a millisecond."""
+"""Shortest turn: handing the cores over takes a part of a millisecond."""
 
 
 class SharedCores(Protocol):
     """Lock on shared cores: see `engine.shared_cores.core_lock`."""
 
-    def take(self, within_s: float) -> bool: ...
-    def leave(self) -> None: ...
-    def wanted(self) -> bool: ...
-    def hurry(self) -> None: ...
-    def calm(self) -> None: ...
-    def hurried(self) -> bool: ...
+    def take(self, within_s: float) -> bool:
+        """Take the cores; return False if they were not free in time."""
+
+    def leave(self) -> None:
+        """Release the cores."""
+
+    def wanted(self) -> bool:
+        """Return whether another process waits for the cores."""
+
+    def hurry(self) -> None:
+        """Mark this process's waiting work as urgent."""
+
+    def calm(self) -> None:
+        """Clear the urgent mark."""
+
+    def hurried(self) -> bool:
+        """Return whether another process's waiting work is urgent."""
 
 
 class CoreTurns:
     """Turns of one engine on shared cores; without a lock the cores are always its own.
 
-    A step with streams is one piece, and so is one of a short prompt: it takes milliseconds. A longer one keeps the
-    cores for `turn_s`, seconds, less what others kept them before: streams elsewhere have a token in every `turn_s`.
-    What is urgent elsewhere has them sooner. waited_s: seconds of the last step in which it did not have them."""
+    A step with streams or of a short prompt takes milliseconds and is not interrupted. A longer step keeps the cores
+    for `turn_s` seconds, less the time for which others kept them before: streams elsewhere get a token in every
+    `turn_s`. Urgent work elsewhere gets them sooner. waited_s: seconds of the last step without the cores."""
 
     def __init__(
         self, cores: SharedCores | None = None, turn_s: float = 0.0, clock: Callable[[], float] = time.monotonic
@@ -42,17 +53,16 @@ class CoreTurns:
         self._since = self._waited_s = self.waited_s = 0.0
 
     def hurry(self) -> None:
-        """Something urgent came for this engine: it wants the cores soon, for that or for what it computes before.
-
-        From any thread."""
+        """Announce urgent work of this engine, so that it gets the cores soon. Thread-safe."""
         if self._cores is not None:
             self._cores.hurry()
 
     @contextmanager
     def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
-        """Wait for the cores, and have them inside; whole: all the time; urgent: others should not let it wait.
+        """Hold the cores inside the context.
 
-        Yields what is to be asked between layers instead of `wanted`."""
+        whole: without interruption; urgent: others should not make it wait. Yields the function to ask between layers
+        instead of `wanted`."""
         if self._cores is None:
             yield wanted
             return
@@ -64,7 +74,7 @@ class CoreTurns:
             self._leave()
 
     def _hand_on(self) -> bool:
-        """Let others have the cores, if it is time to. Always true."""
+        """Let others have the cores if it is time to. Always return True."""
         if self._cores and self._has and self._due(self._cores, self._clock() - self._since):
             self._leave()
             self._take(self._cores)
@@ -76,7 +86,7 @@ class CoreTurns:
         return (kept_s > self._turn_s - self._waited_s and cores.wanted()) or (not self._urgent and cores.hurried())
 
     def _take(self, cores: SharedCores) -> None:
-        """Who waited in vain does not wait again until the cores were free once."""
+        """Take the cores; after a wait in vain, do not wait again until they were free once."""
         began = self._clock()
         if self._urgent:
             cores.hurry()

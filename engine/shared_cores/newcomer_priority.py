@@ -1,10 +1,9 @@
 """Short pauses of decode in favour of a new prompt, where prefill and decode processes share the same CPU cores.
 
-Two processes that compute on the same cores at once are slower than one after the other, since threads wait for each
-other awake, and a prompt beside a flood of streams gets what these leave. A newcomer's tenant has had less of the
-nodes than those whose streams run, so its prompt has the cores first; streams go on as soon as it has come. They never
-stand still for long: waiting is paid for by steps.
-"""
+Two processes that compute on the same cores at once are slower than one after the other, since threads wait by
+spinning. A prompt that competes with many streams gets little of the cores. A newcomer's tenant has used less than the
+tenants of running streams, so its prompt has the cores first and the streams pause until it has arrived. Pauses are
+bounded: steps earn them."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from collections.abc import Callable
 from kvferry.engine.request_table import RequestTable
 
 LONGEST_S = 1.5
-"""That streams stand still."""
+"""Longest pause of running streams, in seconds."""
 BRIEF_S = 0.1
-"""The same between two steps where streams are newcomers' themselves."""
+"""Longest pause between two steps of which streams are newcomers' themselves, in seconds."""
 EARNED = 7.0
-"""Seconds of waiting that a second of steps pays for: streams keep an eighth of the time."""
+"""Seconds of pause that one second of steps earns: streams keep an eighth of the time."""
 
 
 class NewcomerPriority:
     """Pauses of one engine's streams for new prompts.
 
-    shares: whether prompts that come by grants are computed on its cores. Owned by the engine thread."""
+    shares: prompts that arrive by grants are computed on this engine's cores. The engine thread owns it."""
 
     def __init__(
         self, request_table: RequestTable, *, shares: bool, clock: Callable[[], float] = time.monotonic
@@ -46,12 +45,14 @@ class NewcomerPriority:
         return max(0.0, pause_s)
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long."""
+        """Record a step's duration."""
         self._since, self._stood_s = None, 0.0
         self._left_s = min(LONGEST_S, max(0.0, self._left_s) + EARNED * seconds)
 
     def _most_s(self) -> float:
-        """Between two steps: if a newcomer's prompt is computed elsewhere, and none here."""
+        """Return the longest pause before the next step, in seconds.
+
+        It is 0 unless a newcomer's prompt is computed elsewhere, and none here."""
         if not any(r.job.newcomer for r in self._request_table.seated if r.grant is not None):
             return 0.0
         here = [request for request in self._request_table.running if request.job.newcomer]
