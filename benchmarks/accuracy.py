@@ -1,12 +1,10 @@
-"""What each weight format costs in accuracy, against transformers in float32 with the same file's weights
-(`make bench-accuracy`).
+"""Measures the accuracy of each weight format against transformers in float32 with the same file's weights.
 
     python -m benchmarks.accuracy [--llama-quantize PATH] [--gguf FILE...] [--subjects 'q4_*,int8']
 
-On a fixed text: perplexity, and at how many positions the most likely next token is the reference's. Then greedy
-continuations of prompts cut from that text: how many tokens they share with the reference's before the first that
-differs. Prints the table of the README.
-"""
+`make bench-accuracy` runs it. On a fixed text it measures perplexity, and at how many positions the most likely next
+token is the reference's. Then it continues prompts cut from that text greedily, and counts the tokens before the first
+that differs from the reference's. It prints the table of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -40,12 +38,12 @@ from kvferry.worker.engine_factory import assemble
 
 PROSE = Path(__file__).with_name("prose.txt")
 PROMPTS, PROMPT_LEN, CONTINUED = 8, 64, 64
-"""Continuations: how many, and tokens of prompt and output of each."""
+"""Continuations, and prompt and output tokens of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model file with settings of a worker, by name. One whose settings this version lacks is left out."""
+    """Model file with the settings of a worker; subjects with settings that this version lacks are skipped."""
 
     name: str
     model: str
@@ -63,8 +61,10 @@ SUBJECTS = (
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a model makes of the text. logprobs: natural, of each token but the first; best: the most likely token in
-    its place; continuations: greedy tokens by prompt."""
+    """Output of one model for the text.
+
+    logprobs: natural logarithms, of each token but the first; best: the most likely token at each position;
+    continuations: greedy tokens by prompt."""
 
     logprobs: list[float]
     best: list[int]
@@ -76,25 +76,25 @@ class Answers:
 
 
 def shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
 
 
 def agreement(ours: Answers, theirs: Answers) -> tuple[float, float]:
-    """(share of positions with the same most likely token, mean length of the shared beginnings of continuations)."""
+    """Return the share of positions with the same most likely token, and the mean common prefix of continuations."""
     same = statistics.fmean(a == b for a, b in zip(ours.best, theirs.best, strict=True))
     pairs = zip(ours.continuations, theirs.continuations, strict=True)
     return same, statistics.fmean(shared(a, b) for a, b in pairs)
 
 
 def prompts_of(tokens: Sequence[int]) -> list[list[int]]:
-    """Equal pieces from all over the text."""
+    """Cut prompts of equal length from all over the text."""
     apart = (len(tokens) - PROMPT_LEN) // (PROMPTS - 1)
     return [list(tokens[i * apart : i * apart + PROMPT_LEN]) for i in range(PROMPTS)]
 
 
 def ask_engine(engine: Engine, tokens: Sequence[int]) -> Answers:
-    """Through the whole engine: scored in its chunks, continued in one batch."""
+    """Score the text in the engine's chunks and continue all prompts in one batch."""
     greedy = SamplingParams(max_tokens=CONTINUED, temperature=0.0, ignore_eos=True)
     score = replace(greedy, max_tokens=1, prompt_logprobs=1)
     engine.add(Job("text", 0, tuple(tokens), len(tokens), Generate(score), "accuracy"))
@@ -115,7 +115,7 @@ def ask_engine(engine: Engine, tokens: Sequence[int]) -> Answers:
 
 @torch.inference_mode()
 def ask_transformers(path: Path, tokens: Sequence[int]) -> Answers:
-    """The weights of the file, dequantised, in float32."""
+    """Compute the same with transformers: the file's weights, dequantised, in float32."""
     model = transformers_module().AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
     )

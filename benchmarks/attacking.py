@@ -1,4 +1,4 @@
-"""What all hostile clients of the benchmark do: ask on connections of their own, and count what they are answered."""
+"""Requests and answer counts of all hostile clients of the benchmark; each client has connections of its own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from benchmarks.load import post
 
 answers: Counter[str] = Counter()
-"""By status, or by what came instead."""
+"""Answers by status, or by error."""
 key = ""
-"""Of the API, which all of them present."""
+"""API key of all hostile clients."""
 
 
 async def exchange(port: int, data: bytes, *, wait_s: float = 30.0) -> bytes:

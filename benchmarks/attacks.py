@@ -1,11 +1,10 @@
-"""What hostile clients do, each by name, until they are ended by SIGTERM:
+"""Hostile clients, each by name; they run until SIGTERM.
 
     python -m benchmarks.attacks NAME PORT [KEY]
     python -m benchmarks.attacks burn SHARE
 
-The last one is no attack: it only uses so much of a core, which is what some attack costs its own machine. In the end
-a line of JSON tells how many answers there were of each status.
-"""
+`burn` is no attack: it uses a share of a core, which is what an attack costs its own machine. At the end each prints a
+line of JSON with the answers by status."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ NICE = 5
 
 
 async def bodies(port: int) -> None:
-    """As long as bodies may be, and longer: of one text, of numbers, of objects, of escapes, without their length."""
+    """Send bodies of the largest size and above: one text, numbers, objects, escapes, and bodies without a length."""
     chunked = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ntransfer-encoding: chunked\r\n\r\n"
     )
@@ -49,12 +48,12 @@ async def bodies(port: int) -> None:
 
 
 async def texts(port: int) -> None:
-    """A megabyte to be tokenised, again and again."""
+    """Send a megabyte of text to be tokenised, again and again."""
     await forever(port, 4, lambda turn: asking("/tokenize", {"prompt": f"{turn} {WORDS * 40_000}"}))
 
 
 async def grammars(port: int) -> None:
-    """Regular expressions and schemas that grow when they are compiled, none twice."""
+    """Send regular expressions and schemas that grow when compiled, none twice."""
 
     def ask(turn: int) -> bytes:
         regex = f"{turn}((a{{1,{900 + turn % 90}}}){{1,1000}}){{1,1000}}"
@@ -65,7 +64,7 @@ async def grammars(port: int) -> None:
 
 
 async def nested(port: int) -> None:
-    """JSON as deep as it is read, and deeper, where it is kept, rendered, or made a grammar of."""
+    """Send JSON at and above the nesting limit, where it is stored, rendered, or compiled as a grammar."""
 
     def deep(levels: int) -> Any:
         value: Any = "x"
@@ -86,7 +85,7 @@ async def nested(port: int) -> None:
 
 
 async def biases(port: int) -> None:
-    """As much of each list that changes what is drawn as a request may bring, for many tokens."""
+    """Send the longest allowed logit_bias and similar lists, for many tokens."""
     lists = {
         "logit_bias": {str(token): 1.0 for token in range(1000, 1300)},
         "allowed_token_ids": list(range(1000, 1000 + 2**15)),
@@ -100,18 +99,18 @@ async def biases(port: int) -> None:
 
 
 async def choices(port: int) -> None:
-    """Every request is a hundred and more."""
+    """Send requests with a hundred choices and more."""
     await forever(port, 2, lambda turn: completion(f"{turn} river", 16, n=128, logprobs=5, ignore_eos=True))
 
 
 async def prompts(port: int) -> None:
-    """Prompts as long as the context lets them be, none twice."""
+    """Send prompts as long as the context allows, none twice."""
     source = random.Random(2)
     await forever(port, 2, lambda turn: completion(random_prompt(source, 8000), 8))
 
 
 async def tools(port: int) -> None:
-    """As many tools as there may be, one of which must be called."""
+    """Send the largest number of tools, one of which must be called."""
 
     def ask(turn: int) -> bytes:
         fields = {
@@ -134,14 +133,14 @@ async def tools(port: int) -> None:
 
 
 async def stops(port: int) -> None:
-    """As many and as long stop strings as there may be, all of which nearly come."""
+    """Send the largest number of the longest stop strings, all of which almost match."""
     strings = ["a" * (960 + number) + "b" for number in range(63)]
     a = {"guided_regex": "a{4000}"}
     await forever(port, 4, lambda turn: completion(f"{turn} " + "a" * 200, 300, stop=strings, ignore_eos=True, **a))
 
 
 async def bytes_of_utf8(port: int) -> None:
-    """Bodies that are no UTF-8, and outputs that are none: of tokens that only go on with a character."""
+    """Send bodies that are not UTF-8, and ask for tokens that only continue a character."""
     found = await exchange(port, asking("/tokenize", {"prompt": "\U0010ffff", "add_special_tokens": False}))
     last = json.loads(found.partition(b"\r\n\r\n")[2])["tokens"][-1]
     told = [
@@ -153,12 +152,12 @@ async def bytes_of_utf8(port: int) -> None:
 
 
 async def vectors(port: int) -> None:
-    """As many texts to be embedded as a request may bring."""
+    """Send the largest number of texts to embed."""
     await forever(port, 2, lambda turn: asking("/v1/embeddings", {"input": [f"{turn} {n} river" for n in range(2048)]}))
 
 
 async def plain(port: int) -> None:
-    """No attack: short chats, as many as four clients get answered. What another tenant's fair half costs."""
+    """Send short chats from four clients: not an attack, but the cost of another tenant's fair half."""
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     await forever(port, 4, lambda turn: asking("/v1/chat/completions", body | {"seed": turn}))
 

@@ -1,11 +1,10 @@
-"""What copies of running streams cost, and what they save when a decode node is killed: two clusters of a prefill and
-two decode nodes, with buddies and with --no-buddies, by turns.
+"""Measures what replicas of running streams cost, and what they save when a decode node is killed.
 
     python -m benchmarks.buddies [--streams 8 --output 256 --long 512 --rounds 3]
 
-First, output tokens a second of streams that run to their end. Then one stream whose node is killed when it has that
-many tokens: the longest pause that its client sees, and how many tokens were computed again for it.
-"""
+Two clusters of a prefill and two decode nodes run, one with buddies and one with --no-buddies, and take turns. First:
+output tokens per second of streams that run to their end. Then: one stream whose node is killed when it has --long
+tokens; the longest pause that its client sees, and how many tokens were computed again for it."""
 
 from __future__ import annotations
 
@@ -33,18 +32,18 @@ from benchmarks.table import markdown
 WAYS = {"with buddies": (), "without": ("--no-buddies",)}
 PROMPT = 128
 BACK_S = 60.0
-"""Within which a killed node is there again."""
+"""Longest time in which a killed node must be back, in seconds."""
 
 
 async def rate(server: servers.Server, streams: int, output: int, source: random.Random) -> float:
-    """Output tokens a second of all of them."""
+    """Return the output tokens per second of all streams."""
     began = time.perf_counter()
     await asyncio.gather(*(complete(server.target, random_prompt(source, PROMPT), output) for _ in range(streams)))
     return streams * output / (time.perf_counter() - began)
 
 
 async def killed(server: servers.Server, output: int, source: random.Random) -> tuple[float, float]:
-    """(longest pause, tokens computed again) of a stream whose node is killed in its middle."""
+    """Kill the node of a stream in its middle; return the longest pause in seconds and the tokens computed again."""
     began = time.perf_counter()
     await complete(server.target, random_prompt(source, PROMPT), output)
     taken, before = time.perf_counter() - began, recomputed(server)
@@ -75,7 +74,7 @@ def metric(url: str, name: str, *labels: str) -> float:
 
 
 async def measure(clusters: dict[str, servers.Server], asked: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     rates: dict[str, list[float]] = {way: [] for way in clusters}
     losses: dict[str, list[tuple[float, float]]] = {way: [] for way in clusters}
     for number in range(asked.rounds + 1):

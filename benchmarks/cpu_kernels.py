@@ -3,11 +3,10 @@
     python benchmarks/cpu_kernels.py [--threads 2 --runs 9 --model smollm2 --only limits,dense,attention,latent,step]
 
 The limits (reading memory, multiplying bfloat16 in registers) are measured by the threads that run the kernels, in the
-same rounds as everything else. Forms of one subject run in turn, medians are printed, and outputs are compared before
-anything is timed. `step` is one decode step of the model without sampling; its GB/s count weights and K/V once.
-`engine` is the whole engine with scheduling and greedy sampling, in one process; `overhead` what its steps cost beside
-the model.
-"""
+same rounds as everything else. The forms of one subject run in turn, medians are printed, and outputs are compared
+before anything is timed. `step` is one decode step of the model without sampling; its GB/s count weights and K/V once.
+`engine` is the whole engine with scheduling and greedy sampling, in one process; `overhead` is what its steps cost
+beside the model."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def parse() -> argparse.Namespace:
 
 
 def report(title: str, limits: Limits, times: list[float], moved: float, work: float, unit: str = "") -> None:
-    """times: ours, the peer's or none, read, multiply."""
+    """Print a row. times: median seconds of ours, the peer if any, reading and multiplying."""
     ours, *peer, read, multiply = times
     gbs, gflops = limits.shares(read, multiply)
     line = f"{title:34} {ours * 1e3:9.3f} ms"
@@ -57,7 +56,7 @@ def report(title: str, limits: Limits, times: list[float], moved: float, work: f
 
 
 def bench_dense(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
-    """The dense layers of SmolLM2-135M, enough copies of them to come from memory."""
+    """Time the dense layers of SmolLM2-135M, with enough copies to exceed the caches."""
     import torch
     import torch.nn.functional as F
 
@@ -80,7 +79,7 @@ def bench_dense(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-unty
 
 
 def shuffled_plan(query_len: int, total_len: int, seqs: int):  # type: ignore[no-untyped-def]
-    """(plan, blocks in the pool) of equal sequences whose blocks lie in shuffled order."""
+    """Return a plan of equal sequences whose blocks lie in shuffled order, and the blocks of its pool."""
     import torch
 
     from kvferry.kernels.batch_plan import BatchPlan
@@ -98,7 +97,7 @@ def shuffled_plan(query_len: int, total_len: int, seqs: int):  # type: ignore[no
 
 
 def random_pool(blocks: int, layers: int, heads: int, dim: int, planes: int = 2):  # type: ignore[no-untyped-def]
-    """K and V in the memory that a node's pool has: on small pages, reading it would measure how these are found."""
+    """Return random K/V in a node's kind of memory; on small pages, page-table walks would dominate."""
     import torch
 
     from kvferry.worker.pool_memory import make_pool
@@ -140,7 +139,7 @@ def bench_latent(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-unt
 
 
 def bench_step(engines, ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
-    """One decode step and one prefill of the model, hidden states and logits."""
+    """Time one decode step and one prefill of the model, hidden states and logits."""
     import torch
 
     models = [engine.runner.model for engine in engines]
@@ -168,7 +167,7 @@ def bench_step(engines, ops, limits: Limits, runs: int) -> None:  # type: ignore
 
 
 def generate(engine, streams: int, prompt: int, output: int) -> float:  # type: ignore[no-untyped-def]
-    """Output tokens per second of the steps in which all streams decode."""
+    """Return output tokens per second of the steps in which all streams decode."""
     import random
 
     from kvferry.protocol.messages import Job

@@ -17,11 +17,11 @@ ROTATED, PLAIN, RANK, VALUE = 64, 128, 512, 128
 HEADS = {"V2-Lite": 16, "V3": 128}
 CHUNKS = ((512, 512), (512, 4096), (16, 4096), (1, 4096))
 Subject = tuple[str, Callable[[], "torch.Tensor"], Callable[[], "torch.Tensor"], float, float]
-"""Title, ours, the reference's, bytes of weights and cache, products times two in the cheaper form."""
+"""Title, our form, the reference's form, bytes of weights and cache, twice the products of the cheaper form."""
 
 
 def weights(ops: CpuOps, heads: int) -> Latent:
-    """Random ones, of what latent attention multiplies itself."""
+    """Return random weights of the products inside latent attention."""
     import torch
 
     from kvferry.kernels.decoder_spec import Latent
@@ -42,8 +42,10 @@ def latent_subjects(
     plan_of: Callable[[int, int, int], tuple[BatchPlan, int]],
     pool_of: Callable[[int, int, int, int, int], torch.Tensor],
 ) -> Iterator[Subject]:
-    """plan_of: (plan, blocks of the pool) of query tokens, total tokens and sequences; pool_of: of blocks, layers,
-    heads, head dim and planes."""
+    """Yield the subjects.
+
+    plan_of: takes query tokens, total tokens and sequences and returns (plan, blocks of the pool); pool_of: takes
+    blocks, layers, heads, head dim and planes."""
     import torch
 
     from kvferry.kernels.latent import expands

@@ -1,9 +1,8 @@
-"""A larger target for a draft model, where no pair of trained models is at hand: the demo model in bfloat16 with more
-layers behind its own, which add nothing to what passes through them.
+"""Makes a larger target for a draft model where no pair of trained models is at hand.
 
-It says what the demo model says and takes as long as a model of that depth. So drafts of the demo model's file are
-right as often as its quantised weights agree with the same ones in bfloat16: more often than those of most real pairs.
-"""
+The target is the demo model in bfloat16 with more layers behind its own, which add nothing to their inputs. It produces
+the demo model's text and takes as long as a model of that depth. Drafts of the demo model's file are right as often as
+its quantised weights agree with the bfloat16 weights, which is more often than in most real pairs."""
 
 from __future__ import annotations
 
@@ -15,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-"""What a layer puts out is a product with one of these."""
+"""A layer's output is a product with one of these tensors."""
 
 
 def deepen(plain: Path, target: Path, times: int) -> Path:
-    """`plain`, a directory with a model of the Llama family in one file of weights, with `times` as many layers."""
+    """Write a copy of `plain` with `times` as many layers to `target`; return its path.
+
+    `plain` is a directory with a model of the Llama family in one file of weights."""
     if target.exists():
         return target
     unfinished = target.with_suffix(".unfinished")

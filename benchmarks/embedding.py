@@ -1,9 +1,8 @@
-"""Embeddings a second: the engine against one padded batch of transformers, by turns, with the same weights.
+"""Measures embeddings per second: the engine against one padded batch of transformers, in turns, with the same weights.
 
     python -m benchmarks.embedding [--model MODEL ...] [--inputs 64] [--rounds 5]
 
-Without --model: the demo model, and a random encoder of the shape of all-MiniLM-L6 (6 layers of 384).
-"""
+Without --model it uses the demo model, and a random encoder of the shape of all-MiniLM-L6 (6 layers of 384)."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ LENGTHS = (8, 40)
 
 
 def prompts(count: int, vocabulary: int) -> list[list[int]]:
-    """Random texts whose lengths are spread evenly; none shares a prefix with another."""
+    """Return random texts with evenly spread lengths; none shares a prefix with another."""
     chosen = torch.Generator().manual_seed(5)
     lengths = torch.linspace(*LENGTHS, count).round().int()[torch.randperm(count, generator=chosen)]
     return [torch.randint(1000, vocabulary, (int(n),), generator=chosen).tolist() for n in lengths]
 
 
 def by_engine(engine: Engine, texts: Sequence[Sequence[int]], task: PoolingConfig, turn: int) -> torch.Tensor:
-    """Vectors [text, width]; the prefix cache holds none of them."""
+    """Return vectors [text, width]; the prefix cache holds none of them."""
     for index, ids in enumerate(texts):
         job = Job(f"{turn}-{index}", 0, tuple(ids), len(ids), Embed(task.pooling), "bench", namespace=str(turn))
         engine.add(job)
@@ -61,7 +60,7 @@ def by_engine(engine: Engine, texts: Sequence[Sequence[int]], task: PoolingConfi
 
 @torch.inference_mode()
 def by_transformers(module: Any, texts: Sequence[Sequence[int]], task: PoolingConfig) -> torch.Tensor:
-    """Vectors [text, width] of one padded batch."""
+    """Return vectors [text, width] of one padded batch."""
     lengths = torch.tensor([len(ids) for ids in texts])
     places = torch.arange(int(lengths.max()))
     mask = (places < lengths[:, None]).long()
@@ -77,7 +76,7 @@ def by_transformers(module: Any, texts: Sequence[Sequence[int]], task: PoolingCo
 
 
 def compare(model: str, count: int, rounds: int) -> None:
-    """Print medians of both in embeddings a second, and how far their vectors are apart."""
+    """Print medians of both in embeddings per second, and the distance between their vectors."""
     source = resolve(model)
     task, engine = read_task(source), assemble(WorkerSettings(model=model)).engine
     module, texts = plain(source), prompts(count, engine.runner.model.info.vocab_size)
@@ -102,7 +101,7 @@ def compare(model: str, count: int, rounds: int) -> None:
 
 
 def plain(source: ModelSource) -> Any:
-    """transformers' own, in the number format that is fastest here."""
+    """Return transformers' own model, in the number format that is fastest here."""
     transformers, dtype = transformers_module(), auto_dtype(torch.device("cpu"), compiled=False)
     if source.kind == "gguf":
         whole = transformers.AutoModelForCausalLM.from_pretrained(

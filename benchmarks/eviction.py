@@ -1,8 +1,8 @@
-"""Which idle blocks should leave a full pool first? Orders of eviction replayed over the seeded workloads.
+"""Replays orders of eviction over the seeded workloads: which idle blocks should leave a full pool first?
 
-One pool, the engine's own, takes each prompt when it comes and holds it for 0.3 s, as a node that is never late would;
-so all orders see the same requests in the same order. Told: for LRU, the share of the prompt tokens that was found and
-the share of the seconds of computing, attention included, that was saved; for the others, the seconds saved against
+One pool, the engine's own, takes each prompt on arrival and holds it for 0.3 s, as a node that is never late would. All
+orders therefore see the same requests in the same order. For LRU, the table shows the share of prompt tokens found in
+the cache and the share of compute seconds saved, attention included. For the others, it shows the seconds saved against
 LRU's, in percent: the mean of the seeds, and the least and the most of any.
 
     python -m benchmarks.eviction [workload ...]
@@ -28,11 +28,13 @@ COUNT, SEEDS, NODES = 1000, (0, 1, 2), 8
 SIZES = (1500, 3000, 6000)
 """Blocks of a pool."""
 STEP_S, HELD_S = 0.02, 0.3
-"""Of each token of an answer; and for how long a prompt's blocks are held."""
+"""Seconds of each output token, and seconds for which a prompt's blocks are held."""
 
 
 class Replay:
-    """A trace through one pool. found, prompts: tokens; saved_s, whole_s: of computing; pool_s: real, in the pool."""
+    """A trace through one pool.
+
+    found, prompts: tokens; saved_s, whole_s: seconds of computing; pool_s: real seconds spent in the pool's code."""
 
     def __init__(self, eviction: str, blocks: int) -> None:
         self.pool = Memory(blocks, eviction)
@@ -42,7 +44,7 @@ class Replay:
     def play(self, trace: Sequence[Scenario]) -> None:
         followers: dict[int, list[Scenario]] = {}
         coming: list[tuple[float, int, int]] = []
-        """(when, request, whether it comes or goes; clients that wait ask on their own clock)"""
+        """(time, request, True on arrival and False on departure); clients that wait ask on their own clock"""
         for ask in trace:
             if ask.after < 0:
                 coming.append((ask.at, ask.number, 0))
@@ -80,7 +82,7 @@ class Replay:
 
 
 def replayed(workload: str, eviction: str, blocks: int, seed: int) -> Replay:
-    """At the load of one node of the cluster that the simulator's case has."""
+    """Replay a workload at the load of one node of the simulator's cluster."""
     case = CASES[workload]
     replay = Replay(eviction, blocks)
     replay.play(WORKLOADS[case.workload](Asked(COUNT, case.rate / NODES, seed, LARGE.block_size)))

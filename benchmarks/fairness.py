@@ -2,10 +2,9 @@
 
     python -m benchmarks.fairness [--requests 40 --rounds 2 --flood 64 --serve "--prefill 0"]
 
-A tenant asks at a steady rate below its half of the machine: alone, while another tenant keeps `--flood` requests in
-the air, and while a flood comes with its own key, which nothing can tell from its own. The phases take turns in every
-round, on one cluster on the demo model; figures are of all rounds together.
-"""
+A tenant sends requests at a steady rate below its half of the machine: alone, while another tenant keeps `--flood`
+requests in flight, and while a flood uses the tenant's own key and cannot be told from its requests. The phases take
+turns in every round, on one cluster with the demo model; figures are of all rounds together."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ from benchmarks.workloads import percentile
 from kvferry.router.tenants.keys import entry, new_key
 
 PHASES = {"alone": "", "another tenant floods": "flood", "its own key floods": "steady"}
-"""What is measured, and whose key the flood has."""
+"""Phases, and the key that the flood uses."""
 SETTLE_S = 3.0
-"""How long a flood runs before requests count."""
+"""Seconds for which a flood runs before requests count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Phase:
-    """What was seen in it: the steady tenant's requests, and what the flood got done in how many seconds."""
+    """Figures of a phase: the steady tenant's requests, and the flood's requests and seconds."""
 
     steady: list[Completion] = field(default_factory=list)
     flooded: int = 0
@@ -58,8 +57,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A cluster and who asks it. The steady tenant has one request at a time, waits about `pause_s` before the next,
-    and begins none after `limit_s` seconds of a phase."""
+    """Cluster and its load.
+
+    The steady tenant has one request at a time, waits about `pause_s` before the next, and begins none after `limit_s`
+    seconds of a phase."""
 
     target: Target
     keys: dict[str, str]
@@ -70,7 +71,7 @@ class Load:
     limit_s: float
 
     async def phase(self, found: Phase, flooder: str, requests: int, source: random.Random) -> None:
-        """So many of the steady tenant's requests, with the key `flooder` flooding if there is one."""
+        """Run some of the steady tenant's requests, while the key `flooder` floods, if there is one."""
         counted = [0]
         async with self._flooding(flooder, source, counted):
             if flooder:
@@ -88,7 +89,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def _flooding(self, flooder: str, source: random.Random, counted: list[int]) -> AsyncIterator[None]:
-        """Its requests are cut off at the end."""
+        """Flood while the context is open; its requests are cancelled at the end."""
 
         async def client(seed: float) -> None:
             own = random.Random(seed)
@@ -112,7 +113,7 @@ class Load:
 
 
 def report(phases: dict[str, Phase]) -> str:
-    """A Markdown table, with the ratios to being alone."""
+    """Return a Markdown table with ratios to the phase without a flood."""
     alone = phases["alone"]
     lines = [
         "| | requests | TTFT p50 | p95 | p50 to alone | p95 to alone | flood's tokens/s |",

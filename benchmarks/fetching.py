@@ -1,11 +1,10 @@
-"""What a prefix on another node is worth: the time to the first token of prompts that a node computes, and of such that
-another node holds and this one fetches, by turns. Two prefill processes, and the real link between them.
+"""Measures the time to first token of prompts that a node computes, and of prompts that it fetches from another node.
 
     python -m benchmarks.fetching [--model smollm2] [--tokens 256 512 1024 2048 4096] [--rounds 5] [--threads 1]
 
-A prompt is computed where it is held, then asked for where it is not, with its holder named. What a fetch brings is all
-but its last block. Medians of the rounds, in milliseconds.
-"""
+Two prefill processes with the real link between them take turns. A prompt is computed at its holder, then requested
+from the other node with the holder named. A fetch brings all blocks but the last. It prints medians of the rounds, in
+milliseconds."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ NODES = ("asks", "holds")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A running one."""
+    """A running node."""
 
     lease: NodeLease
     process: subprocess.Popen[bytes]
@@ -48,8 +47,9 @@ class Node:
 
 @contextmanager
 def nodes(model: str, folder: Path, *options: str, names: Sequence[str] = NODES) -> Iterator[list[Node]]:
-    """Prefill processes, as a rule the one that asks and the one that holds, with a Valkey of their own; ended at exit.
-    Raises TimeoutError if they do not start."""
+    """Start prefill processes with a Valkey of their own; they end at exit.
+
+    By default, one asks and one holds. Raises TimeoutError if they do not start."""
     with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
         url = f"redis://127.0.0.1:{valkey.port}/0"
         command = [*kvferry(), "prefill", "--model", model, "--redis-url", url, "--log-level", "error", *options]
@@ -76,13 +76,13 @@ async def _leases(url: str, count: int) -> list[NodeLease]:
 
 
 class Asked:
-    """Prompts by their seeds, each asked for under a name of its own."""
+    """Requests for prompts by seed, each with a request id of its own."""
 
     def __init__(self, client: httpx.Client, vocab: int):
         self._client, self._vocab, self._asked = client, vocab, 0
 
     def first(self, node: Node, tokens: int, seed: int, holder: Holder | None = None) -> tuple[float, TokenDelta]:
-        """Seconds until the first token, and what the node says of it."""
+        """Return the seconds until the first token, and the node's message with it."""
         self._asked += 1
         prompt = tuple(random.Random(seed).choices(range(self._vocab), k=tokens))
         work = Generate(SamplingParams(max_tokens=1, temperature=0.0))
@@ -100,7 +100,7 @@ class Asked:
 
 
 def compare(asked: Asked, asks: Node, holds: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
-    """Median seconds of computing and of fetching, and tokens that were fetched; the first round does not count."""
+    """Return median seconds of computing and of fetching, and the fetched tokens; the first round does not count."""
     holder = Holder(holds.lease.target, (tokens - 1) // holds.lease.block_size)
     computed, fetched, brought = [], [], 0
     for number in range(rounds + 1):

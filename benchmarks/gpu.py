@@ -2,17 +2,16 @@
 
     python -m benchmarks.gpu [--tiny] [--only steps ...] [--seconds 600] [--keep FOLDER]
 
-Each phase is a process with a deadline of its own, in the order of their worth: the test cases of the kernels (cases),
-whole steps of a model of 8 billion random weights against the device's limits (steps), kernels against bandwidth and
-PyTorch (kernels), alternative tiles (sweep), checksums, blocks over UCX between two processes (link), and a cluster of
-a prefill and a decode process on the same weights (cluster). A phase that fails or is late keeps the rows it has
-written and costs the others nothing. All but link and cluster need only torch, triton and transformers; these also need
-what deploy/wheelhouse.py collects. --keep: writes each phase's rows and output there as they come. --tiny runs
+Each phase is a process with a deadline of its own, in order of worth: the test cases of the kernels (cases), whole
+steps of a model of 8 billion random weights against the device's limits (steps), kernels against bandwidth and PyTorch
+(kernels), alternative tiles (sweep), checksums, blocks over UCX between two processes (link), and a cluster of a
+prefill and a decode process on the same weights (cluster). A phase that fails or is late keeps the rows it has written
+and does not affect the others. All but link and cluster need only torch, triton and transformers; link and cluster also
+need what deploy/wheelhouse.py collects. --keep: writes each phase's rows and output there as they come. --tiny runs
 everything small on a CPU, to try the benchmark itself.
 
-For a GPU that is lent for fifteen minutes: `--seconds 370 --only cases steps kernels`, then `--seconds 140 --only sweep
-checksums` on the same machine, then `--seconds 140 --only link cluster`.
-"""
+For a GPU that is available for fifteen minutes: `--seconds 370 --only cases steps kernels`, then `--seconds 140 --only
+sweep checksums` on the same machine, then `--seconds 140 --only link cluster`."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ from benchmarks.gpu_rows import Row, read, table
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10.0
-"""Seconds in which a phase that is late may end what it started."""
+"""Seconds in which a late phase may end what it started."""
 TAIL_CHARACTERS = 2000
 """Characters of a failed phase's output that are printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """module: what runs it, which takes --rows and --tiny. share: of all seconds, the most that it may take."""
+    """One phase. module: runs it and takes --rows and --tiny; share: largest share of all seconds."""
 
     name: str
     module: str
@@ -58,8 +57,9 @@ PHASES = (
 
 
 def run(phase: Phase, seconds: float, options: Sequence[str], folder: Path) -> list[Row]:
-    """The phase's rows; if it did not end well, one more that says so. Its output goes to a file of the folder, whose
-    end is printed when the phase is over."""
+    """Run a phase and return its rows, with one more that reports a failure.
+
+    Its output goes to a file of the folder; the end of the file is printed when the phase is over."""
     rows, output = folder / f"{phase.name}.jsonl", folder / f"{phase.name}.log"
     print(f"\n{phase.name}: at most {seconds:.0f} s", flush=True)
     began = time.monotonic()
@@ -87,7 +87,7 @@ def run(phase: Phase, seconds: float, options: Sequence[str], folder: Path) -> l
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The phase and all that it started in its session: asked first, then killed."""
+    """End the phase and all processes of its session: SIGTERM, then SIGKILL."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextmanager
 def _folder(kept: Path | None) -> Iterator[Path]:
-    """The folder of rows and output: `kept`, or one that is removed at the end."""
+    """Yield the folder of rows and output: `kept`, or one that is removed at the end."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
         yield kept

@@ -2,10 +2,9 @@
 
     python -m benchmarks.gpu_cases [--tiny] [--rows FILE]
 
-The cases are those that tests/kernels runs over Triton's interpreter where there is no GPU: attention, 8-bit caches,
-products, draws, penalties, captured steps, whole models and streams. Each case that fails is a row, written when it
-fails; each file's count of passed cases is one more. --tiny: one file, over the interpreter, to try the benchmark.
-"""
+These are the cases that tests/kernels runs over Triton's interpreter where there is no GPU: attention, 8-bit caches,
+products, draws, penalties, captured steps, whole models and streams. Each failed case writes a row when it fails; one
+more row per file counts passed cases. --tiny: one file, over the interpreter, to try the benchmark."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ FILES = (
 )
 TINY = ("triton_draw_cases.py",)
 MAX_PROCESSES = 12
-"""Most processes at once: each holds a context of the device."""
+"""Most processes at once; each holds a CUDA context."""
 
 
 class Reported:
-    """A pytest plugin that writes rows as the cases end."""
+    """Pytest plugin that writes rows as cases end."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

@@ -1,14 +1,12 @@
-"""Measures the checksums of KV blocks in the memory of this machine's CUDA device, against a device copy and the CPU.
+"""Measures checksums of KV blocks in the memory of this machine's CUDA device, against a device copy and the CPU.
 
     python -m benchmarks.gpu_checksums [--runs 15 --rows FILE]
 
-Each line is one call of `digests`, as the link makes it: from a list of blocks to their numbers on the host, the wait
-for the device and the last mixing in Python included. `device us` is what the device takes of it. The CPU's side is the
-xxhash library's XXH3 of the same bytes in the host's memory, on one thread. All forms run in turn, `--runs` times, and
-the median is printed; a line's blocks exceed any cache. GB/s counts each byte once, and the share is of what a device
-copy moves, which reads and writes. Every number is compared before anything is timed. --tiny: nothing, for there is no
-CPU that runs these kernels.
-"""
+Each line is one call of `digests`, as the link makes it: from a list of blocks to their numbers on the host, including
+the wait for the device and the last mixing in Python. `device us` is the device's part. The CPU's row is XXH3 of the
+xxhash library on the same bytes in host memory, on one thread. All forms run in turn, `--runs` times, and the median is
+printed; a line's blocks exceed any cache. GB/s counts each byte once, and the share is of a device copy, which reads
+and writes. Every number is compared before anything is timed. --tiny: does nothing, as these kernels need a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +33,9 @@ BATCHES = [(1, 2 * MIB), (8, 2 * MIB), (64, 2 * MIB), (64, 5 * MIB), (512, 48 * 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`blocks` of one size on the device, uint8, of which `count` are summed at once; `host`: the same bytes."""
+    """Blocks of one size on the device, uint8.
+
+    blocks: all of them, of which `count` are summed at once; host: the same bytes in host memory."""
 
     blocks: Sequence[torch.Tensor]
     host: Sequence[Any]
@@ -50,25 +50,25 @@ class Batch:
         return self.blocks[0].numel()
 
     def parts(self) -> Iterator[int]:
-        """Where each call's blocks begin."""
+        """Yield the index at which each call's blocks begin."""
         return iter(range(0, len(self.blocks), self.count))
 
 
 def batch(count: int, size: int, device: torch.device, cold: int = COLD_BYTES) -> Batch:
-    """Random bytes, of which `cold` are read before any of them again."""
+    """Return random bytes; `cold` bytes are read before any is read again."""
     calls = max(1, -(-cold // (count * size)))
     pool = torch.randint(0, 256, (calls * count, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return Batch(list(pool.to(device)), list(pool.numpy()), count)
 
 
 def check(given: Batch) -> None:
-    """Raises AssertionError when a number is not the library's. Warms up."""
+    """Warm up; raise AssertionError when a number is not the library's."""
     own = digests(given.blocks[: given.count])
     assert own == [xxh3_64_intdigest(block.data) for block in given.host[: given.count]], given.title
 
 
 def on_device(given: Batch) -> float:
-    """Seconds of a call's work on the device, as that counts them, from the list of blocks to their accumulators."""
+    """Return the device's seconds of a call, by its own clock, from the list of blocks to their accumulators."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     spent = 0.0
     for start in given.parts():
@@ -81,7 +81,7 @@ def on_device(given: Batch) -> float:
 
 
 def whole(given: Batch) -> float:
-    """Seconds of a call on the host's clock."""
+    """Return the seconds of a call by the host's clock."""
     began = time.perf_counter()
     for start in given.parts():
         digests(given.blocks[start : start + given.count])
@@ -89,7 +89,7 @@ def whole(given: Batch) -> float:
 
 
 def on_host(given: Batch) -> float:
-    """Seconds in which a thread of the CPU takes as many, one call's blocks after the other's."""
+    """Return the seconds in which one CPU thread computes one call's blocks."""
     began = time.perf_counter()
     for block in given.host:
         xxh3_64_intdigest(block.data)
@@ -97,7 +97,7 @@ def on_host(given: Batch) -> float:
 
 
 def copied(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Bytes a second that a device copy moves."""
+    """Return the bytes per second of a device copy."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     target.copy_(source)
@@ -112,7 +112,7 @@ def line(
     runs: int,
     rows: Rows | None = None,
 ) -> str:
-    """Of the table. forms: whole, on_device, on_host."""
+    """Return a line of the table. forms: whole, on_device, on_host."""
     check(given)
     rounds = [[*(form(given) for form in forms), copy()] for _ in range(runs + 2)][2:]
     call, device, host, moved = (statistics.median(column) for column in zip(*rounds, strict=True))

@@ -2,10 +2,9 @@
 
     python -m benchmarks.gpu_cluster [--tiny] [--rows FILE]
 
-Prompts are random, so none of them is cached; outputs are of a fixed length. Both processes take turns on one GPU where
-there is one: their figures say that blocks arrive and how, and nothing of what separate prefill and decode GPUs gain.
-The servers' logs stay beside the rows; with UCX_PROTO_INFO=y they name the lanes of UCX.
-"""
+Prompts are random, so none of them is cached; outputs have a fixed length. On one GPU both processes take turns: the
+figures show that and how blocks arrive, but not what separate prefill and decode GPUs gain. The servers' logs stay
+beside the rows; with UCX_PROTO_INFO=y they name the lanes of UCX."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class Sizes:
 FULL = Sizes(LARGE, ("--device", "cuda"), ((1, 2048, 128), (1, 8192, 16), (32, 2048, 128), (64, 256, 128)))
 SMALL = Sizes(TINY, ("--device", "cpu", "--kv-cache-gib", "0.05", "--threads", "1"), ((1, 40, 8), (3, 40, 8)))
 LAYOUTS = {"one process": TOGETHER, "1 + 1": APART}
-"""Processes of the cluster, as rows name them."""
+"""Processes of the cluster, by the name in the rows."""
 
 
 def launch(model: Path, options: Sequence[str], port: int) -> Launch:
@@ -50,7 +49,7 @@ def launch(model: Path, options: Sequence[str], port: int) -> Launch:
 
 
 async def load(target: Target, streams: int, prompt: int, output: int, vocab: int) -> tuple[list[Completion], float]:
-    """As many completions at once, and the seconds until the last of them ended."""
+    """Run completions at once; return them and the seconds until the last of them ended."""
     source = random.Random(streams * 1_000_003 + prompt)
     prompts = [source.choices(range(256, vocab), k=prompt) for _ in range(streams)]
     began = time.perf_counter()

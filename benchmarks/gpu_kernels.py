@@ -4,12 +4,11 @@
 
 Each line is one operation at one size. Every form of it (ours, then PyTorch's: SDPA on contiguous K/V, the plain
 operations of `kernels/reference.py`, a product in 16 bits) is captured into a CUDA graph over up to 32 layers, as many
-as exceed the device's L2 cache, so no time of the host counts and only the smallest sizes read from cache; the graphs
-then run in turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the
-share is of a device-to-device copy measured in the same rounds. Outputs are compared before anything is timed: a wrong
-one is a row that says so, and the others go on. --tiny: small sizes on a CPU, of the reference's operations and without
-graphs, to try the benchmark itself.
-"""
+as exceed the device's L2 cache: host time does not count, and only the smallest sizes read from cache. The graphs run
+in turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the share is of a
+device-to-device copy measured in the same rounds. Outputs are compared before anything is timed; a wrong one writes a
+row that says so, and the others go on. --tiny: small sizes on a CPU, with the reference's operations and without
+graphs, to try the benchmark itself."""
 
 from __future__ import annotations
 
@@ -40,8 +39,10 @@ from kvferry.protocol.layout import SCALE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """decodes: (sequences, length); chunks: (sequences, tokens, tokens before them); tokens: of what is no attention;
-    copied: bytes of the copy; rows: of products with codes."""
+    """Sizes of the subjects.
+
+    decodes: (sequences, length); chunks: (sequences, tokens, tokens before them); tokens: of operations other than
+    attention; copied: bytes of the copy; rows: of products with codes."""
 
     decodes: tuple[tuple[int, int], ...]
     chunks: tuple[tuple[int, int, int], ...]
@@ -58,14 +59,14 @@ FULL = Sizes(
     rows=(1, 16, 64, 128, 2048),
 )
 CACHES = {None: "", torch.int8: ", int8", FP8: ", fp8"}
-"""Number formats of the pool, and how titles name them."""
+"""Number formats of the pool, and their names in titles."""
 SMALL = Sizes(((2, 64),), ((1, 32, 16),), (4,), 1 << 20, (3,))
 
 
 def attention(
     ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int, cache: torch.dtype | None = None
 ) -> Subject:
-    """Attention of equal sequences; the peer reads the same K/V, contiguous and in the queries' format."""
+    """Return attention of equal sequences; the peer reads the same K/V, contiguous and in the queries' format."""
     total, itemsize = computed_len + query_len, shape.dtype.itemsize
     vector = shape.dim * itemsize if cache is None else shape.dim + SCALE_BYTES
     moved = 2 * seqs * total * shape.kv_heads * vector + 2 * seqs * query_len * shape.heads * shape.dim * itemsize
@@ -90,7 +91,7 @@ def attention(
 
 
 def contiguous(kv_layer: torch.Tensor, plan: BatchPlan, total: int, dtype: torch.dtype) -> torch.Tensor:
-    """[2, seqs, kv_heads, total, dim] from the pool."""
+    """Copy K/V [2, seqs, kv_heads, total, dim] from the pool."""
     if kv_layer.dtype in PEAKS:
         kv_layer = dequantise(kv_layer, dtype)
     pages = kv_layer[plan.block_table.long()].permute(2, 0, 3, 1, 4, 5)
@@ -98,13 +99,13 @@ def contiguous(kv_layer: torch.Tensor, plan: BatchPlan, total: int, dtype: torch
 
 
 def sdpa_decode(q: torch.Tensor, kv: list[torch.Tensor], shape: Shape, scale: float) -> Callable[[int], torch.Tensor]:
-    """The heads that share a K/V head are its queries: SDPA reads each K/V once."""
+    """Return SDPA with query heads that share a K/V head as its queries, so that each K/V is read once."""
     folded = q.view(len(q), shape.kv_heads, -1, shape.dim)
     return lambda layer: F.scaled_dot_product_attention(folded, *kv[layer], scale=scale).reshape(q.shape)
 
 
 def sdpa_prefill(q: torch.Tensor, kv: list[torch.Tensor], shape: Shape, scale: float) -> Callable[[int], torch.Tensor]:
-    """K/V heads are repeated beforehand, so that the fastest of SDPA's own kernels takes them."""
+    """Return SDPA with repeated K/V heads, which lets it choose its fastest kernel."""
     group, seqs = shape.heads // shape.kv_heads, kv[0].shape[1]
     repeated = [layer.repeat_interleave(group, 2) for layer in kv]
     laid = q.view(seqs, -1, shape.heads, shape.dim).transpose(1, 2).contiguous()
@@ -118,7 +119,7 @@ def sdpa_prefill(q: torch.Tensor, kv: list[torch.Tensor], shape: Shape, scale: f
 
 
 def pointwise(ops: Ops, shape: Shape, tokens: int) -> Iterator[Subject]:
-    """Norm, activation and rope with cache write of `tokens` tokens."""
+    """Yield norm, activation and rope with cache write of `tokens` tokens."""
     plain, hidden, bytes_each = ReferenceOps(), shape.heads * shape.dim, shape.dtype.itemsize
     random: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     moved = 4 * tokens * hidden * bytes_each
@@ -164,7 +165,7 @@ def rope(ops: Ops, plain: Ops, shape: Shape, tokens: int) -> Subject:
 
 
 def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[tuple[str, Callable[[], Iterable[Subject]]]]:
-    """Names of subjects, and what builds them: one at a time, as each may hold gigabytes."""
+    """Yield names of subjects with functions that build them: one at a time, as each may hold gigabytes."""
     for seqs, length in sizes.decodes:
         for cache, name in CACHES.items():
             made = partial(attention, ops, shape, seqs, 1, length - 1, cache)
@@ -191,7 +192,7 @@ def _one(made: Callable[[], Subject]) -> Iterator[Subject]:
 
 
 def check(subject: Subject) -> None:
-    """Raises AssertionError when the forms differ by more than rounding. Warms both up."""
+    """Warm up both forms; raise AssertionError when they differ by more than rounding."""
     got, expected = subject.ours(0).float(), subject.peer(0).float()
     torch.testing.assert_close(got, expected, atol=3e-2, rtol=3e-2, msg=lambda text: f"{subject.title}: {text}")
 
@@ -210,7 +211,7 @@ def captured(form: Callable[[int], object], layers: int) -> torch.cuda.CUDAGraph
 
 
 def timed(form: Callable[[int], object], layers: int, device: torch.device) -> Callable[[], float]:
-    """What runs the form on each layer once, and tells the seconds that the device takes."""
+    """Return a function that runs the form on each layer once and returns the device's seconds."""
     if device.type == "cpu":
         return lambda: on_host(form, layers)
     graph = captured(form, layers)
@@ -234,7 +235,7 @@ def seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def measure(subject: Subject, source: torch.Tensor, target: torch.Tensor, runs: int, rows: Rows) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     check(subject)
     forms = [timed(form, subject.layers, source.device) for form in (subject.ours, subject.peer)]
     forms.append(timed(lambda _: target.copy_(source), 1, source.device))
@@ -289,7 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _expect_sound(device: torch.device) -> None:
-    """Raises the device's error where it ended the process's use of the device: no figure behind it would be true."""
+    """Raise the device's error if it ended the process's use of the device; later figures would be wrong."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

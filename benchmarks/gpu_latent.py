@@ -20,7 +20,7 @@ ROTATED, PLAIN, RANK, VALUE = 64, 128, 512, 128
 
 
 def weights(shape: Shape) -> Latent:
-    """Random ones, of what latent attention multiplies itself."""
+    """Return random weights of the products inside latent attention."""
     each = torch.randn(shape.heads, PLAIN + VALUE, RANK, dtype=shape.dtype, device=shape.device) * RANK**-0.5
     none = TorchLinear(each[0], None)
     return Latent(
@@ -35,8 +35,9 @@ def weights(shape: Shape) -> Latent:
 def latent_attention(
     ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int, cache: torch.dtype | None = None
 ) -> Subject:
-    """Of equal sequences, with its products into the latents' space and out of it, or to keys and values; the peer
-    reads the same latents, contiguous."""
+    """Return latent attention of equal sequences, with its products into and out of the latent space.
+
+    The peer reads the same latents, contiguous."""
     total, itemsize, own = computed_len + query_len, shape.dtype.itemsize, weights(shape)
     vectors, tokens, of_head = seqs * total, seqs * query_len, ROTATED + PLAIN + VALUE
     made = shape.heads * RANK * (PLAIN + VALUE)

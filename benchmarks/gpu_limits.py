@@ -1,4 +1,4 @@
-"""What a device can do at most, measured: bytes a second, and operations a second of a matrix product."""
+"""Measures a device's limits: bytes per second, and operations per second of a matrix product."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """bandwidth: bytes a second that a device copy reads and writes together; peak: operations a second of a product
+    """Limits of a device.
+
+    bandwidth: bytes per second that a device copy reads and writes together; peak: operations per second of a product
     of large matrices."""
 
     bandwidth: float
@@ -20,7 +22,7 @@ class Limits:
 
 
 def median_seconds(form: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Of a call and what it gives the device to do, on the host's clock; two calls before do not count."""
+    """Return the median seconds of a call and its device work, by the host's clock, after two warm-up calls."""
     taken = []
     for _ in range(runs + 2):
         synchronize(device)
@@ -37,7 +39,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def limits(device: torch.device, dtype: torch.dtype, size: int, side: int, runs: int = 7) -> Limits:
-    """From a copy of `size` bytes, and a product of square matrices of `side` rows."""
+    """Measure a copy of `size` bytes, and a product of square matrices of `side` rows."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = median_seconds(lambda: target.copy_(source), device, runs)

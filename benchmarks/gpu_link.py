@@ -2,11 +2,10 @@
 
     python -m benchmarks.gpu_link [--tiny] [--rows FILE]
 
-Two processes move blocks of the size of an 8-billion-weight model's from device memory to device memory, and compare
-what came. The options are those of the link (`kv_transfer.ucx_library`) and others that differ in one thing each.
-Hundreds of GB/s say that cuda_ipc carries the blocks; a few say that they are staged in host memory. --tiny: small,
-from host to host.
-"""
+Two processes move blocks of the size of an 8-billion-weight model's from device memory to device memory and compare
+them. The options are those of the link (`kv_transfer.ucx_library`) and variants that differ in one option each.
+Hundreds of GB/s show that cuda_ipc carries the blocks; a few show that they are staged in host memory. --tiny: small,
+from host to host."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from kvferry.kv_transfer.ucx_library import context_options, load
 
 BLOCK_BYTES, BLOCKS, ROUNDS = 2 << 20, 128, 4
 LIMIT_S = 8.0
-"""Seconds that one variant may take."""
+"""Longest time of one variant, in seconds."""
 LINK = "the link's options"
 VARIANTS: dict[str, dict[str, Any]] = {
     LINK: {},
@@ -60,7 +59,7 @@ class End:
         self._endpoint = self.worker.create_endpoint_from_worker_address(target, self._handled)
 
     def move(self, blocks: torch.Tensor, send: bool) -> None:
-        """All blocks [count, bytes], each with a tag of its own. Raises TimeoutError."""
+        """Send or receive all blocks [count, bytes], each with a tag of its own. Raises TimeoutError."""
         call = self._endpoint.tag_send if send else self._endpoint.tag_recv
         arrays = [self.library.array(block if block.is_cuda else block.numpy()) for block in blocks]
         requests = [call(array, self.library.api.UCXXTag(tag)) for tag, array in enumerate(arrays)]
@@ -75,7 +74,7 @@ class End:
 
 
 def blocks_of(device: str, count: int, size: int, filled: bool) -> torch.Tensor:
-    """uint8 [count, size] on the device, each block of another number, or of zeros."""
+    """Return uint8 [count, size] on the device: each block filled with another number, or zeros."""
     made = torch.zeros(count, size, dtype=torch.uint8, device=device)
     if filled:
         made += torch.arange(1, count + 1, device=device, dtype=torch.uint8)[:, None]
@@ -85,7 +84,7 @@ def blocks_of(device: str, count: int, size: int, filled: bool) -> torch.Tensor:
 
 
 def answer(device: str, count: int, size: int) -> None:
-    """The process that sends: a line of JSON in and one out for each variant, then the rounds."""
+    """Run the sending process: a line of JSON in and one out for each variant, then the rounds."""
     kept = blocks_of(device, count, size, filled=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -100,7 +99,7 @@ def answer(device: str, count: int, size: int) -> None:
 
 
 def measure(change: dict[str, Any], target: torch.Tensor, sender: subprocess.Popen[str]) -> list[float]:
-    """Seconds of each round. Raises RuntimeError for what went wrong, here or there."""
+    """Return the seconds of each round. Raises RuntimeError for a failure on either side."""
     assert sender.stdin is not None
     assert sender.stdout is not None
     sender.stdin.write(json.dumps({"change": change}) + "\n")
@@ -157,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def started(command: list[str]) -> subprocess.Popen[str]:
-    """The process that sends. What UCX logs, to standard output unless told otherwise, is no part of its answers."""
+    """Start the sending process; lines that UCX logs to standard output are not taken as answers."""
     environment = os.environ | {"UCX_LOG_FILE": "stderr"}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 

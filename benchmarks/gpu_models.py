@@ -1,5 +1,4 @@
-"""The models of the GPU benchmark: configs without weights (--load-format dummy), with a tokenizer that has a word for
-every token."""
+"""Models of the GPU benchmark: configs without weights (--load-format dummy), and a tokenizer with a word per token."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ TINY_MIXTURE = MIXTURE | {
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
-    """A directory as a model has it, but for the weights. The first 256 tokens are bytes."""
+    """Write a model directory without weights; the first 256 tokens are bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,5 +1,4 @@
-"""Subjects of the kernel benchmark: products with weights in codes, against PyTorch's with the same weights in 16
-bits."""
+"""Subjects of the kernel benchmark: products with quantised weights, against PyTorch's products in 16 bits."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from kvferry.kernels.ops import Ops
 from kvferry.kernels.quantised_codes import Codes
 
 GROUP, RUN = 128, 32
-"""Inputs of a scale: of integers, and of MXFP4."""
+"""Inputs per scale: of integers, and of MXFP4."""
 HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
-"""Block formats of a GGUF, and at which bytes of a block their float16 are."""
+"""Block formats of GGUF, and the bytes of a block at which its float16 numbers are."""
 FORMS = ("int4", "int4, zero points", "int8", "fp8", *HALVES, "MXFP4")
-"""Integers in groups of 128, two of them; an output; and blocks of 128 x 128; then blocks as a GGUF has them."""
+"""Two forms of int4 in groups of 128; int8 per output; fp8 in blocks of 128 x 128; then GGUF's blocks, and MXFP4."""
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the numbers of e2m1."""
+"""Numbers of e2m1, doubled."""
 
 
 def product(ops: Ops, shape: Shape, form: str, rows: int) -> Subject:
-    """Of so many rows with layers of hidden inputs and four times as many outputs."""
+    """Return a product of `rows` rows with layers of hidden inputs and four times as many outputs."""
     inputs = shape.heads * shape.dim
     outputs = 4 * inputs
     sample = form_of_stored(stored(form, outputs, inputs, shape.device))
@@ -46,7 +45,7 @@ def product(ops: Ops, shape: Shape, form: str, rows: int) -> Subject:
 
 
 def stored(form: str, outputs: int, inputs: int, device: torch.device, seed: int = 0) -> Stored:
-    """Random ones; sums of their products with numbers of standard deviation 1 have about that, too."""
+    """Return random weights; products with numbers of standard deviation 1 have a standard deviation of about 1."""
     random = torch.Generator(device).manual_seed(seed)
     if form in HALVES:
         return _blocks(form, outputs, inputs, random)
@@ -54,7 +53,7 @@ def stored(form: str, outputs: int, inputs: int, device: torch.device, seed: int
 
 
 def weight_of(part: Stored, inputs: int) -> torch.Tensor:
-    """float32 [out, in]."""
+    """Return the weight as float32 [out, in]."""
     if isinstance(part, Codes):
         return part.weights(0, len(part.values))
     form = FORMATS[part.kind]
@@ -62,7 +61,7 @@ def weight_of(part: Stored, inputs: int) -> torch.Tensor:
 
 
 def _blocks(kind: str, outputs: int, inputs: int, random: torch.Generator) -> StoredRows:
-    """Any bytes, but for the scales."""
+    """Return random bytes with valid scales."""
     form, device = FORMATS[kind], random.device
     count = outputs * inputs // form.size
     raw = torch.randint(0, 256, (count, form.bytes), generator=random, dtype=torch.uint8, device=device)

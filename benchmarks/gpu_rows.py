@@ -1,4 +1,4 @@
-"""What the phases of the GPU benchmark hand over: a row a figure, kept as soon as it is known, and the table of all."""
+"""Rows of the GPU benchmark, each written as soon as its figure is known, and the table of all rows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 WRONG = "wrong: "
-"""Begins the figure of what gave a wrong result or none."""
+"""Prefix of the figure of a wrong result, or of none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. share: of the limit that `limit` names, which was measured in the same run; against: how often it
-    exceeds PyTorch's or the CPU's. None: there is no such comparison."""
+    """One figure.
+
+    share: of the limit that `limit` names, measured in the same run; against: ratio to PyTorch's or the CPU's. None:
+    there is no such comparison."""
 
     phase: str
     what: str
@@ -25,12 +27,12 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """The row says that something went wrong."""
+        """Return whether the row reports a failure."""
         return self.what == "not whole" or self.figure.startswith(WRONG)
 
 
 class Rows:
-    """Appends to a file of JSON lines; nowhere without a path."""
+    """Appends rows to a file of JSON lines; does nothing without a path."""
 
     def __init__(self, phase: str, path: Path | None) -> None:
         self._phase, self._path = phase, path
@@ -44,13 +46,13 @@ class Rows:
                 file.write(json.dumps(asdict(row)) + "\n")
 
     def wrong(self, what: str, error: BaseException | str) -> None:
-        """A row for what gave a wrong result or none: the error's kind and the beginning of its text, on one line."""
+        """Write a row for a failure: the error's kind and the beginning of its text, on one line."""
         text = error if isinstance(error, str) else f"{type(error).__name__} {error}"
         self.put(what, WRONG + " ".join(text.split())[:300].replace("|", "/"))
 
 
 def read(path: Path) -> list[Row]:
-    """Those that are whole: a phase may have been killed in a line."""
+    """Read the complete rows; a phase may have been killed in a line."""
     return list(_whole(path.read_text().splitlines())) if path.exists() else []
 
 
@@ -63,7 +65,7 @@ def _whole(lines: Iterable[str]) -> Iterator[Row]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     lines = ["| phase | what | measured | of the limit | against |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
         share = "" if row.share is None else f"{row.share:.0%} of {row.limit}"

@@ -1,11 +1,11 @@
-"""Measures whole steps of a model of random weights on one device, against what the device can do.
+"""Measures whole steps of a model of random weights on one device, against the device's limits.
 
     python -m benchmarks.gpu_steps [--tiny] [--rows FILE]
 
 A step is what the engine's runner does, from its slices to the drawn tokens on the host: planning, upload, all layers,
-drawing. A decode step's floor is the time in which the device reads the weights that a step needs and the K/V of its
-context; a prompt's is that of its operations at the rate of a large matrix product. Both limits are measured first.
-"""
+drawing. The lower bound of a decode step is the time in which the device reads the weights that it needs and the K/V of
+its context; that of a prompt is the time of its operations at the rate of a large matrix product. Both limits are
+measured first."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """decodes: (batch, context); prompts: tokens; copied, side: of the limits; runs: of each."""
+    """Sizes of the steps.
+
+    decodes: (batch, context); prompts: tokens; copied, side: of the limits; runs: of each step."""
 
     config: dict[str, Any]
     decodes: tuple[tuple[int, int], ...]
@@ -70,11 +72,11 @@ MODELS = (
     ("int8", FULL, SMALL, ", weights in int8"),
     ("none", FULL_MIXTURE, SMALL_MIXTURE, ", mixture"),
 )
-"""Quantisation of the weights, sizes in full and small, and how rows name them."""
+"""Quantisation of the weights, sizes in full and small, and the name in the rows."""
 
 
 class Bench:
-    """One model, its runner, and what it is measured against."""
+    """One model, its runner, and the limits that it is measured against."""
 
     def __init__(self, sizes: Sizes, device: torch.device, folder: Path, quantization: str = "none") -> None:
         self.sizes, self.device, self.int8 = sizes, device, quantization == "int8"
@@ -94,7 +96,7 @@ class Bench:
         self.runner = Runner(self.model, self.kv, BLOCK)
 
     def request(self, name: str, tokens: int, first_block: int, spare: int, computed: int, **sampling: Any) -> Request:
-        """One that owns its blocks from `first_block` on."""
+        """Return a request that owns its blocks from `first_block` on."""
         prompt = prompt_of(name, tokens, self.model.info.vocab_size)
         params = SamplingParams(max_tokens=self.sizes.runs + 8, ignore_eos=True, seed=crc32(name.encode()), **sampling)
         request = Request(Job(name, 0, prompt, tokens, Generate(params), "bench"), b"", BLOCK)
@@ -103,7 +105,7 @@ class Bench:
         return request
 
     def decode(self, batch: int, context: int, **sampling: Any) -> tuple[float, float]:
-        """(seconds of a step, its floor)."""
+        """Return the seconds of a decode step, and its lower bound."""
         spare = 2 + self.sizes.runs // BLOCK
         each = blocks_for(context, BLOCK) + spare
         streams = [self.request(f"s{i}", context, i * each, spare, context - 1, **sampling) for i in range(batch)]
@@ -115,7 +117,7 @@ class Bench:
         return statistics.median(taken), moved / self.limits.bandwidth
 
     def _further_experts(self, batch: int) -> float:
-        """Weights of experts that a step of so many tokens is expected to read beside those of one token."""
+        """Return the expert weights that a step of `batch` tokens is expected to read beyond those of one token."""
         count = self.sizes.config.get("num_experts", 0)
         if not count:
             return 0.0
@@ -133,7 +135,7 @@ class Bench:
         return taken
 
     def prefill(self, tokens: int) -> tuple[float, float]:
-        """(seconds of a step that computes such a prompt, its floor)."""
+        """Return the seconds of a step that computes a prompt, and its lower bound."""
         request = self.request("p", tokens, 0, 0, 0, temperature=0.0)
         runs = max(2, self.sizes.runs // 5)
         took = median_seconds(lambda: self.runner.run([Slice(request, 0, tokens)]), self.device, runs)
@@ -141,7 +143,7 @@ class Bench:
 
 
 def prompt_of(name: str, tokens: int, vocab_size: int) -> tuple[int, ...]:
-    """Random tokens, other ones for each name: equal streams would choose equal experts."""
+    """Return random tokens, different for each name: equal streams would choose equal experts."""
     numbers = np.random.default_rng(crc32(name.encode()))
     return tuple(numbers.integers(0, vocab_size, tokens).tolist())
 

@@ -1,4 +1,4 @@
-"""What the kernel benchmark times: one operation at one size, in two forms that must agree."""
+"""Subject of the kernel benchmark: one operation at one size, in two forms that must agree."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One operation at one size. Forms take a layer number below `layers` and return what must agree between them;
-    moved and work are bytes and floating point operations of one layer."""
+    """One operation at one size.
+
+    Forms take a layer number below `layers` and return what must agree between them; moved and work are bytes and
+    floating point operations of one layer."""
 
     title: str
     ours: Callable[[int], torch.Tensor]
@@ -39,12 +41,12 @@ class Subject:
 
 
 def layers_for(moved: int) -> int:
-    """Layers that together exceed any L2 cache of today, MAX_LAYERS at most."""
+    """Return how many layers exceed any L2 cache of today together, MAX_LAYERS at most."""
     return max(1, min(MAX_LAYERS, -(-COLD_BYTES // moved)))
 
 
 def paged_plan(query_lens: list[int], total_lens: list[int], shape: Shape) -> tuple[BatchPlan, int]:
-    """(plan, blocks in the pool) with the sequences' blocks in shuffled order."""
+    """Return a plan with the sequences' blocks in shuffled order, and the blocks in the pool."""
     counts = [blocks_for(total, shape.block_size) for total in total_lens]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32)

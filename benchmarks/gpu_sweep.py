@@ -2,11 +2,10 @@
 
     python -m benchmarks.gpu_sweep [--rows FILE]
 
-For each shape: the tile that `kernels.triton.tile_sizes` chooses today, and others that differ in keys a step, warps,
-pipeline stages, or parts of a sequence. The row names the fastest tile; its last column is how much faster it is than
-today's. Products also stand beside cuBLAS over the same weights in bfloat16. Several processes first run each try once,
-so that compiling does not take most of the time.
-"""
+For each shape it tries the tile that `kernels.triton.tile_sizes` chooses, and tiles that differ in keys per step,
+warps, pipeline stages, or parts of a sequence. The row names the fastest tile; its last column is the speed-up over the
+chosen one. Products are also compared with cuBLAS over the same weights in bfloat16. Several processes first run each
+try once, so that compiling does not take most of the time."""
 
 from __future__ import annotations
 
@@ -49,12 +48,13 @@ CUBLAS = "cuBLAS in bf16"
 COMPILERS = 12
 """Processes that compile."""
 _share: int | None = None
-"""In a process that compiles, which of each shape's tries are its own."""
+"""In a compiling process: its share of each shape's tries."""
 
 
 def fastest(title: str, tries: Sequence[Try], rows: Rows, moved: int = 0, work: int = 0) -> None:
-    """Prints the microseconds of each, and writes the row of the fastest. Where this process compiles, it does no more
-    than run its share once."""
+    """Print the microseconds of each try and write the row of the fastest.
+
+    A compiling process only runs its share once."""
     from triton.testing import do_bench_cudagraph
 
     taken: dict[str, float] = {}
@@ -86,7 +86,7 @@ def named(tile: Tile) -> str:
 
 
 def pool_of(blocks: int, cache: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    """One layer of a pool [blocks, 2, kv_heads, 16, dim]."""
+    """Return one layer of a pool [blocks, 2, kv_heads, 16, dim]."""
     pool = torch.randn(blocks, 1, 2, KV_HEADS, 16, DIM, dtype=torch.bfloat16, device=device)
     return (quantise(pool, cache) if cache else pool)[:, 0]
 
@@ -163,7 +163,7 @@ def sweep_products(device: torch.device, rows: Rows) -> None:
 
 
 def changed(change: dict[str, int], linear: CodedLinear, x: torch.Tensor) -> None:
-    """The product with other constants: fields of its tile, programs a processor, inputs a step of the loop."""
+    """Compute the product with other constants: fields of its tile, programs per processor, inputs per loop step."""
     tile: dict[str, Any] = {name: value for name, value in change.items() if name not in ("programs", "inputs")}
     choose = tile_sizes.product_tile
     kept = tile_sizes.PROGRAMS_PER_PROCESSOR, coded_product._UNROLLED_INPUTS

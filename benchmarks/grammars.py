@@ -1,10 +1,9 @@
-"""What grammars cost: compiling schemas, masks of single tokens, and decode steps with and without them.
+"""Measures what grammars cost: compiling schemas, masks of single tokens, and decode steps with and without them.
 
     python -m benchmarks.grammars [--steps 60] [--rounds 5]
 
-Steps are of the demo model on this machine, at batch 1 and 32, under a schema that goes on; steps with and without it
-alternate, and medians and means are compared. The limit that kvferry sets itself is 10 % of a step.
-"""
+Steps are of the demo model on this machine, at batch 1 and 32, under a schema that never ends. Steps with and without
+it alternate, and medians and means are compared. The project's own limit is 10 % of a step."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ SCHEMAS = {
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Return a Markdown table."""
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -78,7 +77,7 @@ def main() -> None:
 
 
 def single_masks() -> None:
-    """Compile and walk each schema by chance."""
+    """Compile each schema and walk it at random."""
     source = resolve("smollm2", weights=False)
     tokenizer, facts = load_tokenizer(source), read_facts(source)
     began = time.perf_counter()
@@ -107,7 +106,7 @@ def single_masks() -> None:
 
 
 def steps(count: int, rounds: int) -> None:
-    """Decode steps with and without a grammar, in turns, and what makes the difference."""
+    """Time decode steps with and without a grammar, in turns, and the parts of the difference."""
     settings = WorkerSettings(role="decode", kv_cache_gib=1.0, max_num_seqs=max(BATCHES))
     engine = assemble(settings).engine
     clock = Clock(engine)
@@ -136,7 +135,7 @@ def steps(count: int, rounds: int) -> None:
 
 
 class Clock:
-    """Seconds that an engine spends in what grammars need, by part."""
+    """Seconds that an engine spends on grammars, by part."""
 
     parts = ("library", "masks beside it", "drawing")
 
@@ -173,7 +172,9 @@ class Clock:
 def decode(
     engine: Engine, batch: int, count: int, bound: bool, number: int, begin: Callable[[], None]
 ) -> tuple[list[float], int]:
-    """Seconds of each step once all streams run, and how many tokens these drew. begin: called before the first."""
+    """Return the seconds of each step once all streams run, and the tokens of these steps.
+
+    begin: called before the first of them."""
     grammar = Grammar("json_schema", json.dumps(SCHEMAS["people"])) if bound else None
     names = [f"{batch}-{number}-{bound}-{i}" for i in range(batch)]
     for i, name in enumerate(names):

@@ -1,13 +1,12 @@
-"""Measures what hostile clients do to an honest one: its time to the first token, the gaps in its streams, and the
-router's longest silence.
+"""Measures how hostile clients affect an honest one: time to first token, gaps in its streams, and router pauses.
 
     python -m benchmarks.hostile [--only bodies,grammars --rounds 2 --samples 40 --control --serve "--prefill 0"]
 
-A neighbour begins short streams at a fixed rate, beside a prober that asks the router for nothing but a sign of life.
-Every hostile phase follows one alone, on one cluster on the demo model, and is compared with all of those. Neighbour
+A neighbour begins short streams at a fixed rate, while a prober only asks for the router's liveness. Every hostile
+phase follows a phase without attack, on one cluster with the demo model, and is compared with all of those. Neighbour
 and attackers have keys of their own. The attackers are a process at a lower priority, on the same cores: with --control
-a third phase has a process that uses as much of a core as they did, and asks nothing. What of a ratio stays is theirs.
-"""
+a third phase has a process that uses as much of a core as they did and sends nothing. The rest of a ratio is the
+attack's."""
 
 from __future__ import annotations
 
@@ -37,19 +36,21 @@ from benchmarks.workloads import percentile
 from kvferry.router.tenants.keys import entry, new_key
 
 SETTLE_S = 1.0
-"""How long a phase runs before requests count, and how long the cluster rests behind it."""
+"""Seconds for which a phase runs before requests count, and for which the cluster rests after it."""
 PROBE_S = 0.02
 PROMPT, OUTPUT = 48, 8
-"""Tokens of a neighbour's stream."""
+"""Tokens of a neighbour's prompt and output."""
 ALONE, BURN = "alone", "burn"
 AGAINST = {"no readers": "readers"}
-"""What a phase is compared with, where that is not alone."""
+"""Phase that a phase is compared with, where that is not the one without attack."""
 
 
 @dataclass(slots=True)
 class Phase:
-    """What was seen in it: the neighbour's streams, and errors; seconds to the router's signs of life; what the
-    attackers were answered; and the seconds of CPU that it took, by who used them, of how many seconds."""
+    """Figures of a phase.
+
+    The neighbour's streams and errors; seconds of the router's liveness answers; the attackers' answers by status; and
+    seconds of CPU by process, with the phase's seconds."""
 
     streams: list[Completion] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
@@ -62,21 +63,21 @@ class Phase:
         return percentile([each.first_s for each in self.streams], share)
 
     def gap_s(self, share: float) -> float:
-        """Between two pieces of a stream."""
+        """Return a quantile of the gaps between two pieces of a stream, in seconds."""
         gaps = [b - a for each in self.streams for a, b in zip(each.arrivals, each.arrivals[1:], strict=False)]
         return percentile(gaps, share)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A cluster, and its neighbour, who begins `rate` streams a second."""
+    """Cluster with its neighbour, who begins `rate` streams per second."""
 
     server: servers.Server
     keys: dict[str, str]
     rate: float
 
     async def phase(self, found: Phase, command: Sequence[str], samples: int, source: random.Random) -> None:
-        """So many streams, beside a process of hostile clients if there is a command for one."""
+        """Run streams, beside a process of hostile clients if there is a command for one."""
         async with self._attacked(found, command) as attackers:
             await asyncio.sleep(SETTLE_S)
             before, began = self._used(attackers), time.perf_counter()
@@ -93,7 +94,7 @@ class Load:
         await asyncio.sleep(SETTLE_S)
 
     def _used(self, attackers: Sequence[psutil.Process]) -> dict[str, float]:
-        """Seconds of CPU so far. A router's children are the router's."""
+        """Return the seconds of CPU used so far; a router's children count as the router."""
         router, nodes = list[psutil.Process](), list[psutil.Process]()
         for process in self.server.processes():
             words = set(process.cmdline())
@@ -166,13 +167,13 @@ async def measure(options: argparse.Namespace, phases: dict[str, Phase]) -> None
 
 
 def ratio(phases: dict[str, Phase], name: str, share: float = 0.95) -> float:
-    """Of the time to the first token, to that of the phases which this kind is compared with."""
+    """Return the time to first token relative to the phases that this phase is compared with."""
     alone = phases.get(AGAINST.get(name, ALONE), phases[ALONE])
     return phases[name].first_s(share) / alone.first_s(share)
 
 
 def report(phases: dict[str, Phase]) -> str:
-    """A Markdown table. The ratios are to being alone; shares of CPU are of one core."""
+    """Return a Markdown table; ratios are to the phases without attack, CPU shares are of one core."""
     lines = [
         "| | streams | TTFT p50 | p95 | to alone: p50 | p95 | gaps p99 | sign of life p99 | longest "
         "| CPU: router | nodes | attackers | answers to attackers |",

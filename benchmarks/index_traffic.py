@@ -1,8 +1,7 @@
-"""What a node's changes of the block index cost Valkey (`python -m benchmarks.index_traffic`).
+"""Measures the CPU time that a node's changes of the block index cost Valkey (`python -m benchmarks.index_traffic`).
 
-A writer of the index is told of blocks that were stored and evicted, at the rate of a node that computes 160,000 tokens
-a second, against a Valkey of its own: the figure is CPU time of that process.
-"""
+A writer of the index receives stored and evicted blocks at the rate of a node that computes 160,000 tokens per second,
+and writes to a Valkey of its own; the figure is CPU time of that process."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.lease import NodeLease
 
 RATE = 10_000
-"""Blocks stored a second; as many leave."""
+"""Blocks stored per second; as many are evicted."""
 HELD, SECONDS, TICK_S = 50_000, 8.0, 0.05
 LEASE = NodeLease("node-1", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 BLOCKS_AT_ONCE = 64
-"""Blocks of one prompt, which come together."""
+"""Blocks of one prompt, which are stored together."""
 
 
 async def cpu_share() -> tuple[float, float]:
-    """CPU seconds of Valkey, and of this process, for each second of a node at RATE whose pool is full."""
+    """Return CPU seconds of Valkey, and of this process, per second of a node at RATE with a full pool."""
     with tempfile.TemporaryDirectory() as folder, ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
         server = next(p for p in psutil.Process().children(recursive=True) if _listens(p, valkey.port))
         store = RedisStore(f"redis://127.0.0.1:{valkey.port}/0", "default")
@@ -69,7 +68,7 @@ def _listens(process: psutil.Process, port: int) -> bool:
 
 
 async def told() -> str:
-    """A line for people."""
+    """Return the figures as a sentence."""
     valkey, node = await cpu_share()
     return (
         f"A node that stores and evicts {RATE:,} blocks a second takes {100 * valkey:.1f} % of a core of Valkey "

@@ -1,12 +1,10 @@
-"""What a long prompt's blocks do to streams that run where they land: gaps between tokens of a decode node's engine,
-alone and while a ship arrives at full speed from another process, by turns.
+"""Measures how a long prompt's arriving blocks affect running streams: gaps between tokens of a decode node's engine.
 
     python -m benchmarks.landing [--model smollm2] [--tokens 65536] [--streams 8] [--rounds 3]
 
-The blocks are as large as the model's own, and are there at once, as those of a prompt are that prefill had in its
-cache: otherwise it sends no faster than it computes. The goal: the 99th percentile stays within 1.5 times that of
-streams alone.
-"""
+Streams run alone and while a ship arrives at full speed from another process, in turns. The blocks are as large as the
+model's own and all available at once, like those of a cached prompt; otherwise prefill sends no faster than it
+computes. The goal: the 99th percentile stays within 1.5 times that of streams alone."""
 
 from __future__ import annotations
 
@@ -38,10 +36,10 @@ from kvferry.worker.link_factory import LINK_NICENESS
 from kvferry.worker.rates import warm_up
 
 POOL = 512
-"""Blocks of memory that a ship goes from and to, over and over: far more than caches hold."""
+"""Blocks of memory that ships use over and over: far more than caches hold."""
 PREFILL_NICENESS = 5
 TOKENS = 2000
-"""Of a stream; those that end are followed by others."""
+"""Tokens of a stream; a stream that ends is replaced."""
 
 
 class Reused(Memory):
@@ -50,7 +48,7 @@ class Reused(Memory):
 
 
 class Streams:
-    """The streams of an engine, and the gaps between their tokens."""
+    """Streams of an engine, and the gaps between their tokens."""
 
     def __init__(self, model: str, count: int):
         parts = assemble(WorkerSettings(role="decode", model=model, kv_cache_gib=1.0))
@@ -104,7 +102,7 @@ class Grants:
 
 
 def decode(pipe: Connection, model: str, count: int) -> None:
-    """Child: a decode node's engine and link; whenever asked it tells the gaps since it was asked last."""
+    """Run a decode node's engine and link in a child process; report the gaps since the last request on demand."""
     streams = Streams(model, count)
     link = UcxLink("127.0.0.1", prepare=lambda: give_way(LINK_NICENESS))
     dock, grants = Dock(link, Reused(POOL, streams.block_bytes)), Grants(streams.block_size)
@@ -117,7 +115,7 @@ def decode(pipe: Connection, model: str, count: int) -> None:
 
 
 def percentile(gaps: Sequence[float], share: float) -> float:
-    """Milliseconds."""
+    """Return the quantile in milliseconds."""
     return 1e3 * sorted(gaps)[min(len(gaps) - 1, int(share * len(gaps)))]
 
 

@@ -1,5 +1,6 @@
-"""What this machine can do at most: with what a model needs at least (`model_files.memory_needs`), ceilings in
-tokens/s."""
+"""Measures this machine's limits.
+
+With a model's memory needs (`model_files.memory_needs`) they give ceilings in tokens/s."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ READ, PRODUCTS = "memory read, GB/s", "bf16 products, GFLOP/s"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Forms that show the machine's limits: run beside each subject, so that both see the same machine."""
+    """Measured forms of the machine's limits: they run beside each subject, so that both see the same machine."""
 
     read: Callable[[], object]
     multiply: Callable[[], object]
     work: int
 
     def shares(self, read: float, multiply: float) -> tuple[float, float]:
-        """(GB/s, GFLOP/s) of measured seconds."""
+        """Convert measured seconds to (GB/s, GFLOP/s)."""
         return READ_BYTES / read / 1e9, self.work / multiply / 1e9
 
 
 def machine_limits(ops: CpuOps) -> Limits:
-    """Measured by the threads that run the kernels: reading memory once, multiplying bfloat16 in registers."""
+    """Return the limits of the threads that run the kernels: reading memory once, multiplying bfloat16 in registers."""
     import torch
 
     kernels, data = ops.kernels, torch.ones(READ_BYTES, dtype=torch.uint8)
@@ -40,7 +41,7 @@ def machine_limits(ops: CpuOps) -> Limits:
 
 
 def interleaved(forms: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """Median seconds of each form; they run in turn, once unmeasured."""
+    """Return median seconds of each form; they run in turn, after one unmeasured turn."""
     times: list[list[float]] = [[] for _ in forms]
     for form in forms:
         form()
@@ -53,7 +54,7 @@ def interleaved(forms: Sequence[Callable[[], object]], runs: int) -> list[float]
 
 
 class Meter:
-    """Takes samples of the limits, between the rounds of what is held against them."""
+    """Samples the limits between rounds of the measurements that they bound."""
 
     def __init__(self, threads: int) -> None:
         """Raises RuntimeError without the extension."""
@@ -65,6 +66,6 @@ class Meter:
         self._limits = machine_limits(CpuOps(threads))
 
     def sample(self) -> dict[str, float]:
-        """Values by READ and PRODUCTS, each the median of three."""
+        """Return values by READ and PRODUCTS, each the median of three."""
         read, multiply = interleaved([self._limits.read, self._limits.multiply], 3)
         return dict(zip((READ, PRODUCTS), self._limits.shares(read, multiply), strict=True))

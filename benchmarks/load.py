@@ -1,8 +1,7 @@
-"""The load generator: streamed completions of token-id prompts, timed as a client sees them, the same for every server.
+"""Load generator: streamed completions of token-id prompts, timed as a client sees them, the same for every server.
 
-It shares its cores with what it measures, so while a stream runs it only splits lines and reads the clock; JSON is
-decoded after the last byte.
-"""
+It shares its cores with the measured server, so while a stream runs it only splits lines and reads the clock; JSON is
+decoded after the last byte."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ TIMEOUT_S = 600.0
 
 
 class LoadError(Exception):
-    """A server refused a request, broke off, or sent another number of tokens than asked for."""
+    """A server refused a request, closed the connection, or sent another number of tokens than asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server under load. url: without `/v1`; model: the name to ask it for."""
+    """Server under load. url: without `/v1`; model: name to ask it for."""
 
     url: str
     model: str
@@ -37,8 +36,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One streamed completion. Times are seconds of one clock; `arrivals`: when each event with output came, which may
-    carry more than one token; `tokens`: output tokens by the server's own count."""
+    """One streamed completion, with times in seconds of one clock.
+
+    arrivals: times of events with output, each of which may have more than one token; tokens: output tokens by the
+    server's own count."""
 
     began: float
     arrivals: tuple[float, ...]
@@ -46,7 +47,7 @@ class Completion:
 
     @property
     def first_s(self) -> float:
-        """Time to first token."""
+        """Time to first token, in seconds."""
         return self.arrivals[0] - self.began
 
     @property
@@ -67,8 +68,9 @@ async def complete(target: Target, prompt: str | Sequence[int], max_tokens: int)
 
 
 def parse(began: float, events: Sequence[tuple[float, bytes]], max_tokens: int) -> Completion:
-    """From (time, JSON) of a stream's events. An event without text, as one that only tells why the stream ended, is no
-    arrival. Raises LoadError."""
+    """Return the completion from (time, JSON) of a stream's events. Raises LoadError.
+
+    An event without text, such as the one with the finish reason, is no arrival."""
     arrivals, tokens = [], None
     for when, data in events:
         event = json.loads(data)
@@ -104,7 +106,7 @@ def _request(
 def post(
     host: str, path: str, content: bytes, *, kind: str = "application/json", last: bool = False, key: str = ""
 ) -> bytes:
-    """The bytes of a POST; the server closes the connection after the `last` one."""
+    """Return the bytes of a POST; the server closes the connection after the `last` one."""
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n"
     head += f"Authorization: Bearer {key}\r\n" if key else ""
     return f"{head}{'Connection: close' if last else 'Connection: keep-alive'}\r\n\r\n".encode() + content
@@ -112,8 +114,7 @@ def post(
 
 @asynccontextmanager
 async def connected(url: str, key: str = "") -> AsyncIterator[Connection]:
-    """A connection to a server, closed at exit, whose completions present the API key. Raises LoadError, also for what
-    breaks in the block."""
+    """Connect to a server until exit; completions present the API key. Raises LoadError."""
     address = urlsplit(url)
     try:
         transport, connection = await asyncio.get_running_loop().create_connection(
@@ -128,7 +129,7 @@ async def connected(url: str, key: str = "") -> AsyncIterator[Connection]:
 
 
 class Connection(asyncio.Protocol):
-    """One request after another, and their responses."""
+    """Connection with one request after another."""
 
     def __init__(self, host: str, key: str = "") -> None:
         self.host, self._key = host, key
@@ -147,13 +148,13 @@ class Connection(asyncio.Protocol):
         began: float = 0.0,
         last: bool = False,
     ) -> Completion:
-        """As the function `complete`; timed from `began` on, or from now."""
+        """Stream a completion as the function `complete` does; it is timed from `began`, or from now."""
         request = _request(self.host, model, prompt, max_tokens, seed, last, self._key)
         began = began or time.perf_counter()
         return parse(began, await self.send(request), max_tokens)
 
     async def send(self, request: bytes) -> list[tuple[float, bytes]]:
-        """(arrival, JSON) of each `data:` line of the answer, once it is whole. Raises LoadError."""
+        """Return (arrival, JSON) of each `data:` line of the answer, once it is complete. Raises LoadError."""
         if self._transport.is_closing():
             raise LoadError("the server closed the connection")
         self._parser = httptools.HttpResponseParser(self)

@@ -31,13 +31,15 @@ from kvferry.protocol.work import Generate
 
 ROLES = ("prefill", "decode")
 NODES_S = 20.0
-"""How long nodes may take to be seen."""
+"""Longest time until nodes are seen, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoneRouter:
-    """The running router; `direct_s`: seconds that what is behind it takes for the first token of a prompt of so many
-    tokens, asked directly."""
+    """The running router.
+
+    direct_s: returns the seconds until the first token of a prompt of so many tokens when its node is asked directly.
+    """
 
     target: Target
     process: psutil.Process
@@ -46,7 +48,9 @@ class LoneRouter:
 
 @asynccontextmanager
 async def lone_router(folder: Path) -> AsyncIterator[LoneRouter]:
-    """Valkey, a mock node of each role and a router, ended at exit; logs and files in `folder`. Raises StartError."""
+    """Run Valkey, a mock node of each role and a router until exit; logs and files are in `folder`.
+
+    Raises StartError."""
     port = servers.free_port()
     with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
         url = f"redis://127.0.0.1:{valkey.port}/0"
@@ -71,13 +75,13 @@ async def lone_router(folder: Path) -> AsyncIterator[LoneRouter]:
 
 
 def kvferry() -> list[str]:
-    """The command beside this interpreter; from a bare checkout, the module."""
+    """Return the command beside this interpreter; from a bare checkout, the module."""
     script = Path(sys.executable).with_name("kvferry")
     return [str(script)] if script.exists() else [sys.executable, "-m", "kvferry.cli.main"]
 
 
 def long_model(folder: Path) -> Path:
-    """The demo model with a longer context and, as a router reads none, without its weights: a sparse file."""
+    """Write the demo model with a longer context and, since a router reads no weights, a sparse file in their place."""
     demo = read_gguf(resolve(DEMO_MODEL, weights=False).path)
     header = demo.path.read_bytes()[: min(tensor.offset for tensor in demo.tensors.values())]
     key = f"{demo.architecture}.context_length".encode()
@@ -91,7 +95,7 @@ def long_model(folder: Path) -> Path:
 
 @contextmanager
 def mocks(redis_url: str) -> Iterator[None]:
-    """A node of each role, ended at exit."""
+    """Run a node of each role until exit."""
     command = (sys.executable, "-m", "benchmarks.mock_nodes", "--redis-url", redis_url)
     nodes = [subprocess.Popen([*command, role], cwd=servers.ROOT, stdin=subprocess.PIPE) for role in ROLES]
     try:
@@ -114,7 +118,7 @@ async def _until_joined(router: Target, redis_url: str) -> str:
 
 
 async def prefill_s(url: str, tokens: int) -> float:
-    """Median seconds of a mock prefill node's own answer to a prompt of that length."""
+    """Return the median seconds of a mock prefill node's own answer to a prompt of that length."""
     ids = tuple(WORDS[i * STRIDE % len(WORDS)] for i in range(tokens))
     job = Job("direct", 0, ids, tokens, Generate(SamplingParams(max_tokens=1)), "nobody")
     taken = []

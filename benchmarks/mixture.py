@@ -1,12 +1,10 @@
-"""gpt-oss beside transformers: output tokens a second of a small model of its form, of random weights.
+"""Compares gpt-oss with transformers: output tokens per second of a small model of its form, with random weights.
 
     python -m benchmarks.mixture [--streams 1 8 --prompt 128 --output 32 --rounds 3 --layers 2]
 
-32 experts in MXFP4, of which a token meets four, as in gpt-oss-20b, at half its width and a twelfth of its layers. Ours
-is the whole engine on these codes; transformers has them dequantised to bfloat16 and goes from step to step with its
-cache, greedily. Streams have prompts of their own. Both run in turn; medians of the rounds are told, after one that
-does not count.
-"""
+The model has 32 experts in MXFP4, four per token, as in gpt-oss-20b, at half its width and a twelfth of its layers.
+Ours is the whole engine on these codes; transformers has them dequantised to bfloat16 and generates greedily with its
+cache. Each stream has a prompt of its own. Both run in turn; the table has medians of the rounds after a warm-up."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ Taken = tuple[float, float]
 
 
 def write(folder: Path, layers: int) -> Path:
-    """The model, in MXFP4."""
+    """Write the model in MXFP4; return its path."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -73,7 +71,7 @@ class Ours:
         self._runs = 0
 
     def __call__(self, prompts: Sequence[Sequence[int]], output: int) -> Taken:
-        """Prompts that were never seen before."""
+        """Run prompts that are not cached."""
         engine, self._runs = self._engine, self._runs + 1
         for number, prompt in enumerate(prompts):
             params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)

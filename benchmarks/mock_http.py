@@ -1,4 +1,4 @@
-"""The HTTP side of a mock node: as little of a server as costs little CPU."""
+"""HTTP side of a mock node: as small as possible, so that it uses little CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import httptools
 
 
 class Exchange(asyncio.Protocol):
-    """A server's side of a connection; `answer(path, body, exchange)` is called for each request. `writable` is set
-    while the other side keeps up, `closed` once it is gone."""
+    """Server side of a connection; `answer(path, body, exchange)` is called for each request.
+
+    `writable` is set while the client keeps up, `closed` once it is gone."""
 
     def __init__(self, answer: Callable[[str, bytes, Exchange], None]) -> None:
         self._answer = answer
@@ -21,15 +22,15 @@ class Exchange(asyncio.Protocol):
         self.writable.set()
 
     def send(self, body: bytes, status: str = "202 Accepted") -> None:
-        """A whole response."""
+        """Send a whole response."""
         self._transport.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), len(body), body))
 
     def begin(self) -> None:
-        """A response in chunks."""
+        """Begin a chunked response."""
         self._transport.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
 
     def chunk(self, data: bytes) -> None:
-        """Part of the response; none of it, and the response ends."""
+        """Send a part of the response; an empty one ends it."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -1,11 +1,10 @@
-"""Nodes without a model, in front of which a router is measured. They speak the nodes' protocol, keep a lease, and
-answer at once with tokens made of arithmetic.
+"""Nodes without a model, in front of which a router is measured.
 
     python -m benchmarks.mock_nodes prefill --redis-url redis://...
 
-A prefill node hands a job to its decode node over a TCP connection to the latter's link address, where real nodes ship
-KV. A seed below a million is a request's pace, in microseconds between two tokens. Ends when its standard input does.
-"""
+They speak the nodes' protocol, keep a lease, and answer at once with computed tokens. A prefill node hands a job to its
+decode node over a TCP connection to that node's link address, where real nodes ship KV. A seed below a million is a
+request's pace, in microseconds between two tokens. The process ends when its standard input does."""
 
 from __future__ import annotations
 
@@ -28,15 +27,15 @@ from kvferry.runtime.address import parse_host_port
 
 HOST = "127.0.0.1"
 MODEL = "mock"
-"""What the nodes say they run."""
+"""Name of the model that the nodes report."""
 MAX_MODEL_LEN, BLOCK_SIZE, BLOCKS = 131072, 16, 1_000_000
 HEARTBEAT_S = 0.4
 WORDS, STRIDE = range(1000, 40000), 7919
-"""Tokens of plain words in the vocabularies of today's models, and the distance between two that follow each other."""
+"""Tokens of plain words in the vocabularies of today's models, and the distance between two consecutive tokens."""
 
 
 def delta(job: Job, index: int) -> TokenDelta:
-    """Output token `index`, and with the first one where the prompt came from."""
+    """Return output token `index`; with the first one, the origin of the prompt's blocks."""
     reason = "length" if index + 1 == job.params.max_tokens else None
     reuse = Reuse(job.prompt_len, computed=job.prompt_len) if index == 0 else None
     token = WORDS[(job.prompt_len + index) * STRIDE % len(WORDS)]
@@ -44,19 +43,19 @@ def delta(job: Job, index: int) -> TokenDelta:
 
 
 def pace_s(job: Job) -> float:
-    """Seconds between two tokens. A router draws seeds for those who give none, from far more than a million."""
+    """Return the seconds between two tokens; routers draw default seeds from far more than a million."""
     seed = job.params.seed or 0
     return seed / 1e6 if seed < 1e6 else 0.0
 
 
 class Streams:
-    """The routers' standing streams. Frames are not kept: one that broke cannot go on."""
+    """Long-lived token streams of the routers; frames are not kept, so a broken stream cannot resume."""
 
     def __init__(self) -> None:
         self.open: dict[str, Exchange] = {}
 
     def take(self, path: str, exchange: Exchange) -> bool:
-        """Whether the request was about a stream."""
+        """Handle a request about a stream; return whether it was one."""
         if not path.startswith("/streams/"):
             return False
         router, _, rest = path.removeprefix("/streams/").partition("?")
@@ -69,14 +68,14 @@ class Streams:
         return True
 
     def beat(self) -> None:
-        """A heartbeat for each."""
+        """Send a heartbeat on each stream."""
         for stream in self.open.values():
             if not stream.closed:
                 stream.chunk(pack(StepFrame()))
 
 
 class MockPrefill:
-    """Samples the first token of every prompt at once and hands over what is left."""
+    """Samples the first token of every prompt at once and hands over the rest."""
 
     def __init__(self) -> None:
         self._streams = Streams()
@@ -84,7 +83,7 @@ class MockPrefill:
         self._background_calls: set[asyncio.Task[None]] = set()
 
     def answer(self, path: str, body: bytes, exchange: Exchange) -> None:
-        """Any request of a router."""
+        """Answer any request of a router."""
         if self._streams.take(path, exchange):
             return
         message = unpack(body)
@@ -103,7 +102,7 @@ class MockPrefill:
         background_call.add_done_callback(self._background_calls.discard)
 
     async def run(self) -> None:
-        """Beat for ever."""
+        """Send heartbeats for ever."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._streams.beat()
@@ -120,7 +119,9 @@ class MockPrefill:
 
 
 class MockDecode:
-    """In each step one token of each of its jobs, in one frame per router; a step lasts as the quickest job asks."""
+    """Makes one token of each job per step, in one frame per router.
+
+    The job with the shortest pace sets a step's length."""
 
     def __init__(self) -> None:
         self._streams = Streams()
@@ -128,7 +129,7 @@ class MockDecode:
         self._arrived = asyncio.Event()
 
     def answer(self, path: str, body: bytes, exchange: Exchange) -> None:
-        """Any request of a router."""
+        """Answer any request of a router."""
         if self._streams.take(path, exchange):
             return
         message = unpack(body)
@@ -139,15 +140,15 @@ class MockDecode:
             self._jobs.pop(message.request_id, None)
 
     def link(self) -> asyncio.Protocol:
-        """The end of a prefill node's connection."""
+        """Return the receiving end of a prefill node's connection."""
         return _Link(self)
 
     def take(self, job: Job) -> None:
-        """A job whose first token is out."""
+        """Take over a job after its first token."""
         self._add(job, 1)
 
     async def run(self) -> None:
-        """Step for ever, with a heartbeat while there is nothing to do."""
+        """Run steps for ever, and send heartbeats while there is nothing to do."""
         while True:
             try:
                 await asyncio.wait_for(self._arrived.wait(), HEARTBEAT_S)
@@ -159,7 +160,7 @@ class MockDecode:
             self._arrived.clear()
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, with heartbeats: a router leaves a node that is silent."""
+        """Sleep while sending heartbeats: a router abandons a silent node."""
         while seconds > HEARTBEAT_S:
             await asyncio.sleep(HEARTBEAT_S)
             self._streams.beat()

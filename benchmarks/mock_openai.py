@@ -1,10 +1,9 @@
-"""A worker without a model that speaks the OpenAI API, in front of which another router is measured. It answers a
-completion with one event for each token, at once or `seed` microseconds apart, as `mock_nodes` does.
+"""Worker without a model that speaks the OpenAI API, in front of which another router is measured.
 
     python -m benchmarks.mock_openai PORT
 
-Ends when its standard input does.
-"""
+It answers a completion with one event per token, at once or `seed` microseconds apart, as `mock_nodes` does, and ends
+when its standard input does."""
 
 from __future__ import annotations
 
@@ -26,20 +25,20 @@ def event(value: object) -> bytes:
 
 
 def last(tokens: int) -> bytes:
-    """What ends a stream of so many tokens."""
+    """Return the last events of a stream of `tokens` tokens."""
     usage = {"prompt_tokens": 10, "completion_tokens": tokens, "total_tokens": 10 + tokens}
     return event({**_EVENT, "choices": [], "usage": usage}) + b"data: [DONE]\n\n"
 
 
 class MockWorker:
-    """Streams whatever is asked."""
+    """Streams a completion for any request."""
 
     def __init__(self) -> None:
         self._token = event(_TOKEN)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def answer(self, path: str, body: bytes, exchange: Exchange) -> None:
-        """Any request."""
+        """Answer any request."""
         if not path.endswith("/completions"):
             listed = {"object": "list", "data": [{"id": MODEL, "object": "model"}], "model_path": MODEL}
             exchange.send(json.dumps(listed).encode(), "200 OK")

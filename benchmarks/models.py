@@ -1,6 +1,6 @@
-"""The model files of a run: one GGUF file per weight format, and a safetensors directory for peers that read no GGUF.
+"""Model files of a run: one GGUF file per weight format, and a safetensors directory for peers that read no GGUF.
 
-What is not given is made from the demo model by llama.cpp's own `llama-quantize`, or by transformers, and kept.
+Files that are not given are made from the demo model by llama.cpp's own `llama-quantize`, or by transformers, and kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def on_path(name: str) -> Path | None:
 
 
 def gguf_format(path: Path) -> str:
-    """`q4_k_m`, as the file's header says. Raises ConfigError."""
+    """Return a format such as `q4_k_m` from the file's header. Raises ConfigError."""
     import gguf
 
     kind = gguf.LlamaFileType(read_gguf(path).metadata.get("general.file_type", gguf.LlamaFileType.GUESSED))
@@ -37,8 +37,9 @@ def gguf_format(path: Path) -> str:
 def find_models(
     given: Iterable[Path], quantize: Path | None, safetensors: Path | None, *, vllm: bool
 ) -> dict[str, Path]:
-    """Files by format, and the directory if vLLM wants one. Files given stand alone; without any it is the demo
-    model and what can be made of it. Raises ConfigError."""
+    """Return files by format, and the directory if vLLM needs one. Raises ConfigError.
+
+    Given files are used alone; without any, the demo model and its conversions are used."""
     models = {gguf_format(path): path for path in given}
     if not models:
         demo = resolve(DEMO_MODEL, weights=False).path
@@ -52,7 +53,7 @@ def find_models(
 
 
 def _made(demo: Path, name: str, quantize: Path | None) -> Path | None:
-    """The demo model in another format; None without llama-quantize."""
+    """Convert the demo model to another format; return None without llama-quantize."""
     target = CACHE / f"{DEMO_NAME}.{name.upper()}.gguf"
     if target.exists() or quantize is None:
         return target if target.exists() else None
@@ -67,7 +68,7 @@ def _made(demo: Path, name: str, quantize: Path | None) -> Path | None:
 
 
 def _saved(demo: Path) -> Path | None:
-    """The demo model as transformers saves it, in bfloat16; None without accelerate, which it needs for that."""
+    """Save the demo model with transformers in bfloat16; return None without accelerate, which that needs."""
     target = CACHE / DEMO_NAME
     if target.exists():
         return target

@@ -1,4 +1,4 @@
-"""What a step of the engine costs beside the model's own arithmetic: scheduling, plan, choice of tokens, events."""
+"""Measures what an engine step costs beside the model's own arithmetic: scheduling, plan, choice of tokens, events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = {
 
 
 class Timed:
-    """A model that adds up the seconds it computes."""
+    """Model that adds up the seconds it computes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -45,7 +45,7 @@ class Timed:
 
 
 def bench_overhead(engine: Engine) -> None:
-    """Print for each batch size and kind of sampling the medians of a decode step and of what is not the model."""
+    """Print the median decode step, and its part outside the model, by batch size and kind of sampling."""
     runner = engine.runner
     model = runner.model
     runner.model = timed = Timed(model)
@@ -63,7 +63,7 @@ def bench_overhead(engine: Engine) -> None:
 
 
 def decode(engine: Engine, model: Timed, streams: int, params: SamplingParams) -> tuple[float, float]:
-    """Median seconds of a decode step, and of its part outside the model."""
+    """Return median seconds of a decode step, and of its part outside the model."""
     stamp = time.monotonic_ns()
     for stream in range(streams):
         tokens = tuple(1000 + (stamp + 7919 * (stream * PROMPT + i)) % 30000 for i in range(PROMPT))

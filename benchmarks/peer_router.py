@@ -18,12 +18,12 @@ from benchmarks.router_rows import completion_s
 from benchmarks.subjects import Launch
 
 POLICY = "round_robin"
-"""The cheapest of its policies; it renders and tokenises nothing."""
+"""Its cheapest policy; it renders and tokenises nothing."""
 
 
 @asynccontextmanager
 async def peer_router(command: Path, folder: Path) -> AsyncIterator[LoneRouter]:
-    """The peer and its worker, ended at exit; its log in `folder`. Raises StartError."""
+    """Run the peer and its worker until exit; the log is in `folder`. Raises StartError."""
     port, behind = servers.free_port(), servers.free_port()
     mock = [sys.executable, "-m", "benchmarks.mock_openai", str(behind)]
     worker = subprocess.Popen(mock, cwd=servers.ROOT, stdin=subprocess.PIPE)  # noqa: ASYNC220

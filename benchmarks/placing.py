@@ -1,10 +1,9 @@
-"""Placement alone: what choosing the nodes for one request costs, and what it asks of Redis.
+"""Measures placement alone: what choosing the nodes for one request costs, and what it asks of Redis.
 
     python -m benchmarks.placing [--nodes 1000 --rows 1000000]
 
-Milliseconds are CPU of this process. Nodes are those of a router's own table, half of them prefill, all alike and idle
-(ties) or loaded as if at random; some hold parts of the prompt.
-"""
+Milliseconds are CPU of this process. Half of the nodes in the router's table are prefill. They are all alike and idle
+(ties), or loaded at random; some hold parts of the prompt."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ GOAL = "goal: <= 2 ms at the 99th percentile, <= 20 commands"
 
 
 def lease(number: int, kind: str, source: random.Random) -> NodeLease:
-    """Of one node."""
+    """Return the lease of one node."""
     role = ("prefill", "decode")[number % 2]
     busy = source.random() if kind != "idle" else 0.0
     store_block_s = 1e-4 if kind == "stored" else 0.0
@@ -63,7 +62,7 @@ def lease(number: int, kind: str, source: random.Random) -> NodeLease:
 
 
 async def cluster(count: int, kind: str) -> ModelCluster:
-    """A router's view of so many nodes, all reachable, without connections to them."""
+    """Return a router's view of so many nodes, all reachable, without connections to them."""
     source, store = random.Random(count), MemoryStore()
     for number in range(count):
         await store.announce(lease(number, kind, source))
@@ -77,7 +76,7 @@ async def cluster(count: int, kind: str) -> ModelCluster:
 
 
 async def choices_ms(count: int, kind: str, times: int = CHOICES) -> list[float]:
-    """CPU milliseconds of each of so many choices, the chosen nodes booked."""
+    """Return CPU milliseconds of each placement, with reservations on the chosen nodes."""
     model, source = await cluster(count, kind), random.Random(1)
     ids = [entry.key[0] for entry in model.group.members]
     taken = []
@@ -97,8 +96,7 @@ async def choices_ms(count: int, kind: str, times: int = CHOICES) -> list[float]
 async def lookups(
     store: RedisStore, commands: Callable[[], Awaitable[int]], nodes: int, rows: int
 ) -> tuple[list[float], int]:
-    """CPU milliseconds of this process for each of LOOKUPS questions to an index of so many rows, and the most commands
-    that Redis ran for one, the script's own included."""
+    """Return CPU milliseconds of each lookup in an index of `rows` rows, and the most Redis commands of one."""
     source, live = random.Random(2), {f"prefill-{number:04}": 1 for number in range(nodes)}
     await _fill(store, list(live), rows, source)
     live[ON_STORE] = STORE_EPOCH
@@ -125,7 +123,7 @@ async def _fill(store: RedisStore, nodes: Sequence[str], rows: int, source: rand
 
 
 async def redis_cost(nodes: int, rows: int) -> tuple[list[float], int]:
-    """As `lookups`, of a Valkey of its own."""
+    """Measure `lookups` with a Valkey of its own."""
     with tempfile.TemporaryDirectory() as folder, ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
         url = f"redis://127.0.0.1:{valkey.port}/0"
         store = RedisStore(url, "default", lookup_s=5.0, timeout_s=5.0)
@@ -142,7 +140,7 @@ async def redis_cost(nodes: int, rows: int) -> tuple[list[float], int]:
 
 
 async def told(counts: Sequence[int] = (10, 100, NODES), rows: int = ROWS) -> str:
-    """A Markdown table and a line."""
+    """Return a Markdown table and a line."""
     lines = [
         "One choice, CPU ms (p50, p99), among",
         "",

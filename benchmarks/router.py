@@ -2,10 +2,9 @@
 
     python -m benchmarks.router [--rounds 3 --only requests,streams128] [--vllm-router COMMAND]
 
-The router is a process of its own, started by its command and spoken to over HTTP; CPU is user and system time of that
-process and of nothing else. It shares the cores with mocks, Valkey and load, so what a core could do is told by CPU,
-and wall times say little. Figures are medians over the rounds, in which all rows take turns.
-"""
+The router is a process of its own, started by its command and called over HTTP; CPU is user and system time of that
+process alone. It shares the cores with mocks, Valkey and load, so throughput per core follows from CPU, and wall times
+mean little. Figures are medians over the rounds, in which all rows take turns."""
 
 from __future__ import annotations
 
@@ -35,15 +34,15 @@ from benchmarks.router_rows import ROWS, Bench, Row, Sample, words_per_token
 from benchmarks.workloads import percentile
 
 WARM_UP = 0.2
-"""Part of a row's requests that come first and do not count."""
+"""Share of a row's requests that come first and do not count."""
 OURS, PEER = "kvferry", "vllm-router"
 
 Told = tuple[str, Row]
-"""Who was measured with which row."""
+"""Subject and its row."""
 
 
 def yardstick() -> float:
-    """CPU milliseconds that a fixed piece of Python takes: by how much the machine was slower in another run."""
+    """Return CPU milliseconds of a fixed piece of Python, which compares the machine's speed between runs."""
     body, began = {"prompt": "ten words", "tokens": list(range(100))}, time.process_time()
     for _ in range(2000):
         json.loads(json.dumps(body))
@@ -51,7 +50,9 @@ def yardstick() -> float:
 
 
 def report(samples: dict[Told, list[Sample]], yards: Sequence[float]) -> str:
-    """A Markdown table of medians, with the least of the CPU figures: neighbours on the machine only ever add."""
+    """Return a Markdown table of medians, with the least of the CPU figures.
+
+    Other load on the machine only adds to CPU figures."""
     lines = [
         "| | goal | a core does, per s | CPU ms a request (least) | CPU µs a token (least) "
         "| first token later by, p50 | p99 | loop late by, p99 |",
@@ -84,7 +85,7 @@ def _cells(row: Row, turns: Sequence[Sample]) -> tuple[str, ...]:
 
 
 def lag_p99(lags: Sequence[dict[float, int]]) -> str:
-    """Between which bounds the 99th percentile of all looks at the loop lies."""
+    """Return the bounds of the 99th percentile of the event loop's lag."""
     counts: dict[float, int] = defaultdict(int)
     for bound, count in (pair for lag in lags for pair in lag.items()):
         counts[bound] += count
@@ -96,7 +97,7 @@ def lag_p99(lags: Sequence[dict[float, int]]) -> str:
 
 
 async def measure(rows: Sequence[Row], rounds: int, peer: Path | None = None) -> str:
-    """Run the rows `rounds` times, after a turn that does not count. Returns the table."""
+    """Run the rows `rounds` times after a warm-up; return the table."""
     samples, yards = defaultdict[Told, list[Sample]](list), []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
@@ -117,7 +118,7 @@ async def measure(rows: Sequence[Row], rounds: int, peer: Path | None = None) ->
 
 
 ALONE: dict[str, Callable[[], Coroutine[Any, Any, str]]] = {"placement": placing.told, "index": index_traffic.told}
-"""What is measured without requests."""
+"""Measurements without requests."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What `benchmarks.router` asks of a router: its rows, and one turn of a row."""
+"""Rows of `benchmarks.router`, and one turn of a row."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ LAG = "kvferry_event_loop_lag_seconds_bucket"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`requests` requests, `at_once` of them at a time, each with a prompt of about `prompt` tokens (0: ten words) and
-    exactly `out` output tokens, `pace_us` apart. All prompts begin with the same `prefix` tokens of them.
+    """One row: `requests` requests, `at_once` of them at a time.
 
-    goal   what the router is to reach, in words; peer: whether the row is also asked of `vllm-router`
-    shows  what the row is for: first tokens, requests, tokens
+    Each has a prompt of about `prompt` tokens (0: ten words), all with the same first `prefix` tokens, and exactly
+    `out` output tokens, `pace_us` apart.
+
+        goal   the project's goal, in words; peer: whether the row is also measured with `vllm-router`
+        shows  figures of the row: first tokens, requests, tokens
     """
 
     name: str
@@ -72,8 +74,10 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn of a row. cpu_s: of the router's process; first_s: a request's time to first token less that of what is
-    behind the router, asked directly; lag: how often its loop was late by at most so many seconds."""
+    """One turn of a row.
+
+    cpu_s: of the router's process; first_s: a request's time to first token less that of the node asked directly; lag:
+    event-loop lag counts by upper bound in seconds."""
 
     cpu_s: float
     wall_s: float
@@ -84,13 +88,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A router to be measured, and how many words of prose make a token of its model."""
+    """Router under measurement, and words of prose per token of its model."""
 
     router: LoneRouter
     words_per_token: float
 
     async def sample(self, row: Row, source: random.Random) -> Sample:
-        """One turn of `row`. Raises LoadError."""
+        """Run one turn of `row`. Raises LoadError."""
         prefix = self._words(random.Random(row.name), row.prefix)
         rest = row.prompt - row.prefix
         prompts = [prefix + self._words(source, rest) for _ in range(row.requests)]
@@ -107,7 +111,7 @@ class Bench:
         return words(source, round(tokens * self.words_per_token) or 10) + " "
 
     async def _lag(self) -> dict[float, int]:
-        """The loop's lag so far: looks by their upper bound in seconds; empty where the router does not tell."""
+        """Return the event loop's lag counts by upper bound in seconds; empty if the router reports none."""
         async with httpx.AsyncClient(trust_env=False) as client:
             answer = await client.get(f"{self.router.target.url}/metrics")
         lines = [line for line in answer.text.splitlines() if line.startswith(LAG)] if answer.is_success else []
@@ -120,9 +124,10 @@ def words(source: random.Random, count: int) -> str:
 
 
 async def closed_loop(target: Target, prompts: Sequence[str], row: Row) -> list[Completion]:
-    """Ask for all of them on `at_once` connections that stay open; each asks again when it was answered. Where tokens
-    have a pace, connections begin one after another over the time of a stream: so many at once are open then, and none
-    of them waits for the others' beginning."""
+    """Send all prompts on `at_once` connections that stay open; each sends the next after an answer.
+
+    Where tokens have a pace, connections begin one after another over the time of a stream: that many are open at once
+    then, and none waits for the others' beginning."""
     left = iter(prompts)
 
     async def ask(after_s: float) -> list[Completion]:
@@ -136,7 +141,7 @@ async def closed_loop(target: Target, prompts: Sequence[str], row: Row) -> list[
 
 
 async def words_per_token(router: Target) -> float:
-    """In a thousand words of prose, by the router's own tokenizer."""
+    """Measure words per token with a thousand words of prose and the router's own tokenizer."""
     count = 1000
     body = {"model": router.model, "prompt": words(random.Random(0), count)}
     async with httpx.AsyncClient(trust_env=False) as client:
@@ -144,7 +149,7 @@ async def words_per_token(router: Target) -> float:
 
 
 async def completion_s(target: Target) -> float:
-    """Median seconds to the first token of a worker's own answer to a completion."""
+    """Return the median seconds to the first token of a worker's own answer to a completion."""
     row = Row("direct", "", 1, 0, 1, 50)
     done = await closed_loop(target, ["ten words"] * row.requests, row)
     return statistics.median(completion.first_s for completion in done)

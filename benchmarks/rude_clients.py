@@ -1,4 +1,4 @@
-"""Attacks that lie in how clients connect, send and read."""
+"""Attacks in how clients connect, send and read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOW_SOCKETS, NO_READERS = 300, 4
 
 
 async def slow(port: int) -> None:
-    """Sockets that send nothing, half a header, or a body byte by byte; those that are closed come again."""
+    """Open sockets that send nothing, half a header, or a body byte by byte, and reopen those that are closed."""
     starts = (b"", b"POST /v1/completions HTTP/1.1\r\nx-a: ",
               b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n")  # fmt: skip
 
@@ -34,7 +34,7 @@ async def slow(port: int) -> None:
 
 
 async def readers(port: int, *, read: bool) -> None:
-    """Streams of which nothing is taken; or the same ones, taken."""
+    """Open streams and read nothing; or, with `read`, read them."""
 
     async def client(number: int) -> None:
         source = random.Random(number)
@@ -53,7 +53,7 @@ async def readers(port: int, *, read: bool) -> None:
 
 
 async def leavers(port: int) -> None:
-    """Twenty clients a second that leave within a fifth of a second, in whatever state their request is."""
+    """Disconnect twenty clients per second within a fifth of a second, in any state of their request."""
     source = random.Random(1)
 
     async def client() -> None:
@@ -67,7 +67,7 @@ async def leavers(port: int) -> None:
 
 
 async def garbage(port: int) -> None:
-    """What is no HTTP, headers without end, and requests by the thousand in one piece."""
+    """Send bytes that are not HTTP, endless headers, and requests by the thousand in one piece."""
     told = (b"\0" * 9999, b"GET / HTTP/1.1\r\nx: " + b"y" * 10**6,
             b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 500 + b"\0",
             b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 5000 + b"\r\n")  # fmt: skip
@@ -75,7 +75,7 @@ async def garbage(port: int) -> None:
 
 
 async def refused(port: int) -> None:
-    """What gets a 4xx at once, one after another on eight connections."""
+    """Send requests that get a 4xx at once, one after another on eight connections."""
     told = [
         post("x", "/v1/completions", b"{", key=attacking.key),
         post("x", "/v1/chat/completions", b'{"messages":[]}', key=attacking.key),

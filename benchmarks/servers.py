@@ -1,4 +1,4 @@
-"""A running server, from its start to its end, and what its processes hold."""
+"""A running server, from its start to its end, and the memory and CPU of its processes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ START_S, STOP_S = 600.0, 15.0
 
 
 class StartError(Exception):
-    """A server that ended or never answered; carries the end of its log."""
+    """A server ended or never answered; the message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers. ready_s: from its command to its first 200."""
+    """A server that answers. ready_s: seconds from its command to its first 200."""
 
     target: Target
     ready_s: float
@@ -39,7 +39,7 @@ class Server:
 
 @contextmanager
 def running(launch: Launch, port: int, log: Path) -> Iterator[Server]:
-    """The server of `launch`, ended at exit with all its children. Raises StartError."""
+    """Run the server of `launch` until exit, then end all its children. Raises StartError."""
     began = time.perf_counter()
     with log.open("wb") as output:
         popen = subprocess.Popen(
@@ -63,20 +63,22 @@ def running(launch: Launch, port: int, log: Path) -> Iterator[Server]:
 
 
 def environment(launch: Launch) -> dict[str, str]:
-    """Ours without what tells threads how to run: we chose that for ourselves (sleeping barriers make llama.cpp several
-    times slower), and every engine knows best."""
+    """Return our environment without the settings of threads.
+
+    We chose them for ourselves (sleeping barriers make llama.cpp several times slower); each engine has its own
+    defaults."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "MKL_"))}
     return ours | dict(launch.env)
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def memory_gb(processes: Sequence[psutil.Process]) -> tuple[float, float]:
-    """(resident, proportional) memory in GB: pages that processes share count in each of them, or once."""
+    """Return (resident, proportional) memory in GB: shared pages count in each process, or once."""
     resident = proportional = 0.0
     for process in processes:
         with suppress(psutil.Error):
@@ -86,7 +88,7 @@ def memory_gb(processes: Sequence[psutil.Process]) -> tuple[float, float]:
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    """CPU time used so far by the processes that still run."""
+    """Return CPU seconds used so far by the processes that still run."""
     total = 0.0
     for process in processes:
         with suppress(psutil.Error):
@@ -96,13 +98,13 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 def hidden_percent(server: Server) -> dict[str, float]:
-    """Share of the time of all ships that lay behind compute, from the metrics of the prefill and decode processes."""
+    """Return the share of ship time hidden behind compute, by the metrics of the prefill and decode processes."""
     ship_s, exposed_s = (_metric(server, f"kvferry_ship_{part}seconds_total") for part in ("", "exposed_"))
     return {"hidden_percent": 100 * (1 - exposed_s / ship_s)} if ship_s else {}
 
 
 def _metric(server: Server, name: str) -> float:
-    """Sum of a metric over the workers, which are found among the children."""
+    """Return the sum of a metric over the workers among the children."""
     total = 0.0
     for child in server.processes():
         if not {"prefill", "decode"} & set(child.cmdline()):
@@ -114,7 +116,7 @@ def _metric(server: Server, name: str) -> float:
 
 
 def _sum_of(url: str, name: str) -> float:
-    """0 where another protocol listens."""
+    """Return the sum of a metric at one address; 0 where another protocol listens."""
     try:
         text = httpx.get(url, timeout=2, trust_env=False).text
     except httpx.HTTPError:
@@ -134,7 +136,7 @@ def _until_ready(popen: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def _end(popen: subprocess.Popen[bytes], process: psutil.Process) -> None:
-    """SIGTERM to the server, then SIGKILL to whatever of it is left."""
+    """Send SIGTERM to the server, then SIGKILL to what is left of it."""
     family = process.children(recursive=True) if process.is_running() else []
     popen.terminate()
     try:

@@ -1,13 +1,11 @@
-"""Measures kvferry and every peer that is installed on this machine, over their streaming APIs, against each other and
-against the limits of the machine (`make bench`).
+"""Measures kvferry and every installed peer over their streaming APIs, against each other and the machine's limits.
 
     python -m benchmarks.serving [--threads 2 --runs 3 --quick --only single,prefill512 --subjects 'kvferry:*']
 
-Peers: llama.cpp's `llama-server` (and `llama-quantize`, which makes the demo model's other formats) on PATH or by flag,
-vLLM by the interpreter that has it. Subjects with the same weights are alive at once and take their turns in every
-round; figures are medians over the rounds, in which the limits are measured too. Prints Markdown tables, and writes
-them with all samples and a plot.
-"""
+`make bench` runs it. Peers: llama.cpp's `llama-server` (and `llama-quantize`, which makes the demo model's other
+formats) on PATH or by flag, vLLM by the interpreter that has it. Subjects with the same weights are alive at once and
+take turns in every round; figures are medians over the rounds, in which the limits are measured too. It prints Markdown
+tables, and writes them with all samples and a plot."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.runtime.limits import available_cores
 
 BUSY = 0.03
-"""Share of one core above which a server that should be idle disturbs the others' figures."""
+"""Share of one core above which an idle server disturbs the others' figures."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,7 +71,7 @@ def say(line: str) -> None:
 
 
 def chosen(options: argparse.Namespace, models: dict[str, Path], installed: Installed) -> list[Subject]:
-    """The subjects asked for that can be measured here; says what is left out and why."""
+    """Return the requested subjects that can be measured here; print what is skipped and why."""
     found = []
     for subject in SUBJECTS:
         if not any(fnmatch(subject.name, pattern) for pattern in options.subjects):
@@ -86,7 +84,7 @@ def chosen(options: argparse.Namespace, models: dict[str, Path], installed: Inst
 
 
 class Group:
-    """The running servers of one group: what is measured of them goes into `results`."""
+    """Running servers of one group; figures go into `results`."""
 
     def __init__(self, name: str, options: argparse.Namespace, results: table.Results, bar: tqdm) -> None:
         self._name, self._options, self._results, self._bar = name, options, results, bar
@@ -111,7 +109,7 @@ class Group:
             say(f"{subject.name} did not start, see {log}:\n{error}")
 
     def round(self, number: int, workloads: Sequence[Workload]) -> None:
-        """Every workload on every server; another one begins in each round."""
+        """Run every workload on every server; another one begins in each round."""
         subjects = list(self._servers)
         subjects = subjects[number % len(subjects) :] + subjects[: number % len(subjects)] if subjects else []
         for workload in workloads:
@@ -129,7 +127,7 @@ class Group:
         self._bar.update()
 
     def _figures(self, workload: Workload, subject: Subject, seed: str) -> Figures:
-        """None of them when the server fails; the others are still worth measuring."""
+        """Return a workload's figures, empty when the server fails; the others are still worth measuring."""
         self._bar.set_description(f"{subject.name} {workload.name}")
         try:
             return asyncio.run(workload.run(self._servers[subject].target, random.Random(seed)))
@@ -138,7 +136,7 @@ class Group:
             return {}
 
     def finish(self) -> None:
-        """What the processes say after all rounds."""
+        """Collect the figures of the processes after all rounds."""
         for subject, server in self._servers.items():
             if self._wants("ships", subject):
                 self._results.add(subject.name, "ships", servers.hidden_percent(server))
@@ -148,7 +146,7 @@ class Group:
                 self._results.add(subject.name, "memory", figures)
 
     def warm_up(self, workloads: Sequence[Workload]) -> None:
-        """One unmeasured turn of the first workload each takes part in."""
+        """Run one unmeasured turn of the first workload of each subject."""
         for subject in self._servers:
             for workload in [w for w in workloads if w.name in subject.workloads][:1]:
                 self._figures(workload, subject, "warm-up")
@@ -164,7 +162,7 @@ def measure(
     installed: Installed,
     results: table.Results,
 ) -> None:
-    """Fills `results` group by group: what they hold when this is interrupted can be shown."""
+    """Fill `results` group by group, so that an interrupted run can be shown."""
     workloads = [workload for workload in WORKLOADS if workload.name in options.only]
     turns = sum(workload.name in subject.workloads for workload in workloads for subject in subjects)
     meter = _meter(installed.threads)
@@ -193,7 +191,7 @@ def _meter(threads: int) -> limits.Meter | None:
 
 
 def _ceilings(group: str, results: table.Results, models: dict[str, Path]) -> dict[tuple[str, str], float]:
-    """By (group, workload), in tokens/s."""
+    """Return ceilings by (group, workload), in tokens/s."""
     read, gflops = (statistics.median(results.limits[group, name]) for name in (limits.READ, limits.PRODUCTS))
     needs = gguf_needs(read_gguf(models.get(group, models[SOURCE])))
     return {

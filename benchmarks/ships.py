@@ -1,10 +1,9 @@
-"""What checksums cost a ship: whole ships between two processes over the real link, verified and not, interleaved.
+"""Measures what checksums cost a ship: whole ships between two processes over the real link, verified and not.
 
     python -m benchmarks.ships [--ships 40] [--mib 64]
 
-A ship's time is from its first block to decode's acknowledgement. The goal: verified ships keep 80 % of the bandwidth
-of those that are not. The tenth that were fastest tell more where others use the machine, too.
-"""
+A ship's time is from its first block to decode's acknowledgement; both kinds alternate. The goal: verified ships keep
+80 % of the bandwidth of the others. The fastest tenth tells more on a machine with other load."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class Grants:
 
 
 class Fates:
-    """What becomes of the ships offered."""
+    """Outcomes of the offered ships."""
 
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -89,7 +88,7 @@ class Fates:
 
 
 def receive(pipe: Connection, blocks: int, size: int, verify: float) -> None:
-    """Child: a decode node's side, until anything comes over the pipe."""
+    """Run a decode node's side in a child process until anything arrives over the pipe."""
     link = UcxLink("127.0.0.1")
     dock, grants = Dock(link, Memory(blocks, size), verify=verify), Grants(blocks)
     grants.receiver = Receiver(dock, grants, 1, "bench")
@@ -101,7 +100,7 @@ def receive(pipe: Connection, blocks: int, size: int, verify: float) -> None:
 
 @contextmanager
 def shipping(blocks: int, size: int, verify: float) -> Iterator[Callable[[], float]]:
-    """A call that ships all blocks to a process of its own; the seconds that took."""
+    """Yield a function that ships all blocks to another process and returns the seconds."""
     ours, theirs = mp.get_context("spawn").Pipe()
     child = mp.get_context("spawn").Process(target=receive, args=(theirs, blocks, size, verify), daemon=True)
     child.start()
@@ -119,7 +118,7 @@ def shipping(blocks: int, size: int, verify: float) -> Iterator[Callable[[], flo
 
 
 def ship(sender: Sender, fates: Fates, target: DecodeTarget, blocks: int, block_size: int = 16) -> float:
-    """Seconds from the first block to the acknowledgement."""
+    """Return the seconds from the first block to the acknowledgement."""
     tokens = tuple(range(blocks * block_size))
     transfer = sender.offer(target, Job("request", 1, tokens, len(tokens), Generate(SamplingParams()), "router"))
     fates.expect("granted")
@@ -133,7 +132,7 @@ def ship(sender: Sender, fates: Fates, target: DecodeTarget, blocks: int, block_
 
 
 def compare(blocks: int, size: int, ships: int) -> list[tuple[float, float]]:
-    """Seconds of ships without and with checksums, who goes first by turns; the first of each do not count."""
+    """Return seconds of ships without and with checksums, in alternating order; the first of each do not count."""
     with shipping(blocks, size, 0.0) as plain, shipping(blocks, size, 1.0) as checked:
         taken = []
         for number in range(ships + 2):

@@ -1,12 +1,11 @@
-"""How near a simulation comes to a cluster that runs: times to first token, measured and simulated, in rounds.
+"""Compares a simulation with a running cluster: times to first token, measured and simulated, in rounds.
 
     python -m benchmarks.simulated [--rounds 5 --requests 40 --busy 0.4]
 
-A cluster of one prefill and one decode node on the demo model is calibrated as `kvferry simulate --calibrate --probe`
-does it, before and after requests come to it at random moments, which keep prefill busy for such a share of the time.
-Neighbours on the machine disturb probes and requests alike, but not at the same moments: the medians over all rounds
-are told last, and with each round how much faster or slower the machine was after it.
-"""
+A cluster of one prefill and one decode node on the demo model is calibrated as by `kvferry simulate --calibrate
+--probe`, before and after requests arrive at random moments, which keep prefill busy for `--busy` of the time. Other
+load on the machine disturbs probes and requests, but not at the same moments: the last lines are medians over all
+rounds, and each round shows how much faster or slower the machine was after it."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ PROBED = ("overhead_s", "prefill_tokens_per_s", "step_s", "stream_s", "beside")
 
 
 def trace(source: random.Random, count: int, busy: float, machine: Machine) -> list[Scenario]:
-    """Requests at random moments that keep a node computing for such a share of its time."""
+    """Return requests at random moments that keep a node computing for `busy` of its time."""
     lengths = [source.randint(*LENGTHS) for _ in range(count)]
     apart_s = statistics.mean(machine.compute_s(0, length) for length in lengths) / busy
     asks, at = [], 0.0
@@ -61,7 +60,7 @@ def trace(source: random.Random, count: int, busy: float, machine: Machine) -> l
 
 
 async def measured(target: Target, asks: Sequence[Scenario], source: random.Random) -> list[float]:
-    """Seconds to the first token of each."""
+    """Return the seconds to the first token of each request."""
 
     async def one(ask: Scenario) -> float:
         prompt = random_prompt(source, ask.prompt_len)
@@ -79,7 +78,7 @@ async def simulated(machine: Machine, asks: Sequence[Scenario]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds to the first tokens, measured and simulated, and the machine as it was found before and after."""
+    """Seconds to the first tokens, measured and simulated, and the machine's speed before and after."""
 
     real: list[float]
     told: list[float]
@@ -87,17 +86,17 @@ class Round:
     after: Machine
 
     def ratio(self, kind: str) -> float:
-        """Of such a figure, simulated to measured."""
+        """Return the ratio of a figure, simulated to measured."""
         return KINDS[kind](self.told) / KINDS[kind](self.real)
 
     def drift(self) -> float:
-        """Of the machine's speed meanwhile: 1 where it stayed what it was."""
+        """Return the change of the machine's speed during the round: 1 if it did not change."""
         speeds = self.before.prefill_tokens_per_s, self.after.prefill_tokens_per_s
         return max(speeds) / min(speeds)
 
 
 async def played(target: Target, redis_url: str, rounds: int, requests: int, busy: float) -> AsyncIterator[Round]:
-    """So many rounds; what is found after one is what is found before the next."""
+    """Play rounds; the probe after one is the probe before the next."""
 
     async def calibration() -> Machine:
         return await probed(target.url, calibrated(await leases_of(redis_url), Machine(context_s=0.0)))
@@ -116,7 +115,7 @@ async def played(target: Target, redis_url: str, rounds: int, requests: int, bus
 
 @contextmanager
 def cluster() -> Iterator[tuple[Target, str]]:
-    """One prefill and one decode node on the demo model, and their Redis."""
+    """Run one prefill and one decode node on the demo model, and their Redis."""
     with (
         tempfile.TemporaryDirectory(prefix="kvferry-") as folder,
         ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey,
@@ -129,7 +128,7 @@ def cluster() -> Iterator[tuple[Target, str]]:
 
 
 def table(rounds: Sequence[Round]) -> str:
-    """Each round, and the medians of all."""
+    """Return a table of each round, and the medians of all."""
     rows = []
     for number, each in enumerate(rounds, 1):
         cells = [f"{of(each.real):.3f}, {of(each.told):.3f}, {each.ratio(kind):.2f}" for kind, of in KINDS.items()]

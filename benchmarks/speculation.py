@@ -1,13 +1,12 @@
-"""What `--num-speculative-tokens` brings: output tokens a second of streams with it and without, on one engine.
+"""Measures output tokens per second with `--num-speculative-tokens` and without, on one engine.
 
     python -m benchmarks.speculation [--model smollm2 --quantization none --most 8 --rounds 3 --streams 1 8]
     python -m benchmarks.speculation --speculative-model smollm2 --deeper 4
 
-Texts: a copy of prose and of code (what extraction, quoting and edits are like for the most part), and free text that
-is drawn at temperature 1, in which little repeats. Prompts are in the cache; medians of the rounds. Both ways must make
-the same tokens, or it ends with an error. With --deeper the model is the demo model made so many times as deep
-(benchmarks/deeper.py), for which the demo model drafts.
-"""
+Texts: a copy of prose and of code (typical for extraction, quoting and edits), and free text drawn at temperature 1,
+with few repetitions. Prompts are cached; figures are medians of the rounds. Both ways must make the same tokens, or the
+benchmark ends with an error. With --deeper the model is the demo model made deeper (benchmarks/deeper.py), and the demo
+model drafts for it."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ TEXTS = {
 
 
 class Bench:
-    """An engine, and the jobs that it runs."""
+    """Engine and the jobs that it runs."""
 
     def __init__(self, engine: Engine, most: int, output: int) -> None:
         self._engine, self._speculation, self._most = engine, engine.stepper._speculation, most
@@ -55,7 +54,7 @@ class Bench:
         self._runs = 0
 
     def run(self, prompt: Sequence[int], temperature: float, streams: int, speculates: bool) -> Run:
-        """Of equal prompts, each with a seed of its own."""
+        """Run streams of equal prompts, each with a seed of its own."""
         self._runs += 1
         self._speculation._most = self._most if speculates else 0
         engine = self._engine
@@ -72,7 +71,7 @@ class Bench:
 
 
 class Run:
-    """seconds, texts by stream, tokens made, drafts and right ones of a run."""
+    """Seconds, texts by stream, tokens, drafts and accepted drafts of a run."""
 
     def __init__(self, seconds: float, engine: Engine) -> None:
         texts = defaultdict[str, list[int]](list)
@@ -86,7 +85,7 @@ class Run:
 
 
 def compare(bench: Bench, prompt: Sequence[int], temperature: float, streams: int, rounds: int) -> tuple[str, ...]:
-    """A row of the table; the first round does not count."""
+    """Return a row of the table; the first round does not count."""
     taken: dict[bool, list[Run]] = {False: [], True: []}
     for number in range(rounds + 1):
         for speculates in (False, True) if number % 2 else (True, False):

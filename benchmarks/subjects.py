@@ -1,4 +1,4 @@
-"""Who is measured: one table of subjects, and how each engine is started."""
+"""Table of the measured engines, and how each is started."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SLOTS, SLOT_TOKENS = 8, 2304
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An engine with a model. Subjects of one group are alive at once, and compared.
+    """Engine with a model. Subjects of one group are alive at once, and compared.
 
     model       key of `benchmarks.models.find_models`
-    workloads   names of those it takes part in
+    workloads   names of the workloads that it runs
     """
 
     name: str
@@ -34,7 +34,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Where the peers are (None: not installed) and what all engines share."""
+    """Locations of the peers (None: not installed) and settings that all engines share."""
 
     llama_server: Path | None
     vllm_python: Path | None
@@ -112,7 +112,7 @@ ENGINES: dict[str, Callable[[Subject, Path, Installed, int], Launch]] = {
 
 
 def missing(subject: Subject, models: Mapping[str, Path], installed: Installed) -> str | None:
-    """Why a subject cannot be measured here, or None."""
+    """Return why a subject cannot be measured here, or None."""
     if subject.model not in models:
         return f"no {subject.model} model"
     if subject.engine == "llama.cpp" and installed.llama_server is None:

@@ -1,4 +1,4 @@
-"""From samples to what a run prints and writes: medians, the goals with their ratios, Markdown tables, JSON, a plot."""
+"""Turns samples into the output of a run: medians, goals with ratios, Markdown tables, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from benchmarks.workloads import FIGURES, Figure
 
 LIMIT = "limit"
 COLUMNS, COLOURS = 3, {"kvferry": "tab:blue", "llama.cpp": "tab:orange", "vllm": "tab:green"}
-"""Panels in a row of the plot; bars by engine."""
+"""Panels in a row of the plot; bar colours by engine."""
 
 
 @dataclass(slots=True)
 class Results:
-    """samples by (subject, workload, figure), samples of limits by (group, name); ceilings in tokens/s by (group,
-    workload): what the limits allow."""
+    """Samples of a run.
+
+    samples: by (subject, workload, figure), and of limits by (group, name); ceilings: tokens/s that the limits allow,
+    by (group, workload)."""
 
     machine: dict[str, Any] = field(default_factory=dict)
     samples: dict[tuple[str, str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -40,8 +42,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure of a subject should be `least` times as good as that of `against`: another subject, the machine's limit,
-    or a value."""
+    """Goal: a figure should be `least` times as good as `against`, another subject, the machine's limit, or a value."""
 
     subject: str
     workload: str
@@ -80,7 +81,7 @@ def times_as_good(figure: Figure, value: float, other: float) -> float:
 
 
 def reached(results: Results) -> Iterator[tuple[Goal, float, float, float]]:
-    """(goal, value, the other's value, ratio) of the goals whose two figures were measured."""
+    """Yield (goal, value, the other's value, ratio) of goals whose two figures were measured."""
     for goal in GOALS:
         value = results.median(goal.subject, goal.workload, goal.figure)
         if isinstance(goal.against, float):
@@ -95,7 +96,7 @@ def reached(results: Results) -> Iterator[tuple[Goal, float, float, float]]:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, no exponent; a dash for none."""
+    """Return three significant digits without exponent; a dash for None."""
     if value is None:
         return "-"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
@@ -103,7 +104,7 @@ def number(value: float | None) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns padded, so that it also reads in a terminal; the first to the left, figures to the right."""
+    """Return a table with padded columns, readable in a terminal; the first column left, figures right."""
     cells = [list(head), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = [("-" * width) if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
@@ -133,7 +134,7 @@ def goals_table(results: Results) -> str:
 
 
 def group_table(results: Results, group: str, subjects: Sequence[str]) -> str:
-    """Medians, and lowest to highest, of one group's subjects, under the limits of the machine in the same rounds."""
+    """Return medians, lowest and highest of one group's subjects, under the machine's limits in the same rounds."""
     rows = []
     for workload, figures in FIGURES.items():
         for name, figure in figures.items():
@@ -155,7 +156,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def as_json(results: Results) -> str:
-    """Every sample, so that a later reader can take other statistics."""
+    """Return every sample, for other statistics."""
     document = {
         "machine": results.machine,
         "limits": {f"{group} {name}": values for (group, name), values in results.limits.items()},
@@ -170,8 +171,9 @@ def as_json(results: Results) -> str:
 
 
 def plot(results: Results, path: Path) -> bool:
-    """A panel per workload that several subjects take part in, a bar per subject, the ceiling of bf16 as a line. False
-    without matplotlib."""
+    """Draw a panel per workload of several subjects, a bar per subject, the ceiling of bf16 as a line.
+
+    Return False without matplotlib."""
     try:
         import matplotlib
     except ImportError:

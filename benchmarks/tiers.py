@@ -1,11 +1,10 @@
-"""What a prefix on disk, or in a store that nodes share, is worth: the time to the first token of prompts that a node
-computes, and of the same prompts once they left its pool and are read from there. One prefill process.
+"""Measures the time to first token of prompts that a node computes, and of prompts that it reads from a disk or store.
 
     python -m benchmarks.tiers [--model smollm2] [--tokens 256 512 1024 2048 4096] [--rounds 5] [--path DIR | --url URL]
 
-A prompt is computed, pushed out of a small pool by others, and asked for again. Medians of the rounds, in milliseconds;
-before them, what the disk gives to reads through the system's cache and past it (O_DIRECT), 4 MiB at a time.
-"""
+One prefill process computes a prompt, evicts it from a small pool by others, and is asked for it again. It prints
+medians of the rounds in milliseconds, after the disk's read rate through the system's cache and past it (O_DIRECT), 4
+MiB at a time."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from benchmarks.fetching import ANSWER_S, Asked, Node, nodes
 
 PIECE, PIECES = 4 << 20, 64
 OTHERS = 3
-"""Prompts between the two of a kind; the pool has room for two and a half."""
+"""Prompts between the two of a kind; the pool holds two and a half."""
 WRITTEN_S = 0.5
-"""Until what is new is written, and held no more."""
+"""Seconds until new blocks are written and no longer held."""
 
 
 def gib_per_s(path: Path, flags: int) -> float:
-    """Of reading a file of zeros that was just written."""
+    """Return GiB per second of reading a file of zeros that was just written."""
     file = os.open(path, os.O_RDONLY | flags)
     buffer = mmap.mmap(-1, PIECE)
     began = time.perf_counter()
@@ -42,7 +41,7 @@ def gib_per_s(path: Path, flags: int) -> float:
 
 
 def raw(folder: Path) -> tuple[float, float]:
-    """GiB a second through the system's cache and past it; 0.0 where the file system refuses that."""
+    """Return GiB per second through the system's cache and past it; 0.0 where the file system refuses that."""
     path = folder / "zeros"
     with path.open("wb") as file:
         for _ in range(PIECES):
@@ -57,7 +56,7 @@ def raw(folder: Path) -> tuple[float, float]:
 
 
 def compare(asked: Asked, node: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
-    """Median seconds of computing and of reading, and tokens that were read; the first round does not count."""
+    """Return median seconds of computing and of reading, and the tokens read; the first round does not count."""
     computed, read, brought = [], [], 0
     for number in range(rounds + 1):
         seed = 1000 * number

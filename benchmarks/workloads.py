@@ -1,5 +1,6 @@
-"""The workloads: what clients do to a server, and the figures of it. Every server gets the same prompts in a round, and
-other ones in the next round."""
+"""Workloads: what clients send to a server, and its figures.
+
+Every server gets the same prompts in a round, and other ones in the next round."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ RUNNING, ARRIVING = 4, 2048
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """How a figure reads. `rises`: more is better."""
+    """Format of a figure. rises: more is better."""
 
     title: str
     unit: str
@@ -42,18 +43,18 @@ class Workload:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Smallest of the values that at least `share` of them do not exceed."""
+    """Return the smallest of the values that at least `share` of them do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def output_rate(completions: Sequence[Completion]) -> float:
-    """Output tokens per second from the first request sent to the last token received."""
+    """Return output tokens per second from the first request sent to the last token received."""
     begun, ended = min(c.began for c in completions), max(c.arrivals[-1] for c in completions)
     return sum(c.tokens for c in completions) / (ended - begun)
 
 
 def gaps(completions: Sequence[Completion], begun: float, ended: float) -> list[float]:
-    """Seconds between consecutive arrivals of a stream, for the gaps that overlap [begun, ended]."""
+    """Return seconds between consecutive arrivals of a stream, for the gaps that overlap [begun, ended]."""
     pairs = [pair for c in completions for pair in zip(c.arrivals, c.arrivals[1:], strict=False)]
     return [later - earlier for earlier, later in pairs if later >= begun and earlier <= ended]
 
@@ -84,8 +85,7 @@ def streams(count: int) -> Run:
 
 
 async def shared_prefix(target: Target, source: random.Random) -> Figures:
-    """Eight streams whose prompts share a prefix that eight others have just brought into the cache (into every slot,
-    for a server that caches by slot)."""
+    """Run eight streams whose prompts share a prefix that eight others have just cached, in every slot."""
     prefix = random_prompt(source, SHARED)
     for max_tokens in (1, 32):
         done = await at_once(target, [prefix + random_prompt(source, SUFFIX) for _ in range(8)], max_tokens)
@@ -93,7 +93,7 @@ async def shared_prefix(target: Target, source: random.Random) -> Figures:
 
 
 async def again(target: Target, source: random.Random) -> Figures:
-    """Time to first token of a prompt the server never saw, and of the same once more."""
+    """Return the time to first token of a new prompt, and of the same prompt again."""
     prompt = random_prompt(source, 1024)
     cold = await complete(target, prompt, 4)
     await asyncio.sleep(0.3)
@@ -102,7 +102,7 @@ async def again(target: Target, source: random.Random) -> Figures:
 
 
 async def interference(target: Target, source: random.Random) -> Figures:
-    """Gaps in running streams while long prompts arrive one after another, the next when the last is answered."""
+    """Return gaps in running streams while long prompts arrive one after another."""
     running = [
         asyncio.create_task(complete(target, random_prompt(source, 64), 160), name=f"stream {i}")
         for i in range(RUNNING)

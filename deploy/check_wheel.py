@@ -29,7 +29,7 @@ START_S, CHAT_S, STOP_S = 300.0, 120.0, 30.0
 
 
 class WheelError(Exception):
-    """A distribution is not as it must be; the message says in what."""
+    """A distribution is wrong; the message says how."""
 
 
 def main(arguments: list[str] | None = None) -> None:

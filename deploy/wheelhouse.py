@@ -1,12 +1,12 @@
-"""Bring what a cluster needs beside torch to a machine without a network, such as a GPU machine on loan.
+"""Collects what a cluster needs beside torch, for a machine without a network.
 
     python deploy/wheelhouse.py --list > have.txt                    # there: what it has
     python deploy/wheelhouse.py --have have.txt --python 3.12 house  # here: what it lacks, as wheels in house/
     python deploy/wheelhouse.py --have have.txt --slim house         # or unpacked and slimmed, as house.tar.gz
 
-There, `pip install --no-index --no-deps house/*.whl`, or unpack the archive and put its folder on PYTHONPATH. Versions
-are those that the images install (deploy/docker/locked); torch, Triton and CUDA's libraries are never brought. --slim
-takes out what no run reads, as the images do. Needs pip and the package `packaging`."""
+There, run `pip install --no-index --no-deps house/*.whl`, or unpack the archive and put its folder on PYTHONPATH.
+Versions are those that the images install (deploy/docker/locked); torch, Triton and CUDA's libraries are never
+included. --slim removes files that no run reads, as the images do. Needs pip and the package `packaging`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from pathlib import Path
 
 LOCKED = Path(__file__).parent / "docker" / "locked"
 NEVER = re.compile(r"torch|triton|nvidia-.*|cuda-(bindings|core|pathfinder|toolkit)|setuptools")
-"""Of the machine's own CUDA, whatever it is."""
+"""Packages of the machine's own CUDA, which are never included."""
 OLDEST_GLIBC = 5
-"""2.5: of the first wheels for Linux that went by it."""
+"""Oldest minor version of glibc 2 in wheel tags: 2.5."""
 
 
 def normal(name: str) -> str:
-    """As PEP 503 compares names."""
+    """Normalise a name as PEP 503 does."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pins(locked: str, python: str, machine: str) -> dict[str, str]:
-    """Versions by name of what a list of deploy/docker/locked installs on Linux with that Python, such as 3.12."""
+    """Return versions by name of what a list of deploy/docker/locked installs on Linux with a Python such as 3.12."""
     from packaging.requirements import Requirement
 
     environment = {
@@ -57,13 +57,13 @@ def pins(locked: str, python: str, machine: str) -> dict[str, str]:
 
 
 def lacking(pinned: dict[str, str], have: Iterable[str]) -> list[str]:
-    """Requirements of what is not there. have: names, or lines of `pip freeze`."""
+    """Return the missing requirements. have: names, or lines of `pip freeze`."""
     there = {normal(re.split(r"[=@ ]", line.strip())[0]) for line in have if line.strip()}
     return [f"{name}=={version}" for name, version in pinned.items() if name not in there and not NEVER.fullmatch(name)]
 
 
 def options(python: str, machine: str, glibc: int) -> list[str]:
-    """Of pip, which takes wheels of that Python and platform alone. glibc: 36 for 2.36."""
+    """Return options that make pip take only wheels of that Python and platform. glibc: 36 for 2.36."""
     names = [f"manylinux_2_{minor}" for minor in range(glibc, OLDEST_GLIBC - 1, -1)]
     platforms = [f"--platform={name}_{machine}" for name in (*names, "manylinux2014", "manylinux2010", "manylinux1")]
     return ["--no-deps", "--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]

@@ -1,4 +1,4 @@
-"""What the Helm chart holds of other files, and its table of values: `python -m docs.chart` renews them."""
+"""Renews the Helm chart's copies of other files and its table of values: `python -m docs.chart`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ COPIES = {
     "monitoring/alerts.yml": "",
     "monitoring/dashboards/*.json": "dashboards",
 }
-"""Files under deploy/ that helm cannot reach there, by pattern, and in which folder of the chart's files they are."""
+"""Files under deploy/ that helm cannot reach, by pattern, with the chart's folder that holds their copies."""
 _TABLE = re.compile(r"(<!-- values -->\n).*?(<!-- end -->)", re.DOTALL)
 Json = Mapping[str, Any]
 
 
 def copies() -> Iterator[tuple[Path, Path]]:
-    """Each file with its copy."""
+    """Yield each file with its copy."""
     for pattern, folder in COPIES.items():
         for source in sorted(DEPLOY.glob(pattern)):
             yield source, CHART / "files" / folder / source.name
 
 
 def table() -> str:
-    """A row per value: its name, its default, what it means. What all pods may have is told once."""
+    """Return a row per value: name, default, meaning. Values that all pods share are listed once."""
     parts = json.loads((CHART / "values.schema.json").read_text())["properties"]
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     common = parts["decode"]["properties"].keys() & parts["redis"]["properties"].keys()
@@ -51,7 +51,7 @@ def renew(text: str) -> str:
 
 
 def _rows(name: str, schema: Json, value: Any, common: AbstractSet[str], about: str) -> Iterator[str]:
-    """Of a value, or of those inside it. about: what holds it is."""
+    """Yield the rows of a value, or of the values inside it. about: description of what holds it."""
     inner = schema.get("properties")
     if not inner or ("description" in schema and schema.get("maxProperties")):
         yield _row(name, schema, value, about)

@@ -1,4 +1,4 @@
-"""The Grafana dashboards, made from their descriptions: `python -m docs.dashboard` renews them."""
+"""Renders the Grafana dashboards from their descriptions: `python -m docs.dashboard`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FRAME: Json = {
         }
     ],
 }
-"""What Grafana wants to know of any dashboard; each links to the others."""
+"""Fields that Grafana needs in any dashboard; each dashboard links to the others."""
 SIZES = {"numbers": (4, 4), "graphs": (8, 8)}
 """Width and height of the panels of each kind."""
 SHAPES: dict[str, Json] = {
@@ -65,8 +65,10 @@ _LABELS = re.compile(r"\bby \(([\w, ]+)\)")
 
 
 def promql(text: str) -> str:
-    """A query as Grafana sends it. `rate(x)` is over Grafana's interval; `p95 by role(x)` a quantile of histogram x.
-    All of it is of what the variables choose."""
+    """Return a query as Grafana sends it.
+
+    `rate(x)` becomes a rate over Grafana's interval, `p95 by role(x)` a quantile of histogram x. All series are limited
+    to the chosen variables."""
 
     def quantile(found: re.Match[str]) -> str:
         labels = f"{found[2]}, le" if found[2] else "le"
@@ -76,27 +78,27 @@ def promql(text: str) -> str:
 
 
 def legend(query: str) -> str:
-    """The labels that tell the series of a query apart."""
+    """Return the labels that distinguish the series of a query."""
     labels = _LABELS.search(query)
     return " ".join(f"{{{{{label}}}}}" for label in labels[1].split(", ") if label != "le") if labels else ""
 
 
 def dashboard(name: str, description: Json) -> Json:
-    """What Grafana imports."""
+    """Return a dashboard that Grafana can import."""
     about = {key: value for key, value in description.items() if key != "sections"}
     panels = [{"id": number, **panel} for number, panel in enumerate(_panels(description["sections"]), 1)]
     return {**FRAME, "uid": f"kvferry-{name}", **about, "panels": panels}
 
 
 def text(board: Json) -> str:
-    """JSON with a panel a line."""
+    """Return JSON with one panel per line."""
     head = json.dumps({name: value for name, value in board.items() if name != "panels"})
     panels = ",\n".join(json.dumps(panel, separators=(",", ":")) for panel in board["panels"])
     return f'{head[:-1]}, "panels": [\n{panels}\n]}}\n'
 
 
 def _panels(sections: Mapping[str, Json]) -> Iterator[Json]:
-    """Rows of panels from left to right, section under section."""
+    """Yield rows of panels from left to right, section under section."""
     y = 0
     for title, kinds in sections.items():
         yield {"type": "row", "title": title, "collapsed": False, "gridPos": _at(0, y, COLUMNS, 1), "panels": []}
@@ -131,7 +133,7 @@ def _panel(kind: str, name: str, panel: Json, place: Json) -> Json:
 
 
 def _queries(panel: Json) -> list[tuple[str, str]]:
-    """By legend."""
+    """Return queries by legend."""
     if "quantiles" in panel:
         histogram, by, label = panel["quantiles"].partition(" by ")
         prefix = f"{{{{{label}}}}} " if label else ""
@@ -178,7 +180,7 @@ def _graph(panel: Json) -> Json:
 
 
 def made() -> dict[Path, str]:
-    """The dashboards' files as their descriptions want them."""
+    """Return the dashboards' files as rendered from their descriptions."""
     found = sorted(DASHBOARDS.glob("*.yaml"))
     return {
         path.with_suffix(".json"): text(dashboard(path.stem, yaml.safe_load(path.read_text())))

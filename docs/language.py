@@ -25,7 +25,7 @@ RETIRED = re.compile(
     r"\b(journeys?|heirs?|chronicles?|errands?|courtesy|farewell|foreigners?|likeness|whoever|pays? toll)\b",
     re.IGNORECASE,
 )
-"""Words that the project used for dispatch, successor, request log, background call and so on."""
+"""Words that the project once used for dispatch, successor, request log, background call and so on."""
 UNITS = re.compile(r"S$|_(MIB|GIB|MB|GB|PERCENT|VERSION|PORT|TAG|BYTE)$|^KIB$")
 """Endings of names that tell a unit: plurals count what they name."""
 DESCRIBED_ELSEWHERE = {"protocol/errors.py"}

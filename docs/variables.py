@@ -1,4 +1,4 @@
-"""What a reader of the dashboards may choose, and how every query keeps to it."""
+"""Variables of the dashboards, and the selectors that apply them to every query."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = {"selected": True, "text": ["All"], "value": ["$__all"]}
 
 
 def _of_labels(name: str, label: str, query: str) -> Json:
-    """A variable with the values of a label; of all of them, and of series that lack it, unless one is chosen."""
+    """Return a variable with the values of a label; by default it matches all, including series without the label."""
     return {
         "name": name,
         "label": label,
@@ -62,7 +62,7 @@ _SERIES = re.compile(r"\b(kvferry_\w+)(?:\{([^}]*)\})?")
 
 
 def scoped(query: str) -> str:
-    """The query of the chosen cluster, namespace and, where metrics tell it, model alone."""
+    """Return the query limited to the chosen cluster, namespace and, where metrics have it, model."""
 
     def narrowed(found: re.Match[str]) -> str:
         own = (found[2],) if found[2] else ()
@@ -74,7 +74,7 @@ def scoped(query: str) -> str:
 
 @functools.cache
 def of_models() -> frozenset[str]:
-    """Names of the samples that carry a model's name."""
+    """Return the names of samples with a model label."""
     router, node = RouterMetrics(), WorkerMetrics("decode")
     router.of("m")
     node.registry.model_name = "m"

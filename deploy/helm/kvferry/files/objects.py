@@ -1,9 +1,9 @@
-"""A model's files out of object storage (s3://, gs://, az://), for `model.py`: with obstore, which finds credentials as
-the clouds' own tools do (variables, a workload's identity, the machine's).
+"""Downloads a model from object storage (s3://, gs://, az://) for `model.py`, with obstore.
 
-A file that was broken off goes on where it was, while the store has the same version of it. What came is compared with
-SHA256SUMS, where the folder has such a file, or else with the MD5 that stores tell of files they took in one piece.
-"""
+obstore finds credentials as the clouds' own tools do (environment variables, a workload's identity, the machine's).
+
+An interrupted file resumes while the store has the same version of it. Files are compared with SHA256SUMS, where the
+folder has that file, or else with the MD5 that stores report for files uploaded in one piece."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from typing import Any
 SCHEMES = ("s3://", "gs://", "az://")
 SUMS = "SHA256SUMS"
 AT_ONCE, CHUNK = 4, 1 << 20
-"""Files under way, and bytes of one that are written at once."""
+"""Files downloaded at once, and bytes written at once."""
 Object = dict[str, Any]
 
 
 def fetch(url: str, folder: Path, patterns: list[str], say: Callable[[str], int]) -> tuple[str, int]:
-    """Bring what matches there. What names its version, and how many files were damaged: those are removed."""
+    """Download the matching files; return their common version and how many were damaged and removed."""
     import obstore
     from obstore.store import from_url
 
@@ -48,13 +48,13 @@ def matches(name: str, patterns: list[str]) -> bool:
 
 
 def version(items: Iterable[Object]) -> str:
-    """Of all files together."""
+    """Return a version of all files together."""
     rows = sorted([item["path"], item["e_tag"], item["size"]] for item in items)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def bring(obstore: Any, store: Any, item: Object, folder: Path) -> None:
-    """One file. `.part` and `.tag` beside it are what came so far, and of which version."""
+    """Download one file. `.part` and `.tag` beside it are the bytes so far and their version."""
     path = folder / item["path"]
     part, tag = path.with_name(path.name + ".part"), path.with_name(path.name + ".tag")
     said = json.dumps([item["e_tag"], item["size"]])
@@ -74,7 +74,7 @@ def bring(obstore: Any, store: Any, item: Object, folder: Path) -> None:
 
 
 def compare(folder: Path, wanted: dict[str, Object], say: Callable[[str], int]) -> int:
-    """How many files are not what the store says; they are removed, to be fetched again."""
+    """Remove files that differ from the store, so that they are downloaded again; return how many."""
     sums = read_sums(folder / SUMS) if SUMS in wanted else {}
     damaged = unchecked = 0
     for name, item in wanted.items():
@@ -95,7 +95,7 @@ def compare(folder: Path, wanted: dict[str, Object], say: Callable[[str], int]) 
 
 
 def read_sums(path: Path) -> dict[str, str]:
-    """Names and SHA-256, from lines as sha256sum writes them."""
+    """Parse names and SHA-256 from lines of sha256sum."""
     rows = (line.split(maxsplit=1) for line in path.read_text().splitlines() if line.strip())
     return {name.lstrip("*").removeprefix("./"): sha256.lower() for sha256, name in rows}
 

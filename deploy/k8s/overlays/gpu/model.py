@@ -1,15 +1,14 @@
-"""A model on a volume, for the router's image: `fetch` brings it there, `wait` waits until it is whole.
+"""Downloads a model to a volume, for the router's image: `fetch` downloads it, `wait` waits until it is complete.
 
-MODEL_DIR                        where it goes
-MODEL_REPOSITORY                 what of the hub, or s3://, gs:// or az:// with bucket and folder (see objects.py);
-                                 without it `wait` waits for a directory that has a config
+MODEL_DIR                        destination
+MODEL_REPOSITORY                 repository of the hub, or s3://, gs:// or az:// with bucket and folder (see
+                                 objects.py); without it `wait` waits for a directory that has a config
 MODEL_REVISION                   branch, tag or commit of the hub
-MODEL_FILES                      patterns of the files wanted, with spaces between; empty: all
-HF_TOKEN, HF_ENDPOINT, AWS_…     as huggingface_hub and the clouds' tools know them
+MODEL_FILES                      patterns of the files, separated by spaces; empty: all
+HF_TOKEN, HF_ENDPOINT, AWS_…     as huggingface_hub and the clouds' tools read them
 
-A fetch that was broken off goes on where it was. The marker says which revision is whole: every file has its size, and
-those whose checksum the hub or the store knows have it.
-"""
+An interrupted download resumes. The marker names the complete revision: every file has its size, and its checksum where
+the hub or the store has one."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ def main(deed: str) -> int:
         return fetch(folder, wanted, patterns)
     except Exception as error:
         say(f"cannot bring {repository} to {folder}: {type(error).__name__}: {error}")
-        return 1  # what came stays, and the Job tries again
+        return 1  # completed files stay, and the Job tries again
 
 
 def fetch(folder: Path, wanted: dict[str, str], patterns: list[str]) -> int:
-    """Nothing to do where the marker says so: a Job that runs again asks no hub."""
+    """Download the wanted files unless the marker says that they are complete; then the hub is not asked."""
     if is_whole(folder, wanted):
         return say(f"{folder} is whole already")
     (folder / MARKER).unlink(missing_ok=True)
@@ -99,7 +98,7 @@ def is_whole(folder: Path, wanted: dict[str, str]) -> bool:
 
 
 def size(folder: Path) -> int:
-    """Bytes, those of files under way too. Files may go while they are counted."""
+    """Return the bytes in the folder, incomplete files included. Files may vanish while they are counted."""
     found = 0
     for path in folder.rglob("*"):
         try:
