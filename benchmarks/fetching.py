@@ -96,7 +96,7 @@ class Asked:
                     if isinstance(message, FirstToken):
                         return time.perf_counter() - began, message.delta
                     raise RuntimeError(f"the node answered {message}")
-        raise RuntimeError("the node ended its answer early")
+        raise RuntimeError("the node ended its response early")
 
 
 def compare(asked: Asked, asks: Node, holds: Node, tokens: int, rounds: int) -> tuple[float, float, int]:

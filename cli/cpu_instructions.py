@@ -24,9 +24,13 @@ def instruction_set(cpuinfo: str, kernels: str | None = None, *, coded: bool = F
     found = " ".join(name for name in VECTORS if name in flags) or "no vector instructions"
     found += f"; kernels: {kernels}" if kernels else ""
     if "amx_bf16" in flags and kernels not in (None, "amx"):
-        return found, "Linux 5.16 or later, no filter of arch_prctl, and a compiler that knows AMX give them its tiles"
+        return (
+            found,
+            "Linux 5.16 or later, no seccomp filter of arch_prctl, and a compiler with AMX support are needed "
+            "for tiles",
+        )
     if not {"avx2", "asimd"} & flags:
-        return found, "use a newer CPU or a GPU; this one computes very slowly"
+        return found, "use a newer CPU or a GPU; this one is very slow"
     if not (coded or {"avx512_bf16", "amx_bf16", "bf16"} & flags):
-        return f"{found}; no bfloat16", "try a quantised GGUF, which is faster here"
+        return f"{found}; no bfloat16", "try a quantized GGUF, which is faster here"
     return found, ""

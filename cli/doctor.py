@@ -70,7 +70,7 @@ def threads(settings: ServeSettings) -> Result:
     found = f"{settings.threads} per {'rank' if ranks > 1 else 'worker'} on {cores} cores"
     if settings.threads * ranks > cores:
         fewer = f"use --threads {max(1, cores // ranks)} or fewer" if ranks <= cores else "use fewer ranks"
-        return Result("warn", "threads", found, f"{fewer}: more only wait for each other")
+        return Result("warn", "threads", found, f"{fewer}: more threads only wait for each other")
     return Result("ok", "threads", found)
 
 
@@ -89,7 +89,7 @@ def memory(settings: ServeSettings) -> Result:
     preflight.ranks(settings, needs)
     found = require_memory(settings, needs, seats)
     if None in known:
-        return Result("warn", "memory", f"{found}, before weights of unknown size", "see what is said of the model")
+        return Result("warn", "memory", f"{found}, before weights of unknown size", "see the line about the model")
     return Result("ok", "memory", found)
 
 
@@ -101,7 +101,7 @@ def speed(settings: ServeSettings) -> Result:
     known = [each for each in needs if each is not None]
     if len(known) < len(needs):
         return Result(
-            "warn", "speed", "unknown, as the model's shape is", "see what is said of the model, or measure it"
+            "warn", "speed", "unknown, as the model's shape is", "see the line about the model, or measure it"
         )
     each_has = settings.prefill + settings.decode
     seats = take_seats(settings, known, found)[each_has - 1 :: each_has]
@@ -135,14 +135,14 @@ def gpu(settings: ServeSettings) -> Result:
     if settings.device.startswith("cuda"):
         raise ConfigError("no CUDA device; use --device cpu, or install a driver and a CUDA build of torch")
     if torch.version.cuda is None and preflight.NVIDIA_DRIVER.exists():
-        return Result("warn", "gpu", "there is one, but this torch is a CPU build", "install a CUDA build of torch")
+        return Result("warn", "gpu", "there is a GPU, but this torch is a CPU build", "install a CUDA build of torch")
     return Result("ok", "gpu", "none; workers compute on the CPU")
 
 
 def store(settings: ServeSettings) -> Result:
     """Check that the remote block store (--kv-remote-url) can write, find, read and delete an object."""
     if not settings.kv_remote_url:
-        return Result("ok", "store", "none: nodes share no blocks (--kv-remote-url)")
+        return Result("ok", "store", "none: nodes do not share blocks (--kv-remote-url)")
     from kvferry.kv_transfer.tiers.objects import Objects
 
     objects = Objects(settings.kv_remote_url)
@@ -150,9 +150,12 @@ def store(settings: ServeSettings) -> Result:
         took_s = asyncio.run(objects.tried())
     except Exception as error:
         return Result(
-            "fail", "store", f"{objects.url}: {reason(error)}", "check the address, its keys and their rights"
+            "fail",
+            "store",
+            f"{objects.url}: {reason(error)}",
+            "check the address, the access keys and their permissions",
         )
-    return Result("ok", "store", f"{objects.url} takes and gives an object in {1e3 * took_s:.0f} ms")
+    return Result("ok", "store", f"{objects.url} writes and reads an object in {1e3 * took_s:.0f} ms")
 
 
 CHECKS: tuple[tuple[str, Check], ...] = (
@@ -184,7 +187,7 @@ def all_checks(settings: ServeSettings, checks: Iterable[tuple[str, Check]] = CH
             if first == name:
                 yield Result("fail", name, error.message)
             else:
-                yield Result("warn", name, "unknown", f"see what is said of the {first}")
+                yield Result("warn", name, "unknown", f"see the line about the {first}")
         except Exception as error:
             yield Result("fail", name, f"{type(error).__name__}: {error}", "reinstall the package named in the error")
 

@@ -44,7 +44,7 @@ def command_line(pid: int) -> list[str]:
     for at, word in enumerate(words):
         if Path(word).name == "kvferry":
             return words[at + 1 :]
-    raise ConfigError(f"process {pid} runs no kvferry: {' '.join(words)}")
+    raise ConfigError(f"process {pid} is not kvferry: {' '.join(words)}")
 
 
 def url_of(group: click.Group, argv: Sequence[str]) -> str:
@@ -52,6 +52,6 @@ def url_of(group: click.Group, argv: Sequence[str]) -> str:
     command = group.commands[argv[0]]
     settings = command.make_context(argv[0], list(argv[1:])).params
     if not settings["port"]:
-        raise ConfigError(f"kvferry {argv[0]} listens on a port that the system chose; name one with --port")
+        raise ConfigError(f"kvferry {argv[0]} listens on a port chosen by the kernel; set one with --port")
     scheme = "https" if settings.get("ssl_certfile") else "http"
     return f"{scheme}://{host_port(dialable(settings['host']), settings['port'])}"

@@ -113,12 +113,20 @@ def doctor(settings: ServeSettings) -> int:
 @kvferry.command()
 @click.argument("source", type=click.Path(dir_okay=False, path_type=Path), metavar="INPUT")
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path), metavar="OUTPUT")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="a running router, without /v1")
-@click.option("--api-key", default="", envvar="KVFERRY_API_KEY", show_envvar=True, help="its key, if it asks for one")
-@click.option("--concurrency", type=click.IntRange(1, 4096), default=32, show_default=True, help="requests at a time")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of a running router, without /v1")
+@click.option(
+    "--api-key",
+    default="",
+    envvar="KVFERRY_API_KEY",
+    show_envvar=True,
+    help="API key of that router, if it requires one",
+)
+@click.option(
+    "--concurrency", type=click.IntRange(1, 4096), default=32, show_default=True, help="requests at the same time"
+)
 @click.option("--timeout", type=click.FloatRange(0.1), default=600.0, show_default=True, help="seconds per request")
 @click.option("--patience", type=click.FloatRange(0), default=60.0, show_default=True,
-              help="seconds to wait for a server that cannot be reached, is full or has no node")  # fmt: skip
+              help="seconds to wait for a router that is unreachable, full or without nodes")  # fmt: skip
 def batch(source: Path, target: Path, **options: Any) -> int:
     """Answer the requests of INPUT through a running server.
 
@@ -132,10 +140,16 @@ def batch(source: Path, target: Path, **options: Any) -> int:
 
 
 @kvferry.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="a running router, without /v1")
-@click.option("--api-key", default="", envvar="KVFERRY_API_KEY", show_envvar=True, help="its key, if it asks for one")
-@click.option("--interval", type=click.FloatRange(0.2), default=1.0, show_default=True, help="seconds between pictures")
-@click.option("--once", is_flag=True, help="print one picture and end, as without a terminal")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of a running router, without /v1")
+@click.option(
+    "--api-key",
+    default="",
+    envvar="KVFERRY_API_KEY",
+    show_envvar=True,
+    help="API key of that router, if it requires one",
+)
+@click.option("--interval", type=click.FloatRange(0.2), default=1.0, show_default=True, help="seconds between updates")
+@click.option("--once", is_flag=True, help="print the state once and exit, as without a terminal")
 def top(url: str, api_key: str, interval: float, once: bool) -> int:
     """Watch a running cluster in the terminal; q leaves.
 
@@ -158,13 +172,13 @@ def key(tenant: str) -> None:
 
     made = new_key()
     lines = entry(tenant, made)
-    click.echo(f"The key of {tenant}, which is shown only now: {made}", err=True)
+    click.echo(f"The key of {tenant}, shown only once: {made}", err=True)
     click.echo(lines, nl=False)
 
 
 @kvferry.command()
-@click.option("--ready", is_flag=True, help="ask whether it takes work, not only whether it lives")
-@click.option("--pid", default=1, show_default=True, help="the process whose command line is read")
+@click.option("--ready", is_flag=True, help="check readiness, not only liveness")
+@click.option("--pid", default=1, show_default=True, help="id of the process to check")
 def health(ready: bool, pid: int) -> int:
     """Ask the kvferry that a container runs whether it is well: exit status 0, or 1 and why.
 

@@ -122,7 +122,7 @@ def _take_former(field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
     source = click.get_current_context().get_parameter_source
     if value is None or _RANKS.index(source(field.name)) <= _RANKS.index(source(name)):
         return
-    click.echo(f"{flag(name)} is called {flag(field.name)} now ({variable(name)}: {variable(field.name)})", err=True)
+    click.echo(f"{flag(name)} was renamed to {flag(field.name)} ({variable(name)}: {variable(field.name)})", err=True)
     values[field.name] = value
 
 

@@ -34,12 +34,14 @@ def free_port(host: str, port: int) -> int:
             probe.bind((address, port))
             return int(probe.getsockname()[1])
     except socket.gaierror as error:
-        raise ConfigError(f"--host {host} is no address of this machine; try --host 127.0.0.1", param="host") from error
+        raise ConfigError(
+            f"--host {host} is not an address of this machine; try --host 127.0.0.1", param="host"
+        ) from error
     except PermissionError as error:
         raise ConfigError(f"port {port} needs privileges; choose one above 1023 with --port", param="port") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is taken; stop the program that listens there or choose another --port"
+            message = f"port {port} on {host} is in use; stop the program that listens there or choose another --port"
             raise ConfigError(message, param="port") from error
         message = f"cannot listen on --host {host}: {error.strerror}; use an address of this machine"
         raise ConfigError(message, param="host") from error
@@ -91,7 +93,7 @@ def redis_answers(settings: CommonSettings) -> str:
     except RegistryRefuses as error:
         raise ConfigError(error.message, param="redis_url") from error
     except RegistryUnavailable as error:
-        remedy = "start one there, or leave --redis-url out for an embedded Valkey"
+        remedy = "start one there, or omit --redis-url to use an embedded Valkey"
         raise ConfigError(f"no Redis for --redis-url: {error}; {remedy}", param="redis_url") from error
 
 

@@ -37,7 +37,7 @@ def ready_line(url: str, model: str, api_key: str) -> str:
 
 def stop_line(pid: int) -> str:
     """Return the line that says how to stop the cluster."""
-    return f"Ctrl-C ends all of it (elsewhere: kill {pid})"
+    return f"Ctrl-C stops it (elsewhere: kill {pid})"
 
 
 def _row(child: Child, facts: Iterable[str]) -> tuple[str, ...]:

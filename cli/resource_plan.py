@@ -117,7 +117,7 @@ def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: 
         for copy, count, weight, pool in zip(copies, counts, weights, pools, strict=True)
     )
     drafts = _draft_gib(settings, "cpu") * sum(min(count, _drafting(settings)) for count in counts)
-    asked += f", {drafts:.2f} GiB for what drafts" if drafts else ""
+    asked += f", {drafts:.2f} GiB for the draft model" if drafts else ""
     all_weights = drafts + sum(copy * weight for copy, weight in zip(copies, weights, strict=True))
     if all_weights + sum(count * pool for count, pool in zip(counts, pools, strict=True)) > available:
         room = (available - all_weights) / workers
@@ -154,7 +154,7 @@ def _device(settings: ServeSettings, index: int, count: int) -> str:
     number = re.fullmatch(r"auto|cuda(?::(\d+))?", wanted)
     if number is not None and int(number[1] or 0) + ranks > count:
         there = f"there are {count}" if count > 1 else "there is one" if count else "there is none"
-        lacking = "no such GPU" if ranks == 1 else f"its {ranks} ranks need a GPU each"
+        lacking = "no such GPU" if ranks == 1 else f"its {ranks} ranks need one GPU each"
         raise ConfigError(f"--device {wanted}: {lacking}, {there}; use another, or --device cpu", param="device")
     return wanted
 
@@ -185,7 +185,7 @@ def _gpu_seat(
         flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
         lower = f"lower --{flag.replace('_', '-')} or " if given and left > 0 else ""
         raise ConfigError(
-            f"{asked} do not fit the {total:.1f} GiB of {device}; {lower}start fewer workers per GPU", param=flag
+            f"{asked} do not fit into the {total:.1f} GiB of {device}; {lower}start fewer workers per GPU", param=flag
         )
     if given or len(sharing) == 1:
         return WorkerPlan(device, settings.kv_cache_gib)

@@ -74,7 +74,7 @@ def check(settings: ServeSettings) -> Checked:
     else:
         preflight.valkey_binary()
     if settings.lora and len(settings.model) > 1:
-        raise ConfigError("--lora is for a single model; start the workers of several by hand", param="lora")
+        raise ConfigError("--lora needs a single model; with several, start the workers separately", param="lora")
     served = split_names(settings.served_model_name, len(settings.model))
     sources = [resolve_runnable(model, settings.load_format) for model in settings.model]
     require_distinct([ModelName(source.name, names) for source, names in zip(sources, served, strict=True)])

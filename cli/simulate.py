@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from kvferry.simulate.machine import Machine
 
 RATES = (
-    ("prefill-rate", "prefill_tokens_per_s", float, "prompt tokens that a node computes in a second"),
-    ("step", "step_s", float, "seconds of a decode step"),
+    ("prefill-rate", "prefill_tokens_per_s", float, "prompt tokens per second of a node"),
+    ("step", "step_s", float, "seconds of a decode step without streams"),
     ("stream-step", "stream_s", float, "seconds that each stream adds to a decode step"),
-    ("ship-rate", "ship_bytes_per_s", float, "bytes that a node's link moves in a second"),
+    ("ship-rate", "ship_bytes_per_s", float, "bytes per second of a node's link"),
     ("block-size", "block_size", int, "tokens per KV block"),
     ("block-bytes", "block_bytes", int, "bytes of a KV block"),
-    ("kv-blocks", "blocks", int, "KV blocks of a node"),
-    ("max-num-seqs", "max_num_seqs", int, "streams of a node at once"),
-    ("kv-host-blocks", "host_blocks", int, "KV blocks that a node's host memory keeps of those that were in its pool"),
+    ("kv-blocks", "blocks", int, "KV blocks per node"),
+    ("max-num-seqs", "max_num_seqs", int, "concurrent streams per node"),
+    ("kv-host-blocks", "host_blocks", int, "KV blocks in the host memory tier of a node"),
     ("host-read", "host_block_s", float, "seconds in which a block is read from there"),
-    ("kv-disk-blocks", "disk_blocks", int, "KV blocks that a node's disk keeps"),
+    ("kv-disk-blocks", "disk_blocks", int, "KV blocks in the disk tier of a node"),
     ("disk-read", "disk_block_s", float, "seconds in which a block is read from there"),
-    ("overhead", "overhead_s", float, "seconds of a request before its first token, beside queues and computing"),
+    ("overhead", "overhead_s", float, "seconds before a request's first token, other than queueing and computing"),
     (
         "beside",
         "beside",
         float,
-        "share of its speed that a prefill node keeps beside streams on cores it shares; 1: its own",
+        "share of its speed that a prefill node keeps while streams run on the same cores; 1: separate cores",
     ),
 )
 """Flags of a node's rates: flag, field of Machine, type, help."""
@@ -55,26 +55,26 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, field, kind, text in reversed(RATES):
         command = click.option(f"--{name}", field, type=kind, help=text)(command)
     command = click.option(
-        "--api-key", default="", envvar="KVFERRY_API_KEY", show_envvar=True, help="of the router that is probed"
+        "--api-key", default="", envvar="KVFERRY_API_KEY", show_envvar=True, help="API key of the probed router"
     )(command)
-    command = click.option(
-        "--probe", metavar="URL", help="and by some requests to this router, which should have nothing else to do"
-    )(command)
-    command = click.option("--model", default="", help="which one, where that cluster or router serves several")(
+    command = click.option("--probe", metavar="URL", help="and by requests to this router, which should be idle")(
+        command
+    )
+    command = click.option("--model", default="", help="model to measure, where that cluster or router serves several")(
         command
     )
     command = click.option("--cluster", default="default", show_default=True, help="its --cluster")(command)
     return click.option(
-        "--calibrate", metavar="URL", help="take the rates from the leases of the running cluster of this Redis"
+        "--calibrate", metavar="URL", help="take the rates from the leases of the running cluster in this Redis"
     )(command)
 
 
 def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of latency goals to a command."""
     for name, default, text in (
-        ("itl", 0.05, "seconds between tokens that a request may take on average"),
-        ("ttft-ktoken", 0.25, "seconds more for each thousand tokens of its prompt"),
-        ("ttft", 1.0, "seconds to the first token that a request may take"),
+        ("itl", 0.05, "goal for the mean inter-token latency of a request, in seconds"),
+        ("ttft-ktoken", 0.25, "additional seconds for each thousand prompt tokens"),
+        ("ttft", 1.0, "goal for the time to first token, in seconds"),
     ):
         command = click.option(f"--{name}", type=float, default=default, show_default=True, help=text)(command)
     return command
@@ -82,22 +82,36 @@ def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @click.option("--workload", multiple=True, help="generated workload, repeatable; default: all")
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="instead: JSON lines in Mooncake's form")
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="trace to replay instead of workloads: JSON lines in Mooncake's format",
+)
 @click.option("--policy", multiple=True, help="repeatable; default: all")
 @click.option("--prefill", default=8, show_default=True, type=click.IntRange(0, 100_000), help="prefill nodes")
 @click.option("--decode", default=8, show_default=True, type=click.IntRange(1, 100_000), help="decode nodes")
 @click.option(
-    "--requests", default=3000, show_default=True, type=click.IntRange(1), help="of each workload, or of the trace"
+    "--requests",
+    default=3000,
+    show_default=True,
+    type=click.IntRange(1),
+    help="requests of each workload, or of the trace",
 )
-@click.option("--load", default=1.0, show_default=True, type=float, help="times the usual rate of arrivals")
-@click.option("--seed", multiple=True, default=(1,), show_default=True, help="of the generators, repeatable: medians")
+@click.option("--load", default=1.0, show_default=True, type=float, help="multiple of the usual arrival rate")
+@click.option(
+    "--seed",
+    multiple=True,
+    default=(1,),
+    show_default=True,
+    help="seed of the generators; repeat it for medians over several",
+)
 @click.option(
     "--eviction",
     default="slru",
     show_default=True,
-    help="what leaves a full pool first: slru (the engine's own), lru, s3fifo, gdsf, gdsf-cost",
+    help="eviction policy of the pool: slru (the engine's own), lru, s3fifo, gdsf, gdsf-cost",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="write an SVG with the figures there")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="file for an SVG plot of the results")
 @goal_options
 @machine_options
 def simulate(**options: Any) -> int:
@@ -114,19 +128,21 @@ def simulate(**options: Any) -> int:
 
 @click.command()
 @click.option("--rate", required=True, type=float, help="requests per second")
-@click.option("--prompt", required=True, type=click.IntRange(1), help="tokens of a prompt, on average")
-@click.option("--output", required=True, type=click.IntRange(1), help="tokens of an output, on average")
+@click.option("--prompt", required=True, type=click.IntRange(1), help="mean tokens of a prompt")
+@click.option("--output", required=True, type=click.IntRange(1), help="mean tokens of an output")
 @click.option("--reuse", default=0.0, show_default=True, type=click.FloatRange(0, 0.99),
-              help="share of the prompts' tokens that is shared")  # fmt: skip
+              help="share of prompt tokens that are shared")  # fmt: skip
 @click.option(
     "--share",
     default=0.99,
     show_default=True,
     type=click.FloatRange(0.5, 1.0),
-    help="of requests that are to meet the goal",
+    help="share of requests that must meet the goal",
 )
-@click.option("--requests", default=3000, show_default=True, type=click.IntRange(100), help="simulated for each check")
-@click.option("--seed", default=1, show_default=True, help="of the requests")
+@click.option(
+    "--requests", default=3000, show_default=True, type=click.IntRange(100), help="requests simulated for each check"
+)
+@click.option("--seed", default=1, show_default=True, help="seed of the requests")
 @goal_options
 @machine_options
 def plan(**options: Any) -> int:

@@ -48,12 +48,12 @@ def fetch(client: httpx.Client, watching: Watching) -> State:
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
         raise Unseen(f"no answer from {watching.url}: {error or type(error).__name__}") from error
     if answer.status_code == 401:
-        raise Unseen(f"{watching.url} asks for an API key: give --api-key or KVFERRY_API_KEY")
+        raise Unseen(f"{watching.url} requires an API key: set --api-key or KVFERRY_API_KEY")
     try:
         answer.raise_for_status()
         return State.model_validate_json(answer.content)
     except (httpx.HTTPStatusError, ValidationError) as error:
-        raise Unseen(f"{watching.url} is no router of this version: status {answer.status_code}") from error
+        raise Unseen(f"{watching.url} is not a router of this version: status {answer.status_code}") from error
 
 
 def run_top(watching: Watching, *, once: bool, console: Console | None = None) -> int:

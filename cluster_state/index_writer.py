@@ -122,7 +122,7 @@ class IndexWriter:
             self._reached()
         except RegistryFull as error:
             self._room_at = time.monotonic() + FULL_S
-            self._no_room.warning("%d rows are not in the block index: %s", len(self._rows.new), error)
+            self._no_room.warning("%d rows were not written to the block index: %s", len(self._rows.new), error)
             return False
         except Exception as error:
             self._failures = min(self._failures + 1, 10)

@@ -122,7 +122,7 @@ class MemoryStore:
 
     def _reach(self) -> None:
         if not self.available:
-            raise RegistryUnavailable("the store is switched off")
+            raise RegistryUnavailable("the store is off")
 
     def _live(self, node_id: str) -> NodeLease | None:
         lease, ends = self._leases.get(node_id, (None, 0.0))

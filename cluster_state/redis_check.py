@@ -49,7 +49,7 @@ async def checked(client: redis.Redis, prefix: str, shown: str, limit_s: float) 
         raise RegistryUnavailable(message) from error
     policy = str(facts.get("maxmemory_policy", ""))
     if facts.get("maxmemory") and policy in UNFIT_POLICIES:
-        log.warning("Redis at %s evicts by %s, leases too: set maxmemory-policy to allkeys-lru", shown, policy)
+        log.warning("Redis at %s evicts by %s, including leases: set maxmemory-policy to allkeys-lru", shown, policy)
     name = "Valkey" if "valkey_version" in facts else "Redis"
     return f"{name} {facts.get('valkey_version') or facts.get('redis_version') or 'of unknown version'}"
 
@@ -71,4 +71,4 @@ async def _rehearse(client: redis.Redis, prefix: str) -> None:
     await client.get(f"{prefix}r:rehearsal")
     if refused:
         told = b", ".join(refused).decode(errors="replace").upper()
-        raise Forbidden(f"its user may not run {told} on keys {prefix}*")
+        raise Forbidden(f"its user lacks permission for {told} on keys {prefix}*")

@@ -45,7 +45,7 @@ _odd = RateLimitedLog(log)
 _MAX_CONNECTIONS = 16
 LONGEST = 3
 """Most time of a call, in multiples of the answer's timeout: it may wait for a connection, connect and retry once."""
-CLUSTER_MODE = "it runs in Cluster mode, which kvferry does not use: give a single server, or one behind Sentinels"
+CLUSTER_MODE = "it runs in Cluster mode, which is not supported: use a single server, or one behind Sentinels"
 
 
 class PasswordFile(CredentialProvider):
@@ -96,7 +96,7 @@ def _deadlines(timeout_s: float) -> dict[str, Any]:
 def _of_file(where: redis_url.RedisUrl, options: dict[str, Any], path: str) -> PasswordFile:
     """Return the credentials from the file, and remove user and password from the options."""
     if options.pop("password", ""):
-        raise ConfigError(f"redis_url {where.shown} has a password already", param="redis_password_file")
+        raise ConfigError(f"redis_url {where.shown} already has a password", param="redis_password_file")
     provider = PasswordFile(options.pop("username", ""), path)
     try:
         provider.get_credentials()
@@ -158,7 +158,7 @@ async def answered(client: redis.Redis, answer: Awaitable[Any], limit_s: float) 
         raise RegistryFull("Redis is full: its maxmemory is used up, and its policy evicts nothing") from error
     except Exception as error:
         if not isinstance(error, (RedisError, OSError, ValueError)):
-            _odd.warning("a defect of the client of Redis: %s", reason(error))
+            _odd.warning("unexpected error of the Redis client: %s", reason(error))
         if not isinstance(error, ResponseError) or isinstance(error, (ReadOnlyError, MasterDownError)):
             pool: Any = client.connection_pool
             pool.renew()
@@ -172,7 +172,7 @@ def sensible() -> Iterator[None]:
     try:
         yield
     except (AttributeError, TypeError, ValueError, IndexError) as error:
-        raise RegistryUnavailable(f"Redis: an answer makes no sense: {reason(error)}") from error
+        raise RegistryUnavailable(f"Redis: invalid answer: {reason(error)}") from error
 
 
 def told(error: Exception) -> str:

@@ -73,7 +73,7 @@ class SentinelPool(SentinelConnectionPool, Pool):
         address = await master(self.sentinel_manager.sentinels, self.service_name)
         if address != self.master_address:
             if self.master_address is not None:
-                log.info("Sentinels name another master: %s:%s", *address)
+                log.info("Sentinels announce another master: %s:%s", *address)
             self.master_address: Any = address
             self.renew()
         return address
@@ -119,7 +119,7 @@ async def master(sentinels: Iterable[redis.Redis], service: str) -> tuple[str, i
     if found := newest(states):
         return found
     raise refusal or MasterNotFoundError(
-        f"Sentinels name no master {service!r} that is up" if answers else "no Sentinel answers"
+        f"Sentinels know no master {service!r} that is up" if answers else "no Sentinel answers"
     )
 
 

@@ -126,7 +126,7 @@ class RedisStore:
                 incompatible.append(lease)
         self.incompatible = tuple(incompatible)
         if unreadable and not self._told_unreadable:
-            log.warning("a lease cannot be read, its node is not used: %s", unreadable)
+            log.warning("a lease is not readable, ignoring its node: %s", unreadable)
         self._told_unreadable = bool(unreadable)
         return leases
 

@@ -113,14 +113,14 @@ def read(url: str) -> RedisUrl:
         parts = urlsplit(url)
         netloc, path = parts.netloc, unquote(parts.path)
     except ValueError:
-        _refuse(url, "it is no URL")
+        _refuse(url, "it is not a URL")
     given = _parameters(url, parts.query)
     user, _, place = netloc.rpartition("@")
     name, colon, password = user.partition(":")
     given |= {"username": unquote(name)} if name else {}
     given |= {"password": unquote(password)} if colon else {}
     if parts.fragment:
-        _refuse(url, "a # in the password is written %23")
+        _refuse(url, "write %23 for a # in the password")
     tls = parts.scheme.startswith("rediss")
     if not tls and (odd := [each for each in given if each.startswith("ssl_")]):
         _refuse(url, f"{odd[0]} needs rediss://")
@@ -135,14 +135,14 @@ def read(url: str) -> RedisUrl:
         return RedisUrl(shown(url), _with_db(url, given, path[1:]) | {"host": host, "port": port}, tls)
     if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
         return _of_sentinels(url, given, place, path, tls)
-    _refuse(url, "it begins with redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel://")
+    _refuse(url, "it must begin with redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel://")
 
 
 def _of_sentinels(url: str, given: dict[str, Any], place: str, path: str, tls: bool) -> RedisUrl:
     own = {name: given.pop(each) for each, name in _SENTINELS_OWN.items() if each in given}
     own |= {name: value for name, value in given.items() if name.startswith("ssl_")}
     if "@" in path:
-        _refuse(url, "a / in the password is written %2F")
+        _refuse(url, "write %2F for a / in the password")
     service, _, db = path[1:].partition("/")
     sentinels = tuple(_host_port(url, each, SENTINEL_PORT) for each in place.split(",") if each)
     if not sentinels:
@@ -155,14 +155,14 @@ def _parameters(url: str, query: str) -> dict[str, Any]:
     found = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known:
-            odd = repr(name[:40]) if name.isidentifier() and "@" not in query else "what follows the ?"
-            _refuse(url, f"{odd} is none of its parameters: {', '.join(known)}")
+            odd = repr(name[:40]) if name.isidentifier() and "@" not in query else "the part after the ?"
+            _refuse(url, f"{odd} is not one of its parameters: {', '.join(known)}")
         try:
             found[name] = known[name](value)
         except ValueError:
-            _refuse(url, f"{name} cannot have this value")
+            _refuse(url, f"{name} has an invalid value")
         if name in _FILES and not os.access(value, os.R_OK):
-            _refuse(url, f"{name} names no file that can be read: {value}")
+            _refuse(url, f"{name} names no readable file: {value}")
     return found
 
 
@@ -170,7 +170,7 @@ def _with_db(url: str, given: dict[str, Any], db: str) -> dict[str, Any]:
     if not db:
         return given
     if not db.isdecimal():
-        _refuse(url, "what follows the last / is the number of a database (a / in the password is written %2F)")
+        _refuse(url, "after the last / comes the number of a database (write %2F for a / in the password)")
     return {"db": int(db)} | given
 
 
@@ -179,7 +179,7 @@ def _host_port(url: str, text: str, default: int) -> tuple[str, int]:
     if not colon:
         host, port = text, str(default)
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        _refuse(url, "a host is followed by : and a port (in a password /, # and ? are written %2F, %23 and %3F)")
+        _refuse(url, "after the host come : and a port (in a password write %2F, %23 and %3F for /, # and ?)")
     return unquote(host.removeprefix("[").removesuffix("]")), int(port)
 
 

@@ -83,7 +83,7 @@ class LeaseKeeper:
         self._on_restored, self._on_outcome = on_restored, on_outcome
         self._period_s, self._lease_s = period_s, lease_s
         self._held_until = 0.0
-        self.trouble = "the registry was not asked yet"
+        self.trouble = "the registry has not been queried yet"
         self._refused = RateLimitedLog(log)
         self._stands = self._absence_told = self._lapse_told = False
         self._held_once = asyncio.Event()
@@ -142,9 +142,9 @@ class LeaseKeeper:
             self._note_failure(error)
             return
         if self._announced not in found:
-            self.trouble = "the registry took the lease and does not have it"
+            self.trouble = "the registry accepted the lease and then lost it"
             if not self._absence_told:
-                log.warning("the registry took the lease of %s and does not have it", self._announced)
+                log.warning("the registry accepted the lease of %s and then lost it", self._announced)
             self._absence_told = True
             return
         async with self._busy:
@@ -173,12 +173,12 @@ class LeaseKeeper:
         self._stands = self._stands and not fenced and began < self._held_until
         self._held_until = 0.0 if fenced else began + self._lease_s
         if fenced and not self.fenced:
-            log.error("node id %s is taken by a newer process: this one gets no work", lease.node_id)
+            log.error("node id %s is in use by a newer process: this one gets no work", lease.node_id)
         self.fenced = fenced
         restored = self._failures > 0 or (outcome is Announced.CREATED and self._announced is not None)
         self._failures, self._announced = 0, (lease.node_id, lease.epoch)
         self._lapse_told = False
-        self.trouble = "a newer process has the node's name" if fenced else "" if self._stands else self.trouble
+        self.trouble = "a newer process has the same node id" if fenced else "" if self._stands else self.trouble
         if restored:
             log.info("lease of %s restored", lease.node_id)
             self._on_restored()

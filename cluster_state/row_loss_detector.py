@@ -49,7 +49,7 @@ class RowLossDetector:
         now = time.monotonic()
         if found >= asked or now < self._mended_at + self._mend_s:
             return False
-        log.warning("%d of %d rows of the block index are lost: all are written again", asked - found, asked)
+        log.warning("%d of %d rows of the block index are lost: writing all of them again", asked - found, asked)
         again = now < self._mended_at + 2 * self._mend_s
         self._mended_at, self._mend_s = now, min(2 * self._mend_s, LONGEST_MEND_S) if again else MEND_S
         return True

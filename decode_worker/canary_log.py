@@ -30,7 +30,8 @@ class CanaryLog:
             return False
         self._metrics.canary.deviations.labels(self._metrics.role, event.sender[0]).inc()
         log.warning(
-            "what %s shipped of %s (%d tokens) is not what this node computes: logits are %.3g apart, not %.3g",
+            "blocks that %s sent of %s (%d tokens) differ from what this node computes: distance of logits "
+            "%.3g, limit %.3g",
             event.sender[0], event.key[0], event.tokens, event.distance, event.tolerated,
         )  # fmt: skip
         return True

@@ -44,7 +44,7 @@ class Grants:
             engine.reserve(key, job)
         else:
             self._base.metrics.grants["refused"].inc()
-            self._arrivals.refuse(key, Draining("it is no decode node any more"))
+            self._arrivals.refuse(key, Draining("it is no longer a decode node"))
 
     def _reservation_failed(self, key: TransferKey, event: ReservationFailed) -> None:
         self._base.metrics.grants["aborted" if event.granted else "refused"].inc()

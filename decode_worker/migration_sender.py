@@ -76,7 +76,7 @@ class MigrationSender:
         try:
             async with self._turns:
                 if await left():
-                    raise Cancelled("nobody waits for the move any more")
+                    raise Cancelled("the migration is no longer wanted")
                 self._base.engine.submit(lambda engine: self._begin(engine, request, answer))
                 while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
                     if await left():
@@ -92,7 +92,7 @@ class MigrationSender:
         with self._lock:
             given = [transfer for transfer, departure in self._open.items() if departure.answer is answer]
         for transfer in given:
-            self.sender.abort(transfer, "nobody waits for the move any more")
+            self.sender.abort(transfer, "the migration is no longer wanted")
 
     # On the engine thread.
 
@@ -125,7 +125,7 @@ class MigrationSender:
         departure = self._find(transfer)
         stand = engine.moving.stand(transfer) if departure is not None else None
         if departure is None or stand is None:
-            self.sender.abort(transfer, "the stream does not run any more")
+            self.sender.abort(transfer, "the stream no longer runs")
             return
         departure.stood_at = time.monotonic()
         self.sender.ship(transfer, stand.rest)

@@ -112,12 +112,12 @@ class Replication:
         request, upto = making.request, min(first + MOST, making.length)
         if request.copied is not None and first < request.copied:
             request.copied = first
-            self._sender.abort(transfer, "the buddy drops what it was sent")
+            self._sender.abort(transfer, "the buddy dropped the copies")
             return
         blocks = engine.copies.lend(transfer, request, first, upto)
         if blocks is None:
             making.given_up = True
-            self._sender.abort(transfer, "the stream does not run any more")
+            self._sender.abort(transfer, "the stream no longer runs")
             return
         making.upto, making.lent_at = upto, time.monotonic()
         self._sender.ship(transfer, blocks)

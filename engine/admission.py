@@ -61,14 +61,12 @@ class Admission:
         covered: leading tokens whose K/V arrived; 0: those of the job. room: capacity of the arrived blocks, in tokens.
         A mistake here is the other node's, not the client's, and the request may fit elsewhere."""
         if not self._has(token_ids):
-            raise TransferFailed("a hand-over with token ids that the model does not have")
+            raise TransferFailed("a hand-over with token ids outside the vocabulary")
         known, total = len(job.token_ids), len(job.token_ids) + len(token_ids)
         if not known < total < self._longest or job.work.ends_on_prompt(total - job.prompt_len - 1):
-            raise TransferFailed(
-                f"a hand-over of {len(token_ids)} tokens goes beyond the end that the request has here"
-            )
+            raise TransferFailed(f"a hand-over of {len(token_ids)} tokens exceeds the request's length limit")
         if covered and not known <= covered <= min(room, total - 1):
-            raise TransferFailed(f"a hand-over with the K/V of {covered} tokens, which it cannot have")
+            raise TransferFailed(f"a hand-over with the K/V of {covered} tokens, which is impossible")
 
     def _has(self, token_ids: Sequence[int]) -> bool:
         return not token_ids or 0 <= min(token_ids) <= max(token_ids) < self._vocab_size

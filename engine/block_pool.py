@@ -112,7 +112,7 @@ class BlockPool:
                 self.release(owner, reason, [block_id])
             return known
         block = self._blocks[block_id]
-        assert block.hash is None, "a block's content changed while it was findable"
+        assert block.hash is None, "a block's content changed while it was in the prefix cache"
         block.hash, block.parent = block_hash, parent
         if parent is not None:
             self._blocks[parent].children += 1
@@ -189,7 +189,7 @@ class BlockPool:
         assert not free, f"free block {block_id} can be found"
         assert self._by_hash.get(block.hash) == block_id, f"block {block_id} is not found by its hash"
         if block.parent is not None:
-            assert self._blocks[block.parent].hash is not None, f"block {block_id} outlived its parent"
+            assert self._blocks[block.parent].hash is not None, f"block {block_id} is cached without its parent"
 
     def _take(self) -> int:
         if not self._free:

@@ -141,7 +141,7 @@ class Canary:
         except DeviceLost:
             raise
         except Exception:
-            log.exception("the prompt of %s cannot be looked at", look.key)
+            log.exception("the canary cannot recompute the prompt of %s", look.key)
             self._end(look, "dropped")
         now = self._clock()
         self._rests_until = now + REST * (now - began)

@@ -117,7 +117,7 @@ class DraftModel:
     def audit(self, request_table: RequestTable) -> Iterator[None]:
         """Assert that the counts agree and that it follows only present requests; in pieces below a millisecond."""
         yield from self.pool.audit()
-        assert all(request_table.find(key) for key in self._shadows), "the draft model follows streams that have gone"
+        assert all(request_table.find(key) for key in self._shadows), "the draft model holds streams that have ended"
         held = {block for shadow in self._shadows.values() for block in shadow.request.block_ids}
         assert self.pool.holds.num_held == len(held), "blocks of the draft model leaked"
 

@@ -57,7 +57,7 @@ class Drafter:
         try:
             found = model.draft([(asked[i][0], count) for i, count in wanted.items()])
         except Exception:
-            log.exception("the draft model failed, and is not asked any more")
+            log.exception("the draft model failed and is no longer used")
             model.forget_all()
             self.model = None
             return

@@ -28,7 +28,7 @@ class EncoderRunner:
 
     def __init__(self, model: EncoderModel, pooler: Pooler) -> None:
         self.model = model
-        self.masks = GrammarMasks.none("an encoder generates nothing")
+        self.masks = GrammarMasks.none("an encoder does not generate")
         self._pooler = pooler
 
     def hurry(self) -> None:
@@ -36,7 +36,7 @@ class EncoderRunner:
 
     def copy_block(self, source: int, target: int) -> None:
         """Do nothing: there are no blocks."""
-        raise AssertionError("an encoder's blocks hold nothing, so none is found and copied")
+        raise AssertionError("an encoder has no KV blocks to copy")
 
     @torch.inference_mode()
     def run(

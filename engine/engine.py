@@ -109,7 +109,7 @@ class Engine:
         with self._answering(lambda error: self._refuse_grant(grant, error)):
             self._admission.check(job)
             if self.request_table.find(key_of(job)):
-                raise GrantRefused(f"attempt {job.attempt} of {job.request_id} is here already")
+                raise GrantRefused(f"attempt {job.attempt} of {job.request_id} is already running")
             request = self._request(job)
             request.grant = grant
             request.awaits.update((Awaits.KV, *awaits))

@@ -96,7 +96,7 @@ def require_device(device: torch.device, error: Exception) -> None:
     except Exception as lost:
         raise DeviceLost(f"the device {device} is lost: {reason(lost)}") from error
     if not works:
-        raise DeviceLost(f"the device {device} is lost: it adds wrongly") from error
+        raise DeviceLost(f"the device {device} is lost: it computes wrong sums") from error
 
 
 def _kept(slices: Sequence[Slice]) -> list[tuple[Request, torch.Tensor | None, int]]:

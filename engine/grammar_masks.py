@@ -49,7 +49,7 @@ class GrammarMasks:
         vocab_size: int,
         compiling: Runs,
         masking: Runs,
-        unreadable: str = "this node reads no grammars",
+        unreadable: str = "this node does not support grammars",
     ) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._compiler, self._unreadable = compiler, unreadable
@@ -76,7 +76,7 @@ class GrammarMasks:
         It is usable once `done` was called, on a grammar thread. Raises InvalidRequest, or Overloaded if too many
         grammars are being compiled."""
         if self._compiler is None:
-            raise InvalidRequest(f"a grammar was asked for, but {self._unreadable}")
+            raise InvalidRequest(f"the request has a grammar, but {self._unreadable}")
         mask = GrammarMask(grammar, params, token_ids, prompt_len, np.zeros(self._words, dtype=np.int32))
         mask.upto = len(token_ids) - prompt_len
         mask.after.append(lambda: done(mask.error))

@@ -81,7 +81,7 @@ class OutboundMigrations:
         request = self._request_table.find(key)
         moves = any(move.request is request for move in self._open.values())
         if request is None or request.state is not State.RUNNING or not streams(request) or moves:
-            raise TransferFailed(f"attempt {key[1]} of {key[0]} does not stream here, or is being moved")
+            raise TransferFailed(f"attempt {key[1]} of {key[0]} does not stream here, or is being migrated")
         known, params = request.computed_len, request.job.params
         job = replace(
             request.job,
@@ -122,7 +122,7 @@ class OutboundMigrations:
     def done(self, transfer: int) -> None:
         """End the stream here, unless it has ended: the other node continues it."""
         move = self._open.pop(transfer)
-        request, error = move.request, Moved("it goes on at another node")
+        request, error = move.request, Moved("it continues at another node")
         error.later = move.job.attempt
         if self._request_table.find(request.key) is request:
             self._scheduler.remove(request)
@@ -150,7 +150,7 @@ def widen(scheduler: Scheduler, request: Request) -> None:
     elif request.state is State.RUNNING:
         scheduler.preempt(request)
     else:
-        raise GrantRefused("there is no room for the tokens that came with the hand-over")
+        raise GrantRefused("there is no room for the tokens of the hand-over")
 
 
 def streams(request: Request) -> bool:

@@ -63,5 +63,5 @@ def _fetched_len(request: Request) -> int:
 def nothing_drawn(request: Request) -> KvferryError:
     """Return the error of a request for which no token could be drawn."""
     if request.job.grammar is not None:
-        return GrammarFailed("of what the grammar allows next, nothing may be drawn, or its logits are not numbers")
-    return ModelFailed("the model's logits for the next token are not numbers")
+        return GrammarFailed("no token that the grammar allows can be drawn, or its logits are NaN")
+    return ModelFailed("the model's logits for the next token are NaN")

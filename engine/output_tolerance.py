@@ -58,5 +58,5 @@ def _apart(own: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the distance, infinite if theirs has NaN. Raises ArithmeticError if the own numbers have NaN."""
     length, gap = own.norm(), (own - theirs).norm()
     if not torch.isfinite(length):
-        raise ArithmeticError("what was computed here are no numbers")
+        raise ArithmeticError("the values computed here are NaN")
     return float(gap / length.clamp(min=_LEAST)) if torch.isfinite(gap) else math.inf

@@ -87,7 +87,7 @@ class Replicas:
 
         All stay held until `quiet`. Raises GrantRefused where streams and prompts might need the memory."""
         if not self._pool.prefix_caching:
-            raise GrantRefused("nothing is cached here")
+            raise GrantRefused("the prefix cache is off")
         here = self._pool.match(hashes)
         fresh = min(most, len(hashes) - len(here))
         block_ids = self._pool.acquire(grant, GRANT, here, fresh, keep=self._pool.num_blocks // KEPT)

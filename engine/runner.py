@@ -80,7 +80,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.kv = kv
-        self.masks = masks or GrammarMasks.none("this node reads no grammars")
+        self.masks = masks or GrammarMasks.none("this node does not support grammars")
         self._pooler, self._shift = pooler or Pooler(), shift or CoreTurns()
         inputs = torch.device("cpu") if model.fed_by_host else model.device
         self.beside = inputs.type == "cuda"

@@ -97,7 +97,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and queue it first, to be recomputed."""
-        assert request.transfer is None, "a request that ships holds all its blocks from the start"
+        assert request.transfer is None, "a request that transfers its blocks must hold all of them from the start"
         self.pool.release(*request.holder, request.block_ids)
         request.block_ids = []
         request.computed_len = request.registered = 0

@@ -187,9 +187,9 @@ class Stepper:
             else:
                 self._commit(part, found)
         except Exception as error:
-            log.exception("what was computed for %s cannot be used", request.key)
+            log.exception("results for %s are unusable", request.key)
             if self._scheduler.request_table.find(request.key) is request:
-                self.drop(request, StepFailed(f"what the node computed for this request is of no use: {reason(error)}"))
+                self.drop(request, StepFailed(f"the node's results for this request are unusable: {reason(error)}"))
 
     def _commit(self, part: Slice, sampled: Sampled | Read | None) -> None:
         request = part.request
@@ -227,7 +227,7 @@ class Stepper:
 
     def _commit_read(self, request: Request, found: Read) -> None:
         if not found.vector:
-            self.drop(request, ModelFailed("what the model says of the prompt are not numbers"))
+            self.drop(request, ModelFailed("the model's outputs for the prompt are NaN"))
             return
         self._events.append(output.read(request, found.vector))
         self._scheduler.remove(request)

@@ -32,7 +32,7 @@ class Halted(Exception):
     layer: the next one. residual: [T, hidden], to which it adds."""
 
     def __init__(self, layer: int, residual: torch.Tensor) -> None:
-        super().__init__(f"given up before layer {layer}")
+        super().__init__(f"aborted before layer {layer}")
         self.layer, self.residual = layer, residual
 
 

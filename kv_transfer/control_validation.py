@@ -41,7 +41,7 @@ def read(data: bytes, expected: Any) -> Any:
     """Return the decoded message, of an `expected` class. Raises WireError for anything else."""
     message = unpack(data)
     if not isinstance(message, expected):
-        raise WireError(f"a {type(message).__name__} is no message for this side")
+        raise WireError(f"a {type(message).__name__} is not a message for this side")
     if not (_checker(message.__class__)(message) and message.transfer > 0 and _within_bounds(message)):
         raise WireError(f"a {type(message).__name__} with a field of the wrong type or out of bounds")
     return message

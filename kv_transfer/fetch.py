@@ -126,7 +126,7 @@ class FetchClient:
         if fetch is not None:
             self._forget(fetch)
             if fetch.grant is not None:
-                self._cancel(fetch.grant, Cancelled("nobody waits for the blocks any more"))
+                self._cancel(fetch.grant, Cancelled("the blocks are no longer wanted"))
 
     def _forget(self, fetch: OpenFetch) -> None:
         self.transfers.remove(fetch)

@@ -61,7 +61,7 @@ class Handshake:
     def challenged(self, challenge: bytes) -> None:
         """Read the CHALLENGE message. Dialling side. Raises WireError, Incompatible."""
         if len(challenge) != FIRST_BYTES:
-            raise WireError("no challenge of a link")
+            raise WireError("not a challenge of the link protocol")
         self._take_first(challenge)
 
     def hello(self, address: bytes) -> bytes:
@@ -74,7 +74,7 @@ class Handshake:
 
         Raises WireError, or Incompatible with the reason to send to the other side."""
         if len(hello) < FIRST_BYTES + PROOF_BYTES:
-            raise WireError("no greeting of a link")
+            raise WireError("not a greeting of the link protocol")
         self._take_first(hello[:FIRST_BYTES])
         proof, body = hello[FIRST_BYTES : FIRST_BYTES + PROOF_BYTES], hello[FIRST_BYTES + PROOF_BYTES :]
         for secret in self._secrets:
@@ -116,7 +116,7 @@ class Handshake:
             raise Incompatible(OTHER_SECRET)
         theirs = unpack(body)
         if not isinstance(theirs, LinkTerms):
-            raise WireError("no terms of a link")
+            raise WireError("not terms of the link protocol")
         self._compare(dict(theirs.settings))
         self.peer = theirs.address
 

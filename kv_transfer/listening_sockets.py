@@ -35,7 +35,7 @@ def listeners(host: str, port: int) -> list[socket.socket]:
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise OSError(f"{host} is no address of this machine: {error}") from error
+        raise OSError(f"{host} is not an address of this machine: {error}") from error
     if name is None and not knows_ipv6():
         found = [entry for entry in found if entry[0] != socket.AF_INET6]
     made: list[socket.socket] = []
@@ -72,7 +72,7 @@ class Resolver:
                 found(socket.AF_INET if version == 4 else socket.AF_INET6, (host, port))
                 return
         if self._running >= MAX_LOOKUPS:
-            failed(Retryable(f"{self._running} names are being looked up already"))
+            failed(Retryable(f"{self._running} host names are already being resolved"))
             return
         self._running += 1
         args = (host, port, found, failed)
@@ -84,7 +84,7 @@ class Resolver:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             report = partial(found, family, address)
         except Exception as error:
-            report = partial(failed, NodeLost(f"{host} is not known: {reason(error)}"))
+            report = partial(failed, NodeLost(f"{host} cannot be resolved: {reason(error)}"))
         self._submit(lambda: self._done(report))
 
     def _done(self, report: Callable[[], None]) -> None:

@@ -85,7 +85,7 @@ class Outgoing:
                 if index < self.first:
                     continue
                 if not self._is_wanted(index):
-                    raise TransferFailed(f"prompt block {index} was not granted, or was shipped before")
+                    raise TransferFailed(f"prompt block {index} was not granted, or was already sent")
                 self._sums.by_index[index] = UNVERIFIED
                 self._waiting.append((index, block_id))
         finally:

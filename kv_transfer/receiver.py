@@ -65,13 +65,13 @@ class Receiver:
 
     def _granted(self, key: TransferKey, first_block: int, block_ids: Sequence[int]) -> None:
         grant = self.transfers.find(key)
-        assert grant is not None, f"{key} was answered twice"
+        assert grant is not None, f"{key} was granted twice"
         grant.unanswered = False
         if grant.state is not GrantState.NEW:
             self._settle(grant)
             return
         if first_block + len(block_ids) > MAX_BLOCKS:
-            self._fail(grant, TransferFailed(f"a ship addresses at most {MAX_BLOCKS} blocks"), tell=True)
+            self._fail(grant, TransferFailed(f"a transfer can have at most {MAX_BLOCKS} blocks"), tell=True)
             return
         self._post(grant, first_block, block_ids)
 
@@ -129,7 +129,7 @@ class Receiver:
             self._committed(grant, message)
         else:
             unposted = grant.state is GrantState.NEW
-            self._fail(grant, Cancelled(f"the prefill node gave up: {message.reason}"), tell=unposted)
+            self._fail(grant, Cancelled(f"the prefill node aborted: {message.reason}"), tell=unposted)
 
     def forget(self, peer: Peer) -> None:
         self._senders.forget(peer)
@@ -173,7 +173,7 @@ class Receiver:
             self._fail(grant, TransferFailed(text), tell=True)
             return
         if (commit.first is None) == isinstance(grant.asked, Job):
-            self._fail(grant, TransferFailed("a job brings a token, and nothing else does"), tell=True)
+            self._fail(grant, TransferFailed("a grant for a job needs a first token, and only such a grant"), tell=True)
             return
         grant.commit = commit
         self._advance(grant)

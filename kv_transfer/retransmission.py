@@ -105,4 +105,4 @@ class Senders:
         if answer is not None:
             self._send(peer, answer)
         elif sender.is_new(transfer):
-            self.answer(peer, Refusal(transfer, Cancelled.code, "nothing is known of this transfer"))
+            self.answer(peer, Refusal(transfer, Cancelled.code, "this transfer is unknown"))

@@ -126,7 +126,7 @@ def _round(sender: UcxLink, receiver: UcxLink, peer: Peer, far: _End, size_bytes
         raise _failed(landed.error or TimeoutError(f"blocks did not arrive within {LIMIT_S:g} s"))
     seconds = time.perf_counter() - began
     if not np.array_equal(source, target):
-        raise _failed(ValueError("blocks arrived changed"))
+        raise _failed(ValueError("blocks arrived corrupted"))
     return count * BLOCK_BYTES / seconds
 
 

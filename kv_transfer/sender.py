@@ -91,7 +91,7 @@ class Sender:
         self.transfers.add(ship)
         data = pack(GrantRequest(transfer, target.epoch, target.fingerprint, asked))
         heard = asker is None or self._dock.hears(asker)
-        error = too_long(asked, len(data)) if heard else NodeLost("it is gone since it asked for blocks")
+        error = too_long(asked, len(data)) if heard else NodeLost("it disconnected after it asked for blocks")
         ship.unanswered = error is None
         if error is not None:
             self._fail(ship, ship.blame(error), tell=False)
@@ -103,7 +103,7 @@ class Sender:
         if ship is None or not ship.live:
             return
         if ship.blocks is None or ship.state is ShipState.DRAINING:
-            self._abort(transfer, TransferFailed(f"blocks were shipped while {ship.state}"))
+            self._abort(transfer, TransferFailed(f"blocks were sent while {ship.state}"))
             return
         try:
             ship.blocks.post(blocks)
@@ -160,7 +160,7 @@ class Sender:
         elif ship.state is ShipState.OFFERED:
             self._fail(ship, ship.blame(GrantRefused(f"no grant within {ship.patience.grant_s:g} s")), tell=True)
         elif ship.live:
-            what = "the commit was not acknowledged" if ship.commit_sent else "no block was taken"
+            what = "the commit was not acknowledged" if ship.commit_sent else "no block was accepted"
             self._fail(ship, ship.blame(TransferFailed(f"{what} for {ship.patience.stall_s:g} s")), tell=True)
         elif ship.in_flight:
             self._dock.drop(ship.peer, TransferFailed(f"sends did not end for {QUIESCE_TIMEOUT_S:g} s"))
@@ -180,7 +180,7 @@ class Sender:
             ship.progressed(self._dock.clock())
             ship.events.granted(ship.transfer, grant.first_block)
         else:
-            self._dock.send(ship.peer, Abort(ship.transfer, "given up before the grant came"))
+            self._dock.send(ship.peer, Abort(ship.transfer, "aborted before the grant arrived"))
             ship.blocks.fill()
             self._settle(ship)
 

@@ -87,7 +87,7 @@ class Stream:
                 self._outbox.append(memoryview(part))
                 self.unsent += len(part)
         if self.unsent > MAX_UNSENT_BYTES:
-            raise NodeLost(f"{self.unsent} bytes wait for a peer that does not read")
+            raise NodeLost(f"{self.unsent} bytes are queued for a peer that does not read")
         self.flush()
 
     def flush(self) -> None:
@@ -138,15 +138,15 @@ class Stream:
         payload, mac = bytes(self._inbox[HEADER.size : end]), bytes(self._inbox[end:whole])
         del self._inbox[:whole]
         if self._inward and not hmac.compare_digest(mac, self._inward.next(header, payload)):
-            raise WireError("a frame that the peer did not seal")
+            raise WireError("a frame with a wrong authentication code")
         return kind, payload
 
     def _check(self, kind: int, length: int) -> None:
         if kind > ALIVE or (kind in GREETINGS) is bool(self._inward):
-            raise WireError(f"no frame of kind {kind} is due")
+            raise WireError(f"unexpected frame of kind {kind}")
         limit = {MESSAGE: MAX_MESSAGE_BYTES, ALIVE: 0}.get(kind, MAX_GREETING_BYTES)
         if length > limit:
-            raise WireError(f"a frame of {length} bytes where {limit} are allowed")
+            raise WireError(f"a frame of {length} bytes, the limit is {limit}")
 
     def close(self) -> None:
         """Close the socket and drop unsent frames."""

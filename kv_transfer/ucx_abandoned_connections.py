@@ -30,11 +30,11 @@ class AbandonedConnections:
     def add(self) -> None:
         """Count one more abandoned connection."""
         self.count += 1
-        log.warning("UCX does not let go of a closed connection, which was left behind (so far: %d)", self.count)
+        log.warning("UCX does not release a closed connection, abandoning it (so far: %d)", self.count)
 
     def check(self) -> None:
         """Raise MemoryNotQuiet if the memory of closed connections may not be reported as quiet."""
         if self.count and not self._written_here:
-            raise MemoryNotQuiet("UCX does not let go of a closed connection; a device may still write to its memory")
+            raise MemoryNotQuiet("UCX does not release a closed connection; a device may still write to its memory")
         if self.count > MOST_LEFT:
-            raise MemoryNotQuiet(f"UCX did not let go of {self.count} closed connections")
+            raise MemoryNotQuiet(f"UCX did not release {self.count} closed connections")

@@ -85,7 +85,7 @@ class UcxHandshakes:
             if peer.greeting is greeting and not peer.lost:
                 self._connect(peer, family, address)
 
-        limit = NodeLost(f"no answer in {self._timeout_s} s")
+        limit = NodeLost(f"no answer within {self._timeout_s} s")
         self._loop.call_later(self._timeout_s, lambda: due(limit))
         try:
             self._resolver.resolve(peer.dialled, found, due)
@@ -130,12 +130,12 @@ class UcxHandshakes:
     def _receive(self, connection: socket.socket) -> None:
         """Challenge the peer of an accepted socket."""
         if len(self._guests) >= MAX_GUESTS:
-            self._failed(next(iter(self._guests)), NodeLost("too many connections that do not greet"))
+            self._failed(next(iter(self._guests)), NodeLost("too many connections without a greeting"))
         peer = self._arrived()
         self._guests[peer] = None
         self.traffic.connect(peer, Stream(connection))
         self.traffic.send(peer, CHALLENGE, peer.greeting.challenge())
-        late = NodeLost(f"no greeting in {self._timeout_s} s")
+        late = NodeLost(f"no greeting within {self._timeout_s} s")
         self._loop.call_later(self._timeout_s, lambda: self._failed(peer, late) if peer in self._guests else None)
 
     def forget(self, peer: UcxPeer) -> None:
@@ -158,9 +158,9 @@ class UcxHandshakes:
             self.traffic.post(peer, Post(True, WARM_TAG, self._warm, _warmed))
         elif kind == REFUSED and peer.dialled and not peer.open:
             reason = data[1:].decode(errors="replace")
-            raise (Incompatible if data[:1] == NEVER else NodeLost)(f"{peer.dialled} refuses this node: {reason}")
+            raise (Incompatible if data[:1] == NEVER else NodeLost)(f"{peer.dialled} rejected this node: {reason}")
         else:
-            raise WireError("a greeting out of turn")
+            raise WireError("an unexpected greeting")
 
     def _take_hello(self, peer: UcxPeer, data: bytes) -> None:
         """Verify the dialling side and welcome it.
@@ -192,7 +192,7 @@ class UcxHandshakes:
         """Open the connection of an authenticated peer. Raises TransferFailed, NodeLost."""
         worker, stream = peer.worker, peer.stream
         if worker is None or stream is None:
-            raise NodeLost("the connection ended during the greeting")
+            raise NodeLost("the connection closed during the handshake")
 
         def closed() -> None:
             self._loop.submit(lambda: self._closed(peer, worker))

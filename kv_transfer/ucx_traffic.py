@@ -139,7 +139,7 @@ class UcxTraffic:
     def _read(self, peer: UcxPeer, stream: Stream) -> None:
         more = stream.fill()
         if not more and not peer.open and not peer.dialled:
-            raise NodeLost("gone before its greeting was read")
+            raise NodeLost("disconnected before its greeting was read")
         while not peer.lost and peer.stream is stream and (frame := stream.next()) is not None:
             peer.heard_at = time.monotonic()
             kind, data = frame

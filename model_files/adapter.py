@@ -17,14 +17,14 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 """Names of the same modules in families whose checkpoints hold them fused."""
 _REFUSED = {
-    "use_dora": "DoRA is not served",
-    "rank_pattern": "ranks that differ by module are not served",
-    "alpha_pattern": "scales that differ by module are not served",
-    "modules_to_save": "whole modules cannot be exchanged, only low-rank parts added",
-    "fan_in_fan_out": "transposed weights are not served",
-    "layer_replication": "replicated layers are not served",
-    "trainable_token_indices": "trained tokens are not served",
-    "target_parameters": "targets that are no dense layers are not served",
+    "use_dora": "DoRA is not supported",
+    "rank_pattern": "ranks that differ by module are not supported",
+    "alpha_pattern": "scales that differ by module are not supported",
+    "modules_to_save": "replacing whole modules is not supported",
+    "fan_in_fan_out": "transposed weights are not supported",
+    "layer_replication": "replicated layers are not supported",
+    "trainable_token_indices": "trained tokens are not supported",
+    "target_parameters": "targets other than dense layers are not supported",
 }
 """Settings of a config that this server refuses, and why. Without them an adapter is low-rank matrices and nothing
 else."""
@@ -51,12 +51,12 @@ def read_adapter(path: str, max_rank: int) -> AdapterFiles:
     except (OSError, RuntimeError) as error:
         raise _refused(Path(path), reason(error)) from error
     if missing:
-        raise _refused(folder, f"it holds no {missing[0]}")
+        raise _refused(folder, f"it has no {missing[0]}")
     config = read_json(folder / CONFIG)
     _check_kind(folder, config)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise _refused(folder, f"r and lora_alpha must be a rank and a number, got {rank!r} and {alpha!r}")
+        raise _refused(folder, f"r and lora_alpha must be a whole number and a number, got {rank!r} and {alpha!r}")
     if rank > max_rank:
         raise _refused(folder, f"its rank is {rank} and --max-lora-rank is {max_rank}")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -65,7 +65,7 @@ def read_adapter(path: str, max_rank: int) -> AdapterFiles:
 
 def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        raise _refused(folder, f"its peft_type is {config.get('peft_type')!r}; LORA is served")
+        raise _refused(folder, f"its peft_type is {config.get('peft_type')!r}; only LORA is supported")
     if config.get("bias", "none") != "none":
         raise _refused(folder, f"it changes biases (bias: {config['bias']!r})")
     for name, why in _REFUSED.items():
@@ -75,7 +75,7 @@ def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
     if isinstance(targets, list) and (
         odd := sorted({str(name).rpartition(".")[2] for name in targets} - {*TARGETS, *FUSED})
     ):
-        raise _refused(folder, f"its target {odd[0]} is none of {', '.join(TARGETS)}")
+        raise _refused(folder, f"its target {odd[0]} is not one of {', '.join(TARGETS)}")
 
 
 def _content(weights: Path, scale: float) -> str:

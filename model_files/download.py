@@ -46,15 +46,15 @@ def download(repo: str, patterns: list[str]) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"{repo} is no path here, not in the Hugging Face cache, and the hub cannot be reached; name a local "
-            "directory or .gguf file, or download it where there is a network",
+            f"{repo} is neither a local path nor in the Hugging Face cache, and the hub is unreachable; give a "
+            "local directory or .gguf file, or download the model on a machine with a network",
             param="model",
         ) from error
     except Exception as error:
         if _is_full(error):
             raise ConfigError(_no_room(repo), param="model") from error
         raise ConfigError(
-            f"cannot get {repo} from the Hugging Face hub: {reason(error)}; whole files are kept, so try again",
+            f"cannot get {repo} from the Hugging Face hub: {reason(error)}; complete files are kept, so try again",
             param="model",
         ) from error
 
@@ -74,8 +74,8 @@ def _no_room(repo: str) -> str:
     home = next(path for path in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if path.exists())
     left = shutil.disk_usage(home).free / 1e6
     return (
-        f"{repo} does not fit into {HF_HUB_CACHE}, where {left:.0f} MB are left; mount a larger volume there, or "
-        "name one with HF_HOME"
+        f"{repo} does not fit into {HF_HUB_CACHE}, where {left:.0f} MB are free; mount a larger volume there, or "
+        "set HF_HOME"
     )
 
 

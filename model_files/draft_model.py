@@ -30,7 +30,7 @@ def resolve_draft(settings: WorkerSettings, target: ModelSource, *, weights: boo
         require_runnable(draft)
         for source in (target, draft):
             if source.kind == "hf" and is_encoder(read_json(source.path / "config.json")):
-                raise ConfigError(f"{source.name} is an encoder: it drafts nothing, and nothing is drafted for it")
+                raise ConfigError(f"{source.name} is an encoder, which speculative decoding does not support")
         _require_same_vocabulary(draft, target)
     except ConfigError as error:
         raise ConfigError(f"--speculative-model: {error.message}", param=FLAG) from error
@@ -48,8 +48,8 @@ def _require_same_vocabulary(draft: ModelSource, target: ModelSource) -> None:
         same = sizes[0] == sizes[1]
     if not same:
         raise ConfigError(
-            f"{draft.name} has a vocabulary of {sizes[0]} tokens, {target.name} has another of {sizes[1]}; a model "
-            "drafts for one of its own vocabulary alone"
+            f"{draft.name} has a vocabulary of {sizes[0]} tokens, {target.name} has another of {sizes[1]}; a draft "
+            "model needs the vocabulary of its target"
         )
 
 

@@ -69,7 +69,7 @@ def read_gguf(path: Path) -> GGUFFile:
     first, count = headers[0], headers[0].metadata.get("split.count", 1)
     if count != len(parts) and count > 1:
         raise ConfigError(
-            f"{path} is one of {count} parts of a split GGUF; name them as llama-gguf-split does, "
+            f"{path} is one of {count} parts of a split GGUF; rename the files as llama-gguf-split does, "
             f"{path.stem}-00001-of-{count:05}.gguf and so on",
             param="model",
         )
@@ -103,7 +103,7 @@ def _read(path: Path) -> GGUFFile:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
     except (struct.error, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
-        raise ConfigError(f"{path} is not a whole GGUF file ({error}); download it again", param="model") from error
+        raise ConfigError(f"{path} is not a complete GGUF file ({error}); download it again", param="model") from error
 
 
 class Strings(Sequence[str]):

@@ -45,7 +45,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     Raises ConfigError for unknown kinds: a near miss would silently give wrong tokens."""
     kind = metadata.get("tokenizer.ggml.model")
     if not metadata.get("tokenizer.ggml.tokens"):
-        raise ConfigError("the GGUF file carries no tokenizer", param="model")
+        raise ConfigError("the GGUF file has no tokenizer", param="model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata)
     elif kind == "llama":

@@ -169,7 +169,7 @@ def _whole(config: dict[str, Any], *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int) and config[name] > 0:
             return int(config[name])
-    raise ConfigError(f"config.json names no {names[0]}", param="model")
+    raise ConfigError(f"config.json has no {names[0]}", param="model")
 
 
 def _experts(text: dict[str, Any]) -> int:

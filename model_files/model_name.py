@@ -49,13 +49,13 @@ def split_names(given: Sequence[str], models: int) -> list[tuple[str, ...]]:
         given = [",".join(given)]
     if len(given) != models:
         raise ConfigError(
-            f"there are {models} models and {len(given)} values of --served-model-name; give one for each, with commas "
-            "between the names of one model",
+            f"there are {models} models and {len(given)} values of --served-model-name; give one value for each "
+            "model, with commas between its names",
             param="served_model_name",
         )
     names = [tuple(dict.fromkeys(filter(None, map(str.strip, value.split(","))))) for value in given]
     if not all(names):
-        raise ConfigError("a --served-model-name names nothing", param="served_model_name")
+        raise ConfigError("a --served-model-name is empty", param="served_model_name")
     return names
 
 
@@ -64,7 +64,7 @@ def require_distinct(names: Sequence[ModelName]) -> None:
     counts = Counter(name for model in names for name in model.all)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ConfigError(
-            f"two models are called {twice[0]!r}; tell them apart with a --served-model-name for each",
+            f"two models have the name {twice[0]!r}; give each its own --served-model-name",
             param="served_model_name",
         )
 
@@ -81,6 +81,8 @@ def naming(name: str) -> Iterator[None]:
             raise
         raise ConfigError(f"{name}: {error.message}", param=error.param) from error
     except MemoryError as error:
-        raise ConfigError(f"{name}: what its files describe does not fit the memory", param="model") from error
+        raise ConfigError(
+            f"{name}: the model that its files describe does not fit into memory", param="model"
+        ) from error
     except Exception as error:
         raise ConfigError(f"{name} cannot be read: {reason(error)}", param="model") from error

@@ -142,5 +142,5 @@ def _pooling(config: dict[str, Any], path: Path) -> str:
         return _POOLING_WORDS.get(word, word)
     chosen = [name for flag, name in _POOLING_FLAGS.items() if config.get(flag)]
     if len(chosen) != 1:
-        raise ConfigError(f"{path} asks for {len(chosen)} poolings; one is supported", param="model")
+        raise ConfigError(f"{path} asks for {len(chosen)} poolings; only one is supported", param="model")
     return chosen[0]

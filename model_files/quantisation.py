@@ -53,14 +53,14 @@ def quantisation(config: dict[str, Any]) -> Quantisation | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise ConfigError("config.json: quantization_config is no object", param="model")
+        raise ConfigError("config.json: quantization_config is not an object", param="model")
     method = str(given.get("quant_method") or "unnamed")
     if method in _OTHER_ROOMS:
         return None
     try:
         return _parse(method, given)
     except (TypeError, ValueError, AttributeError) as error:
-        raise _unsupported(method, f"a quantization_config that makes no sense ({error})") from error
+        raise _unsupported(method, f"an invalid quantization_config ({error})") from error
 
 
 def _parse(method: str, given: dict[str, Any]) -> Quantisation:
@@ -103,7 +103,7 @@ def _compressed(given: dict[str, Any]) -> Quantisation:
         raise _unsupported(COMPRESSED, "sparse weights")
     found = list(_schemes(given))
     if not found:
-        raise _unsupported(COMPRESSED, "a checkpoint that names no config_groups")
+        raise _unsupported(COMPRESSED, "a checkpoint without config_groups")
     return max(found, key=lambda each: (each.bits, not each.symmetric))
 
 

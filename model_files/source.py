@@ -73,7 +73,7 @@ def resolve(model: str, *, weights: bool = True) -> ModelSource:
 def unweighted(source: ModelSource) -> ModelSource:
     """Return the source for dummy weights, whose revision is that of its config alone. Raises ConfigError."""
     if source.kind != "hf":
-        raise ConfigError("dummy weights are those of a config.json; a .gguf file has none", param="load_format")
+        raise ConfigError("dummy weights need a config.json, which a .gguf file lacks", param="load_format")
     digest = hashlib.sha256(b"dummy\0" + (source.path / "config.json").read_bytes())
     return replace(source, revision=digest.hexdigest()[:32])
 
@@ -83,10 +83,11 @@ def read_facts(source: ModelSource) -> ModelFacts:
     try:
         facts = gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise ConfigError(f"the config of {source.name} makes no sense: {reason(error)}", param="model") from error
+        raise ConfigError(f"the config of {source.name} is invalid: {reason(error)}", param="model") from error
     if not 0 < facts.vocab_size <= MAX_VOCAB:
         raise ConfigError(
-            f"{source.name} has a vocabulary of {facts.vocab_size} tokens; 1 to {MAX_VOCAB} are served", param="model"
+            f"{source.name} has a vocabulary of {facts.vocab_size} tokens; 1 to {MAX_VOCAB} are supported",
+            param="model",
         )
     return facts
 
@@ -101,7 +102,7 @@ def gguf_facts(file: GGUFFile) -> ModelFacts:
         eos = _ends_of_messages(meta, eos)
     length = int(file.get("context_length", 0))
     if not vocab or not length:
-        raise ConfigError(f"{file.path} names no vocabulary or no context length", param="model")
+        raise ConfigError(f"{file.path} has no vocabulary or no context length", param="model")
     return ModelFacts(vocab, length, tuple(eos), file.architecture)
 
 
@@ -135,7 +136,7 @@ def _json(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}", param="model") from error
+        raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -148,7 +149,7 @@ def _resolve_path(model: str, path: Path, weights: bool) -> ModelSource:
         return _directory_source(path, path.resolve().name, weights)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ConfigError(f"{model} is a file but no .gguf; name a model directory or a .gguf file", param="model")
+            raise ConfigError(f"{model} is not a .gguf file; give a model directory or a .gguf file", param="model")
         return _gguf_source(path, gguf_stem(path), weights)
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return _directory_source(_download(model, weights), model, weights)
@@ -174,14 +175,14 @@ def _directory_source(path: Path, name: str, weights: bool) -> ModelSource:
         files = sorted({gguf_parts(file)[0] for file in path.glob("*.gguf")})
         if len(files) == 1:
             return _gguf_source(files[0], name, weights)
-        remedy = f"name one of its {len(files)} .gguf files" if files else "name a model's own directory"
-        raise ConfigError(f"{path} holds no config.json; {remedy}", param="model")
+        remedy = f"choose one of its {len(files)} .gguf files" if files else "give a model's own directory"
+        raise ConfigError(f"{path} has no config.json; {remedy}", param="model")
     read_json(path / "config.json")
     if not weights:
         return ModelSource("hf", path, name, "")
     files = weight_files(path)
     if not files:
-        raise ConfigError(f"{path} holds no weights (*.safetensors or pytorch_model*.bin)", param="model")
+        raise ConfigError(f"{path} has no weights (*.safetensors or pytorch_model*.bin)", param="model")
     return ModelSource("hf", path, name, _hf_revision(path, files))
 
 
@@ -224,7 +225,7 @@ def _hf_facts(path: Path) -> ModelFacts:
     config = read_json(path / "config.json")
     text = text_config(config)
     if not isinstance(text.get("vocab_size"), int):
-        raise ConfigError(f"{path}/config.json names no vocab_size", param="model")
+        raise ConfigError(f"{path}/config.json has no vocab_size", param="model")
     generation = path / "generation_config.json"
     overrides = read_json(generation) if generation.is_file() else {}
     places = (overrides, config, text)

@@ -58,7 +58,7 @@ class TextTokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
-                f"{path} holds no tokenizer.json; save it once with AutoTokenizer.from_pretrained(...).save_pretrained",
+                f"{path} has no tokenizer.json; create it once with AutoTokenizer.from_pretrained(...).save_pretrained",
                 param="model",
             )
         try:

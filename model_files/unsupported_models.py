@@ -12,12 +12,12 @@ from kvferry.model_files.supported_decoders import LATENT
 from kvferry.model_files.supported_encoders import is_encoder
 from kvferry.protocol.errors import ConfigError
 
-_LATENT = "its latent attention (MLA) is served of checkpoints of DeepSeek V2 and V3 alone"
-_CHUNKED = "its layers attend in chunks, which no kernel here does"
-_ENCODER = "it is an encoder and a decoder; decoders alone are served"
-_DECODER_HEAD = "it is a decoder with a classification head; such heads are served on encoders alone"
-_COMPOSITE = "it is multimodal; of those the text of Gemma 3, Mistral 3 and Qwen-VL alone is served"
-_QUANTISED_ENCODER = "it is an encoder whose weights are quantised; quantised decoders alone are served"
+_LATENT = "its latent attention (MLA) is supported only for DeepSeek V2 and V3"
+_CHUNKED = "its layers use chunked attention, which is not supported"
+_ENCODER = "it is an encoder-decoder; only decoders are supported"
+_DECODER_HEAD = "it is a decoder with a classification head; such heads are supported only on encoders"
+_COMPOSITE = "it is multimodal; only the text of Gemma 3, Mistral 3 and Qwen-VL is supported"
+_QUANTISED_ENCODER = "it is a quantized encoder; only decoders can be quantized"
 
 
 def resolve_runnable(model: str, load_format: str = "auto") -> ModelSource:

@@ -12,13 +12,14 @@ RETRY_S = (1.0, 30.0)
 
 def no_nodes(model: str) -> NoNodes:
     """Return the error for a model without a usable decode node."""
-    return NoNodes(f"the model {model!r} has no decode node now that can take the request", retry_after=NODES_S)
+    return NoNodes(f"the model {model!r} has no decode node at present that can take the request", retry_after=NODES_S)
 
 
 def too_long(tokens: int, largest: int) -> ContextLengthExceeded:
     """Return the error for a request that no pool can hold. largest: tokens of the largest pool."""
     return ContextLengthExceeded(
-        f"the request needs KV of {tokens} tokens; the maximum context length that fits into a decode node's memory is "
+        f"the request needs KV of {tokens} tokens; the maximum context length that fits into the memory of a "
+        "decode node is "
         f"{largest}"
     )
 
@@ -31,6 +32,6 @@ def full(drained_s: float) -> Overloaded:
 def too_late(by_s: float) -> Overloaded:
     """Return the error for a request that would miss its deadline. by_s: expected seconds from it to first token."""
     return Overloaded(
-        "so much waits for the nodes that this request would not begin before its deadline",
+        "the queues are so long that this request would not start before its deadline",
         retry_after=min(max(by_s, RETRY_S[0]), RETRY_S[1]),
     )

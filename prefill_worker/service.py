@@ -72,7 +72,7 @@ class PrefillService:
     def router_lost(self, router_id: str) -> None:
         for answer in list(self._answers.values()):
             if answer.job.router_id == router_id:
-                self._fail(answer, Cancelled("the router is gone"))
+                self._fail(answer, Cancelled("the router disconnected"))
 
     def stop(self) -> None:
         for answer in list(self._answers.values()):
@@ -94,12 +94,12 @@ class PrefillService:
     def _begin(self, message: PrefillRequest) -> Answer:
         job = message.job
         if key_of(job) in self._answers:
-            raise InvalidRequest(f"attempt {job.attempt} of {job.request_id} is already here", param="attempt")
+            raise InvalidRequest(f"attempt {job.attempt} of {job.request_id} is already running", param="attempt")
         delivered = len(job.token_ids) - job.prompt_len
         if message.target is None and not job.work.ends_on_prompt(delivered):
-            raise InvalidRequest("a prefill without a decode target makes one token", param="max_tokens")
+            raise InvalidRequest("a prefill without a decode target must have max_tokens 1", param="max_tokens")
         if message.target is not None and not isinstance(job.work, Generate):
-            raise InvalidRequest("work that generates nothing has nothing to ship to a decode target", param="target")
+            raise InvalidRequest("work that generates no tokens cannot have a decode target", param="target")
         span = TRACER.start("prefill", job.trace, attempt=job.attempt)
         answer = self._answers[key_of(job)] = Answer(job, span)
         if message.target is None:

@@ -18,20 +18,21 @@ class CanaryMetrics:
         looks = registry.family(
             Counter,
             "kvferry_canary_looks",
-            "Ships whose prompt was computed here, too, by outcome: agreed, differed, dropped (no room, or no time).",
+            "Canary recomputations of received prompts, by outcome: agreed, differed, dropped (no room, or no time).",
             ["role", "outcome"],
         )
         self.looks = {outcome: looks.labels(role, outcome) for outcome in LOOKS}
         self.deviations = registry.family(
             Counter,
             "kvferry_canary_deviations",
-            "Those that differed, by the node that shipped them (empty: of no node).",
+            "Canary recomputations that differed, by the node that sent the prompt's blocks (empty: unknown).",
             ["role", "sender"],
         )
         self.deviations.labels(role, "")
         self.largest = registry.family(
             Gauge,
             "kvferry_canary_largest_distance_ratio",
-            "Largest distance between logits behind a ship and those computed here, as a share of their length.",
+            "Largest distance between the logits after a received prompt and those computed here, relative to "
+            "their norm.",
             ["role"],
         ).labels(role)

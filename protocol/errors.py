@@ -35,7 +35,7 @@ KvferryError                 500 server_error
 ├─ Incompatible              503 incompatible (fingerprints differ: the pair never works)
 │  └─ OtherCluster           403 other_cluster (no cluster secret was shown, or another one)
 ├─ DeadlineExceeded          504 deadline_exceeded
-└─ Cancelled                 499 cancelled (the client went away)
+└─ Cancelled                 499 cancelled (the client disconnected)
 """
 
 from __future__ import annotations

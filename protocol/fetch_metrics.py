@@ -27,11 +27,9 @@ class FetchMetrics:
             FETCH_OUTCOMES,
         )
         self.blocks = counters(
-            "kvferry_fetch_blocks", "KV blocks fetched from other nodes, or given to them.", "way", FETCH_WAYS
+            "kvferry_fetch_blocks", "KV blocks fetched from other nodes or sent to them.", "way", FETCH_WAYS
         )
-        self.bytes = counters(
-            "kvferry_fetch_bytes", "Bytes of the KV blocks that were fetched, or given.", "way", FETCH_WAYS
-        )
+        self.bytes = counters("kvferry_fetch_bytes", "Bytes of the KV blocks fetched or sent.", "way", FETCH_WAYS)
         self.seconds = registry.family(
-            Counter, "kvferry_fetch_seconds", "Seconds that fetches took which brought blocks.", ["role"]
+            Counter, "kvferry_fetch_seconds", "Seconds of fetches that brought blocks.", ["role"]
         ).labels(role)

@@ -27,7 +27,8 @@ def cache_format(name: str, *, batch_invariant: bool) -> str | None:
     found = CACHE_DTYPES.get(name)
     if batch_invariant and found == "float8_e4m3fn":
         raise ConfigError(
-            f"batch_invariant does not go with kv_cache_dtype {name}, which PyTorch reads on a CPU; use int8 or auto",
+            f"batch_invariant is not supported with kv_cache_dtype {name}, which PyTorch reads on a CPU; use "
+            "int8 or auto",
             param="kv_cache_dtype",
         )
     return found
@@ -56,7 +57,7 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.dtype == "int8" and self.planes == 1:
             raise ConfigError(
-                "kv_cache_dtype int8 is not for latent attention; use auto or fp8",
+                "kv_cache_dtype int8 is not supported for latent attention; use auto or fp8",
                 param="kv_cache_dtype",
             )
 

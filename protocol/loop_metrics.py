@@ -14,12 +14,12 @@ class LoopMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.lag = Histogram(
             "kvferry_event_loop_lag_seconds",
-            "Seconds by which the event loop came late to a timer, without those in which its thread had no core.",
+            "Delay of the event loop's timers in seconds, without the time in which its thread had no core.",
             registry=registry,
             buckets=LAG_BUCKETS,
         )
         self.held_up = Counter(
             "kvferry_event_loop_without_core_seconds",
-            "Seconds in which the event loop's thread could have run and had no core: others have too much of them.",
+            "Seconds for which the event loop's thread was runnable but had no core: the machine is overcommitted.",
             registry=registry,
         )

@@ -61,7 +61,7 @@ class RouterMetrics:
         self.reuse = ReuseMetrics(r)
         self.account_violations = Counter(
             "kvferry_received_account_violations",
-            "First tokens whose account of the prompt was wrong as the router read it: a bug of the node in its log.",
+            "First tokens whose reuse accounting the router found wrong: a bug of the node named in the log.",
             registry=r,
         )
         self.placements = Counter(
@@ -69,7 +69,7 @@ class RouterMetrics:
         )
         self.placement_regret = Counter(
             "kvferry_placement_regret_seconds",
-            "Seconds by which time to first token exceeded the placement's estimate, summed.",
+            "Seconds by which times to first token exceeded the estimates, in total.",
             registry=r,
         )
         self.retries = Counter(
@@ -80,30 +80,33 @@ class RouterMetrics:
         )
         recovered = Counter(
             "kvferry_recovered_tokens",
-            "Tokens, prompts included, of streams that went on elsewhere after a failure, by source: cached, computed.",
+            "Tokens, prompts included, of streams that continued on another node after a failure, by source: "
+            "cached, computed.",
             ["source"],
             registry=r,
         )
         self.recovered = {source: recovered.labels(source) for source in labels.RECOVERED_SOURCES}
         self.quarantines = Counter(
             "kvferry_quarantines",
-            "Times that a pair of nodes, or one node, got no more ships for ten minutes: too many were wrong.",
+            "Times that a pair of nodes, or one node, was quarantined for ten minutes because too many "
+            "transfers were wrong.",
             registry=r,
         )
         self.nodes = live_nodes(r)
         self.index_seconds = Histogram(
             "kvferry_index_lookup_seconds", "Seconds per longest-prefix lookup.", registry=r, buckets=STEP_BUCKETS
         )
-        self.queued = Gauge("kvferry_requests_queued", "Requests that wait at the router for their turn.", registry=r)
+        self.queued = Gauge("kvferry_requests_queued", "Requests queued at the router.", registry=r)
         self.turn_wait = Histogram(
             "kvferry_turn_wait_seconds",
-            "Seconds that requests waited at the router for their turn, of those that had to.",
+            "Seconds that queued requests waited at the router.",
             registry=r,
             buckets=LATENCY_BUCKETS,
         )
         self.refused = Counter(
             "kvferry_requests_refused",
-            "Requests answered 429 by the router itself: rate (its tenant's limits), queue (its turn is late), limit.",
+            "Requests answered 429 by the router itself: rate (limits of the tenant), queue (too long), limit "
+            "(of the router).",
             ["reason"],
             registry=r,
         )
@@ -116,7 +119,8 @@ class RouterMetrics:
         )
         self.tenant_tokens = Counter(
             "kvferry_tenant_tokens",
-            "Tokens by tenant (empty: of no tenant's key) and kind: prompt, cached (of the prompt), output.",
+            "Tokens by tenant (empty: requests without a tenant's key) and kind: prompt, cached (of the "
+            "prompt), output.",
             ["tenant", "kind"],
             registry=r,
         )

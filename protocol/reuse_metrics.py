@@ -24,7 +24,7 @@ class ReuseMetrics:
         self.actual = counter("kvferry_actual_reuse_tokens", "Prompt tokens that were reused, by model.")
         self.unpredicted = counter(
             "kvferry_unpredicted_reuse_tokens",
-            "Prompt tokens reused beyond what was expected of a request, by model.",
+            "Prompt tokens reused beyond what was expected, by model.",
         )
         self.misses = counter(
             "kvferry_reuse_miss_tokens",

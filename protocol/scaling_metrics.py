@@ -37,11 +37,11 @@ class NodeScaling:
         self.decode_pressure = gauge(PRESSURE, PRESSURE_HELP)
         self.prefill_rate = gauge(
             "kvferry_prefill_rate_tokens_per_second",
-            "Prompt tokens that the node computes in a second, as measured when it last did. Sum over nodes.",
+            "Prompt tokens per second that the node computes, last measurement. Sum over nodes.",
         )
         self.admission_wait = gauge(
             "kvferry_admission_wait_seconds",
-            "Seconds for which the request that is next has lacked a seat or blocks here. Take the largest.",
+            "Seconds for which the next request has waited for a slot or for blocks. Take the largest.",
         )
         self.itl_ratio = gauge(
             "kvferry_inter_token_target_ratio",

@@ -17,8 +17,8 @@ MOST_GIB = 2**20
 """Largest size of any memory setting in GiB, a PiB; it rejects infinity."""
 DEMO = "smollm2"
 MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
-QUEUE_TIMEOUT = "seconds a request waits while no node can take it: 503 if there is none by then, 429 if all are full"
-MODELS = f"{MODEL}; repeated for several models, whose --served-model-name then come in the same order"
+QUEUE_TIMEOUT = "seconds a request waits while no node can take it; then 503 if there is no node, 429 if all are full"
+MODELS = f"{MODEL}; repeat it for several models, with --served-model-name in the same order"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,42 +26,47 @@ class RouterSettings(CommonSettings):
     """Settings of `kvferry router`."""
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
-    workers: int = setting(
-        1, "router processes that share the port and its connections; limits hold for each of them", least=1, most=64
-    )
-    worker: int = setting(-1, "which of them this one is; -1: the one that starts them", hidden=True)
-    workers_dir: str = setting("", "directory of their sockets", hidden=True)
+    workers: int = setting(1, "router processes that share the port; limits apply to each of them", least=1, most=64)
+    worker: int = setting(-1, "index of this router process; -1: the parent that starts them", hidden=True)
+    workers_dir: str = setting("", "directory of the router processes' sockets", hidden=True)
     model: tuple[str, ...] = setting((DEMO,), MODELS)
     pooling: str = setting(
         "auto",
-        "how tokens become an embedding; auto: as the model's files say, else last (decoders) or mean (encoders)",
+        "pooling of token vectors into an embedding; auto: as the model's files say, else last (decoders) or "
+        "mean (encoders)",
         choices=("auto", "last", "cls", "mean"),
     )
-    api_key: str = setting("", "bearer token clients must present; empty: none")
+    api_key: str = setting("", "API key that clients must send as a bearer token; empty: none")
     api_keys: str = setting(
-        "", "file with the hashes of API keys, their tenants and limits, read again when it changes; see kvferry key"
+        "", "file with the hashes of API keys, their tenants and limits, reloaded when it changes; see kvferry key"
     )
-    share_prefixes: bool = setting(False, "let tenants reuse each other's cached prefixes, which their timing shows")
-    max_queued: int = setting(512, "requests of one tenant that may wait for a turn before new ones get 429", least=1)
-    allowed_origins: str = setting(
-        "", "origins, separated by commas, whose pages browsers let talk to this server (CORS); *: any; empty: none"
+    share_prefixes: bool = setting(
+        False, "let tenants reuse each other's cached prefixes; response times then reveal what others have cached"
     )
-    allowed_methods: str = setting("*", "methods that those pages may use, separated by commas; *: any")
-    allowed_headers: str = setting("*", "headers that those pages may send, separated by commas; *: any")
-    allow_credentials: bool = setting(False, "let those pages send cookies and HTTP authentication of the browser")
-    root_path: str = setting("", "path under which a proxy shows this server, such as /llm, and may take away")
-    ssl_keyfile: str = setting("", "PEM file with the private key of --ssl-certfile; default: in that file")
-    ssl_certfile: str = setting("", "PEM file with this server's certificate and its chain: turns TLS on")
-    ssl_ca_certs: str = setting("", "PEM file of authorities; clients must present a certificate of one of them")
-    chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; of a single model")
+    max_queued: int = setting(512, "queued requests of one tenant beyond which new ones get 429", least=1)
+    allowed_origins: str = setting("", "allowed CORS origins, separated by commas; *: any; empty: none")
+    allowed_methods: str = setting("*", "allowed CORS methods, separated by commas; *: any")
+    allowed_headers: str = setting("*", "allowed CORS headers, separated by commas; *: any")
+    allow_credentials: bool = setting(False, "allow CORS requests with credentials (cookies, HTTP authentication)")
+    root_path: str = setting(
+        "", "path prefix under which a proxy serves this server, such as /llm, whether it strips it or not"
+    )
+    ssl_keyfile: str = setting("", "PEM file with the private key of --ssl-certfile; default: read from that file")
+    ssl_certfile: str = setting("", "PEM file with this server's certificate and chain; turns TLS on")
+    ssl_ca_certs: str = setting(
+        "", "PEM file of certificate authorities; clients must present a certificate signed by one of them"
+    )
+    chat_template: str = setting(
+        "", "file with a Jinja chat template that replaces the model's own; needs a single model"
+    )
     tool_call_parser: str = setting(
         "auto",
-        "how the model calls tools; auto: as its chat template shows, none: it does not",
+        "parser of tool calls; auto: chosen by the chat template, none: off",
         choices=("auto", "none", "hermes", "llama3_json", "mistral", "openai", "pythonic"),
     )
     reasoning_parser: str = setting(
         "auto",
-        "how the model marks its reasoning; auto: as its chat template shows, none: it is part of the text",
+        "parser of reasoning; auto: chosen by the chat template, none: reasoning stays in the text",
         choices=("auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"),
     )
     generation_config: str = setting(
@@ -69,32 +74,38 @@ class RouterSettings(CommonSettings):
         "sampling defaults; auto: those of the model's generation_config.json, none: the API's own",
         choices=("auto", "none"),
     )
-    request_timeout: float = setting(600.0, "seconds a request may take from arrival to its last token", least=0)
+    request_timeout: float = setting(
+        600.0, "seconds from a request's arrival within which its last token must come", least=0
+    )
     queue_timeout: float = setting(10.0, QUEUE_TIMEOUT, least=0)
     max_inflight: int = setting(1024, "requests in progress beyond which new ones get 429", least=1)
-    allow_lora_updates: bool = setting(
-        False, "whether who may call the API may have the nodes load adapters from their disks, and unload them"
-    )
+    allow_lora_updates: bool = setting(False, "let clients load LoRA adapters from the nodes' disks, and unload them")
     max_body_mib: int = setting(16, "request bodies longer than this many MiB get 413", least=1)
     max_prompt_tokens: int = setting(
-        2**20, "tokens that several texts of one request may have together; a single one has the context", least=1
+        2**20, "total tokens of several texts in one request; a single text may fill the context", least=1
     )
     header_timeout: float = setting(10.0, "seconds a client may take to send a request's header; 0: any", least=0)
-    body_timeout: float = setting(30.0, "seconds that may pass between two pieces of a body; 0: any", least=0)
+    body_timeout: float = setting(30.0, "seconds that may pass between two parts of a body; 0: any", least=0)
     min_body_rate: float = setting(
-        500.0, "bytes a second below which a body, or the reading of an answer, is given up; 0: any", least=0
+        500.0, "bytes per second below which a body upload or the reading of a response is aborted; 0: any", least=0
     )
-    reader_timeout: float = setting(30.0, "seconds an answer may wait for a client that does not read; 0: any", least=0)
+    reader_timeout: float = setting(
+        30.0, "seconds a response may wait for a client that does not read; 0: any", least=0
+    )
     max_connections_per_address: int = setting(
-        4096, "open connections of one address; 0: any. Behind a proxy all clients have the proxy's address", least=0
+        4096, "open connections per address; 0: any. Behind a proxy all clients share the proxy's address", least=0
     )
-    elastic_rest: float = setting(30.0, "seconds for which roles stay as they are after a change", least=0)
-    response_ttl: float = setting(3600.0, "seconds for which /v1/responses keeps a response; 0: none is kept", least=0)
-    response_store_mib: int = setting(64, "MiB of kept responses of one tenant; the oldest leave first", least=1)
-    data_dir: str = setting("~/.local/state/kvferry", "directory that keeps clients' files and batches, by --cluster")
-    files_mib: int = setting(1024, "MiB of files that each tenant may keep, and that one upload may bring", least=1)
+    elastic_rest: float = setting(30.0, "seconds for which roles stay unchanged after a change", least=0)
+    response_ttl: float = setting(
+        3600.0, "seconds for which /v1/responses stores a response; 0: none is stored", least=0
+    )
+    response_store_mib: int = setting(64, "MiB of stored responses per tenant; the oldest are evicted first", least=1)
+    data_dir: str = setting(
+        "~/.local/state/kvferry", "directory of clients' files and batches, with a subdirectory per --cluster"
+    )
+    files_mib: int = setting(1024, "MiB of stored files per tenant, and of one upload", least=1)
     batch_rows: int = setting(
-        16, "requests of batches in progress; one less for each live request, but one at least", least=1
+        16, "requests of batches in progress; one fewer for each live request, but at least one", least=1
     )
     buddies: bool = setting(
         True,
@@ -102,9 +113,11 @@ class RouterSettings(CommonSettings):
         "again when a decode node is lost",
     )
     fetch: bool = setting(
-        False, "have nodes fetch what others hold of a prompt where that takes less time than computing it"
+        False, "let nodes fetch a prompt's blocks from other nodes where that is faster than computing them"
     )
-    local_prefill_tokens: int = setting(0, "prompts of so many uncached tokens at most prefill on decode", least=0)
+    local_prefill_tokens: int = setting(
+        0, "prompts of at most this many uncached tokens prefill on a decode node", least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,55 +125,58 @@ class WorkerSettings(CommonSettings):
     """Settings of `kvferry prefill` and `kvferry decode`."""
 
     model: str = setting(DEMO, MODEL)
-    role: str = setting("decode", "set by the command", choices=("prefill", "decode"))
+    role: str = setting("decode", "set by the command line", choices=("prefill", "decode"))
     node_id: str = setting("", "stable name of the node; default: role, host name and port")
     port: int = setting(0, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
-    link_port: int = setting(0, "port of the link; 0 lets the kernel choose", least=0, most=65535)
-    advertise_host: str = setting("", "address other processes dial; default: --host")
+    link_port: int = setting(0, "port for KV transfer; 0 lets the kernel choose", least=0, most=65535)
+    advertise_host: str = setting("", "address at which other processes reach this one; default: --host")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting(
         "auto",
-        "number format of weights, and of KV unless --kv-cache-dtype says otherwise",
+        "dtype of weights, and of K and V unless --kv-cache-dtype differs",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = setting(
-        "auto", "weights; auto: in the model's files, dummy: random, made from config.json", choices=("auto", "dummy")
+        "auto",
+        "source of the weights; auto: the model's files, dummy: random, from config.json",
+        choices=("auto", "dummy"),
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "number format of K and V; auto: that of --dtype, fp8: fp8_e4m3",
+        "dtype of K and V; auto: that of --dtype, fp8: fp8_e4m3",
         choices=("auto", *CACHE_DTYPES),
     )
     quantization: str = setting(
         "auto",
-        "dense layers; auto: in a GGUF's or checkpoint's own codes, none: in --dtype, int8: quantised per channel",
+        "quantization of dense layers; auto: as stored in the GGUF or checkpoint, none: dequantized to --dtype, "
+        "int8: quantized per channel",
         choices=("auto", "none", "int8"),
     )
-    threads: int = setting(0, "compute threads on the CPU, of each rank; 0: all cores, in equal parts", least=0)
+    threads: int = setting(0, "CPU compute threads per rank; 0: all cores, in equal parts", least=0)
     tensor_parallel_size: int = setting(
         1,
-        "ranks of a node: processes, each with a GPU where there are any, that hold a part of every layer and KV block",
+        "ranks per node: processes, one per GPU where there are GPUs, each with a part of every layer and KV block",
         least=1,
         most=64,
         short="-tp",
     )
     enable_expert_parallel: bool = setting(
-        False, "divide a mixture's experts among the ranks, each whole, instead of the width of each"
+        False, "give each rank whole experts of a mixture instead of a part of every expert"
     )
     block_size: int = setting(16, "tokens per KV block", least=1)
     kv_cache_gib: float = setting(
         0.0, "size of the KV pool in GiB; 0: 1 GiB on a CPU, 80 % of free memory on a GPU", least=0, most=MOST_GIB
     )
-    kv_blocks: int = setting(0, "number of KV blocks; overrides --kv-cache-gib when not 0", least=0)
+    kv_blocks: int = setting(0, "number of KV blocks; overrides --kv-cache-gib unless 0", least=0)
     kv_host_gib: float = setting(
-        0.0, "GiB of host memory of a node for blocks that leave a pool on a GPU", least=0, most=MOST_GIB
+        0.0, "GiB of host memory per node for blocks evicted from a GPU's pool", least=0, most=MOST_GIB
     )
     kv_disk_path: str = setting(
         "",
         "directory below which blocks are kept that leave the pool, also over restarts; empty: none. Who reads it, "
         "reads what clients sent",
     )
-    kv_disk_gib: float = setting(10.0, "GiB of such blocks that each node keeps at most", least=0.001, most=MOST_GIB)
+    kv_disk_gib: float = setting(10.0, "GiB of --kv-disk-path that each node may use", least=0.001, most=MOST_GIB)
     kv_remote_url: str = setting(
         "",
         "where nodes keep blocks for all of them: s3://bucket/folder, gs://, az://, or file:///a/shared/directory; "
@@ -168,12 +184,12 @@ class WorkerSettings(CommonSettings):
     )
     kv_remote_gib: float = setting(
         0.0,
-        "GiB of one model's blocks that nodes leave there at most; 0: as many as the store has room for",
+        "GiB of one model's blocks that the nodes keep in that store; 0: no limit",
         least=0,
         most=MOST_GIB,
     )
     max_model_len: int = setting(0, "longest prompt plus output in tokens; 0: the model's own limit", least=0)
-    max_num_seqs: int = setting(64, "requests generating at once", least=1)
+    max_num_seqs: int = setting(64, "requests that generate at the same time", least=1)
     itl_target_ms: float = setting(
         50.0,
         "milliseconds between two tokens of a stream above which the decode pool should grow; prompts beside streams, "
@@ -195,17 +211,17 @@ class WorkerSettings(CommonSettings):
         least=0,
         most=64,
     )
-    speculative_model: str = setting("", "small model of the same vocabulary, named like --model, that drafts, too")
-    enable_prefix_caching: bool = setting(True, "reuse the blocks of equal prefixes")
+    speculative_model: str = setting("", "draft model of the same vocabulary, given like --model")
+    enable_prefix_caching: bool = setting(True, "reuse the KV blocks of equal prefixes")
     kernels: str = setting(
         "auto",
-        "all of a model's operations, by whom; auto: triton on a GPU, cpu where its extension is installed",
+        "kernels for all of a model's operations; auto: triton on a GPU, cpu where its extension is installed",
         choices=("auto", "reference", "cpu", "triton"),
         former="attention",
     )
-    enforce_eager: bool = setting(False, "run a GPU's decode steps layer by layer, without CUDA graphs")
+    enforce_eager: bool = setting(False, "run decode steps on a GPU without CUDA graphs")
     batch_invariant: bool = setting(
-        False, "the same logits, bit for bit, whatever else is computed or cached; on a CPU, in bfloat16"
+        False, "bitwise equal logits whatever else is computed or cached; on a CPU, in bfloat16"
     )
     model_impl: str = setting(
         "auto", "decoder; auto: our own where the family is known", choices=("auto", "kvferry", "transformers")
@@ -241,7 +257,7 @@ class ServeSettings(RouterSettings, WorkerSettings):
     model: tuple[str, ...] = setting((DEMO,), MODELS)  # type: ignore[assignment]
     port: int = setting(8000, "HTTP port of the router", least=0, most=65535)
     prefill: int = setting(1, "prefill processes of each model; 0: decode nodes prefill locally", least=0)
-    decode: int = setting(1, "decode processes of each model", least=1)
+    decode: int = setting(1, "decode processes per model", least=1)
     share_weights: bool = setting(True, "one copy of a model's weights for all of its workers on a CPU")
     queue_timeout: float = setting(15.0, QUEUE_TIMEOUT, least=0)
     redis_url: str = setting("", "Redis or Valkey to use; empty: start an embedded Valkey server")

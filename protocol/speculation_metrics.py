@@ -18,6 +18,6 @@ class SpeculationMetrics:
 
         self.drafted = counter(
             "kvferry_spec_decode_draft_tokens",
-            "Tokens computed beside a stream's last one because they may follow (speculation).",
+            "Draft tokens verified (speculative decoding).",
         )
-        self.accepted = counter("kvferry_spec_decode_accepted_tokens", "Those of them that were drawn.")
+        self.accepted = counter("kvferry_spec_decode_accepted_tokens", "Draft tokens accepted.")

@@ -21,7 +21,7 @@ class TierMetrics:
 
         self.reads = counters(
             "kvferry_tier_reads",
-            "Reads of a prompt's blocks from a tier (host, disk, or the remote one), by outcome: done, late (it was "
+            "Reads of a prompt's blocks from a tier (host, disk, or remote), by outcome: done, late (it was "
             "too slow: they were computed), failed (gone, not as they were written, or an error of the tier), refused "
             "(too many reads, or no room in the pool).",
             "outcome",
@@ -37,11 +37,11 @@ class TierMetrics:
         seconds = registry.family(
             Counter,
             "kvferry_tier_read_seconds",
-            "Seconds that reads took which brought blocks from a tier.",
+            "Seconds of tier reads that brought blocks.",
             ["role", "tier"],
         )
         self.seconds = {tier: seconds.labels(role, tier) for tier in TIERS}
         kept = registry.family(
-            Gauge, "kvferry_tier_bytes", "Bytes of the blocks that the node keeps in its own tiers.", ["role", "tier"]
+            Gauge, "kvferry_tier_bytes", "Bytes of the blocks in the node's own tiers.", ["role", "tier"]
         )
         self.bytes = {tier: kept.labels(role, tier) for tier in OWN_TIERS}

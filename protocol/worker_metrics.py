@@ -69,35 +69,39 @@ class WorkerMetrics:
         )
         self.kv_blocks_total = gauge("kvferry_kv_pool_blocks", "Size of the KV pool in blocks.")
         self.leaked = gauge(
-            "kvferry_kv_outlived_hold_seconds", "Seconds that the oldest hold on blocks has lasted beyond its cause."
+            "kvferry_kv_outlived_hold_seconds",
+            "Seconds for which the oldest reservation of blocks has outlived its reason.",
         )
         self.prefix_queries = counter("kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the cache.")
         self.prefix_hits = counter("kvferry_prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.")
         self.evictions = counter("kvferry_kv_blocks_evicted", "Cached blocks evicted.")
         self.ships = counters(
             "kvferry_ships",
-            "Ships ended, by outcome: done, aborted (the request ended), failed, corrupt (a checksum was wrong).",
+            "Prefill-to-decode transfers ended, by outcome: done, aborted (the request ended), failed, corrupt "
+            "(wrong checksum).",
             "outcome",
             labels.SHIP_OUTCOMES,
         )
-        self.ship_bytes = counter("kvferry_ship_bytes", "KV bytes shipped or received.")
+        self.ship_bytes = counter("kvferry_ship_bytes", "KV bytes sent or received.")
         self.ship_seconds = counter(
             "kvferry_ship_seconds",
-            "Seconds in which ships had blocks on the link, or awaited the acknowledgement of all.",
+            "Seconds of transfers, from the first block sent to the acknowledgement of the last.",
         )
-        self.ship_exposed = counter("kvferry_ship_exposed_seconds", "Those of them that came after the first token.")
+        self.ship_exposed = counter(
+            "kvferry_ship_exposed_seconds", "Seconds of kvferry_ship_seconds after the first token."
+        )
         self.grants = counters(
             "kvferry_grants", "Grants by outcome: granted, refused, aborted.", "outcome", labels.GRANT_OUTCOMES
         )
         self.grants_open = gauge("kvferry_grants_open", "Grants whose blocks are reserved and not yet committed.")
         self.moves = counters(
             "kvferry_moves",
-            "Streams that a drain tried to move elsewhere, by outcome.",
+            "Streams that a draining node tried to migrate, by outcome.",
             "outcome",
             labels.MOVE_OUTCOMES,
         )
-        self.move_blocks = counter("kvferry_move_blocks", "KV blocks that left with them.")
-        self.move_pause = counter("kvferry_move_pause_seconds", "Seconds in which they stood still.")
+        self.move_blocks = counter("kvferry_move_blocks", "KV blocks of migrated streams.")
+        self.move_pause = counter("kvferry_move_pause_seconds", "Seconds for which migrated streams paused.")
         self.copies = counters(
             "kvferry_copies",
             "Copies of running streams' blocks to other nodes, by outcome: done, refused (no room there, or draining), "
@@ -107,14 +111,14 @@ class WorkerMetrics:
         )
         self.copy_blocks = counters(
             "kvferry_copy_blocks",
-            "KV blocks of such copies: sent, or kept for streams elsewhere.",
+            "KV blocks of these copies: sent, or held for streams of other nodes.",
             "way",
             labels.COPY_WAYS,
         )
         self.fetches, self.tiers = FetchMetrics(role, r), TierMetrics(role, r)
         self.canary, self.speculation = CanaryMetrics(role, r), SpeculationMetrics(role, r)
         self.scaling = NodeScaling(role, r)
-        self.account_violations = counter("kvferry_account_violations", "Prompts whose account was wrong: a bug.")
+        self.account_violations = counter("kvferry_account_violations", "Prompts with wrong reuse accounting: a bug.")
         self.lease_renewals = counters(
             "kvferry_lease_renewals", "Lease renewals by outcome.", "outcome", labels.RENEWAL_OUTCOMES
         )

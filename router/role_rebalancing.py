@@ -73,7 +73,7 @@ class RoleRebalancer:
         except KvferryError as error:
             log.info("%s stays a %s node: %s", node.node_id, node.role, error)
         else:
-            log.info("%s, a %s node, is to become a %s node", node.node_id, node.role, change.role)
+            log.info("%s, a %s node, will become a %s node", node.node_id, node.role, change.role)
 
     async def _run(self) -> None:
         while True:
@@ -81,4 +81,4 @@ class RoleRebalancer:
             try:
                 await self.look()
             except Exception:
-                log.exception("the roles of nodes could not be looked at")
+                log.exception("the roles of the nodes could not be balanced")

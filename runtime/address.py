@@ -17,9 +17,9 @@ def parse_host_port(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     name = host[1:-1] if bracketed else host
     if not colon or not name or (":" in name and not bracketed) or not (port.isascii() and port.isdigit()):
-        raise ValueError(f"an address is host:port or [host]:port, got {address!r}")
+        raise ValueError(f"an address must be host:port or [host]:port, got {address!r}")
     if not 0 < int(port) < 1 << 16:
-        raise ValueError(f"a port is 1 to 65535, got {address!r}")
+        raise ValueError(f"a port must be 1 to 65535, got {address!r}")
     return name, int(port)
 
 

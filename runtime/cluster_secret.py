@@ -86,9 +86,9 @@ def read_secrets(text: str) -> tuple[ClusterSecret, ...]:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     least, name = LEAST_CHARACTERS, "cluster_secret"
     if not 1 <= len(lines) <= MOST_SECRETS:
-        raise ConfigError(f"1 to {MOST_SECRETS} cluster secrets, one a line; here are {len(lines)}", param=name)
+        raise ConfigError(f"expected 1 to {MOST_SECRETS} cluster secrets, one per line, got {len(lines)}", param=name)
     if short := [len(line) for line in lines if len(line) < least]:
-        raise ConfigError(f"a cluster secret has {least} characters or more, this one {short[0]}", param=name)
+        raise ConfigError(f"a cluster secret must have at least {least} characters, got {short[0]}", param=name)
     return tuple(
         ClusterSecret(_derived(line, b"kvferry link"), _derived(line, b"kvferry http").hex()) for line in lines
     )
@@ -110,8 +110,8 @@ class MembersOnly:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN and not self._shows_token(scope):
             client = scope.get("client") or ("an unknown address",)
-            self._refused.warning("%s is refused: its request does not show the cluster secret", client[0])
-            error = OtherCluster("this node belongs to a cluster whose secret the request does not show")
+            self._refused.warning("%s is rejected: its request does not carry the cluster secret", client[0])
+            error = OtherCluster("the request does not carry the secret of this node's cluster")
             await JSONResponse(error.body(), status_code=error.status)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -22,7 +22,7 @@ class ConnectionCounts:
         """Count a connection until `leaves`; return the error to answer if it exceeds the limit."""
         self._open[address] += 1
         if 0 < self._per_address < self._open[address]:
-            return Overloaded(f"there are {self._per_address} connections from {address}", retry_after=1.0)
+            return Overloaded(f"too many connections from {address}, the limit is {self._per_address}", retry_after=1.0)
         return None
 
     def leaves(self, address: str) -> None:

@@ -32,10 +32,10 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         result = await work
     except BaseException:
         if leaving.over():
-            raise Cancelled("the client went away") from None
+            raise Cancelled("the client disconnected") from None
         raise
     if leaving.over():
-        raise Cancelled("the client went away")
+        raise Cancelled("the client disconnected")
     return result
 
 

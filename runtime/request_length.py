@@ -41,7 +41,7 @@ class RequestLength:
 
         ahead: earlier requests of the connection whose responses have not begun."""
         if ahead > MAX_AHEAD:
-            return Overloaded(f"more than {MAX_AHEAD} requests were sent ahead of their answers", retry_after=1.0)
+            return Overloaded(f"more than {MAX_AHEAD} requests were pipelined", retry_after=1.0)
         if len(url) + sum(len(name) + len(value) + _AROUND for name, value in headers) > MAX_HEADER_BYTES:
             return _long_header()
         return None
@@ -53,7 +53,7 @@ class RequestLength:
     def trailer_fault(self) -> KvferryError | None:
         """Count one more trailer, which no code reads; return an error if there are too many."""
         self.trailers += 1
-        too_many = HeaderTooLong(f"the request has more than {MAX_HEADERS} headers behind its body")
+        too_many = HeaderTooLong(f"the request has more than {MAX_HEADERS} trailers")
         return too_many if self.trailers > MAX_HEADERS else None
 
     def body_fault(self) -> KvferryError | None:
@@ -64,7 +64,7 @@ class RequestLength:
         if beyond > FRAMING * self.longest:
             return RequestTooLarge(f"the request's body is longer than {self.longest} bytes")
         if beyond > FRAMING * (self.body + MAX_HEADER_BYTES):
-            return InvalidRequest("the chunks of the request's body are too small: most of what came frames them")
+            return InvalidRequest("the chunks of the request's body are too small")
         return None
 
 

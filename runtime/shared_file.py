@@ -60,7 +60,7 @@ class SharedFile:
             if self.size != size:
                 size, end = self.size, time.monotonic() + stalled_s
             elif time.monotonic() > end:
-                raise TimeoutError(f"nothing was written for {stalled_s:.0f} s")
+                raise TimeoutError(f"no progress for {stalled_s:.0f} s")
             time.sleep(_POLL_S)
         fcntl.flock(self.writing, fcntl.LOCK_UN)
         return False

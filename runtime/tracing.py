@@ -76,9 +76,7 @@ class Tracer:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            log.warning(
-                "no traces are sent, since OpenTelemetry's SDK is missing (%s): pip install 'kvferry[otel]'", error
-            )
+            log.warning("tracing is off, OpenTelemetry's SDK is missing (%s): pip install 'kvferry[otel]'", error)
             return
         named = Resource.create()
         if str(named.attributes.get(SERVICE_NAME, _UNNAMED)).startswith(_UNNAMED):

@@ -63,7 +63,7 @@ class WatchedFile(Generic[T]):
             await asyncio.sleep(POLL_S)
             said = await self.refresh()
             if said and said != told:
-                log.error("%s %s: %s; what it said before holds", self._flag, self._path, said)
+                log.error("%s %s: %s; keeping its previous content", self._flag, self._path, said)
             told = said
 
     async def refresh(self) -> str:
@@ -75,7 +75,7 @@ class WatchedFile(Generic[T]):
         if found:
             self._stamp, self.value = found
             self._taken(self.value)
-            log.info("%s %s has changed and was read", self._flag, self._path)
+            log.info("%s %s has changed and was reloaded", self._flag, self._path)
         return ""
 
     def _look(self, known: Stamp | None) -> tuple[Stamp, T] | None:

@@ -35,9 +35,7 @@ def of_model(leases: Sequence[NodeLease], model: str) -> list[NodeLease]:
     Raises ConfigError."""
     names = sorted({lease.model for lease in leases})
     if not model and len(names) > 1:
-        raise ConfigError(
-            f"the nodes there serve several models, of which one must be named: {', '.join(names)}", param="model"
-        )
+        raise ConfigError(f"the nodes there serve several models, choose one: {', '.join(names)}", param="model")
     if model:
         check_known("model", model, names)
     return [lease for lease in leases if lease.model == (model or names[0])]

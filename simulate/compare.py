@@ -98,7 +98,7 @@ def check_fits(trace: Sequence[Scenario], shape: Shape) -> None:
             )
         if ask.model not in shape.models:
             raise ConfigError(
-                f"request {ask.number} asks for the model {ask.model!r}, which no node has", param="models"
+                f"request {ask.number} asks for the model {ask.model!r}, which no node serves", param="models"
             )
 
 
@@ -109,7 +109,7 @@ def check_span(trace: Sequence[Scenario], param: str = "load") -> None:
     last_s = max(ask.at for ask in trace)
     if last_s > MOST_S:
         raise ConfigError(
-            f"{len(trace)} requests come over {last_s:.3g} s, and at most {MOST_S} s are simulated", param=param
+            f"{len(trace)} requests arrive over {last_s:.3g} s; at most {MOST_S} s can be simulated", param=param
         )
 
 

@@ -36,9 +36,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.prefill < 0 or self.decode < 1:
-            raise ConfigError(
-                "a cluster has at least one decode node, and not less than 0 prefill nodes", param="decode"
-            )
+            raise ConfigError("a cluster needs at least one decode node and at least 0 prefill nodes", param="decode")
 
 
 class Fleet:

@@ -33,7 +33,7 @@ def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0
     line."""
     if ID_TOKENS % block_size:
         raise ConfigError(
-            f"block_size must divide {ID_TOKENS}, the tokens of a hash id, not be {block_size}", param="block_size"
+            f"block_size must divide {ID_TOKENS}, the tokens of a hash id, got {block_size}", param="block_size"
         )
     if not speed > 0:
         raise ConfigError(f"speed must be above 0, not {speed}", param="load")
@@ -56,7 +56,7 @@ def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: 
         try:
             yield _ask(number, json.loads(line), block_size, speed)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {line_number} is no JSON: {error.msg}", param="trace") from error
+            raise ConfigError(f"{path}, line {line_number} is not valid JSON: {error.msg}", param="trace") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {line_number}: {error}", param="trace") from error
         number += 1

@@ -56,13 +56,13 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
     allowed_s = goal.ttft_s + goal.ttft_ktoken_s * need.prompt / 1000
     if compute_s > allowed_s:
         raise ConfigError(
-            f"a prompt alone takes {compute_s:.3g} s on an idle node and may take {allowed_s:.3g} s", param="ttft"
+            f"one prompt takes {compute_s:.3g} s on an idle node, the goal is {allowed_s:.3g} s", param="ttft"
         )
     context = need.prompt + need.output / 2
     each_s = machine.stream_s + machine.context_s * context
     if machine.step_s + each_s > goal.itl_s:
         raise ConfigError(
-            f"a stream alone takes {machine.step_s + each_s:.3g} s for a token and may take {goal.itl_s:.3g} s",
+            f"a single stream takes {machine.step_s + each_s:.3g} s per token, the goal is {goal.itl_s:.3g} s",
             param="itl",
         )
     by_step = (goal.itl_s - machine.step_s) / each_s if each_s else math.inf
@@ -75,7 +75,7 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
     decode = need.rate * need.output * step_s / streams
     if max(prefill, decode) > MOST_NODES:
         raise ConfigError(
-            f"that needs some {prefill:.3g} prefill and {decode:.3g} decode nodes; {MOST_NODES} of each are simulated "
+            f"this needs about {prefill:.3g} prefill and {decode:.3g} decode nodes; {MOST_NODES} of each are simulated "
             "at most",
             param="rate",
         )
@@ -176,7 +176,7 @@ def plan_command(
 ) -> int:
     """Run `kvferry plan` and print the result. Raises ConfigError."""
     need, goal = Need(rate, prompt, output, reuse, share), Goal(ttft, ttft_ktoken, itl)
-    say("guess by arithmetic: {} prefill and {} decode nodes".format(*guess(need, machine, goal)))
+    say("first estimate: {} prefill and {} decode nodes".format(*guess(need, machine, goal)))
     found: tuple[int, int, Figures] | None = None
     for found in checks(need, machine, goal, requests, seed, say):
         prefill, decode, each = found

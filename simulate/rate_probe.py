@@ -65,7 +65,7 @@ class ProbeClient:
                 if line.startswith(b"data: {") and json.loads(line[6:]).get("choices"):
                     times.append(time.monotonic())
         if not times:
-            raise ConfigError(f"{self.url} answered a probe with no token", param="probe")
+            raise ConfigError(f"{self.url} answered a probe without a token", param="probe")
         return Answered(times[0] - began, (times[-1] - times[0]) / max(1, output - 1))
 
 
@@ -95,7 +95,7 @@ async def probed(url: str, machine: Machine, api_key: str = "", model: str = "")
 async def _door(url: str, client: httpx.AsyncClient, name: str) -> ProbeClient:
     answer = await client.get(f"{url}/v1/models")
     if answer.status_code != 200:
-        raise ConfigError(f"{url} answered with status {answer.status_code}, not with its models", param="probe")
+        raise ConfigError(f"{url} answered with status {answer.status_code}, not with a list of models", param="probe")
     models = answer.json()["data"]
     if name:
         check_known("model", name, [model["id"] for model in models])
@@ -108,7 +108,7 @@ async def _probe(door: ProbeClient, machine: Machine) -> Machine:
     most = max(1, (door.longest - 1) // 2)
     lengths = sorted({min(length, most) for length in LENGTHS})
     if len(lengths) < 2:
-        raise ConfigError(f"contexts of {door.longest} tokens are too short for probes", param="probe")
+        raise ConfigError(f"a context of {door.longest} tokens is too short for probes", param="probe")
     firsts: dict[int, list[float]] = {length: [] for length in lengths}
     steps: list[float] = []
     for _ in range(1 + ROUNDS):

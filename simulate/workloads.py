@@ -44,7 +44,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         if self.count < 1 or not self.rate > 0:
-            raise ConfigError("a trace has at least one request, and more than 0 a second", param="rate")
+            raise ConfigError("a trace needs at least one request and a rate above 0", param="rate")
 
 
 class Writer:

@@ -106,7 +106,7 @@ class Checker:
         if asked is None:
             lane = self._lanes.setdefault(tenant, _Lane())
             if lane.pending >= PENDING:
-                raise Overloaded(f"{PENDING} grammars are being tried; come back in a second", retry_after=1)
+                raise Overloaded(f"{PENDING} grammars are being checked; retry in a second", retry_after=1)
             lane.pending += 1
             asked = self._pending[key] = _Asked(grammar, asyncio.get_running_loop().create_future(), lane)
             task = asyncio.create_task(self._try(key, asked))
@@ -125,7 +125,7 @@ class Checker:
                 if wrong in (_DIED, _ENDED) and asked.tries < _TRIES:
                     continue
                 if wrong is _ENDED:
-                    raise Overloaded("grammars that ran away ended the trial of this one", retry_after=1)
+                    raise Overloaded("the check was interrupted because other grammars took too long", retry_after=1)
                 asked.verdict.set_result(wrong)
                 if wrong is not _LATE:
                     self._known[key] = wrong
@@ -153,7 +153,7 @@ class Checker:
         except TimeoutError:
             child.runaways += 1
             if child.runaways >= RUNAWAYS:
-                log.info("%d grammars ran away: their process is ended", child.runaways)
+                log.info("%d grammars took too long: their process is ended", child.runaways)
                 self._end(child)
             return _LATE
         finally:
@@ -178,11 +178,11 @@ class Checker:
                     first = await process.stdout.readline()
             except (ConnectionError, TimeoutError) as error:
                 process.kill()
-                raise Overloaded("grammars cannot be tried now: their process did not start") from error
+                raise Overloaded("grammars cannot be checked now: the checker did not start") from error
             wrong = json.loads(first)[1] if first else "its process ended"
             if wrong is not None:
                 process.kill()
-                raise InvalidRequest(f"this server reads no grammars: {wrong}")
+                raise InvalidRequest(f"this server cannot use grammars: {wrong}")
             child = self._child = _Child(process)
             task = asyncio.create_task(self._listen(child))
             self._tasks.add(task)
@@ -198,7 +198,7 @@ class Checker:
                 if asked is not None and not asked.verdict.done():
                     asked.verdict.set_result(wrong)
         except ValueError:
-            log.exception("a process that tries grammars says what cannot be read")
+            log.exception("the grammar checker sent an unreadable message")
         finally:  # without a reader the process gets no more grammars
             self._end(child)
             for asked in child.asked.values():
@@ -213,6 +213,6 @@ class Checker:
             child.process.kill()
 
 
-_DIED = "the grammar ended the process that compiles it"
-_ENDED = "others' trials ran away, so that the process was ended"
+_DIED = "the grammar crashed the process that compiles it"
+_ENDED = "the process was ended because other grammars took too long"
 _LATE = f"the grammar was not ready within {CHECK_S:.0f} s, which is the limit"

@@ -59,7 +59,9 @@ class CompileThreads:
         """Queue the jobs. Raises Overloaded if too many wait. May be called from any thread."""
         with self._changed:
             if len(self._jobs) + len(jobs) > self._bound:
-                raise Overloaded(f"{len(self._jobs)} grammars wait already; the limit is {self._bound}", retry_after=1)
+                raise Overloaded(
+                    f"{len(self._jobs)} grammars are already waiting; the limit is {self._bound}", retry_after=1
+                )
             self._jobs.extend(jobs)
             self._staff()
             self._changed.notify(len(jobs))
@@ -158,7 +160,7 @@ def _give_way(native_id: int) -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, native_id, os.getpriority(os.PRIO_PROCESS, native_id) + STEPS)
     except OSError as error:
-        log.debug("a grammar of many keeps its priority: %s", error)
+        log.debug("the thread of a large grammar keeps its priority: %s", error)
 
 
 def _put_behind(native_id: int) -> None:
@@ -169,4 +171,4 @@ def _put_behind(native_id: int) -> None:
         else:
             os.setpriority(os.PRIO_PROCESS, native_id, 19)
     except OSError as error:
-        log.debug("a slow grammar keeps its priority: %s", error)
+        log.debug("the thread of a slow grammar keeps its priority: %s", error)

@@ -40,7 +40,7 @@ class LlguidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Raise ConfigError if the library cannot read this kind of tokenizer."""
         if not vocabulary.eos_token_ids:
-            raise ConfigError("the model names no end-of-sequence token", param="model")
+            raise ConfigError("the model has no end-of-sequence token", param="model")
         try:
             self._tokenizer = LLTokenizer(
                 vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids)
@@ -48,7 +48,9 @@ class LlguidanceBackend:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # ValueError, or a panic of the Rust library, which is no Exception
-            raise ConfigError(f"grammars cannot be read for this tokenizer: {reason(error)}", param="model") from error
+            raise ConfigError(
+                f"grammars are not supported for this tokenizer: {reason(error)}", param="model"
+            ) from error
         self._marks = marks_of(
             self._tokenizer.tokenize_str,
             lambda token: self._tokenizer.decode_bytes([token]),

@@ -76,7 +76,7 @@ class _Rules:
                 once = bool(value.get("at_least_one")) or bool(value.get("stop_after_first"))
                 if once or not last:
                     raise InvalidRequest(
-                        "triggered_tags are read as the last format, without at_least_one and stop_after_first"
+                        "triggered_tags must be the last format, without at_least_one and stop_after_first"
                     )
                 return self.triggered(_texts(value.get("triggers"), "triggers"), _objects(value.get("tags"), "tags"))
             case other:
@@ -89,12 +89,12 @@ class _Rules:
         for trigger in triggers:
             own = [tag for tag in tags if _text(tag, "begin").startswith(trigger)]
             if not own:
-                raise InvalidRequest(f"no structure begins with the trigger {trigger!r}")
+                raise InvalidRequest(f"no structure matches the trigger {trigger!r}")
             head = self._rule(f"{free} {lark.text(trigger)}", "[lazy]")
             choices.append(f"{head} {self._group(' | ', [self._tag(tag, opened=len(trigger)) for tag in own])}")
         for tag in tags:
             if not any(_text(tag, "begin").startswith(trigger) for trigger in triggers):
-                raise InvalidRequest(f"no trigger opens the structure that begins with {tag['begin']!r}")
+                raise InvalidRequest(f"no trigger matches the structure that begins with {tag['begin']!r}")
         return f"{self._group(' | ', choices)}* {free}"
 
     def _tag(self, tag: dict[str, Any], opened: int = 0) -> str:
@@ -110,7 +110,7 @@ class _Rules:
         if end:
             return self._rule(f"{self._terminal(_ANY)} {lark.text(end)}", "[lazy]")
         if not last:
-            raise InvalidRequest("any_text stands last, or in a tag with an end")
+            raise InvalidRequest("any_text must be the last format, or within a tag that has an end")
         return self._terminal(_ANY)
 
     def _group(self, joint: str, parts: Sequence[str]) -> str:
@@ -130,17 +130,17 @@ class _Rules:
 def _text(value: dict[str, Any], field: str) -> str:
     text = value.get(field)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{field} of a structural tag must be a text")
+        raise InvalidRequest(f"{field} of a structural tag must be a string")
     return text
 
 
 def _texts(value: Any, field: str) -> list[str]:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise InvalidRequest(f"{field} of a structural tag must be a list of texts that are not empty")
+        raise InvalidRequest(f"{field} of a structural tag must be a list of non-empty strings")
     return value
 
 
 def _objects(value: Any, field: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
-        raise InvalidRequest(f"{field} of a structural tag must be a list of objects that is not empty")
+        raise InvalidRequest(f"{field} of a structural tag must be a non-empty list of objects")
     return value

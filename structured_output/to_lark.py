@@ -28,7 +28,7 @@ KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "ebnf", "struc
 def lark_of(grammar: Grammar) -> str:
     """Return the grammar as Lark text. Raises InvalidRequest naming the limit that its source exceeds."""
     if grammar.kind not in KINDS:
-        raise InvalidRequest(f"a grammar is one of {', '.join(KINDS)}, got {grammar.kind!r}")
+        raise InvalidRequest(f"a grammar must be one of {', '.join(KINDS)}, got {grammar.kind!r}")
     check_length(grammar)
     return _READERS[grammar.kind](grammar)
 
@@ -45,7 +45,7 @@ def check_length(grammar: Grammar) -> None:
 def _json_schema(grammar: Grammar) -> str:
     value = _json(grammar.source)
     if not isinstance(value, dict | bool):
-        raise InvalidRequest("a JSON schema is an object or a bool")
+        raise InvalidRequest("a JSON schema must be an object or a boolean")
     return "start: " + _schema(value, grammar)
 
 
@@ -66,7 +66,7 @@ def _choice(grammar: Grammar) -> str:
     """Return one terminal: as rules, choices would take quadratic time."""
     texts = _json(grammar.source)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise InvalidRequest("choices are a list of texts that are not empty")
+        raise InvalidRequest("choices must be a list of non-empty strings")
     if len(texts) > MAX_CHOICES:
         raise InvalidRequest(f"there are {len(texts)} choices; the limit is {MAX_CHOICES}")
     return "start: CHOICE\nCHOICE: " + " | ".join(map(lark.text, texts))

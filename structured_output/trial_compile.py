@@ -27,7 +27,7 @@ def _why(matcher: Matcher, bits: Bits) -> str:
         matcher.mask(bits)
     except GrammarFailed as error:
         return error.message
-    return "the grammar does not accept what it allows"
+    return "the grammar rejects its own output"
 
 
 def _allowed(bits: array[int], place: int) -> int:

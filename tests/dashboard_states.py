@@ -94,7 +94,7 @@ def busy(**changes: Any) -> State:
             Event(ago_s=12, kind="lost", nodes=["decode-2"], told="its lease ended", request="", tenant=""),
             Event(ago_s=31, kind="move", nodes=["decode-2", "decode-1"], told="its node drains", request="chat-0007",
                   tenant=""),
-            Event(ago_s=64, kind="hedge", nodes=["prefill-0", "decode-1"], told="its first token is late",
+            Event(ago_s=64, kind="hedge", nodes=["prefill-0", "decode-1"], told="its first token is overdue",
                   request="chat-0006", tenant="team-a"),
             Event(ago_s=400, kind="joined", nodes=["decode-1"], told="ready", request="", tenant=""),
         ],

@@ -76,9 +76,9 @@ class NodeAdapters:
 def read_one(settings: WorkerSettings, model: Computing, path: str, held: int) -> Adapter:
     """Load the adapter at `path` for a node that already holds `held` adapters. Raises ConfigError."""
     if settings.batch_invariant:
-        raise ConfigError("adapters are not batch-invariant; leave --batch-invariant out", param="lora")
+        raise ConfigError("adapters are not batch-invariant; omit --batch-invariant", param="lora")
     if held >= settings.max_loras:
-        raise ConfigError(f"{held} adapters are loaded, as many as --max-loras allows; unload one", param="lora")
+        raise ConfigError(f"{held} adapters are loaded, the limit of --max-loras; unload one", param="lora")
     return load_adapter(read_adapter(path, settings.max_lora_rank), model)
 
 
@@ -90,7 +90,7 @@ def read_first(settings: WorkerSettings, model: Computing) -> list[tuple[Adapter
         if not name or not path:
             raise ConfigError(f"--lora takes name=path, got {given!r}", param="lora")
         if name in [known.name for known, _ in found]:
-            raise ConfigError(f"two adapters are called {name!r}", param="lora")
+            raise ConfigError(f"two adapters have the name {name!r}", param="lora")
         adapter = read_one(settings, model, path, len(found))
         found.append((AdapterName(name, adapter.id), adapter))
     return found

@@ -32,7 +32,7 @@ class NodeAddress:
     ) -> None:
         if not settings.advertise_host and settings.host in UNSPECIFIED:
             raise ConfigError(
-                f"--host {settings.host} is no address that other processes can dial; add --advertise-host",
+                f"--host {settings.host} is not an address that other processes can reach; add --advertise-host",
                 param="advertise_host",
             )
         self.host = settings.advertise_host or settings.host
@@ -43,7 +43,9 @@ class NodeAddress:
         self.secrets = ClusterSecrets(settings)
         if not self.secrets and not is_loopback(self.host):
             log.warning(
-                "no --cluster-secret-file: whoever reaches %s can plant KV, read tokens, cancel requests", self.host
+                "no --cluster-secret-file: anyone who can reach %s can inject KV blocks, read tokens and cancel "
+                "requests",
+                self.host,
             )
         self.app = make_app(health, unready, self.secrets.tokens if self.secrets else None)
         self._server = make_server(self.app)

@@ -125,10 +125,10 @@ class DeviceRankPool(BlockMemory):
             found = _do(call, self._own, self._rows)
             answers = [self._lines.hear(other).decode() for other in range(self._others)]
         except Exception as error:
-            self.lost = f"blocks do not reach all ranks any more: {reason(error)}"
+            self.lost = f"blocks no longer reach all ranks: {reason(error)}"
             raise DeviceLost(self.lost) from error
         if wrong := next(filter(None, answers), ""):
-            self.lost = f"a rank has not moved its part of a block: {wrong}"
+            self.lost = f"a rank failed to move its part of a block: {wrong}"
             raise DeviceLost(self.lost)
         return found
 

@@ -43,6 +43,6 @@ def make_draft(
     if model is None or layout is None:
         return None
     runner = Runner(model, make_pool(layout, num_blocks, model.device), layout.block_size)
-    log.info("%s drafts, %.2f GiB of KV blocks", model.info.name, num_blocks * layout.block_bytes / GIB)
+    log.info("draft model %s, %.2f GiB of KV blocks", model.info.name, num_blocks * layout.block_bytes / GIB)
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=prefix_caching)
     return DraftModel(runner, pool, chunk, vocab_size, shift or CoreTurns())

@@ -52,7 +52,7 @@ def assemble_encoder(
     model = load_encoder(source, classifies=classifies, device=device, dtype=dtype, ops=ops, progress=progress)
     info = model.info
     if settings.max_model_len > info.max_model_len:
-        raise ConfigError(f"the model takes at most {info.max_model_len} tokens; lower --max-model-len to that")
+        raise ConfigError(f"the model supports at most {info.max_model_len} tokens; lower --max-model-len")
     longest = settings.max_model_len or info.max_model_len
     layout = info.layout(torch.float32, longest + 1)
     blocks = max(2, settings.max_num_seqs)
@@ -78,4 +78,4 @@ def _require_plain(settings: WorkerSettings) -> None:
     ):
         if refused:
             name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} is for decoders; the model is an encoder", param=flag)
+            raise ConfigError(f"--{name} needs a decoder; the model is an encoder", param=flag)

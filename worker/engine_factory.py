@@ -52,7 +52,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     task = read_task(source, "last")
     if task.encoder:
         if settings.load_format == "dummy":
-            raise ConfigError("dummy weights are of decoders alone", param="load_format")
+            raise ConfigError("dummy weights are supported for decoders only", param="load_format")
         return assemble_encoder(settings, source, task, device, progress)
     graphs = not settings.enforce_eager and settings.tensor_parallel_size == 1
     ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=graphs)
@@ -140,7 +140,7 @@ def refuse_expandable_segments(environment: Mapping[str, str]) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
             raise ConfigError(
-                f"{name} asks for expandable_segments:True, which KV blocks cannot be shipped from; unset it"
+                f"{name} sets expandable_segments:True, with which KV blocks cannot be transferred; unset it"
             )
 
 
@@ -151,11 +151,13 @@ def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int)
     room = num_blocks * settings.block_size
     wanted = settings.max_model_len
     if wanted > info.max_model_len:
-        raise ConfigError(f"the model takes at most {info.max_model_len} tokens; lower --max-model-len to that")
+        raise ConfigError(f"the model supports at most {info.max_model_len} tokens; lower --max-model-len")
     if wanted > room:
         raise ConfigError(f"the KV pool holds {room} tokens; lower --max-model-len or raise --kv-cache-gib")
     if not wanted and room < info.max_model_len:
-        log.warning("sequences are limited to the KV pool's %d tokens (the model takes %d)", room, info.max_model_len)
+        log.warning(
+            "sequences are limited to the KV pool's %d tokens (the model supports %d)", room, info.max_model_len
+        )
     return wanted or min(info.max_model_len, room)
 
 

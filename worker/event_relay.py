@@ -39,7 +39,7 @@ class EventRelay:
         try:
             self._service.to_link(events)
         except Exception:
-            log.exception("the link did not take the engine's news")
+            log.exception("the link did not accept the engine's events")
 
     def _take_on_loop(self, events: Sequence[Event]) -> None:
         """Pass events to the service first, since clients wait for tokens, then to metrics and index."""

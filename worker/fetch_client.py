@@ -167,7 +167,7 @@ class PrefixFetcher:
         try:
             fetching = self._open.get(supply.fetch)
             if fetching is None:
-                raise Cancelled("nobody waits for these blocks any more")
+                raise Cancelled("these blocks are no longer wanted")
             hashes = fetching.hashes[: supply.count]
             self._arrivals.receiver.granted(key, *engine.copies.reserve(key, hashes, len(hashes)))
         except Exception as error:
@@ -224,7 +224,7 @@ class PrefixFetcher:
         if self._asker.supplied(key, asked):
             self._base.engine.submit(lambda engine: self._grant(engine, key, asked))
         else:
-            self._arrivals.refuse(key, Cancelled("nobody waits for these blocks"))
+            self._arrivals.refuse(key, Cancelled("these blocks are not wanted"))
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
         number, fetches = self._asker.ended(key), self._base.metrics.fetches

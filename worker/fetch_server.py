@@ -33,9 +33,9 @@ class PrefixSupplier:
     def _give(self, engine: Engine, peer: Peer, fetch: Fetch) -> None:
         here = engine.pool.match(split(fetch.hashes))
         if len(here) <= fetch.first:
-            self._giver.deny(peer, fetch, NotFound("none of these blocks are here any more"))
+            self._giver.deny(peer, fetch, NotFound("these blocks are no longer cached here"))
         elif len(self._giving) >= AT_ONCE:
-            self._giver.deny(peer, fetch, GrantRefused(f"{AT_ONCE} other nodes are given blocks"))
+            self._giver.deny(peer, fetch, GrantRefused(f"{AT_ONCE} other nodes are already fetching blocks"))
         else:
             supply = Supply(fetch.transfer, len(here), fetch.deadline_s)
             with self._lock:  # the grant may come before `offer` returns

@@ -36,8 +36,8 @@ def make_masks(source: ModelSource, vocab_size: int) -> GrammarMasks:
         library = LlguidanceBackend(vocabulary)
     except ConfigError as error:
         log.info("no grammars: %s", error.message)
-        return GrammarMasks.none(f"this node cannot read the tokenizer of {source.name}: {error.message}")
-    log.info("the tokenizer was read for grammars in %.1f s", time.monotonic() - began)
+        return GrammarMasks.none(f"this node cannot use the tokenizer of {source.name} for grammars: {error.message}")
+    log.info("the tokenizer was prepared for grammars in %.1f s", time.monotonic() - began)
     threads = max(1, available_cores() // CORES_PER_THREAD)
     return GrammarMasks(
         library, size, CompileThreads("grammar-compile", bound=1024), CompileThreads("grammar-mask", threads)

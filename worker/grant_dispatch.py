@@ -35,7 +35,7 @@ class GrantDispatch:
     def reserve(self, key: TransferKey, asked: Asked) -> None:
         events = self._kinds.get(type(asked))
         if events is None:
-            self.receiver.refused(key, InvalidRequest("this node takes no stream"))
+            self.receiver.refused(key, InvalidRequest("this node accepts no streams"))
         else:
             self._open[key] = events
             events.reserve(key, asked)

@@ -17,17 +17,17 @@ def require_batch_invariance(model: Model) -> None:
     dim, led = model.info.head_dim, isinstance(model, ShardedModel)
     model = model.own.decoder if isinstance(model, ShardedModel) else model
     if not isinstance(model, Decoder):
-        reason = "a model of our own decoder, not transformers' (--model-impl kvferry)"
+        reason = "a model of kvferry's own decoder, not of transformers (--model-impl kvferry)"
     elif model.dtype != torch.bfloat16:
         reason = "--dtype bfloat16"
     elif model.config.latent is not None:
-        reason = "attention over keys and values, which latent attention is not"
+        reason = "attention other than latent attention"
     elif dim % 32 or dim > 512:
         reason = f"head dims that are multiples of 32 up to 512; the model's are {dim}"
     elif led and model.config.family.wide_qk_norm:
         reason = "norms of q and k within heads, or --tensor-parallel-size 1"
     elif not all(isinstance(own_part(linear), PackedLinear) for linear in model.dense_layers()):
-        reason = "an even number of inputs of every dense layer"
+        reason = "an even input width of every dense layer"
     else:
         return
     raise ConfigError(f"batch_invariant needs {reason}", param="batch_invariant")

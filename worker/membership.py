@@ -121,7 +121,7 @@ class Membership:
             if (await self.announce() and await self._relieved()) or self._keeper.fenced:
                 return
             if not told:
-                log.info("nobody else is known to do what this %s node does: it serves on", self._lease().role)
+                log.info("no other node is known for the work of this %s node: it keeps serving", self._lease().role)
             told = True
             await asyncio.sleep(RELIEF_S)
 
@@ -133,7 +133,7 @@ class Membership:
         if self._leaving:
             return "the node is about to end"
         self._leaving = True
-        why = "the registry does not have its lease, or does not answer"
+        why = "the registry lacks its lease or does not answer"
         if self.held and await self.announce():
             why = await self._kept_by(rest_s)
         if why:
@@ -154,7 +154,7 @@ class Membership:
         if others is None:
             return "the registry does not answer"
         if any(node.leaving or node.state == "draining" for node in others):
-            return "another node changes its role, or ends"
+            return "another node is changing its role or stopping"
         if any(0 < node.role_s < rest_s for node in others):
             return f"another node changed its role less than {rest_s:g} s ago"
         return "" if any(map(own.relieved_by, others)) else f"it is the last {own.role} node that is ready"

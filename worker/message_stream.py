@@ -38,7 +38,7 @@ class MessageStreamResponse(Response):
             watch.cancel()
             ended, _ = await asyncio.gather(pump, watch, return_exceptions=True)
             if isinstance(ended, Exception) and not isinstance(ended, OSError):
-                log.error("a stream broke off", exc_info=ended)
+                log.error("a stream ended early", exc_info=ended)
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

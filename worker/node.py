@@ -131,7 +131,7 @@ class Node:
         Called on another thread when the asyncio loop hangs too."""
         assert self._die
         assert self.loaded
-        log.critical("%s ends at once: %s", self.face.node_id, fault)
+        log.critical("%s exits at once: %s", self.face.node_id, fault)
         lease = self.loaded.lease()
         with contextlib.suppress(Exception):
             asyncio.run(withdraw_now(self._connected(), lease))

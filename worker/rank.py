@@ -90,9 +90,9 @@ def _move(line: RankChannel, own: Segments, rows: SharedRows) -> None:
     try:
         device_rank_pool.follow(line, own, rows)
     except (OSError, EOFError):
-        log.debug("the first rank is gone")
+        log.debug("the first rank has exited")
     except BaseException:
-        log.critical("no part of a block is moved any more", exc_info=True)
+        log.critical("parts of blocks are no longer moved", exc_info=True)
         os._exit(1)
 
 
@@ -121,7 +121,7 @@ def main() -> None:
             rank, RankChannel(descriptor), memory_fd, pool_fd, *((RankChannel(apart[0]), apart[1]) if apart else ())
         )
     except (OSError, EOFError):
-        log.debug("the first rank is gone")
+        log.debug("the first rank has exited")
     except Exception:
         log.critical("rank %d ends", rank, exc_info=True)
         status = 1

@@ -22,7 +22,9 @@ def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
     asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
     apart = device.type == "cuda" or settings.pools_apart
     if apart and settings.batch_invariant:
-        raise ConfigError(f"{asked} does not go with --batch-invariant where each rank has its pool", param=FLAG)
+        raise ConfigError(
+            f"{asked} is not supported with --batch-invariant where each rank has its own pool", param=FLAG
+        )
     _require_gpus(settings, device)
     try:
         return (DeviceRanks if apart else Ranks)(settings, device)

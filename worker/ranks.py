@@ -59,7 +59,7 @@ class Ranks:
             try:
                 wrong, available = pickle.loads(self._lines.hear(rank - 1))
             except (OSError, EOFError):
-                wrong, available = f"rank {rank} ended while it loaded its part of the model", 0
+                wrong, available = f"rank {rank} exited while it loaded its part of the model", 0
             if wrong:
                 raise ConfigError(wrong, param=FLAG)
             self._available.append(available)

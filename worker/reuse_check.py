@@ -19,4 +19,4 @@ def audit(delta: TokenDelta, metrics: WorkerMetrics, prompt_len: int | None = No
     if reuse is None or (reuse.balanced and prompt_len in (None, reuse.prompt_len)):
         return
     metrics.account_violations.inc()
-    log.error("the account of attempt %d of %s is wrong: %s", delta.attempt, delta.request_id, reuse)
+    log.error("reuse accounting of attempt %d of %s is wrong: %s", delta.attempt, delta.request_id, reuse)

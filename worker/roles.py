@@ -95,7 +95,7 @@ class RoleChange:
             raise InvalidRequest("this node runs without --elastic", param="role")
         async with self._asking:
             if self._task is not None or self._ended:
-                raise RoleKept("the node changes its role already, or ends")
+                raise RoleKept("the node is already changing its role, or stopping")
             if change.role == self._roles.now:
                 return
             if 0 < self._roles.role_s < change.rest_s:
@@ -104,7 +104,7 @@ class RoleChange:
                 self._metrics.role_changes["kept"].inc()
                 raise RoleKept(why)
             if self._ended:
-                raise RoleKept("the node ends")
+                raise RoleKept("the node is stopping")
             self._task = asyncio.create_task(self._change(change.role), name="role-change")
 
     async def stop(self) -> None:
@@ -129,7 +129,7 @@ class RoleChange:
             self._membership.stay()
         if self._roles.now != role:
             self._metrics.role_changes["kept"].inc()
-            log.warning("it stays a %s node: another one is gone, or what runs here does not end", before)
+            log.warning("it stays a %s node: another one is gone, or its requests do not end", before)
         await self._membership.announce()
 
     async def _until_changed(self, role: str) -> None:

@@ -118,11 +118,11 @@ class RouterStreams:
         if epoch != self._epoch:
             raise Fenced(f"the stream belongs to epoch {epoch}, and this process is {self._epoch}")
         if self._stopped:
-            raise StreamGone("the process ends")
+            raise StreamGone("the process is stopping")
         kept = self._routers.get(router_id)
         if after is not None:
             if kept is None or not (kept.frames[0][0] - 1 if kept.frames else kept.last) <= after <= kept.last:
-                raise StreamGone(f"what follows frame {after} is not kept")
+                raise StreamGone(f"frames after {after} are no longer kept")
         elif kept is not None:
             self._lose(router_id, "begins anew")
             kept = None
@@ -163,7 +163,7 @@ class RouterStreams:
             kept.put(frame)
         except Unwritable:
             log.exception("a frame cannot be written")
-            self._lose(router_id, "cannot be told what happened")
+            self._lose(router_id, "cannot be sent the outcome")
             return
         if len(kept.frames) > KEPT_FRAMES or kept.size > KEPT_BYTES:
             self._lose(router_id, f"has not read {len(kept.frames)} frames")
@@ -190,7 +190,7 @@ class RouterStreams:
         return pack(StepFrame(number=kept.last, pulse=self._pulse()))
 
     def _lose(self, router_id: str, why: str) -> None:
-        log.info("%s %s: what runs for it is given up", router_id, why)
+        log.info("%s %s: aborting its requests", router_id, why)
         self._routers.pop(router_id).leave()
         self._on_lost(router_id)
 

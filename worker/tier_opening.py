@@ -83,13 +83,13 @@ def open_tiers(settings: WorkerSettings, parts: EngineParts) -> OpenTiers:
 
 def _require_cached(settings: WorkerSettings, parts: EngineParts, name: str) -> None:
     if not settings.enable_prefix_caching or parts.engine.config.limits.whole:
-        raise ConfigError("nothing is cached here that could be kept", param=name)
+        raise ConfigError("the prefix cache is off", param=name)
 
 
 def _open_host(settings: WorkerSettings, parts: EngineParts, copies: Copies | None) -> LocalTier[Any]:
     size, available = int(settings.kv_host_gib * GIB), available_memory()
     if copies is None:
-        raise ConfigError("the pool is in the host's memory itself: raise --kv-cache-gib instead", param="kv_host_gib")
+        raise ConfigError("the pool itself is in host memory: raise --kv-cache-gib instead", param="kv_host_gib")
     if size > MARGIN * available:
         raise ConfigError(
             f"{size / GIB:.2f} GiB for blocks are more than the {available / GIB:.2f} GiB of host memory left here",
@@ -97,7 +97,7 @@ def _open_host(settings: WorkerSettings, parts: EngineParts, copies: Copies | No
         )
     began = time.monotonic()
     tier = open_host(size, parts.layout.block_bytes, copies)
-    log.info("%.2f GiB of host memory for blocks that leave the pool, in %.1f s", size / GIB, time.monotonic() - began)
+    log.info("%.2f GiB of host memory for evicted blocks, in %.1f s", size / GIB, time.monotonic() - began)
     return tier
 
 
@@ -116,4 +116,4 @@ def _open_remote(settings: WorkerSettings, parts: EngineParts, copies: Copies | 
     try:
         return RemoteTier(objects, size, parts.fingerprint, parts.layout.block_bytes, copies)
     except MemoryError as error:
-        raise ConfigError("out of host memory for blocks on their way to a store", param="kv_remote_url") from error
+        raise ConfigError("out of host memory for buffers of the remote store", param="kv_remote_url") from error

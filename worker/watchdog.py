@@ -116,14 +116,14 @@ class ThreadVitals:
     def _hang(self) -> str | None:
         pulse = self.pulse
         if pulse.engine_s - self._threads["engine"].starved_s > max(ENGINE_S, SLOW * self._usual_s):
-            return f"a turn of the engine has taken {pulse.engine_s:.0f} s"
+            return f"a step of the engine has taken {pulse.engine_s:.0f} s"
         if pulse.link_s > LINK_S:
-            return f"a round of the link has taken {pulse.link_s:.0f} s"
+            return f"an iteration of the link thread has taken {pulse.link_s:.0f} s"
         if pulse.loop_s > LOOP_S:
-            return f"the asyncio loop has stood still for {pulse.loop_s:.0f} s"
+            return f"the asyncio loop has not moved for {pulse.loop_s:.0f} s"
         for rank, other in enumerate(self._others, 1):
             if other.still_s > RANK_S:
-                return f"rank {rank} has stood still for {other.still_s:.0f} s"
+                return f"rank {rank} has not moved for {other.still_s:.0f} s"
         return None
 
 

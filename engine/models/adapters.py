@@ -66,7 +66,7 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
     led = model if isinstance(model, ShardedModel) else None
     model, ranks = (model, 1) if led is None else (led.own.decoder, led.ranks)
     if not isinstance(model, Decoder):
-        raise _misfit(files, "adapters need a model of our own decoder, not transformers' (--model-impl kvferry)")
+        raise _misfit(files, "adapters need kvferry's own decoder, not transformers (--model-impl kvferry)")
     if model.config.latent is not None:
         raise _misfit(files, f"adapters of latent attention, as {model.info.name} has it, are not supported")
     sites = _sites(model.config)
@@ -77,10 +77,10 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
             raise _misfit(files, f"it adapts layer {index}, and {model.info.name} has {count}")
         site = sites.get(target)
         if site is None:
-            raise _misfit(files, f"its target {target} is none of {', '.join(sites)}")
+            raise _misfit(files, f"its target {target} is not one of {', '.join(sites)}")
         wanted, given = site.shapes(files.rank, ranks), (tuple(down.shape), tuple(up.shape))
         if given != wanted:
-            raise _misfit(files, f"layer {index} {target} has shapes {given}; {model.info.name} takes {wanted}")
+            raise _misfit(files, f"layer {index} {target} has shapes {given}; {model.info.name} needs {wanted}")
         if model.config.family.interleaved and target in ("q_proj", "k_proj"):
             half_split(up, model.config.head_dim, model.config.rope.dim)
         scaled = (up.float() * files.scale * site.factor).to(model.dtype)
@@ -133,7 +133,7 @@ def _pairs(files: AdapterFiles) -> dict[tuple[int, str], tuple[torch.Tensor, tor
         if match is None and ".experts." in name:
             raise _misfit(files, f"it holds {name}, and adapters of experts are not supported")
         if match is None:
-            raise _misfit(files, f"it holds {name}, which is no low-rank part of an attention or MLP layer")
+            raise _misfit(files, f"it holds {name}, which is not a low-rank part of an attention or MLP layer")
         found[int(match[1]), match[2]][match[3]] = tensor
     if not found:
         raise _misfit(files, f"{WEIGHTS} is empty")

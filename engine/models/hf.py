@@ -75,7 +75,7 @@ class HFModel(Model):
         wanted: Wanted = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
-        assert halfway is None, "a module of transformers gives up without a trace"
+        assert halfway is None, "a transformers module is released without a trace"
         self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype, wanted)
         try:
             return hidden_states(self._module, token_ids, plan.positions)

@@ -84,7 +84,7 @@ def load_encoder(
     Raises ConfigError with transformers' reason, or naming what is missing."""
     facts = read_facts(source)
     if not facts.max_model_len:
-        raise ConfigError(f"{source.path} does not name the model's longest text", param="model")
+        raise ConfigError(f"{source.path} does not give the model's longest text", param="model")
     module = _load_module(source, dtype, classifies)
     try:
         module = module.to(device).eval()

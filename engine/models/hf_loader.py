@@ -42,12 +42,12 @@ def load_hf(
     Two tokens prove that attention and logits go through our code. Raises ConfigError with transformers' reason, or
     naming what of the model is not supported."""
     if source.kind == "gguf" and len(gguf_parts(source.path)) > 1:
-        raise ConfigError(f"{source.name} is a split GGUF; transformers reads whole ones alone", param="model")
+        raise ConfigError(f"{source.name} is a split GGUF; transformers does not read split files", param="model")
     length = read_facts(source).max_model_len
     if source.kind != "gguf":
         length = min(length, steady_length(read_json(source.path / "config.json")))
     if not length:
-        raise ConfigError(f"{source.path} does not name the model's longest sequence", param="model")
+        raise ConfigError(f"{source.path} does not give the model's longest sequence", param="model")
     module, kept = _shared(source, device, dtype, ops, quantization, progress, weights_fd)
     seat = take_seats(module)
     probe, vocab_size = _probe(module, seat, device)

@@ -72,7 +72,7 @@ def _coded(
     module = dict(skeleton.named_modules()).get(name)
     shaped = None if module is None else outputs_first(module)
     if module is None or shaped is None:
-        raise ConfigError(f"its quantised {name} is no dense layer of {type(skeleton).__name__}", param="model")
+        raise ConfigError(f"its quantized {name} is not a dense layer of {type(skeleton).__name__}", param="model")
     bias = None
     if module.bias is not None:
         weights.read(f"{name}.bias", bias := torch.empty(module.bias.shape, dtype=dtype, device=device))

@@ -99,12 +99,12 @@ def _load(
     codes = ops.capabilities.codes and (opened is not None or ops.name == "cpu")
     if quantization == "int8" and (not codes or dtype != torch.bfloat16):
         raise ConfigError(
-            "quantization int8 needs bfloat16 on the cpu kernels, or our own decoder on the triton ones",
+            "quantization int8 needs bfloat16 on the cpu kernels, or kvferry's own decoder on the triton kernels",
             param="quantization",
         )
     if opened is None:
         if part is not None:
-            raise ConfigError(f"{FLAG} needs our own decoder, not transformers' model", param=FLAG)
+            raise ConfigError(f"{FLAG} needs kvferry's own decoder, not transformers", param=FLAG)
         from kvferry.engine.models.hf_loader import load_hf
 
         model = load_hf(
@@ -145,10 +145,10 @@ def _open_as(source: ModelSource, impl: str, load_format: str) -> OpenedModel | 
     """Return the checkpoint for our own decoder; None where transformers' model is to be loaded."""
     dummy, must = load_format == "dummy", impl == "kvferry"
     if dummy and (impl == "transformers" or source.kind == "gguf"):
-        raise ConfigError("dummy weights need a config.json and our own decoder", param="load_format")
+        raise ConfigError("dummy weights need a config.json and kvferry's own decoder", param="load_format")
     if impl == "transformers":
         if source.kind != "gguf" and (what := own_alone(read_json(source.path / "config.json"))) is not None:
-            raise ConfigError(f"{what} runs on our own decoder alone", param="model_impl")
+            raise ConfigError(f"{what} runs only on kvferry's own decoder", param="model_impl")
         return None
     return _open_gguf(source, must) if source.kind == "gguf" else _open_directory(source, must or dummy, dummy)
 
@@ -160,7 +160,7 @@ def _open_directory(source: ModelSource, must: bool, dummy: bool) -> OpenedModel
         return None
     length = read_facts(source).max_model_len
     if not length:
-        raise ConfigError(f"{source.path}/config.json names no max_position_embeddings", param="model")
+        raise ConfigError(f"{source.path}/config.json has no max_position_embeddings", param="model")
     parsed = parse_config(config)
     if dummy:
         return OpenedModel(parsed, DummyWeights(parsed), length)

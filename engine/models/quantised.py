@@ -94,7 +94,7 @@ class QuantisedWeights:
 
         Words of zero points [groups, out * bits / 32] hold those of neighbouring outputs."""
         if self._quantisation.method != GPTQ:
-            raise ConfigError(f"{layer}.qweight is not what {self._quantisation.method} stores", param="model")
+            raise ConfigError(f"{layer}.qweight is not in the format of {self._quantisation.method}", param="model")
         bits = 32 * len(words) // columns
         codes = of_bytes(words.t().contiguous().view(torch.uint8), bits)
         zeros = of_bytes(self._need(layer, "qzeros").contiguous().view(torch.uint8), bits).t()
@@ -140,7 +140,7 @@ class QuantisedWeights:
         if index is None or torch.equal(index.long(), torch.arange(columns) // -(-columns // groups)):
             return None
         if len(index) != columns or int(index.min()) < 0 or int(index.max()) >= groups:
-            raise ConfigError(f"{layer}.{name} does not tell a group for each input", param="model")
+            raise ConfigError(f"{layer}.{name} does not give a group for each input", param="model")
         return index.long()
 
     def _need(self, layer: str, name: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from kvferry.model_files.supported_encoders import is_encoder
 from kvferry.protocol.errors import ConfigError
 
 OWN, ENCODER = "our own decoder", "transformers' encoder"
-TRANSFORMERS = "transformers' modules around our attention and dense layers"
+TRANSFORMERS = "transformers modules around kvferry's attention and dense layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ def _directory(source: ModelSource, impl: str) -> Route:
         parse_config(config)
         return Route(family, OWN, formats)
     if alone is not None:
-        raise ConfigError(f"{alone} runs on our own decoder alone", param="model_impl")
+        raise ConfigError(f"{alone} runs only on kvferry's own decoder", param="model_impl")
     if stored is not None and has_experts(source):
         raise ConfigError(
-            f"experts in codes of {stored.method} run on our own decoder alone: {reason or impl}", param="model"
+            f"experts in codes of {stored.method} run only on kvferry's own decoder: {reason or impl}", param="model"
         )
     _require_known(str(config.get("model_type") or family))
     return Route(family, TRANSFORMERS, formats)
@@ -66,7 +66,8 @@ def _directory(source: ModelSource, impl: str) -> Route:
 def _require_known(kind: str) -> None:
     if kind not in language_models():
         raise ConfigError(
-            f"neither our own decoder nor transformers knows a language model of architecture {kind!r}", param="model"
+            f"neither kvferry's own decoder nor transformers supports a language model of architecture {kind!r}",
+            param="model",
         )
 
 
@@ -81,13 +82,12 @@ def _gguf(file: GGUFFile, impl: str) -> Route:
         parse_gguf(file)
         return Route(file.architecture, OWN, formats)
     if len(gguf_parts(file.path)) > 1:
-        raise ConfigError("split GGUF files run on our own decoder alone", param="model")
+        raise ConfigError("split GGUF files run only on kvferry's own decoder", param="model")
     if file.architecture not in gguf_architectures():
-        raise ConfigError(f"no reader here knows GGUF files of architecture {file.architecture!r}", param="model")
+        raise ConfigError(f"no reader supports GGUF files of architecture {file.architecture!r}", param="model")
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(
-            f"transformers reads GGUF files of architecture {file.architecture!r} where accelerate is installed; "
-            "pip install accelerate",
+            f"GGUF files of architecture {file.architecture!r} need accelerate; run: pip install accelerate",
             param="model",
         )
     return Route(file.architecture, TRANSFORMERS, formats)

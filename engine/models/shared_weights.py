@@ -39,11 +39,11 @@ def one_copy(descriptor: int, kernels: Kernels, form: str, load: Callable[[], Lo
             finally:
                 os.close(reader)
     except OtherForm:
-        why = "what the others have is another model, or packed in another way"
+        why = "the other processes have another model or another packing"
     except (OSError, MemoryError) as error:
         why = str(error) or "out of memory"
     kernels.pack_into(-1)
-    log.info("weights are in memory of this process alone: %s", why)
+    log.info("weights are not shared with other processes: %s", why)
     return load()
 
 

@@ -109,5 +109,5 @@ class ShardedModel(Model):
         except ForwardAbandoned:
             raise
         except Exception as error:
-            self._lost = f"the {self.ranks} ranks do not compute together any more: {reason(error)}"
+            self._lost = f"the {self.ranks} ranks can no longer compute together: {reason(error)}"
             raise DeviceLost(self._lost) from error

@@ -43,7 +43,7 @@ def take(path: str, name: str, fingerprint: str) -> tuple[Path, IO[bytes]]:
                 return directory, lock
     except OSError as error:
         raise ConfigError(f"cannot keep blocks in {directory}: {reason(error)}", param="kv_disk_path") from error
-    raise ConfigError(f"{PLACES} processes keep blocks below {path}", param="kv_disk_path")
+    raise ConfigError(f"{PLACES} processes already keep blocks below {path}", param="kv_disk_path")
 
 
 def _make_private(directory: Path, base: Path) -> None:
@@ -54,7 +54,7 @@ def _make_private(directory: Path, base: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
     told = directory.lstat()
     if not stat.S_ISDIR(told.st_mode) or told.st_uid not in (os.geteuid(), base.stat().st_uid):
-        raise PermissionError(f"{directory} is another user's, or a link")
+        raise PermissionError(f"{directory} belongs to another user, or is a symbolic link")
     if told.st_mode & 0o077 and told.st_uid == os.geteuid():
         directory.chmod(0o700)
 
@@ -86,12 +86,12 @@ def _sweep(base: Path, kind: Path) -> None:
                         if path.suffix in (SUFFIX, UNFINISHED) or path.name == LOCK:
                             path.unlink()
                     directory.rmdir()
-                log.info("%s is removed: nobody used it for days", directory)
+                log.info("removed %s: unused for days", directory)
             with_others = any(directory.parent.iterdir())
             if not with_others:
                 directory.parent.rmdir()
         except OSError as error:
-            log.warning("%s is not removed: %s", directory, reason(error))
+            log.warning("cannot remove %s: %s", directory, reason(error))
 
 
 def _left(base: Path, kind: Path) -> Iterator[Path]:

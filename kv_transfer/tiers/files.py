@@ -123,13 +123,13 @@ def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: by
 def read(group: Group, first: int, blocks: Sequence[Any]) -> None:
     """Read blocks of a file, from its block `first` on, into writable contiguous buffers.
 
-    Raises OSError, or BlocksCorrupt if a block is not as it was written."""
+    Raises OSError, or BlocksCorrupt if a block is corrupt."""
     with _opened(group.path) as file:
         file.seek(group.start + first * group.block_bytes)
         for index, block in enumerate(blocks, first):
             view = memoryview(block).cast("B")
             if _fill(file, view) < len(view) or checksum(block) != group.sums[index]:
-                raise BlocksCorrupt(f"block {index} of {group.path.name} is not as it was written")
+                raise BlocksCorrupt(f"block {index} of {group.path.name} is corrupt")
 
 
 def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]:
@@ -149,14 +149,14 @@ def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]
             elif not stat.S_ISDIR(told.st_mode):
                 path.unlink()
         except OSError as error:
-            log.warning("%s is left alone: %s", path, reason(error))
+            log.warning("ignoring %s: %s", path, reason(error))
     for _, path in sorted(seen):
         try:
             group = _describe(path, fingerprint, block_bytes)
             if group is None:
                 path.unlink()
         except OSError as error:
-            log.warning("%s is left alone: %s", path, reason(error))
+            log.warning("ignoring %s: %s", path, reason(error))
         else:
             if group is not None:
                 yield group

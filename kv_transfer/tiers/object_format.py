@@ -24,9 +24,9 @@ def unpack(content: memoryview, group: Group, blocks: Sequence[Any], fingerprint
     length = block_header.length(bytes(content[: block_header.PAGE]))
     told = block_header.unpacked(bytes(content[:length]), fingerprint, block_bytes) if length else None
     if told is None or told.hashes != group.hashes or len(content) != told.start + len(told.hashes) * block_bytes:
-        raise BlocksCorrupt(f"{group.name} is not as it was written")
+        raise BlocksCorrupt(f"{group.name} is corrupt")
     for index, block in enumerate(blocks, len(group.hashes) - len(blocks)):
         at = told.start + index * block_bytes
         memoryview(block).cast("B")[:] = content[at : at + block_bytes]
         if checksum(block) != told.sums[index]:
-            raise BlocksCorrupt(f"block {index} of {group.name} is not as it was written")
+            raise BlocksCorrupt(f"block {index} of {group.name} is corrupt")

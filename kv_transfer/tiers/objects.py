@@ -52,7 +52,7 @@ class Objects:
         try:
             told = await self._calls.head_async(self._store, name)
         except FileNotFoundError as error:
-            raise NotFound(f"{name} is not there") from error
+            raise NotFound(f"{name} does not exist") from error
         return time.time() - float(told["last_modified"].timestamp())
 
     async def since(self, name: str) -> float:
@@ -68,7 +68,7 @@ class Objects:
             found = await self._calls.get_async(self._store, name)
             return memoryview(await found.bytes_async())
         except FileNotFoundError as error:
-            raise NotFound(f"{name} is not there any more") from error
+            raise NotFound(f"{name} no longer exists") from error
 
     async def put(self, name: str, content: bytes) -> None:
         """Write an object, which becomes visible only when it is complete."""
@@ -103,7 +103,7 @@ class Objects:
             listed = [each for each, _, _ in await self.list("")]
             await self.delete([name])
         if found != content or name not in listed:
-            raise OSError("what was written there is not what is found there")
+            raise OSError("an object read back differs from what was written")
         return time.monotonic() - began
 
     async def _delete_one(self, name: str) -> None:

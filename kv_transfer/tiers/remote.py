@@ -101,7 +101,7 @@ class RemoteTier:
         The blocks belong to the tier until `done` is called with None or an error. False: too many reads wait; nothing
         is done."""
         groups = list(in_chain(self.folder, hashes, first))
-        assert max(group.end for group in groups) == first + len(blocks), "a read ends within a group"
+        assert max(group.end for group in groups) == first + len(blocks), "a read must not end within a group"
         if self.out or not self._reads.acquire(blocking=False):
             return False
         self._pace.asked(len(blocks))

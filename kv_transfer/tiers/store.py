@@ -102,7 +102,7 @@ class Store(Generic[G]):
         Raises NotFound, OSError or BlocksCorrupt; a lost or corrupt group is removed from the catalog."""
         with self.lock:
             if (group := self.catalog.find(hashes[0])) is None:
-                raise NotFound(f"these blocks are not in {self._backing} any more")
+                raise NotFound(f"these blocks are no longer in {self._backing}")
             self.catalog.touch(group)
         first, count = group.hashes.index(hashes[0]), 0
         while count < len(hashes) and group.hashes[first + count : first + count + 1] == (hashes[count],):
@@ -175,7 +175,7 @@ class Store(Generic[G]):
                 while self.catalog.used > room or room < 0:
                     oldest = self.catalog.oldest()
                     if room < 0 or oldest is None or oldest is before:
-                        raise OSError(errno.ENOSPC, "there is no room for so many blocks that follow each other")
+                        raise OSError(errno.ENOSPC, "there is no room for a chain of so many blocks")
                     self.leave([oldest])
         finally:
             self.tidy()
@@ -185,7 +185,7 @@ class Store(Generic[G]):
         """Raise OSError if groups that cannot be removed occupy the wanted bytes: evicting others would not help."""
         stuck = sum(group.size for group in self._stuck)
         if stuck and (below is not None or self.catalog.used + stuck + wanted > self._size):
-            raise OSError(errno.ENOSPC, "there is no room while what left cannot be removed")
+            raise OSError(errno.ENOSPC, "there is no room while evicted blocks cannot be deleted")
 
     def _tell(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         if stored or removed:

@@ -34,7 +34,7 @@ async def keep_below(
             if await _turn(objects, folder):
                 deleted(await sweep(objects, folder, size))
         except Exception as error:
-            log.warning("%s is not kept below %.1f GiB now: %s", objects.url, size / 2**30, reason(error))
+            log.warning("cannot keep %s below %.1f GiB: %s", objects.url, size / 2**30, reason(error))
 
 
 async def sweep(objects: Objects, folder: str, size: int) -> list[str]:
@@ -44,7 +44,7 @@ async def sweep(objects: Objects, folder: str, size: int) -> list[str]:
     await objects.delete(gone)
     if gone:
         log.info(
-            "%d of %d objects of %s are deleted: they were over %.1f GiB",
+            "deleted %d of %d objects of %s: they exceeded %.1f GiB",
             len(gone),
             len(listed),
             objects.url,

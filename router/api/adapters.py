@@ -58,11 +58,11 @@ def adapter_routes(pools: ServedModels, reader: BodyReader, allowed: bool) -> AP
 
     def check() -> None:
         if not allowed:
-            raise Forbidden("adapters are not loaded at run time here; start the router with --allow-lora-updates")
+            raise Forbidden("loading adapters at run time is off; start the router with --allow-lora-updates")
 
     @router.post(
         "/v1/load_lora_adapter",
-        summary="Have the nodes of a model load an adapter",
+        summary="Load a LoRA adapter on the nodes of a model",
         openapi_extra=takes(LoadAdapterBody),
     )
     async def load(request: Request) -> Changed:
@@ -75,7 +75,7 @@ def adapter_routes(pools: ServedModels, reader: BodyReader, allowed: bool) -> AP
 
     @router.post(
         "/v1/unload_lora_adapter",
-        summary="Have the nodes of a model unload an adapter",
+        summary="Unload a LoRA adapter from the nodes of a model",
         openapi_extra=takes(UnloadAdapterBody),
     )
     async def unload(request: Request) -> Changed:

@@ -98,7 +98,7 @@ class AdmittedRequest:
         try:
             self._turn = await turns.take(self._meter.tenant, self.call, size)
         finally:
-            span.end("" if self._turn else "no turn came")
+            span.end("" if self._turn else "the queue timed out")
         self._turns = turns
         return self._turn
 

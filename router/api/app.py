@@ -71,7 +71,7 @@ def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpo
         Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
         Endpoint(
             "/v1/responses",
-            "Answer, and keep it",
+            "Create a response",
             ResponsesBody,
             ResponseAnswer,
             ResponseObject,
@@ -79,7 +79,13 @@ def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpo
             later=background.begin,
         ),
         Endpoint(
-            PLACE, "Answer in Anthropic's words", MessagesBody, MessageAnswer, MessageObject, MessageErrorAnswer, asked
+            PLACE,
+            "Create a message (Anthropic Messages API)",
+            MessagesBody,
+            MessageAnswer,
+            MessageObject,
+            MessageErrorAnswer,
+            asked,
         ),
     )
 
@@ -188,16 +194,18 @@ def _text(pools: ServedModels, reader: BodyReader) -> APIRouter:
     router = APIRouter(responses=errors(*ENCODING))
 
     @router.post(
-        "/tokenize", summary="Text or messages to token ids", response_model=Tokens, openapi_extra=takes(TokenizeBody)
+        "/tokenize", summary="Tokenize text or messages", response_model=Tokens, openapi_extra=takes(TokenizeBody)
     )
     async def tokenized(request: Request) -> dict[str, Any]:
         return await until_disconnect(request.receive, tokenize(pools, await reader.read(request)))
 
-    @router.post("/detokenize", summary="Token ids to text", response_model=Text, openapi_extra=takes(DetokenizeBody))
+    @router.post(
+        "/detokenize", summary="Detokenize token ids", response_model=Text, openapi_extra=takes(DetokenizeBody)
+    )
     async def detokenized(request: Request) -> dict[str, Any]:
         return await until_disconnect(request.receive, detokenize(pools, await reader.read(request)))
 
-    @router.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
+    @router.get("/tokenizer_info", summary="Get the tokenizer's special tokens and chat template")
     async def tokenizer_info() -> TokenizerInfo:
         return TokenizerInfo(**describe(pools))
 

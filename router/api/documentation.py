@@ -20,9 +20,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 _REFERENCE = "#/components/schemas/{model}"
 _ID = {"x-request-id": {"description": "the request's id", "schema": {"type": "string"}}}
-_LATER = {
-    "retry-after": {"description": "seconds after which to try again", "schema": {"type": "integer", "minimum": 1}}
-}
+_LATER = {"retry-after": {"description": "seconds after which to retry", "schema": {"type": "integer", "minimum": 1}}}
 
 ANSWERED: Responses = {200: {"headers": _ID}}
 """Documentation of a successful answer."""

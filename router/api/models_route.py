@@ -27,12 +27,12 @@ def about(pools: ServedModels) -> APIRouter:
             max_model_len=pool.max_model_len,
         )
 
-    @router.get("/v1/models", summary="The models that are served, under all of their names")
+    @router.get("/v1/models", summary="List the served models under all of their names")
     async def models() -> ModelList:
         return ModelList(object="list", data=[model(pools.pool(name), name) for name in pools.names()])
 
     @router.get(
-        "/v1/models/{id:path}", summary="One of them", responses=errors(404), openapi_extra=path_parameter("id")
+        "/v1/models/{id:path}", summary="Retrieve a model", responses=errors(404), openapi_extra=path_parameter("id")
     )
     async def model_by_id(request: Request) -> Model:
         name = request.path_params["id"]

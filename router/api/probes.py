@@ -37,13 +37,13 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> A
 
     peers.answers |= {"metrics": own_metrics, "trouble": own_trouble}
 
-    @router.get("/", summary="A page to talk to the model", response_class=HTMLResponse)
+    @router.get("/", summary="Chat page", response_class=HTMLResponse)
     async def page() -> Response:
         return chat_page()
 
     @router.get(
         "/health",
-        summary="The process runs, and so do all that share its port",
+        summary="Liveness: this process and all that share its port run",
         responses=answers(Health, 503),
     )
     async def health(response: Response) -> Health:
@@ -98,7 +98,7 @@ def targets(pools: ServedModels) -> APIRouter:
     """Return scrape targets for Prometheus' `http_sd_configs`; nodes' ports come from their leases."""
     router = APIRouter()
 
-    @router.get("/targets", summary="Where the nodes' metrics are, for Prometheus' HTTP service discovery")
+    @router.get("/targets", summary="Prometheus HTTP service discovery: the metrics endpoints of all nodes")
     async def found() -> list[Targets]:
         nodes = sorted((lease for pool in pools for lease in pool.cluster.leases()), key=lambda lease: lease.node_id)
         return [Targets(targets=[urlsplit(node.http_url).netloc], labels=_labels(node)) for node in nodes]

@@ -107,9 +107,9 @@ class ServedModel:
             return None
         param, grammar = asked
         if body.use_beam_search:
-            raise InvalidRequest(f"{param}: beam search knows no grammars", param=param)
+            raise InvalidRequest(f"{param}: beam search does not support grammars", param=param)
         if self.checker is None:
-            raise InvalidRequest("this server reads no grammars", param=param)
+            raise InvalidRequest("this server does not support grammars", param=param)
         await self.checker.check(grammar, param, call.tenant)
         return grammar
 
@@ -238,5 +238,5 @@ class ServedModels:
                     return replace(each, adapter=(model, ids[model]))
             adapters = [name for each in self._pools for name in each.cluster.adapters.ids]
             served = ", ".join(map(repr, [*self._named, *adapters]))
-            raise ModelNotFound(f"the model {model!r} does not exist here; this server has {served}", param="model")
+            raise ModelNotFound(f"the model {model!r} does not exist; this server serves {served}", param="model")
         return pool

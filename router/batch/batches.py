@@ -70,7 +70,7 @@ class Batches:
         await asyncio.to_thread(files.get, file_id, "input_file_id")
         known = await asyncio.to_thread(folder.all)
         if sum(batch.status not in ENDED for batch in known) >= MOST:
-            raise Overloaded(f"{MOST} batches have not ended yet", retry_after=30.0)
+            raise Overloaded(f"{MOST} batches are in progress", retry_after=30.0)
         batch = Batch.new(endpoint, file_id, tenant, metadata)
         try:
             await asyncio.to_thread(folder.create, batch)
@@ -78,7 +78,7 @@ class Batches:
                 await asyncio.to_thread(folder.forget, old.id)
         except OSError as error:
             folder.forget(batch.id)
-            raise disk_failed("the batch cannot be kept", error) from error
+            raise disk_failed("the batch cannot be stored", error) from error
         self._start(batch, folder)
         return batch
 
@@ -87,7 +87,7 @@ class Batches:
         folder = self.folder(tenant)
         batch = await asyncio.to_thread(folder.get, batch_id)
         if batch.status in ENDED:
-            raise InvalidRequest(f"the batch has ended: it is {batch.status}", param="batch_id")
+            raise InvalidRequest(f"the batch has already ended: its status is {batch.status}", param="batch_id")
         try:
             await asyncio.to_thread(folder.cancel, batch_id)
         except OSError as error:
@@ -134,7 +134,7 @@ class Batches:
             try:
                 known = await asyncio.to_thread(folder.get, batch.id)
             except NotFound:
-                logger.warning("%s cannot be read any more", batch.id)
+                logger.warning("%s can no longer be read", batch.id)
                 return
             if known.status in ENDED:  # ended by another process
                 return

@@ -98,7 +98,7 @@ class FileStore:
             finally:
                 partly.unlink(missing_ok=True)
         except OSError as error:
-            raise disk_failed("the file cannot be kept", error) from error
+            raise disk_failed("the file cannot be stored", error) from error
 
     def all(self) -> list[StoredFile]:
         """Return all files, newest first."""
@@ -145,13 +145,13 @@ class FileStore:
         room = self._limit - sum(file.bytes for file in known)
         if size > room:
             raise RequestTooLarge(
-                f"file: its {size} bytes do not fit into the {max(room, 0)} that are left of {self._limit}; "
+                f"file: its {size} bytes do not fit into the {max(room, 0)} left of {self._limit}; "
                 "delete files that are not needed",
                 param="file",
             )
         if len(known) >= MOST:
             raise RequestTooLarge(
-                f"file: {len(known)} files are kept, and no more than {MOST} may be; delete files that are not needed",
+                f"file: {len(known)} files are stored, the limit is {MOST}; delete files that are not needed",
                 param="file",
             )
 

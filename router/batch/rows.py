@@ -53,7 +53,7 @@ def read_rows(path: Path, endpoint: str) -> Iterator[Row | InvalidRow]:
             row = _row(number, line, endpoint)
             if isinstance(row, Row) and row.custom_id in seen:
                 row = InvalidRow(
-                    number, f"custom_id {row.custom_id!r} was there before", "custom_id", "duplicate_custom_id"
+                    number, f"custom_id {row.custom_id!r} is used twice", "custom_id", "duplicate_custom_id"
                 )
             elif isinstance(row, Row):
                 seen.add(row.custom_id)
@@ -67,7 +67,7 @@ def _row(number: int, line: bytes, endpoint: str) -> Row | InvalidRow:
     try:
         value = json.loads(line)
     except RecursionError:
-        return InvalidRow(number, "the line nests too deep", code="invalid_json_line")
+        return InvalidRow(number, "the line is nested too deeply", code="invalid_json_line")
     except ValueError as error:
         return InvalidRow(number, f"the line is not valid JSON: {error}", code="invalid_json_line")
     if not isinstance(value, dict):
@@ -82,7 +82,7 @@ def _row(number: int, line: bytes, endpoint: str) -> Row | InvalidRow:
     if not isinstance(body, dict):
         return InvalidRow(number, "body must be a JSON object", "body")
     if body.get("stream"):
-        return InvalidRow(number, "answers of a batch cannot be streamed", "body.stream")
+        return InvalidRow(number, "responses of a batch cannot be streamed", "body.stream")
     return Row(custom_id, json.dumps({**body, "priority": None}).encode())
 
 

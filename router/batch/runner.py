@@ -82,7 +82,7 @@ class Runner:
             if isinstance(error, (OSError, DiskFailed)) and time.time() < batch.expires_at:
                 raise
             logger.exception("%s failed", batch.id)
-            batch.fail([InvalidRow(0, f"the batch cannot go on: {error}", code="server_error").shown()])
+            batch.fail([InvalidRow(0, f"the batch cannot continue: {error}", code="server_error").shown()])
         await asyncio.shield(self._save())
 
     def _validate(self, path: Path) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ class Runner:
                 if len(wrong) == MAX_ERRORS:
                     break
         if not total and not wrong:
-            wrong.append(InvalidRow(1, "the file holds no request", code="empty_file").shown())
+            wrong.append(InvalidRow(1, "the file has no requests", code="empty_file").shown())
         self._batch.request_counts["total"] = total
         return wrong
 

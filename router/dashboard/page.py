@@ -14,7 +14,7 @@ from kvferry.router.dashboard.state import Counts, State
 from kvferry.router.page.policy import headers
 
 _FOLDER = Path(__file__).parent
-ASKS = '<p class="quiet">This router asks for an API key before it shows anything.</p>'
+ASKS = '<p class="quiet">This router requires an API key.</p>'
 """Text of the dashboard page if it needs an API key."""
 LATELY_S = 60.0
 """Period of the displayed rates, in seconds; percentages cover the whole history."""

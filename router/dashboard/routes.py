@@ -48,11 +48,11 @@ def shown(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
     async def state(request: Request) -> State:
         return await boards.state(request.scope[CALL].tenant or None if keyring.guards else None)
 
-    @router.get("/dashboard/state", summary="The cluster as this router sees it", response_model=State)
+    @router.get("/dashboard/state", summary="State of the cluster as this router sees it", response_model=State)
     async def as_json(request: Request) -> Response:
         return Response((await state(request)).model_dump_json(), media_type="application/json", headers=FRESH)
 
-    @router.get("/dashboard/view", summary="The same as a part of a page", response_class=HTMLResponse)
+    @router.get("/dashboard/view", summary="State of the cluster as an HTML fragment", response_class=HTMLResponse)
     async def as_html(request: Request) -> Response:
         return HTMLResponse(await asyncio.to_thread(view, await state(request)), headers=FRESH)
 
@@ -63,7 +63,7 @@ def page(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
     """Return the route of the page around the data."""
     router = APIRouter()
 
-    @router.get("/dashboard", summary="A page that shows the cluster live", response_class=HTMLResponse)
+    @router.get("/dashboard", summary="Dashboard page", response_class=HTMLResponse)
     async def dashboard() -> Response:
         return await asyncio.to_thread(whole_page, None if keyring.guards else await boards.state())
 

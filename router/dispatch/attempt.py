@@ -202,7 +202,7 @@ class Attempt:
             self._broke(error, lease)
             return
         if not self._prefilled:
-            self._unreachable(NodeLost(f"{lease.node_id} ended its answer early"), lease)
+            self._unreachable(NodeLost(f"{lease.node_id} ended its response early"), lease)
 
     async def _generate(self) -> None:
         assert self.decode_node
@@ -243,7 +243,7 @@ class Attempt:
 
     def _senseless(self, node: NodeLease | None) -> None:
         assert node
-        self._fail(NodeLost("a node answered what was not asked"), node)
+        self._fail(NodeLost("a node sent an answer of the wrong type"), node)
 
 
 def _name(node: NodeLease | None) -> str:

@@ -152,7 +152,7 @@ class AttemptPlanner:
     def _pay(self) -> None:
         """Spend retry budget if no token is out and no node died; raise Overloaded if the budget is empty."""
         if self._unpaid and not self._context.retries.spend():
-            raise Overloaded("too much is tried again at once", retry_after=1.0)
+            raise Overloaded("the retry budget is exhausted", retry_after=1.0)
         self._unpaid = False
 
     def _hopeless(self, error: KvferryError) -> KvferryError:

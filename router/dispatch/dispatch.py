@@ -152,7 +152,7 @@ class RequestDispatch:
         if not self._over and not self._inbox and placement and self._context.hedges.spend():
             self._context.metrics.retries.labels("hedge").inc()
             late_nodes = [node.node_id for node in (late.placement.prefill, late.placement.decode) if node]
-            self._context.request_log.rung(self._record, "hedge", late_nodes, "its first token is late")
+            self._context.request_log.rung(self._record, "hedge", late_nodes, "its first token is overdue")
             self._begin(f"{self._wire_id}-h{self._attempts}", placement)
 
     def _begin(self, name: str, placement: Placement) -> None:

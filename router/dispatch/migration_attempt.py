@@ -60,7 +60,7 @@ class MigrationAttempt(Attempt):
             # The move may still run on the node: usually the end of the old attempt or stream decides its outcome.
             await asyncio.sleep(UNTOLD_S)
             if self._kept is not None or not self.decoding:
-                self._fail(TransferFailed(f"it is not known what became of the move: {error}"), source)
+                self._fail(TransferFailed(f"the outcome of the migration is unknown: {error}"), source)
         except Exception as error:
             # The node itself reports that the move failed, even if the stream is gone from it.
             if isinstance(error, BlocksCorrupt):

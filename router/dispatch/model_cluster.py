@@ -204,7 +204,13 @@ class ModelCluster:
             return told
         if told is not None:
             self.metrics.account_violations.inc()
-            log.error("%s: wrong account of %d tokens from %s: %s", job.request_id, length, node and node.node_id, told)
+            log.error(
+                "%s: wrong reuse accounting of %d tokens from %s: %s",
+                job.request_id,
+                length,
+                node and node.node_id,
+                told,
+            )
         return Reuse(length, computed=length)
 
     def _shut(self) -> OpenBreakers:

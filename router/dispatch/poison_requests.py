@@ -90,7 +90,7 @@ class PoisonRequests:
         suspect.works.update(works)
         suspect.delivered = delivered
         if suspect.damned and not there - {suspect}:
-            raise FatalRequest(f"{suspect.losses} nodes ended while they worked on this request; it is not tried again")
+            raise FatalRequest(f"{suspect.losses} nodes ended while they worked on this request; it is not retried")
 
     def doubts(self, suspect: Suspect) -> Mapping[NodeKey, float]:
         """Return the placement cost, in seconds, of each node where other suspects run."""

@@ -114,7 +114,7 @@ class Prefixes:
             async with asyncio.timeout(self._limit_s):
                 held = await self._lookup.longest_prefix(hashes, nodes)
         except Exception as error:
-            self._tell(False, f"block index does not answer, placing by load and by what is remembered: {error!r}")
+            self._tell(False, f"block index does not answer, placing by load and remembered prefixes: {error!r}")
             return None
         finally:
             self._metrics.index_seconds.observe(time.perf_counter() - began)

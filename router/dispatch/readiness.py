@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.router.nodes.node_table import NodeTable
 
-OTHERS = "there are nodes of another wire version, and none of this one that can decode"
+OTHERS = "nodes of another wire version are running, but no node of this version can decode"
 
 
 class Readiness:

@@ -75,7 +75,7 @@ class BreakerTable(Generic[S]):
         if not surely and not known.until and not known.doubted:
             known.doubted = True
         elif known.until <= now or known.tried:
-            log.warning("%s failed: nothing new goes there for %g s", subject, known.pause_s)
+            log.warning("%s failed: no new requests go there for %g s", subject, known.pause_s)
             known.until, known.pause_s, known.tried = now + known.pause_s, min(2 * known.pause_s, PAUSE_S[1]), False
 
     def use(self, subject: S, now: float) -> None:

@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._end(ConnectionError(f"no answer in HTTP: {error}"))
         if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self._end(ConnectionError("a header without end"))
+            self._end(ConnectionError("a header that does not end"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header (httptools callback)."""

@@ -25,7 +25,7 @@ class IncompatibleNodes:
         seen = frozenset(nodes)
         for node in sorted(seen - self._known, key=lambda each: each.node_id):
             log.error(
-                "node %s speaks wire version %d and this router %d: not used until both are of one release",
+                "node %s speaks wire version %d and this router %d: not used until both run the same release",
                 node.node_id, node.version, WIRE_VERSION,
             )  # fmt: skip
         changed, self._known = seen != self._known, seen

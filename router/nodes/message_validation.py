@@ -31,15 +31,15 @@ def check_frame(frame: Any) -> StepFrame:
     if not isinstance(frame, StepFrame) or type(frame.deltas) is not tuple or type(frame.failed) is not tuple:
         raise WireError(f"a {type(frame).__name__} on a token stream")
     if type(frame.number) is not int or frame.number < 0 or not (frame.pulse is None or _is_pulse(frame.pulse)):
-        raise WireError("a StepFrame that makes no sense")
+        raise WireError("an invalid StepFrame")
     for delta in frame.deltas:
         _check_delta(delta)
     told = frame.deviations
     if type(told) is not tuple or not all(isinstance(each, Deviation) and _sound(each) for each in told):
-        raise WireError("a Deviation that makes no sense")
+        raise WireError("an invalid Deviation")
     for failure in frame.failed:
         if not isinstance(failure, AttemptFailed) or not _sound(failure):
-            raise WireError("an AttemptFailed that makes no sense")
+            raise WireError("an invalid AttemptFailed")
     return frame
 
 
@@ -51,7 +51,7 @@ def check_answer(message: Any) -> FirstToken | ShipDone | AttemptFailed:
             return message
     elif isinstance(message, ShipDone | AttemptFailed) and _sound(message):
         return message
-    raise WireError(f"a {type(message).__name__} that makes no sense in a prefill's answer")
+    raise WireError(f"a {type(message).__name__} that is invalid in a prefill's answer")
 
 
 def refusal_of(status: int, body: bytes, retry_after: str | None) -> KvferryError:
@@ -98,7 +98,7 @@ def _check_delta(delta: Any) -> None:
             and (delta.vector is None or type(delta.vector) is bytes)
         ):
             return
-    raise WireError("a TokenDelta that makes no sense")
+    raise WireError("an invalid TokenDelta")
 
 
 def _are_ids(tokens: tuple[Any, ...]) -> bool:

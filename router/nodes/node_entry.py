@@ -161,7 +161,9 @@ class NodeEntry:
             if listener := self.listeners.get(failure.request_id):
                 listener.failed(failure)
         for each in frame.deviations:
-            log.warning("what %s shipped of %s is not what %s computes", each.sender[0], each.request_id, self.key[0])
+            log.warning(
+                "what %s sent of %s differs from what %s computes", each.sender[0], each.request_id, self.key[0]
+            )
             self._corrupt(each.sender, self.key)
 
     def broken(self, error: KvferryError) -> None:

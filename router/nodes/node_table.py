@@ -124,7 +124,7 @@ class NodeTable:
             try:
                 await self.refresh()
             except Exception:
-                log.exception("the nodes could not be brought up to date")
+                log.exception("the list of nodes could not be refreshed")
 
     @property
     def pause_s(self) -> float:
@@ -182,7 +182,7 @@ class NodeTable:
         A known node with an invalid lease keeps its previous one."""
         odd = [lease for lease in leases if not is_sound(lease)]
         if odd and not self._told_unsound:
-            log.warning("a lease makes no sense: %r", odd[0])
+            log.warning("invalid lease: %r", odd[0])
         self._told_unsound = bool(odd)
         if not odd:
             return leases
@@ -210,7 +210,11 @@ class NodeTable:
     def _lose(self, key: NodeKey, successor: NodeLease | None) -> None:
         log.warning("node %s (epoch %d) is lost", *key)
         del self._groups[key]
-        lost = Fenced(f"{key[0]} is epoch {successor.epoch} now") if successor else NodeLost(f"{key[0]} lost its lease")
+        lost = (
+            Fenced(f"{key[0]} was replaced by epoch {successor.epoch}")
+            if successor
+            else NodeLost(f"{key[0]} lost its lease")
+        )
         self.entries.pop(key).lose(lost)
 
     def _group(self, lease: NodeLease) -> ModelNodes | None:
@@ -227,7 +231,7 @@ class NodeTable:
         for key in strangers.keys() - self._strangers:
             served = ", ".join(repr(name) for group in self.groups for name in group.name.all)
             log.warning(
-                "node %s runs %r and this router serves %s: not used. If it is the same model, give both one "
+                "node %s runs %r and this router serves %s: not used. If it is the same model, give both the same "
                 "--served-model-name", key[0], _name(strangers[key]).first, served,
             )  # fmt: skip
         self._strangers = set(strangers)

@@ -48,7 +48,7 @@ class Quarantine:
         )
         for subject, count, most in subjects:
             if count >= most and self._until.get(subject, 0.0) <= now:
-                log.warning("%s: %d ships were corrupt or wrong: none for %g s", subject, count, WITHIN_S)
+                log.warning("%s: %d transfers were corrupt or wrong: no more for %g s", subject, count, WITHIN_S)
                 self._until[subject] = now + WITHIN_S
                 if self._on_begin is not None:
                     self._on_begin()

@@ -25,7 +25,7 @@ class RegistryHealth:
 
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.up, self.failures = False, 0
-        self.trouble = "the registry was not asked yet"
+        self.trouble = "the registry has not been queried yet"
         self._metrics, self._clock = metrics, clock
         self._answered_at = clock()
         self._refused = RateLimitedLog(log)

@@ -88,7 +88,7 @@ class TokenStream:
             self._ended(error)
         except Exception:
             log.exception("token stream of %s", self._entry.key[0])
-            self._lose(NodeLost(f"{self._entry.key[0]}: token stream is unreadable"))
+            self._lose(NodeLost(f"{self._entry.key[0]}: unreadable token stream"))
         return opened
 
     def _deal(self, frame: StepFrame) -> None:
@@ -117,7 +117,7 @@ class TokenStream:
         ):
             self._lose(error)
         elif self._entry.open:
-            log.debug("token stream of %s broke, it is opened again: %s", self._entry.key[0], error)
+            log.debug("token stream of %s broke, reconnecting: %s", self._entry.key[0], error)
             self._entry.pause()
 
     def _lose(self, error: KvferryError) -> None:

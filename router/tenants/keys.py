@@ -59,10 +59,12 @@ def read_keys(text: str) -> dict[bytes, Tenant]:
             raise ConfigError(f"{name}: must be a table, [{name}]")
         tenant = Tenant(name, **{field: _number(name, field, table[field]) for field in table.keys() & _LIMITS})
         if unknown := table.keys() - _LIMITS - {"keys"}:
-            raise ConfigError(f"{name}: no field {', '.join(sorted(unknown))}; there are keys, {', '.join(_fields())}")
+            raise ConfigError(
+                f"{name}: unknown field {', '.join(sorted(unknown))}; known are keys, {', '.join(_fields())}"
+            )
         for digest in _hashes(name, table.get("keys")):
             if digest in found:
-                raise ConfigError(f"{name}: a key of {found[digest].name} is listed again")
+                raise ConfigError(f"{name}: a key of {found[digest].name} is listed twice")
             found[digest] = tenant
     return found
 
@@ -88,11 +90,11 @@ def _number(name: str, field: str, value: Any) -> Any:
 
 def _hashes(name: str, listed: Any) -> list[bytes]:
     if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
-        raise ConfigError(f"{name}: keys must be a list of texts")
+        raise ConfigError(f"{name}: keys must be a list of strings")
     digests = []
     for each in listed:
         digest = each.removeprefix(HASH_PREFIX)
         if digest == each or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-            raise ConfigError(f"{name}: a key is listed as {HASH_PREFIX} and 64 hexadecimal digits; see `kvferry key`")
+            raise ConfigError(f"{name}: a key must be {HASH_PREFIX} and 64 hexadecimal digits; see `kvferry key`")
         digests.append(bytes.fromhex(digest))
     return digests

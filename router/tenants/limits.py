@@ -18,7 +18,7 @@ class RateLimited(Overloaded):
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, kind: str, retry_after: float) -> None:
-        super().__init__(f"{message}; try again in {shown_seconds(retry_after)}", retry_after=retry_after)
+        super().__init__(f"{message}; retry in {shown_seconds(retry_after)}", retry_after=retry_after)
         self.type = kind
 
 
@@ -83,7 +83,7 @@ class Meter:
             said = f"{self.running} requests of {tenant.name} are in progress, its limit"
             raise RateLimited(said, "requests", 1.0)
         if wait_s := self._requests.until_s(1, now):
-            said = f"{tenant.name} may make {tenant.requests_per_minute} requests a minute"
+            said = f"{tenant.name} is limited to {tenant.requests_per_minute} requests per minute"
             raise RateLimited(said, "requests", wait_s)
         if wait_s := self._tokens.until_s(1, now):
             raise self._short(wait_s)
@@ -119,7 +119,7 @@ class Meter:
         return found
 
     def _short(self, wait_s: float, more: str = "") -> RateLimited:
-        said = f"{self.tenant.name} may use {self.tenant.tokens_per_minute} tokens a minute{more}"
+        said = f"{self.tenant.name} is limited to {self.tenant.tokens_per_minute} tokens per minute{more}"
         return RateLimited(said, "tokens", wait_s)
 
 

@@ -164,7 +164,7 @@ class SchedulerSlots:
         lane = turn.lane
         if lane.queued > self._most_queued:
             place_s = self._ahead_s(turn) / lane.queued
-            raise Overloaded(f"{lane.queued - 1} requests wait for a turn, the limit", retry_after=max(1.0, place_s))
+            raise Overloaded(f"{lane.queued - 1} requests are queued, the limit", retry_after=max(1.0, place_s))
         ahead_s = self._ahead_s(turn)
         if ahead_s > left_s:
             raise self._hopeless(ahead_s - left_s)
@@ -176,7 +176,7 @@ class SchedulerSlots:
     def _hopeless(self, again_s: float) -> Overloaded:
         queued = len(self._waiters)
         return Overloaded(
-            f"{queued} requests wait for the nodes; this one would not begin before its deadline",
+            f"{queued} requests are queued; this one would not start before its deadline",
             retry_after=max(1.0, again_s),
         )
 

@@ -92,7 +92,7 @@ class Encoder:
             tokens += sum(map(len, ids))
             if len(texts) > 1 and tokens > self._most:
                 raise InvalidRequest(
-                    f"{bound.field} has more than {self._most} tokens in all, the most that one request may bring here",
+                    f"{bound.field} has more than {self._most} tokens in total, the limit of one request",
                     param=bound.field,
                 )
             found += ids
@@ -127,7 +127,7 @@ class Encoder:
                 f"{bound.field} has {len(text)} characters; at most {limit} can be truncated to tokens here",
                 param=bound.field,
             )
-        raise _too_long(bound, f"which {len(text)} characters cannot fit into")
+        raise _too_long(bound, f"too few for {len(text)} characters")
 
     async def _check_slices(self, text: str, bound: Bound) -> None:
         """Count tokens by slices until they are certainly too many; a cut adds less than 1 % of a slice."""
@@ -135,7 +135,7 @@ class Encoder:
         for part in _slices(text):
             count += len(await self.beside(encode, part, size=len(part), of=len(text)))
             if count > bound.tokens * 1.05 + 1000:
-                raise _too_long(bound, f"but the first {count} of the prompt are only a part of it")
+                raise _too_long(bound, f"but the prompt is longer than its first {count}")
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:

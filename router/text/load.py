@@ -32,7 +32,8 @@ def load_text_models(settings: RouterSettings) -> list[TextModel]:
     served = split_names(settings.served_model_name, len(settings.model))
     if settings.chat_template and len(settings.model) > 1:
         raise ConfigError(
-            "--chat-template is for a single model; of several, each has its own among its files (chat_template.jinja)",
+            "--chat-template needs a single model; with several, put each model's template into its directory "
+            "(chat_template.jinja)",
             param="chat_template",
         )
     models = [_load(settings, model, names) for model, names in zip(settings.model, served, strict=True)]

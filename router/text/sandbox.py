@@ -99,13 +99,13 @@ class _Bounding(NodeTransformer):
 def _spend(context: Context, length: int) -> None:
     """Spend one turn, and those of a text or list of that length."""
     if length > MAX_LENGTH:
-        raise TemplateError(f"a text or list of {length} parts is too long; the limit is {MAX_LENGTH}")
+        raise TemplateError(f"a string or list of {length} parts is too long; the limit is {MAX_LENGTH}")
     left = context.get(_TURNS)
     if left is None:
         return
     left[0] -= 1 + length // _BYTES_A_TURN
     if left[0] < 0:
-        raise TemplateError(f"it takes more than {MAX_TURNS} turns of loops")
+        raise TemplateError(f"it runs more than {MAX_TURNS} loop iterations")
 
 
 @pass_context
@@ -142,7 +142,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_call(value: str | list[Any], name: str, args: Sequence[Any]) -> None:
-    """Raise TemplateError if a method or filter would make a text that is too long."""
+    """Raise TemplateError if a method or filter would make a string that is too long."""
     if name == "format" and isinstance(value, str):
         _check_widths(value)
         return
@@ -153,7 +153,7 @@ def _check_call(value: str | list[Any], name: str, args: Sequence[Any]) -> None:
     elif name in ("join", "indent", "expandtabs") and lengths:
         made = len(value) * max(lengths)
     if made > 4 * MAX_LENGTH:
-        raise TemplateError(f"{name} would make a text that is too long; the limit is {MAX_LENGTH}")
+        raise TemplateError(f"{name} would make a string that is too long; the limit is {MAX_LENGTH}")
 
 
 def _check_widths(form: str) -> None:

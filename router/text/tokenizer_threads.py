@@ -57,7 +57,7 @@ class _Lane:
             self._free -= 1
             return
         if self._waiting and self._waiting + size > MOST_WAITING:
-            raise Overloaded("too much text is waiting to be tokenised", retry_after=2.0)
+            raise Overloaded("too much text is waiting to be tokenized", retry_after=2.0)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (rank, next(self._numbers), turn))
         self._waiting += size

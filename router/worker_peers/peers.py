@@ -78,7 +78,7 @@ class WorkerPeers:
             writer.write(await self.answers[name](*words) + END)
             await writer.drain()
         except (OSError, ValueError, KeyError) as error:
-            log.warning("a question of another router process was not answered: %r", error)
+            log.warning("a call from another router process was not answered: %r", error)
         finally:
             writer.close()
 

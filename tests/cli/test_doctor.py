@@ -89,7 +89,7 @@ def test_without_a_model_memory_is_checked_and_speed_is_unknown():
     assert one(doctor.memory, device="cpu", kv_cache_gib=1e6).level == "fail"
     nowhere = {"device": "cpu", "model": "/no/such/model.gguf"}
     unsure = one(doctor.memory, **nowhere)
-    assert (unsure.level, unsure.remedy) == ("warn", "see what is said of the model")
+    assert (unsure.level, unsure.remedy) == ("warn", "see the line about the model")
     assert unsure.found.endswith("before weights of unknown size"), "its weights are not 0 bytes"
     speed = one(doctor.speed, **nowhere)
     assert "unknown" in speed.found
@@ -198,7 +198,7 @@ def test_what_fails_several_checks_is_told_once(capsys):
     assert report(all_checks(ServeSettings(), checks)) == 2
     assert capsys.readouterr().out.splitlines() == [
         "fail model        a does not go with b",
-        "warn memory       unknown -> see what is said of the model",
+        "warn memory       unknown -> see the line about the model",
     ]
 
 

@@ -76,12 +76,12 @@ def test_a_port_that_the_system_chose_is_in_no_command_line(capsys: pytest.Captu
     with container("kvferry", "decode", "--port=0") as pid:
         assert command.run(["health", "--pid", str(pid)]) == 2
     said = capsys.readouterr().err
-    assert "name one with --port" in said
+    assert "set one with --port" in said
     assert "does not answer" not in said
 
 
 def test_a_process_that_is_no_kvferry_is_told() -> None:
-    with container("sleep") as pid, pytest.raises(ConfigError, match="runs no kvferry"):
+    with container("sleep") as pid, pytest.raises(ConfigError, match="is not kvferry"):
         command_line(pid)
     with pytest.raises(ConfigError, match="cannot read"):
         command_line(2**22 + 1)

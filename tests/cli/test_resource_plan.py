@@ -179,7 +179,7 @@ def test_what_drafts_is_counted_where_it_may_run(monkeypatch, settings, gib):
     monkeypatch.setattr(resource_plan, "resolve", lambda name, weights: name)
     monkeypatch.setattr(resource_plan, "needs_of", lambda source: SMALL)
     wanted = ServeSettings(device="cpu", prefill=2, decode=1, speculative_model="small", **settings)
-    assert f", {gib:.2f} GiB for what drafts" in require_memory(wanted, [NEEDS], take_seats(wanted, [NEEDS], []))
+    assert f", {gib:.2f} GiB for the draft model" in require_memory(wanted, [NEEDS], take_seats(wanted, [NEEDS], []))
 
 
 def test_on_a_gpu_what_drafts_has_room_beside_the_pools(monkeypatch):

@@ -210,7 +210,7 @@ def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
             ("--port", "0", "--host", "192.0.2.1"): "--host",
             ("--port", "0", "--dtype", "int3"): "--dtype",
             ("--port", "0", "--device", "cpu", "--kv-cache-gib", "100000"): "--kv-cache-gib",
-            ("--port", "0", "--model", str(tmp_path)): "name a model's own directory",
+            ("--port", "0", "--model", str(tmp_path)): "give a model's own directory",
             ("--port", "0", "--model", "smollm2", "--model", "smollm2"): "--served-model-name",
             ("--port", "0", "--served-model-name", ","): "--served-model-name",
             ("--port", "0", "--model", "smollm2", "--model", "x", "--lora", "a=/a"): "--lora",
@@ -240,7 +240,7 @@ def test_ready_is_said_when_the_router_sees_every_node(start, tmp_path):
 
 
 def test_a_cache_that_cannot_be_batch_invariant_is_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match="batch_invariant does not go with kv_cache_dtype fp8"):
+    with pytest.raises(ConfigError, match="batch_invariant is not supported with kv_cache_dtype fp8"):
         check(ServeSettings(kv_cache_dtype="fp8", batch_invariant=True))
 
 

@@ -67,11 +67,11 @@ def test_family_path_formats_and_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt_neox"}, "on transformers' modules around our attention and dense layers, bfloat16"),
+        ({"model_type": "gpt_neox"}, "on transformers modules around kvferry's attention and dense layers, bfloat16"),
         ({"hidden_act": "relu"}, "on transformers' modules around our attention"),
         (
             {"model_type": "gpt_neox", "quantization_config": GPTQ},
-            "on transformers' modules around our attention and dense layers, gptq of 4 bits, groups of 32",
+            "on transformers modules around kvferry's attention and dense layers, gptq of 4 bits, groups of 32",
         ),
         ({"dtype": "float16"}, "on our own decoder, float16"),
     ],
@@ -86,10 +86,10 @@ def test_latent_attention_is_told(tmp_path):
     groups = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     model = directory(tmp_path, model_type="deepseek_v3", num_hidden_layers=8, **sizes, **groups)
     found = told(model)
-    assert "on our own decoder" in found.found
+    assert "on kvferry's own decoder" in found.found
     assert f"KV {1000 * 8 * 576 * 2 / 2**20:.1f} MiB for 1,000 tokens" in found.found
     refused = told(model, kv_cache_dtype="int8")
-    assert (refused.level, "int8 is not for latent attention" in refused.found) == ("fail", True)
+    assert (refused.level, "int8 is not supported for latent attention" in refused.found) == ("fail", True)
     assert f"KV {1000 * 8 * 580 / 2**20:.1f} MiB for 1,000 tokens" in told(model, kv_cache_dtype="fp8").found
 
 
@@ -97,7 +97,9 @@ def test_latent_attention_is_told(tmp_path):
 def test_a_cache_that_cannot_be_batch_invariant_is_refused_before_anything_is_loaded(cache, level, tmp_path):
     path = directory(tmp_path, quantization_config=GPTQ)
     result = told(path, kv_cache_dtype=cache, batch_invariant=True)
-    words = f"batch_invariant does not go with kv_cache_dtype {cache}, which PyTorch reads on a CPU; use int8 or auto"
+    words = (
+        f"batch_invariant is not supported with kv_cache_dtype {cache}, which PyTorch reads on a CPU; use int8 or auto"
+    )
     assert (result.level, words in result.found) == (level, level == "fail")
 
 
@@ -108,9 +110,9 @@ def test_a_cache_that_cannot_be_batch_invariant_is_refused_before_anything_is_lo
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
         (
             {"quantization_config": GPTQ, "model_type": "qwen2_moe", "num_experts": 4},
-            "experts in codes of gptq run on our own decoder alone",
+            "experts in codes of gptq run only on kvferry's own decoder",
         ),
-        ({"model_type": "martian"}, "neither our own decoder nor transformers knows"),
+        ({"model_type": "martian"}, "neither kvferry's own decoder nor transformers supports"),
         ({"kv_lora_rank": 64}, "MLA"),
     ],
 )
@@ -159,7 +161,7 @@ def test_who_drafts_and_what_that_takes(tmp_path):
     assert "other has a vocabulary of 64 tokens, model has another of 128" in refused.found
     settings = ServeSettings(model=(model,), device="cpu", kv_cache_gib=0.01, speculative_model=small)
     (memory,) = all_checks(settings, [("memory", doctor.memory)])
-    assert "GiB for what drafts" in memory.found
+    assert "GiB for the draft model" in memory.found
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -176,7 +178,7 @@ def test_a_gguf_that_transformers_reads_needs_accelerate(installed, tmp_path, mo
         lambda name: (types if installed else None) if name == "accelerate" else find(name),
     )
     found = told(str(path))
-    words = "transformers' modules around our attention and dense layers, GGUF of float32"
+    words = "transformers modules around kvferry's attention and dense layers, GGUF of float32"
     assert (found.level, (words if installed else "pip install accelerate") in found.found) == (
         "ok" if installed else "fail",
         True,

@@ -112,7 +112,7 @@ def test_another_server_is_no_router() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"<html>"})
 
-    with served(app) as url, pytest.raises(Unseen, match="no router of this version"):
+    with served(app) as url, pytest.raises(Unseen, match="not a router of this version"):
         run_top(Watching(url, "", 1.0), once=True)
 
 

@@ -172,7 +172,7 @@ def test_head_dims_of_no_whole_panel_are_refused(tmp_path: Path) -> None:
 
 def test_dense_layers_that_are_not_packed_are_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "odd", **(SHAPE | {"intermediate_size": 33}))
-    with pytest.raises(ConfigError, match="even number of inputs"):
+    with pytest.raises(ConfigError, match="even input width"):
         assemble(WorkerSettings(model=str(path), dtype="bfloat16", batch_invariant=True, kv_blocks=20))
 
 

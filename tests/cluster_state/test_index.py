@@ -305,7 +305,7 @@ class _IndexMachine(RuleBasedStateMachine):
         async def broken(node_id, epoch, stored, removed):
             if after and dice.random() < 0.5:
                 await real(self.store, node_id, epoch, stored, removed)
-            raise RegistryUnavailable("switched off")
+            raise RegistryUnavailable("off")
 
         self.store.publish = broken
 

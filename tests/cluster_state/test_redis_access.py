@@ -304,7 +304,7 @@ async def test_sentinels_passwords_are_not_told_and_closing_never_raises(monkeyp
 
     async def aclose(self):
         closed.append(self)
-        raise ValueError("a defect")
+        raise ValueError("unexpected error")
 
     pool = store._client.connection_pool
     monkeypatch.setattr(redis.asyncio.Redis, "aclose", aclose)

@@ -106,9 +106,9 @@ async def store(between):
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "Redis"),
         (b"*x\r\n", "Redis"),
         (b"\x00\xff\xfe", "Redis"),
-        (b":7\r\n", "no sense"),
-        (b"*-1\r\n", "no sense"),
-        (b"$3\r\n\xff\xfe\xfd\r\n", "no sense"),
+        (b":7\r\n", "invalid answer"),
+        (b"*-1\r\n", "invalid answer"),
+        (b"$3\r\n\xff\xfe\xfd\r\n", "invalid answer"),
     ],
 )
 async def test_a_server_that_answers_with_errors_or_rubbish_is_unavailable(between, store, answer, told):

@@ -50,10 +50,10 @@ def test_sentinels():
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("nonsense", "begins with"),
-        ("gopher://x", "begins with"),
+        ("nonsense", "must begin with"),
+        ("gopher://x", "must begin with"),
         ("unix://h", "unix:///path"),
-        ("redis://[bad", "no URL"),
+        ("redis://[bad", "not a URL"),
         (f"redis://:{SECRET}/x@h:1/0", "%2F"),
         (f"redis://:x/{SECRET}@h:1/0", "%2F"),
         (f"redis://:{SECRET}#x@h", "%23"),
@@ -69,7 +69,7 @@ def test_sentinels():
         ("rediss://h?ssl_cert_reqs=maybe", "ssl_cert_reqs"),
         ("rediss://h?ssl_check_hostname=perhaps", "ssl_check_hostname"),
         ("redis://h?ssl_check_hostname=true", "rediss"),
-        ("redis://h?sentinel_password=x", "none of its parameters"),
+        ("redis://h?sentinel_password=x", "not one of its parameters"),
         ("redis://h?db=-1", "db cannot"),
         ("redis://h?protocol=4", "protocol cannot"),
         ("redis://h?protocol=", "protocol cannot"),

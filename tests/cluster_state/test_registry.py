@@ -220,7 +220,7 @@ async def test_a_lease_stands_once_it_was_read_back_and_renewed(caplog):
     await until(lambda: len(k.outcomes) >= 5)
     assert not k.keeper.held
     assert [record.message for record in caplog.records] == [
-        f"the registry took the lease of {(LEASE.node_id, LEASE.epoch)} and does not have it"
+        f"the registry accepted the lease of {(LEASE.node_id, LEASE.epoch)} and then lost it"
     ]
     store.shows, store.keeps = True, False
     tried = len(k.outcomes)

@@ -269,7 +269,7 @@ CONFIGS = {
     "whole modules": {"modules_to_save": ["lm_head"]},
     "target lm_head is none of q_proj": {"target_modules": ["q_proj", "lm_head"]},
     "its rank is 65 and --max-lora-rank is 64": {"r": 65},
-    "must be a rank and a number": {"r": "four"},
+    "must be a whole number and a number": {"r": "four"},
     "shapes ((4, 96), (64, 4)); model takes ((8, 96), (64, 8))": {"r": 8},
 }
 
@@ -287,7 +287,7 @@ def test_what_an_adapter_may_not_say(message: str, tiny: Path, tmp_path: Path) -
 
 LAYER = "base_model.model.model.layers"
 TENSORS = {
-    "is no low-rank part": {"base_model.model.lm_head.lora_A.weight": (4, 64)},
+    "is not a low-rank part": {"base_model.model.lm_head.lora_A.weight": (4, 64)},
     "adapts layer 3, and model has 3": {f"{LAYER}.3.mlp.up_proj.lora_{x}.weight": (4, 64) for x in "AB"},
     "its target gate is none of": {f"{LAYER}.0.mlp.gate.lora_{x}.weight": (4, 64) for x in "AB"},
     "layer 0 down_proj has only one": {f"{LAYER}.0.mlp.down_proj.lora_A.weight": (4, 96)},

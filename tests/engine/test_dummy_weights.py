@@ -84,10 +84,10 @@ def test_without_files_only_dummy_weights_do(config_only):
 
 
 def test_what_cannot_have_them_is_refused(config_only):
-    with pytest.raises(ConfigError, match=r"our own decoder") as refused:
+    with pytest.raises(ConfigError, match=r"kvferry's own decoder") as refused:
         load(config_only, impl="transformers")
     assert refused.value.param == "load_format"
-    with pytest.raises(ConfigError, match=r"a \.gguf file has none"):
+    with pytest.raises(ConfigError, match=r"a \.gguf file lacks"):
         resolve_runnable("smollm2", "dummy")
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_model(
@@ -102,5 +102,5 @@ def test_what_cannot_have_them_is_refused(config_only):
 def test_an_encoder_is_refused(tmp_path):
     config = {"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 30, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="decoders alone"):
+    with pytest.raises(ConfigError, match="decoders only"):
         assemble(WorkerSettings(model=str(tmp_path), load_format="dummy", device="cpu"))

@@ -139,7 +139,7 @@ def test_a_grammar_that_cannot_be_read_is_refused_by_name() -> None:
     assert failures(engine) == {"bad": "invalid_request_error"}
     assert [e.error.code for e in engine.events if isinstance(e, ReservationFailed)] == ["invalid_request_error"]
     error = next(e.error for e in nobody.events if isinstance(e, Failed))
-    assert "reads no grammars" in error.message
+    assert "does not support grammars" in error.message
     assert not engine.request_table
     assert not nobody.request_table
     engine.check_integrity()

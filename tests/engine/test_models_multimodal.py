@@ -143,5 +143,5 @@ def test_what_gemma_3_leaves_out_of_its_config(tmp_path: Path) -> None:
 
 def test_transformers_is_no_way_to_run_it(tmp_path: Path) -> None:
     saved("mistral3", tmp_path)
-    with pytest.raises(ConfigError, match="runs on our own decoder alone"):
+    with pytest.raises(ConfigError, match="runs only on kvferry's own decoder"):
         load(tmp_path, impl="transformers")

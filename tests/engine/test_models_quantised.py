@@ -194,7 +194,7 @@ def test_memory_is_known_beforehand(name, plain, tmp_path):
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes', and that method"),
         (compressed("nvfp4-pack-quantized", **INT4), "the format 'nvfp4-pack-quantized'"),
         (compressed("pack-quantized", num_bits=6, type="int"), "int6 weights"),
-        (GPTQ | {"bits": "few"}, "makes no sense"),
+        (GPTQ | {"bits": "few"}, "invalid quantization_config"),
         (FP8 | {"weight_block_size": [0, 128]}, "blocks of 0 x 128"),
     ],
 )

@@ -75,7 +75,7 @@ def test_what_fails_in_the_midst_of_a_step_ends_the_device_for_good(tmp_path: Pa
         def broken() -> bool:
             raise MemoryError("injected")
 
-        with pytest.raises(DeviceLost, match="2 ranks do not compute together any more: MemoryError: injected"):
+        with pytest.raises(DeviceLost, match="2 ranks can no longer compute together: MemoryError: injected"):
             cache.step({"a": tokens_for(9)}, broken)
         told = len(ranks.said)
         with pytest.raises(DeviceLost, match="injected"):

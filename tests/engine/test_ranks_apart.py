@@ -84,7 +84,7 @@ def test_a_rank_that_is_gone_is_a_lost_device(tmp_path: Path) -> None:
         cache.step({"a": tokens_for(9)})
         ranks.end()  # its connections end, as with its process
         for name in "bc":
-            with pytest.raises(DeviceLost, match="2 ranks do not compute together any more"):
+            with pytest.raises(DeviceLost, match="2 ranks can no longer compute together"):
                 cache.step({name: tokens_for(9)})
 
 

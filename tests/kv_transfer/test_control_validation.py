@@ -127,7 +127,7 @@ def test_other_things_are_refused(message):
 
 
 def test_messages_for_the_other_side_are_refused():
-    with pytest.raises(WireError, match="Grant is no message for this side"):
+    with pytest.raises(WireError, match="Grant is not a message for this side"):
         read(pack(Grant(1, 0, 1, 1)), GrantRequest | Commit)
 
 

@@ -114,7 +114,7 @@ def test_lookups_under_way_are_bounded(monkeypatch):
     for _ in range(MAX_LOOKUPS + 2):
         resolver.resolve("name.example:1", lambda *found: None, ended.append)
     assert len(ended) == 2
-    assert "being looked up" in str(ended[0])
+    assert "being resolved" in str(ended[0])
     held.set()
     wait_for(lambda: len(calls) == MAX_LOOKUPS)
     for call in calls:

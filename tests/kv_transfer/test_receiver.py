@@ -54,9 +54,9 @@ def test_receives_are_posted_in_slices_and_one_given_up_between_them_ends_alone(
     key = next(iter(decode.log))
     assert len(decode.watched.posted) == 2
     if by == "decode":
-        decode.receiver.cancel(key, errors.Cancelled("the client went away"))
+        decode.receiver.cancel(key, errors.Cancelled("the client disconnected"))
     elif by == "prefill":
-        prefill.sender.abort(t, "the client went away")
+        prefill.sender.abort(t, "the client disconnected")
     else:
         prefill.inner.kill()
     network.run()
@@ -107,7 +107,7 @@ def test_cancel_tells_the_sender_who_completes_the_rest(posted):
     network.run()
     prefill.ship(t, 0, posted)
     key = next(iter(decode.log))
-    decode.receiver.cancel(key, errors.Cancelled("the client went away"))
+    decode.receiver.cancel(key, errors.Cancelled("the client disconnected"))
     network.run()
     assert decode.log[key] == ["reserve", "failed", "quiet"]
     assert isinstance(prefill.errors[t], errors.Cancelled)

@@ -93,9 +93,9 @@ def test_a_large_ship_that_is_given_up_ends_at_once_and_no_other_with_it(by):
     large, other = slow.begin(LARGE), slow.begin(100)
     key = next(iter(decode.log))
     if by == "prefill":
-        slow.prefill.sender.abort(large, "the client went away")
+        slow.prefill.sender.abort(large, "the client disconnected")
     else:
-        decode.receiver.cancel(key, Cancelled("the client went away"))
+        decode.receiver.cancel(key, Cancelled("the client disconnected"))
     assert slow.until(large, "quiet") < 5
     slow.until(other, "done")
     assert decode.log[key] == ["reserve", "failed", "quiet"]

@@ -209,5 +209,5 @@ def test_a_link_whose_memory_may_still_be_written_to_says_nothing_more_and_ends(
         loop.submit(close)
         wait_for(lambda: faults)
         loop.stop()
-    assert "does not let go" in faults[0]
+    assert "does not release" in faults[0]
     assert not told

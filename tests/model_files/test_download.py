@@ -77,7 +77,7 @@ def test_what_is_in_the_cache_is_not_asked_for_again_even_without_a_network(hub,
     nowhere = resolved(hub, tmp_path, "org/other")
     assert nowhere.returncode == 1
     assert nowhere.stderr.splitlines()[-1].startswith(
-        "org/other is no path here, not in the Hugging Face cache, and the"
+        "org/other is neither a local path nor in the Hugging Face cache, and the"
     )
 
 

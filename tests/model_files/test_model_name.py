@@ -42,7 +42,7 @@ def test_served_names_are_given_in_the_order_of_models(
 
 @pytest.mark.parametrize(
     ("given", "models", "message"),
-    [(("a",), 2, "2 models and 1 values"), (("a", "b", "c"), 2, "3 values"), ((" ,",), 1, "names nothing")],
+    [(("a",), 2, "2 models and 1 values"), (("a", "b", "c"), 2, "3 values"), ((" ,",), 1, "is empty")],
 )
 def test_names_that_do_not_fit_the_models_are_refused(given: tuple[str, ...], models: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

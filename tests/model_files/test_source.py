@@ -150,10 +150,10 @@ def test_unknown_model(model, tmp_path, monkeypatch):
 
 def test_a_file_that_is_no_model(tmp_path):
     (tmp_path / "x.txt").write_text("hello")
-    with pytest.raises(ConfigError, match=r"no \.gguf"):
+    with pytest.raises(ConfigError, match=r"not a \.gguf"):
         resolve(str(tmp_path / "x.txt"))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="no JSON"):
+    with pytest.raises(ConfigError, match="not valid JSON"):
         resolve(str(tmp_path))
 
 
@@ -190,7 +190,7 @@ def test_hub_errors_are_translated(monkeypatch):
         raise OSError("disk full\nsecond line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
-    with pytest.raises(ConfigError, match=r"disk full; whole files are kept, so try again$"):
+    with pytest.raises(ConfigError, match=r"disk full; complete files are kept, so try again$"):
         resolve("org/model")
 
 

@@ -33,7 +33,7 @@ def test_latents_are_kept_in_fp8_and_not_in_int8() -> None:
     latents = KVLayout(61, 1, 576, "float8_e4m3fn", planes=1)
     assert latents.block_bytes == 61 * 16 * 580
     assert latents.fingerprint("rev") != replace(latents, dtype="bfloat16").fingerprint("rev")
-    with pytest.raises(ConfigError, match="kv_cache_dtype int8 is not for latent attention; use auto or fp8"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype int8 is not supported for latent attention; use auto or fp8"):
         replace(latents, dtype="int8")
 
 

@@ -70,10 +70,10 @@ def test_a_plan_is_the_least_that_was_found_enough() -> None:
 @pytest.mark.parametrize(
     ("need", "goal", "told"),
     [
-        (Need(1, 60_000, 10), Goal(1.0, 0.0), "a prompt alone takes"),
-        (Need(1, 100, 10), Goal(itl_s=0.001), "a stream alone takes"),
+        (Need(1, 60_000, 10), Goal(1.0, 0.0), "one prompt takes"),
+        (Need(1, 100, 10), Goal(itl_s=0.001), "a single stream takes"),
         (Need(1, 250_000, 10), Goal(1e3), "more KV blocks than a node has"),
-        (Need(1e12, 100, 10), Goal(), "that needs some .* prefill .*; 4096 of each are simulated at most"),
+        (Need(1e12, 100, 10), Goal(), "this needs about .* prefill .*; 4096 of each are simulated at most"),
         (Need(1e308, 100, 1000), Goal(), "and inf decode nodes; 4096"),
     ],
 )
@@ -157,7 +157,7 @@ def test_how_far_a_simulation_is() -> None:
 def test_the_command_plans() -> None:
     words = ["plan", "--rate", "3", "--prompt", "500", "--output", "20", "--requests", "100", "--share", "0.9"]
     result = CliRunner().invoke(kvferry, words, catch_exceptions=False)
-    assert "guess by arithmetic" in result.output
+    assert "first estimate" in result.output
     assert result.output.rstrip().endswith("decode nodes")
 
 

@@ -55,7 +55,7 @@ def test_mooncakes_rows_become_requests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "line 1 is no JSON: Expecting property name"),
+        ("{", "line 1 is not valid JSON: Expecting property name"),
         ("[]", "line 1: a request must be an object"),
         ('{"timestamp": 1}', "line 1: input_length is missing"),
         ("[" * 100_000, "line 1"),
@@ -99,5 +99,5 @@ def test_a_file_that_is_not_there_and_blocks_that_do_not_fit(tmp_path: Path) -> 
         read_trace(tmp_path / "none", 64)
     with pytest.raises(ConfigError, match="block_size must divide 512"):
         read_trace(tmp_path / "none", 100)
-    with pytest.raises(ConfigError, match="more than 0"):
+    with pytest.raises(ConfigError, match="above 0"):
         Asked(1, 0)

@@ -84,7 +84,7 @@ def virtual(world: Any) -> Iterator[None]:
     if counted["violations"]:
         world.blame("accounts do not add up")
     if counted["corrupt"] and not world.corrupted:
-        world.blame(f"{counted['corrupt']:g} ships were corrupt")
+        world.blame(f"{counted['corrupt']:g} transfers were corrupt")
     if counted["failed"] and world.calm:
         world.blame(f"{counted['failed']:g} ships failed where nothing was wrong")
 

@@ -172,7 +172,7 @@ async def test_host_memory_that_cannot_be_used_is_refused_at_the_start(monkeypat
             assert raised.value.param == "kv_host_gib"
             return str(raised.value)
 
-        assert "nothing is cached" in refused(1.0, enable_prefix_caching=False)
+        assert "the prefix cache is off" in refused(1.0, enable_prefix_caching=False)
         assert "host memory left" in refused(1e6)
         assert "no room for a block" in refused(1e-9)
         monkeypatch.setattr(tier_opening, "PoolMemory", PoolMemory)

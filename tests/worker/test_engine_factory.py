@@ -67,7 +67,7 @@ def test_fp8_is_one_format_by_two_names_and_not_batch_invariant(name: str) -> No
     assert kv_format(WorkerSettings(kv_cache_dtype=name), of_heads(20, 4)) == torch.float8_e4m3fn
     with pytest.raises(ConfigError, match="multiples of 4 on triton kernels"):
         kv_format(WorkerSettings(kv_cache_dtype=name), of_heads(6, 4))
-    with pytest.raises(ConfigError, match=f"batch_invariant does not go with kv_cache_dtype {name}"):
+    with pytest.raises(ConfigError, match=f"batch_invariant is not supported with kv_cache_dtype {name}"):
         kv_format(WorkerSettings(kv_cache_dtype=name, batch_invariant=True), of_heads(20, 1))
 
 

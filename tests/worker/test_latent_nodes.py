@@ -82,9 +82,9 @@ def test_memory_is_that_of_one_vector_a_token(path: Path, cache: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 is not for latent attention"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 is not supported for latent attention"),
         ({"batch_invariant": True, "dtype": "bfloat16"}, "batch_invariant needs attention over keys and values"),
-        ({"model_impl": "transformers"}, "latent attention runs on our own decoder alone"),
+        ({"model_impl": "transformers"}, "latent attention runs only on kvferry's own decoder"),
     ],
 )
 def test_what_is_refused(settings: dict[str, object], words: str, path: Path) -> None:

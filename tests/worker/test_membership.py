@@ -116,9 +116,9 @@ async def test_a_node_steps_back_only_while_another_does_its_work_and_nobody_els
         assert not own.leaving, "it works on, and all may count on it"
         async with member(store, node_id="d2"):
             await store.announce(replace(LEASE, node_id="p1", role="prefill", leaving=True))
-            assert "another node changes its role" in await node.step_back(0.0)
+            assert "another node is changing its role" in await node.step_back(0.0)
             await store.announce(replace(LEASE, node_id="p1", role="prefill", state="draining"))
-            assert "another node changes its role" in await node.step_back(0.0)
+            assert "another node is changing its role" in await node.step_back(0.0)
             await store.announce(replace(LEASE, node_id="p1", role="prefill", role_s=4.0))
             assert "less than 30 s ago" in await node.step_back(30.0)
             assert await node.step_back(3.0) == ""

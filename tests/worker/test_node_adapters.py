@@ -130,6 +130,6 @@ def test_those_of_the_command_line(saved: tuple[Model, list[Path]]) -> None:
     model, (a, b, _) = saved
     found = read_first(WorkerSettings(lora=(f"x={a}", f"y={b}")), model)
     assert [(name.name, name.id == adapter.id) for name, adapter in found] == [("x", True), ("y", True)]
-    for given, message in ((("x",), "name=path"), ((f"x={a}", f"x={b}"), "two adapters"), (("x=/none",), "holds no")):
+    for given, message in ((("x",), "name=path"), ((f"x={a}", f"x={b}"), "two adapters"), (("x=/none",), "has no")):
         with pytest.raises(ConfigError, match=message):
             read_first(WorkerSettings(lora=given), model)

@@ -171,7 +171,7 @@ async def test_a_rank_that_dies_takes_its_node_with_it_within_a_second(path: Pat
         other.kill()
         assert await until(lambda: router.decode.loaded.fault) < 1.0
         # A line breaks a moment before its process has ended, of which the engine may hear first.
-        late = "the engine thread ended: the 2 ranks do not compute together any more" if busy else "rank 1 ended"
+        late = "the engine thread ended: the 2 ranks can no longer compute together" if busy else "rank 1 ended"
         assert (router.decode.loaded.fault or "").startswith(("rank 1 ended (signal 9)", late))
         await asyncio.wait_for(asyncio.shield(router.decode.run), 5.0)
         assert not router.failed, "routers are to try another node, and no request is to blame"
@@ -197,7 +197,7 @@ async def test_a_rank_that_stands_still_does_too(path: Path, busy: bool) -> None
         (
             2,
             {"batch_invariant": True, "kernels": "auto", "pools_apart": True},
-            "--tensor-parallel-size 2 does not go with --batch-invariant where each rank has its pool",
+            "--tensor-parallel-size 2 is not supported with --batch-invariant where each rank has its own pool",
         ),
         (2, {"quantization": "int8"}, "quantization int8 needs bfloat16 on the cpu kernels"),
         (2, {"enable_expert_parallel": True}, "enable_expert_parallel: llama has no experts"),

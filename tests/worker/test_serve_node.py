@@ -61,9 +61,9 @@ def running(*args: str) -> Iterator[Process]:
         ("engine ended", "the engine thread ended: injected", 1.5),
         ("link ended", "the link thread ended: RuntimeError: injected", 1.5),
         ("books wrong", "self-check failed: injected", 1.5),
-        ("engine hung", "a turn of the engine has taken", 4.0),
-        ("link hung", "a round of the link has taken", 4.0),
-        ("all hung", "a turn of the engine has taken", 6.0),
+        ("engine hung", "a step of the engine has taken", 4.0),
+        ("link hung", "an iteration of the link thread has taken", 4.0),
+        ("all hung", "a step of the engine has taken", 6.0),
     ],
 )
 def test_a_thread_that_ends_or_hangs_takes_its_process_with_it(part: str, fault: str, within_s: float) -> None:

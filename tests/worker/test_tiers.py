@@ -250,7 +250,7 @@ async def test_what_is_retracted_is_not_read_either(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"enable_prefix_caching": False}, "nothing is cached"),
+        ({"enable_prefix_caching": False}, "the prefix cache is off"),
         ({"kv_disk_path": "/proc/nowhere"}, "cannot keep blocks"),
     ],
 )

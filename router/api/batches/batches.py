@@ -99,14 +99,14 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
         return (await batches.create(tenant, body.endpoint, body.input_file_id, body.metadata)).shown()
 
     @router.get(
-        "/v1/batches", summary="The batches, newest first", response_model=BatchList, responses=errors(400),
+        "/v1/batches", summary="List batches, newest first", response_model=BatchList, responses=errors(400),
         openapi_extra=query_parameters(MOST_LISTED),
     )  # fmt: skip
     async def listed(request: Request) -> dict[str, Any]:
         found = await asyncio.to_thread(batches.folder(request.scope[CALL].tenant).all)
         return page([batch.shown() for batch in found], request, MOST_LISTED)
 
-    @router.get("/v1/batches/{batch_id}", summary="How a batch stands", responses=errors(404), **one)
+    @router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", responses=errors(404), **one)
     async def told(request: Request) -> dict[str, Any]:
         folder = batches.folder(request.scope[CALL].tenant)
         return (await asyncio.to_thread(folder.get, request.path_params["batch_id"])).shown()

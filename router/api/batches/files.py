@@ -82,7 +82,7 @@ class Uploads:
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise InvalidRequest("the request body must be a multipart form with file and purpose")
         if self._arriving >= UPLOADS:
-            raise Overloaded(f"{UPLOADS} files are arriving already", retry_after=5.0)
+            raise Overloaded(f"{UPLOADS} uploads are already in progress", retry_after=5.0)
         self._arriving += 1
         try:
             form = await self._form(request)
@@ -105,11 +105,11 @@ class Uploads:
             async with asyncio.timeout(call.deadline - time.monotonic()):
                 return await self._bounded(request).form(max_files=1, max_fields=16)
         except TimeoutError:
-            raise DeadlineExceeded("the file has not arrived before the request's deadline", param="file") from None
+            raise DeadlineExceeded("the upload did not finish before the request's deadline", param="file") from None
         except ClientDisconnect as error:
-            raise Cancelled("the client went away") from error
+            raise Cancelled("the client disconnected") from error
         except OSError as error:
-            raise disk_failed("the file cannot be taken", error) from error
+            raise disk_failed("the file cannot be stored", error) from error
 
     def _bounded(self, request: Request) -> Request:
         """Return the request, wrapped to fail as soon as more than the longest body has arrived."""
@@ -149,7 +149,7 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
         return (await uploads.take(request, files_of(request))).shown()
 
     @router.get(
-        "/v1/files", summary="The files that are kept", response_model=FileList, responses=errors(400),
+        "/v1/files", summary="List files", response_model=FileList, responses=errors(400),
         openapi_extra=query_parameters(MOST_LISTED, purpose={"enum": list(PURPOSES)}, order={"enum": ["asc", "desc"]}),
     )  # fmt: skip
     async def listed(request: Request) -> dict[str, Any]:
@@ -162,12 +162,12 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
         kept = [file.shown() for file in found if purpose in (None, file.purpose)]
         return page(kept if order == "desc" else kept[::-1], request, MOST_LISTED)
 
-    @router.get("/v1/files/{file_id}", summary="What a file is", response_model=FileAnswer, **one)
+    @router.get("/v1/files/{file_id}", summary="Retrieve a file's metadata", response_model=FileAnswer, **one)
     async def told(request: Request) -> dict[str, Any]:
         found = await asyncio.to_thread(files_of(request).get, request.path_params["file_id"])
         return found.shown()
 
-    @router.get("/v1/files/{file_id}/content", summary="What is in it", response_class=FileResponse, **one)
+    @router.get("/v1/files/{file_id}/content", summary="Retrieve a file's content", response_class=FileResponse, **one)
     async def content(request: Request) -> Response:
         file, size = await asyncio.to_thread(files_of(request).open, request.path_params["file_id"])
         headers = {"content-length": str(size)}

@@ -40,18 +40,18 @@ class ChoiceFields(BaseModel):
         if self.use_beam_search:
             self._check_beams(made, streams=streams)
         elif made > n and prompt_field != "prompt":
-            raise InvalidRequest("best_of above n is for completions and for beam search", param="best_of")
+            raise InvalidRequest("best_of above n is supported for completions and beam search only", param="best_of")
         elif made > n and streams:
             raise InvalidRequest(
-                "best_of above n cannot be streamed: which are the best is known at the end", param="best_of"
+                "best_of above n cannot be streamed: the best are known only at the end", param="best_of"
             )
 
     def _check_beams(self, made: int, *, streams: bool) -> None:
         if streams:
-            raise InvalidRequest("a beam search cannot be streamed: the best is known at the end", param="stream")
+            raise InvalidRequest("beam search cannot be streamed: its result is known only at the end", param="stream")
         if made > MAX_BEAMS:
             field = "n" if self.best_of is None else "best_of"
             raise InvalidRequest(f"{field} must be at most {MAX_BEAMS} with use_beam_search", param=field)
         for field, neutral in UNMOVED_BY.items():
             if getattr(self, field, None) not in (None, neutral):
-                raise InvalidRequest(f"{field} has no place in a beam search", param=field)
+                raise InvalidRequest(f"{field} is not supported with beam search", param=field)

@@ -123,7 +123,7 @@ class Message(TypedDict):
     The valid roles also depend on the model's template; `TextModel.render` checks them. Further fields are passed to
     the template."""
 
-    role: Annotated[str, Field(description=f"{', '.join(ROLES)}, or a role that the model's chat template names")]
+    role: Annotated[str, Field(description=f"{', '.join(ROLES)}, or a role that the model's chat template uses")]
     content: NotRequired[Annotated[str | list[Any] | None, told("must be a string or a list of parts")]]
     tool_calls: NotRequired[list[Any] | None]
 

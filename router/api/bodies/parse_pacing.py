@@ -37,7 +37,9 @@ class ParsePacing:
         begins = max(self._free_at, now - CREDIT_S / SHARE)
         wait = begins - now
         if wait > PATIENCE_S:
-            raise Overloaded("too many long bodies are waiting to be read", retry_after=wait - PATIENCE_S + 1)
+            raise Overloaded(
+                "too many large request bodies are waiting to be parsed", retry_after=wait - PATIENCE_S + 1
+            )
         self._free_at = begins + cost / SHARE
         if wait > 0:
             await asyncio.sleep(wait)

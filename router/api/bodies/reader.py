@@ -34,7 +34,7 @@ def check_encoding(request: Request) -> None:
     """Raise UnsupportedMedia for a compressed body, since it may expand to any length."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
-        raise UnsupportedMedia(f"content-encoding: bodies are read as they are, not in {encoding!r}")
+        raise UnsupportedMedia(f"content-encoding: compressed bodies are not supported, got {encoding!r}")
 
 
 class BodyReader:
@@ -62,7 +62,7 @@ class BodyReader:
                 if size > self._longest:
                     raise self._too_large()
                 if self._held > AT_ONCE * self._longest:
-                    raise Overloaded("too many long bodies are arriving", retry_after=1.0)
+                    raise Overloaded("too many large request bodies are arriving", retry_after=1.0)
                 parts.append(part)
             data = b"".join(parts)
             if size >= LONG_BYTES:
@@ -70,7 +70,7 @@ class BodyReader:
             request.scope[READ_AT] = time.monotonic()
             return data
         except ClientDisconnect as error:
-            raise Cancelled("the client went away") from error
+            raise Cancelled("the client disconnected") from error
         finally:
             self._held -= size
 

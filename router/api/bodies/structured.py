@@ -115,7 +115,7 @@ def _structured(value: Mapping[str, Any]) -> Grammar:
     if len(given) != 1:
         got = " and ".join(given) or "none of them"
         raise InvalidRequest(
-            f"structured_outputs takes one of {', '.join(known)}; got {got}", param="structured_outputs"
+            f"structured_outputs must have exactly one of {', '.join(known)}; got {got}", param="structured_outputs"
         )
     blanks = "" if value.get("disable_any_whitespace") else value.get("whitespace_pattern")
     return _of_kind(given[0], value[given[0]], blanks, f"structured_outputs.{given[0]}")

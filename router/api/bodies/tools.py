@@ -33,7 +33,7 @@ class Function(TypedDict):
 
     name: Annotated[str, Field(pattern=_NAME)]
     description: NotRequired[str | None]
-    parameters: NotRequired[Annotated[dict[str, Any] | None, Field(description="a JSON schema; absent: it takes none")]]
+    parameters: NotRequired[Annotated[dict[str, Any] | None, Field(description="a JSON schema; absent: no parameters")]]
     strict: NotRequired[bool | None]
 
 
@@ -122,7 +122,7 @@ def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
         if text.dialect is None:
             raise InvalidRequest(
                 f"{use.field}: the model {text.name!r} calls no tools here (--tool-call-parser none, or no chat "
-                "template); tool_choice 'none' goes on without them",
+                "template); tool_choice 'none' answers without tools",
                 param=use.field,
             )
         names = tuple(tool.name for tool in use.tools)
@@ -145,7 +145,7 @@ def bounded(
         raise InvalidRequest(f"{asked and asked[0]}: not valid JSON: {error}", param=asked and asked[0]) from error
     if use is None or (asked is not None and answer is None):
         if use is not None and asked is not None:
-            raise InvalidRequest(f"{asked[0]} of this kind cannot go with tools", param=asked[0])
+            raise InvalidRequest(f"{asked[0]} of this kind cannot be combined with tools", param=asked[0])
         if answer is None or (thinking is None and not text.channels):
             return asked
     if text.channels:
@@ -213,7 +213,7 @@ def _check_duplicates(functions: Sequence[Function], place: str) -> None:
     for number, function in enumerate(functions):
         if function["name"] in seen:
             param = f"{place}[{number}].name" if place == "functions" else f"{place}[{number}].function.name"
-            raise InvalidRequest(f"{param}: {function['name']!r} is the name of an earlier one, too", param=param)
+            raise InvalidRequest(f"{param}: {function['name']!r} is used by an earlier tool", param=param)
         seen.add(function["name"])
 
 

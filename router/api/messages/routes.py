@@ -23,7 +23,7 @@ def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -
 
     @router.post(
         f"{PLACE}/count_tokens",
-        summary="How many tokens messages are",
+        summary="Count the tokens of messages",
         response_model=MessageTokens,
         openapi_extra=takes(CountBody),
     )

@@ -38,7 +38,7 @@ def _scores(path: str) -> PoolingEndpoint:
 
 
 def _ranks(path: str) -> PoolingEndpoint:
-    return PoolingEndpoint(path, "Order documents by their relevance to a query", RerankBody, rerank, RerankAnswer)
+    return PoolingEndpoint(path, "Rank documents by relevance to a query", RerankBody, rerank, RerankAnswer)
 
 
 def _classifies(path: str) -> PoolingEndpoint:
@@ -46,7 +46,7 @@ def _classifies(path: str) -> PoolingEndpoint:
 
 
 READINGS = (
-    PoolingEndpoint("/v1/embeddings", "Vectors of texts", EmbeddingBody, embeddings, EmbeddingAnswer),
+    PoolingEndpoint("/v1/embeddings", "Create embeddings", EmbeddingBody, embeddings, EmbeddingAnswer),
     *map(_scores, ("/v1/score", "/score")),
     *map(_ranks, ("/v1/rerank", "/v2/rerank", "/rerank")),
     *map(_classifies, ("/v1/classify", "/classify")),

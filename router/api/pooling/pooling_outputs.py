@@ -93,7 +93,7 @@ class PoolingOutputs:
             async for output in dispatch:
                 vector = output.vector
             if vector is None:
-                raise KvferryError("a node ended the request without a vector")
+                raise KvferryError("a node ended the request without an embedding")
             self._found[index] = floats(vector)
             self._count(spec, dispatch.route)
             if index == 0:
@@ -153,7 +153,7 @@ async def encoded_pairs(
             ids = pool.text.tokenizer.cut(ids, _kept(truncate, limit))
             if second >= len(ids):
                 raise InvalidRequest(
-                    f"truncate_prompt_tokens: {len(ids)} tokens leave nothing of the second text behind the first, "
+                    f"truncate_prompt_tokens: {len(ids)} tokens leave no room for the second text after the first, "
                     f"which has {second}",
                     param="truncate_prompt_tokens",
                 )

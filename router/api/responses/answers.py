@@ -40,7 +40,7 @@ class ResponseObject(BaseModel):
     instructions: str | None
     previous_response_id: str | None
     background: bool
-    store: bool = Field(description="whether it is kept")
+    store: bool = Field(description="whether the response is stored")
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool

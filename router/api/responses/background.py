@@ -59,11 +59,11 @@ class Background:
         if not asked.body.background:
             return None
         if not asked.kept:
-            raise InvalidRequest("background: this server keeps no responses", param="background")
+            raise InvalidRequest("background: this server stores no responses", param="background")
         answer = ResponseAnswer(call, pool, chat, generation)
         begun = answer.begun()
         if not await self._responses.put(call.tenant, StoredResponse(begun, asked.items, asked.history)):
-            raise RegistryUnavailable("background: the response cannot be kept now", param="background")
+            raise RegistryUnavailable("background: the response cannot be stored now", param="background")
         self._admission.go_on()
         admitted.go_on()
         place = (call.tenant, asked.id)

@@ -21,13 +21,13 @@ def kept_responses(responses: StoredResponses, background: Background) -> APIRou
     """Return the routes of stored responses."""
     router = APIRouter(responses=errors(404, 503))
 
-    @router.get(_PLACE, summary="A response that is kept", response_model=ResponseObject, openapi_extra=_id())
+    @router.get(_PLACE, summary="Retrieve a stored response", response_model=ResponseObject, openapi_extra=_id())
     async def fetched(request: Request) -> dict[str, Any]:
         if request.query_params.get("stream") in ("true", "1"):
-            raise InvalidRequest("stream: a kept response cannot be streamed by this server", param="stream")
+            raise InvalidRequest("stream: streaming a stored response is not supported", param="stream")
         return (await responses.get(*_asked_for(request))).response
 
-    @router.delete(_PLACE, summary="Keep it no longer", response_model=DeletedResponse, openapi_extra=_id())
+    @router.delete(_PLACE, summary="Delete a stored response", response_model=DeletedResponse, openapi_extra=_id())
     async def deleted(request: Request) -> dict[str, Any]:
         tenant, name = _asked_for(request)
         await background.drop(tenant, name)
@@ -36,7 +36,7 @@ def kept_responses(responses: StoredResponses, background: Background) -> APIRou
 
     @router.get(
         _PLACE + "/input_items",
-        summary="What it was asked",
+        summary="List the input items of a response",
         response_model=InputItems,
         responses=errors(400),
         openapi_extra=_id("after", "limit", "order"),
@@ -47,7 +47,7 @@ def kept_responses(responses: StoredResponses, background: Background) -> APIRou
 
     @router.post(
         _PLACE + "/cancel",
-        summary="End it, if it is generated in the background",
+        summary="Cancel a background response",
         response_model=ResponseObject,
         responses=errors(400),
         openapi_extra=_id(),

@@ -74,14 +74,14 @@ class StoredResponses:
         if self._store is not None and _ID.fullmatch(response_id):
             record = await self._store.get(tenant, response_id)
         if record is None:
-            raise NotFound(f"no response {response_id!r} is kept here{self._why()}", param=param)
+            raise NotFound(f"no response {response_id!r} is stored here{self._why()}", param=param)
         return StoredResponse(**from_json(record), size=len(record))
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete a stored response; raise as `get`."""
         found = self._store is not None and _ID.fullmatch(response_id) is not None
         if self._store is None or not found or not await self._store.delete(tenant, response_id):
-            raise NotFound(f"no response {response_id!r} is kept here{self._why()}")
+            raise NotFound(f"no response {response_id!r} is stored here{self._why()}")
 
     async def put(self, tenant: str, kept: StoredResponse) -> bool:
         """Store a response if possible and return whether it is stored; never raise."""
@@ -92,9 +92,9 @@ class StoredResponses:
             record = to_json({"response": kept.response, "input": kept.input, "history": kept.history})
             if len(record) <= LONGEST and await self._store.put(tenant, name, record):
                 return True
-            log.warning("%s is not kept: its %d bytes are too many", name, len(record))
+            log.warning("%s is not stored: its %d bytes exceed the limit", name, len(record))
         except KvferryError as error:
-            log.warning("%s is not kept: %s", name, error)
+            log.warning("%s is not stored: %s", name, error)
         return False
 
     async def _keep(self, tenant: str, items: list[Item], history: list[Item], response: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ class StoredResponses:
         try:
             kept = await self.get(tenant, response_id, param=field)
         except RegistryUnavailable as error:
-            raise RegistryUnavailable(f"{field}: the kept responses cannot be read: {error}", param=field) from error
+            raise RegistryUnavailable(f"{field}: the stored responses cannot be read: {error}", param=field) from error
         if kept.response["status"] in ("in_progress", "queued"):
             raise InvalidRequest(f"{field}: {response_id!r} is still in progress", param=field)
         return kept
@@ -122,18 +122,18 @@ class StoredResponses:
             if item["type"] != "item_reference":
                 continue
             field, own = f"input[{place}]", response_of(item["id"])
-            missing = NotFound(f"{field}.id: no item {item['id']!r} is kept here{self._why()}", param=f"{field}.id")
+            missing = NotFound(f"{field}.id: no item {item['id']!r} is stored here{self._why()}", param=f"{field}.id")
             if own is None:
                 raise missing
             if item["id"] in named:
-                raise InvalidRequest(f"{field}.id: {item['id']!r} is named before, too", param=f"{field}.id")
+                raise InvalidRequest(f"{field}.id: {item['id']!r} is referenced twice", param=f"{field}.id")
             named.add(item["id"])
             name, is_input, number = own
             if name not in found:
                 found[name] = await self.get(tenant, name, param=f"{field}.id")
                 size += found[name].size
             if size > LONGEST:
-                told = f"{field}: the responses whose items are named have more than {LONGEST} bytes together"
+                told = f"{field}: the responses of the referenced items have more than {LONGEST} bytes in total"
                 raise InvalidRequest(told, param=field)
             there = found[name].input if is_input else found[name].response["output"]
             if number >= len(there) or there[number]["id"] != item["id"]:
@@ -142,4 +142,4 @@ class StoredResponses:
         return items, size
 
     def _why(self) -> str:
-        return "" if self._store is not None else "; this server keeps no responses"
+        return "" if self._store is not None else "; this server stores no responses"

@@ -133,8 +133,8 @@ def check_names(tool_call_parser: str, reasoning_parser: str, *, knows_tools: bo
             raise ConfigError(f"{field} must be one of {', '.join(known)}; got {name!r}", param=field)
     if tool_call_parser not in (AUTO, NONE, "hermes") and not knows_tools:
         raise ConfigError(
-            f"the chat template shows no tools, so no model writes calls for {tool_call_parser!r}; with auto the tools "
-            "are described to it, and --chat-template gives it another template",
+            f"the chat template does not support tools, so the model writes no calls for {tool_call_parser!r}; "
+            "use auto, which describes the tools in the prompt, or give another template with --chat-template",
             param="tool_call_parser",
         )
 
@@ -162,13 +162,14 @@ def check_channels(text: TextTokenizer, calls: Dialect | None, thoughts: Thinkin
         return
     if (calls is not None and calls.family != OPENAI) or thoughts not in (None, REASONING["openai_gptoss"]):
         raise ConfigError(
-            "the parsers openai and openai_gptoss go with each other, or with none: both read messages on channels",
+            "the parsers openai and openai_gptoss work only with each other or with none: both read messages on "
+            "channels",
             param="tool_call_parser",
         )
     missing = [marker for marker in harmony.MARKERS if text.library.token_to_id(marker) is None]
     if missing:
         raise ConfigError(
-            f"the vocabulary has no token {missing[0]}, without which channels cannot be told from text; "
-            "--tool-call-parser none --reasoning-parser none shows them as text",
+            f"the vocabulary has no token {missing[0]}, which marks channels; "
+            "use --tool-call-parser none --reasoning-parser none to show them as text",
             param="tool_call_parser",
         )

@@ -1,5 +1,5 @@
 """Blocks in a store that nodes share, over a real directory and over S3's protocol: what one wrote, another reads, and
-nothing that is not as it was written."""
+nothing that is corrupt."""
 
 from __future__ import annotations
 
@@ -403,7 +403,7 @@ def test_what_begins_to_be_written_as_it_is_missed_stays_known() -> None:
 def test_a_read_ends_where_a_group_ends(make: Any) -> None:
     """Blocks that nothing brings would be taken for read."""
     node = make()
-    with pytest.raises(AssertionError, match="ends within a group"):
+    with pytest.raises(AssertionError, match="must not end within a group"):
         node.read(named(2 * GROUP + 2), GROUP - 2)
 
 

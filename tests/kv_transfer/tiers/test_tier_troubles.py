@@ -265,7 +265,7 @@ def test_a_link_is_not_taken_for_a_directory(make: Any, tmp_path: Path) -> None:
     tier.directory.rmdir()
     (tmp_path / "elsewhere").mkdir()
     tier.directory.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="or a link"):
+    with pytest.raises(ConfigError, match="or is a symbolic link"):
         open_disk(str(tmp_path), "prefill", 1 << 30, "model", SIZE)
 
 

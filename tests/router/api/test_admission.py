@@ -33,8 +33,8 @@ def left(admitted: AdmittedRequest) -> int:
 @pytest.mark.parametrize(
     ("error", "begins", "kept"),
     [
-        (Cancelled("the client went away"), False, 690),
-        (Cancelled("the client went away"), True, 680),
+        (Cancelled("the client disconnected"), False, 690),
+        (Cancelled("the client disconnected"), True, 680),
         (NoNodes("none"), False, 1000),
     ],
 )
@@ -59,5 +59,5 @@ async def test_who_leaves_before_the_first_token_pays_for_the_prompt(
 async def test_who_leaves_while_it_waits_for_its_turn_pays_nothing(tmp_path: Path) -> None:
     admitted = visit_of(tmp_path)
     with pytest.raises(Cancelled), admitted:
-        raise Cancelled("the client went away")
+        raise Cancelled("the client disconnected")
     assert left(admitted) == 1000

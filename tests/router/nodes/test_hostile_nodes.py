@@ -91,7 +91,7 @@ SPOKEN: dict[str, bytes] = {
     "nothing": b"",
     "no http": b"\x16\x03\x01" * 99,
     "an upgrade": b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nabc",
-    "a header without end": b"HTTP/1.1 200 OK\r\nx: " + b"y" * 10**6,
+    "a header that does not end": b"HTTP/1.1 200 OK\r\nx: " + b"y" * 10**6,
     "headers without end": b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 10**5,
     "a chunk that is no frame": HTTP + b"5\r\n\xc1\xc1\xc1\xc1\xc1\r\n",
     "a chunk of a terabyte": HTTP + b"ffffffffff\r\n" + b"\xc0" * 10**5,

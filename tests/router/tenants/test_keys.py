@@ -49,7 +49,7 @@ def test_no_key_stands_in_its_entry() -> None:
         ("[acme]\nkeys = []\nshare = 0", "share"),
         ("[acme]\nkeys = []\nshare = nan", "share"),
         ("[acme]\nkeys = []\nrpm = 3", "no field rpm"),
-        (entry("acme", "k") + entry("other", "k"), "listed again"),
+        (entry("acme", "k") + entry("other", "k"), "listed twice"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(text: str, named: str) -> None:
@@ -89,7 +89,7 @@ async def test_a_change_is_followed_and_a_broken_file_keeps_what_was(
         await until(lambda: ring.tenant(b"new") == Tenant("acme", concurrent=4), 2.0)
         assert ring.tenant(b"old") is None
         file.write_text("[acme")
-        await until(lambda: "what it said before holds" in caplog.text, 2.0)
+        await until(lambda: "keeping its previous content" in caplog.text, 2.0)
         file.unlink()
         await until(lambda: "No such file" in caplog.text, 2.0)
         assert ring.tenant(b"new") is not None

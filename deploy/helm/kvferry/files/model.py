@@ -33,14 +33,14 @@ def main(deed: str) -> int:
     try:
         return fetch(folder, wanted, patterns)
     except Exception as error:
-        say(f"cannot bring {repository} to {folder}: {type(error).__name__}: {error}")
+        say(f"cannot download {repository} to {folder}: {type(error).__name__}: {error}")
         return 1  # completed files stay, and the Job tries again
 
 
 def fetch(folder: Path, wanted: dict[str, str], patterns: list[str]) -> int:
     """Download the wanted files unless the marker says that they are complete; then the hub is not asked."""
     if is_whole(folder, wanted):
-        return say(f"{folder} is whole already")
+        return say(f"{folder} is already complete")
     (folder / MARKER).unlink(missing_ok=True)
     from_store = wanted["repository"].startswith(objects.SCHEMES)
     commit, damaged = (from_objects if from_store else from_hub)(folder, wanted, patterns)
@@ -73,7 +73,7 @@ def from_hub(folder: Path, wanted: dict[str, str], patterns: list[str]) -> tuple
         if path.stat().st_size != file.size or (file.lfs and objects.digest(path, "sha256") != file.lfs.sha256):
             damaged += 1
             path.unlink()
-            say(f"{path} is not what the hub has; removed, to be fetched again")
+            say(f"{path} differs from the hub; removed, to be downloaded again")
     return commit, damaged
 
 

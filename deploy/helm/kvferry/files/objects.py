@@ -88,7 +88,7 @@ def compare(folder: Path, wanted: dict[str, Object], say: Callable[[str], int]) 
         if not right or path.stat().st_size != item["size"]:
             damaged += 1
             path.unlink()
-            say(f"{path} is not what the store has; removed, to be fetched again")
+            say(f"{path} differs from the store; removed, to be downloaded again")
     if unchecked:
         say(f"{unchecked} files were compared by size alone: put {SUMS} beside them, as sha256sum writes it")
     return damaged

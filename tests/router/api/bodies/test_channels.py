@@ -294,7 +294,7 @@ def test_parsers_that_do_not_go_together_are_refused() -> None:
     for calls, thoughts in (("auto", "auto"), ("openai", "openai_gptoss"), ("none", "auto"), ("openai", "none")):
         check(calls, thoughts)
     for calls, thoughts in (("hermes", "auto"), ("auto", "qwen3"), ("mistral", "openai_gptoss")):
-        with pytest.raises(ConfigError, match="openai_gptoss go with each other"):
+        with pytest.raises(ConfigError, match="openai_gptoss work only with each other"):
             check(calls, thoughts)
     check("hermes", "none")
     with pytest.raises(ConfigError, match="has no token"):

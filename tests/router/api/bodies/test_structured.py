@@ -135,7 +135,7 @@ async def test_a_process_that_dies_is_replaced_and_its_killer_refused(monkeypatc
     monkeypatch.setattr("kvferry.structured_output.checker.CHECK_S", 0.3)
     try:
         await checker.check(Grammar("regex", "fine"), "guided_regex")
-        with pytest.raises(InvalidRequest, match="ended the process"):
+        with pytest.raises(InvalidRequest, match="crashed the process"):
             await checker.check(Grammar("regex", "die"), "guided_regex")
         with pytest.raises(InvalidRequest, match="limit"):
             await checker.check(Grammar("regex", "hang"), "guided_regex")

@@ -119,8 +119,8 @@ async def test_a_store_that_fails_fails_no_response(caplog: pytest.LogCaptureFix
     assert body["status"] == "completed"
     assert "event: response.completed" in streamed.text
     first, second = (record.message for record in caplog.records)
-    assert first.startswith(f"{body['id']} is not kept")
-    assert "is not kept" in second
+    assert first.startswith(f"{body['id']} is not stored")
+    assert "is not stored" in second
     refused = await api.http.post("/v1/responses", json={"input": "x", "previous_response_id": kept["id"]})
     assert (refused.status_code, error_of(refused)["code"]) == (503, "registry_unavailable")
     assert error_of(refused)["param"] == "previous_response_id"
@@ -146,7 +146,7 @@ async def test_nobody_reads_anothers_responses() -> None:
 
 
 async def test_without_a_store_nothing_is_kept_and_the_refusal_says_so() -> None:
-    with pytest.raises(NotFound, match="this server keeps no responses"):
+    with pytest.raises(NotFound, match="this server stores no responses"):
         await StoredResponses(None).get("", "resp_a")
 
 
