@@ -19,7 +19,7 @@ from kvferry.model_files.supported_decoders import gguf_family, own_alone
 from kvferry.model_files.supported_encoders import is_encoder
 from kvferry.protocol.errors import ConfigError
 
-OWN, ENCODER = "our own decoder", "transformers' encoder"
+OWN, ENCODER = "kvferry's own decoder", "an encoder of transformers"
 TRANSFORMERS = "transformers modules around kvferry's attention and dense layers"
 
 

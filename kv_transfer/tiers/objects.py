@@ -33,7 +33,9 @@ class Objects:
         """Open the store without a call to it. Raises ConfigError."""
         scheme, found, _ = url.partition("://")
         if not found or scheme not in SCHEMES:
-            raise ConfigError(f"{url} is none of {', '.join(f'{each}://' for each in SCHEMES)}", param="kv_remote_url")
+            raise ConfigError(
+                f"{url} is not one of {', '.join(f'{each}://' for each in SCHEMES)}", param="kv_remote_url"
+            )
         try:
             import obstore
             from obstore.store import from_url

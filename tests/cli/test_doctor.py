@@ -64,11 +64,11 @@ def test_a_store_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
     assert "--kv-remote-url" in one(doctor.store).found
     found = one(doctor.store, kv_remote_url=f"file://{tmp_path}/blocks")
     assert (found.level, list((tmp_path / "blocks").iterdir())) == ("ok", [])
-    assert "none of s3://" in one(doctor.store, kv_remote_url="ftp://host").found
+    assert "not one of s3://" in one(doctor.store, kv_remote_url="ftp://host").found
     with s3(monkeypatch) as address:
         assert one(doctor.store, kv_remote_url=address).level == "ok"
         found = one(doctor.store, kv_remote_url="s3://no-such-bucket/folder")
-        assert (found.level, "rights" in found.remedy) == ("fail", True)
+        assert (found.level, "permissions" in found.remedy) == ("fail", True)
 
 
 def test_model():

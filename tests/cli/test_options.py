@@ -142,7 +142,7 @@ def test_a_former_name_is_understood_with_one_line_of_warning(cls, argv, env, ke
     assert parse(cls, argv, env).kernels == kernels
     err = capsys.readouterr().err
     assert err.splitlines() == (
-        ["--attention is called --kernels now (KVFERRY_ATTENTION: KVFERRY_KERNELS)"] if warned else []
+        ["--attention was renamed to --kernels (KVFERRY_ATTENTION: KVFERRY_KERNELS)"] if warned else []
     )
 
 

@@ -48,4 +48,4 @@ def test_the_ready_line_is_a_command_to_paste():
 
 
 def test_the_last_line_says_how_to_stop():
-    assert stop_line(7) == "Ctrl-C ends all of it (elsewhere: kill 7)"
+    assert stop_line(7) == "Ctrl-C stops it (elsewhere: kill 7)"

@@ -70,7 +70,7 @@ def test_a_worker_of_two_ranks_has_two_gpus_beside_each_other(device, gpu_count,
 @pytest.mark.parametrize(("device", "there"), [("auto", "one"), ("cuda", "one"), ("cuda:1", "are 2")])
 def test_ranks_without_a_gpu_each_are_refused(device, there):
     count = 2 if there == "are 2" else 1
-    with pytest.raises(ConfigError, match=f"--device {device}: its 2 ranks need a GPU each, there (is )?{there}"):
+    with pytest.raises(ConfigError, match=f"--device {device}: its 2 ranks need one GPU each, there (is )?{there}"):
         seated([80] * count, device=device, tensor_parallel_size=2)
 
 
@@ -80,10 +80,10 @@ def test_each_gpu_of_a_workers_ranks_has_its_part_of_weights_and_pool():
     assert shared.kv_cache_gib == pytest.approx(2 * 0.8 * (80 / 2 - WEIGHTS_GIB / 2))
     asked = {"prefill": 1, "decode": 0, "tensor_parallel_size": 2}
     assert seated([4, 4], kv_cache_gib=3.4, **asked) == [WorkerPlan("cuda:0", 3.4)]
-    with pytest.raises(ConfigError, match=r"do not fit the 4\.0 GiB of cuda:0"):
+    with pytest.raises(ConfigError, match=r"do not fit into the 4\.0 GiB of cuda:0"):
         seated([4, 4], kv_cache_gib=8.0, **asked)
     latent = dataclasses.replace(NEEDS, planes=1)
-    with pytest.raises(ConfigError, match=r"do not fit the 4\.0 GiB of cuda:0"):
+    with pytest.raises(ConfigError, match=r"do not fit into the 4\.0 GiB of cuda:0"):
         take_seats(ServeSettings(kv_cache_gib=3.4, **asked), [latent], [4 * GIB] * 2)
 
 
@@ -97,7 +97,9 @@ def test_those_that_share_a_gpu_have_equal_parts_less_their_weights():
 
 def test_a_size_that_was_asked_for_stays_and_is_checked():
     assert seated([80], prefill=1, decode=1, kv_cache_gib=30.0) == [WorkerPlan("cuda:0", 30.0)] * 2
-    with pytest.raises(ConfigError, match=r"2 times 4.00 GiB of weights and 35 GiB of KV pool do not fit the 80.0 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"2 times 4.00 GiB of weights and 35 GiB of KV pool do not fit into the 80.0 GiB"
+    ):
         seated([80], prefill=1, decode=1, kv_cache_gib=35.0)
     blocks = 35 * GIB // BLOCK
     with pytest.raises(ConfigError, match="lower --kv-blocks or start fewer workers"):
@@ -106,7 +108,7 @@ def test_a_size_that_was_asked_for_stays_and_is_checked():
 
 
 def test_weights_alone_may_be_too_many():
-    with pytest.raises(ConfigError, match=r"4 times 4.00 GiB of weights do not fit the 15.0 GiB of cuda:0"):
+    with pytest.raises(ConfigError, match=r"4 times 4.00 GiB of weights do not fit into the 15.0 GiB of cuda:0"):
         seated([15], prefill=2, decode=2)
 
 
@@ -202,7 +204,9 @@ def test_a_large_model_may_share_a_gpu_with_a_small_one():
     settings = ServeSettings(prefill=0, decode=1)
     large, small = take_seats(settings, [NEEDS, SMALL], [6 * GIB])
     assert large == small == WorkerPlan("cuda:0", 0.4)
-    with pytest.raises(ConfigError, match=r"4.00 GiB of weights, 1.00 GiB of weights do not fit the 4.9 GiB of cuda:0"):
+    with pytest.raises(
+        ConfigError, match=r"4.00 GiB of weights, 1.00 GiB of weights do not fit into the 4.9 GiB of cuda:0"
+    ):
         take_seats(settings, [NEEDS, SMALL], [int(4.9 * GIB)])
 
 

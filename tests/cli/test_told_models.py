@@ -57,7 +57,7 @@ def test_family_path_formats_and_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: room)
     found = told(directory(tmp_path, quantization_config=GPTQ))
     assert found.level == "ok"
-    assert "Qwen3ForCausalLM on our own decoder, gptq of 4 bits, groups of 32; " in found.found
+    assert "Qwen3ForCausalLM on kvferry's own decoder, gptq of 4 bits, groups of 32; " in found.found
     assert "KV 0.1 MiB for 1,000 tokens" in found.found
     assert "its longest sequence of 4096 tokens; memory here holds KV of 1,000 tokens beside its weights" in found.found
     longer = told(str(tmp_path), max_model_len=512)
@@ -68,12 +68,12 @@ def test_family_path_formats_and_memory(tmp_path, monkeypatch):
     ("changes", "words"),
     [
         ({"model_type": "gpt_neox"}, "on transformers modules around kvferry's attention and dense layers, bfloat16"),
-        ({"hidden_act": "relu"}, "on transformers' modules around our attention"),
+        ({"hidden_act": "relu"}, "on transformers modules around kvferry's attention"),
         (
             {"model_type": "gpt_neox", "quantization_config": GPTQ},
             "on transformers modules around kvferry's attention and dense layers, gptq of 4 bits, groups of 32",
         ),
-        ({"dtype": "float16"}, "on our own decoder, float16"),
+        ({"dtype": "float16"}, "on kvferry's own decoder, float16"),
     ],
 )
 def test_the_path_is_told(changes, words, tmp_path):
@@ -144,7 +144,11 @@ def test_formats_of_a_gguf(kind, level, tmp_path):
     finish(writer)
     found = told(str(path))
     assert found.level == level
-    words = "our own decoder, GGUF of float32 and Q4_0" if level == "ok" else "GGUF tensor type IQ2_XS is not supported"
+    words = (
+        "kvferry's own decoder, GGUF of float32 and Q4_0"
+        if level == "ok"
+        else "GGUF tensor type IQ2_XS is not supported"
+    )
     assert words in found.found
 
 

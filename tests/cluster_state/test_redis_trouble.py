@@ -231,7 +231,8 @@ async def test_a_full_server_keeps_leases_and_what_it_has(server, between, store
             for _ in range(20):
                 await writer.flush()
             assert [record.getMessage() for record in caplog.records if "Redis is full" in record.getMessage()] == [
-                "1000 rows are not in the block index: Redis is full: its maxmemory is used up, and its policy evicts "
+                "1000 rows were not written to the block index: Redis is full: its maxmemory is used up, and "
+                "its policy evicts "
                 "nothing"
             ]
             writer.note([], many[900:1000])

@@ -44,7 +44,7 @@ async def router(settings: RouterSettings, log: pytest.LogCaptureFixture) -> Asy
 
 
 def refusals(log: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in log.records if "rejected this" in record.getMessage()]
+    return [record.getMessage() for record in log.records if "refuses this" in record.getMessage()]
 
 
 async def test_a_router_waits_until_the_password_is_right(

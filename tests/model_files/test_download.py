@@ -108,7 +108,7 @@ def test_any_other_error_of_the_library_is_translated(monkeypatch):
         raise ArithmeticError("odd\nthings")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ConfigError, match=r"cannot get org/x .* hub: ArithmeticError: odd; whole files"):
+    with pytest.raises(ConfigError, match=r"cannot get org/x .* hub: ArithmeticError: odd; complete files"):
         resolve("org/x")
 
 
@@ -141,6 +141,6 @@ def test_a_full_disk_is_told_with_its_place(error, monkeypatch):
         raise RuntimeError("a worker failed") from error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ConfigError, match=r"org/x does not fit into .*, where \d+ MB are left; .* HF_HOME") as told:
+    with pytest.raises(ConfigError, match=r"org/x does not fit into .*, where \d+ MB are free; .* HF_HOME") as told:
         resolve("org/x")
     assert HF_HUB_CACHE in told.value.message

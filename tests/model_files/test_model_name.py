@@ -52,5 +52,5 @@ def test_names_that_do_not_fit_the_models_are_refused(given: tuple[str, ...], mo
 
 def test_two_models_of_one_name_are_refused() -> None:
     require_distinct([ModelName("m", ("a",)), ModelName("m", ("b",)), ModelName("c")])
-    with pytest.raises(ConfigError, match="two models are called 'a'"):
+    with pytest.raises(ConfigError, match="two models have the name 'a'"):
         require_distinct([ModelName("a"), ModelName("m", ("b", "a"))])

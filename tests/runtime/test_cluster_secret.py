@@ -37,9 +37,9 @@ def test_a_secret_that_cannot_be_read_or_is_short_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="16 characters"):
         ClusterSecrets(WorkerSettings(cluster_secret="short"))
     for text, told in (
-        ("", "are 0"),
-        ("\n".join(SECRET + str(n) for n in range(17)), "are 17"),
-        (f"{SECRET}\nshort", "this one 5"),
+        ("", "got 0"),
+        ("\n".join(SECRET + str(n) for n in range(17)), "got 17"),
+        (f"{SECRET}\nshort", "got 5"),
     ):
         with pytest.raises(ConfigError, match=told) as refused:
             read_secrets(text)

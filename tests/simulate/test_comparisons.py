@@ -167,7 +167,7 @@ def lease_of(model: str) -> NodeLease:
 
 def test_rates_of_several_models_are_not_mixed() -> None:
     leases = [lease_of("a"), lease_of("b")]
-    with pytest.raises(ConfigError, match="several models, of which one must be named: a, b"):
+    with pytest.raises(ConfigError, match="several models, choose one: a, b"):
         of_model(leases, "")
     with pytest.raises(ConfigError, match="model must be one of a, b, not 'c'"):
         of_model(leases, "c")
@@ -204,17 +204,17 @@ def test_what_is_wrong_is_said_of_its_flag_before_anything_is_simulated(words: l
 
 def test_requests_over_more_than_a_week_are_refused() -> None:
     trace, _, models = case("low-sharing", Asked(60, 1e-6, 1))
-    with pytest.raises(ConfigError, match="at most 604800 s are simulated"):
+    with pytest.raises(ConfigError, match="at most 604800 s can be simulated"):
         simulated("kvferry", Shape(1, 1, Machine(), models), trace, Goal())
 
 
 @pytest.mark.parametrize(
     ("rate", "told"),
     [
-        ("0.0000001", "--rate: 100 requests come over"),
-        ("0.0002", "--rate: 100 requests come over"),
-        ("1e12", "--rate: that"),
-        ("1e308", "--rate: that"),
+        ("0.0000001", "--rate: 100 requests arrive over"),
+        ("0.0002", "--rate: 100 requests arrive over"),
+        ("1e12", "--rate: this"),
+        ("1e308", "--rate: this"),
     ],
 )
 def test_a_plan_of_what_cannot_be_simulated_ends_at_once(rate: str, told: str) -> None:

@@ -202,7 +202,7 @@ async def test_a_rank_that_stands_still_does_too(path: Path, busy: bool) -> None
         (2, {"quantization": "int8"}, "quantization int8 needs bfloat16 on the cpu kernels"),
         (2, {"enable_expert_parallel": True}, "enable_expert_parallel: llama has no experts"),
         (1, {"enable_expert_parallel": True}, "--enable-expert-parallel needs --tensor-parallel-size 2 or more"),
-        (2, {"model_impl": "transformers"}, "tensor_parallel_size needs our own decoder"),
+        (2, {"model_impl": "transformers"}, "tensor_parallel_size needs kvferry's own decoder"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(path: Path, ranks: int, settings: dict[str, Any], why: str) -> None:

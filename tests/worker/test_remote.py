@@ -304,7 +304,7 @@ async def test_a_disk_is_read_before_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [({"enable_prefix_caching": False}, "the prefix cache is off"), ({"kv_remote_url": "ftp://host"}, "is none of")],
+    [({"enable_prefix_caching": False}, "the prefix cache is off"), ({"kv_remote_url": "ftp://host"}, "is not one of")],
 )
 async def test_what_cannot_be_kept_is_refused_at_the_start(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
     async with worker("prefill", make_engine()) as node:
