@@ -1,8 +1,7 @@
 """Link interface: moves control messages and KV blocks between processes.
 
-Implementations: `ucx` (production), `loopback` (both ends in one process, deterministic), `fault_injection` (wraps a
-link and drops, delays, corrupts or severs on demand). One thread owns a link. `submit`, `start` and `stop` may be
-called from other threads; all other calls, and all callbacks, run on the link thread."""
+Implementations: `ucx`, and among the tests a deterministic one within a process and a faulty one. One thread owns a
+link. `submit`, `start` and `stop` may be called from other threads; all other calls, and all callbacks, run on it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvferry.cluster_state.memory_store import MemoryStore
-from kvferry.cluster_state.responses import MemoryResponses, ResponseStore
+from kvferry.cluster_state.responses import ResponseStore
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.errors import KvferryError
@@ -37,6 +37,7 @@ from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_model
 from kvferry.router.text.text_model import TextModel
 from kvferry.runtime.rejection_throttle import RejectionThrottle
+from tests.memory_responses import MemoryResponses
 
 EOS = 2
 Script = Callable[[RequestSpec], Sequence[Output | KvferryError]]

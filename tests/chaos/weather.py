@@ -7,8 +7,8 @@ import random
 import time
 from typing import Any
 
-from kvferry.kv_transfer.fault_injection import Faults, FaultyLink
 from kvferry.protocol.errors import NodeLost
+from tests.kv_transfer.fault_injection import Faults, FaultyLink
 
 RESENT_S = (0.2, 0.8)
 """What a lost segment costs its connection until TCP has sent it again, once or twice."""

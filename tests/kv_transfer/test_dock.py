@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.kv_transfer.dock import SWEEP_S, Dock
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.kv_transfer.transfers import Transfers
 from kvferry.protocol.errors import NodeLost, TransferFailed
 from kvferry.protocol.link_messages import Abort, CommitAck, Grant
 from kvferry.protocol.wire import WireError, pack
+from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.kv_transfer.ship_kit import BothSides, Pool, delta
 from tests.later_checksums import LaterChecksums
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.kv_transfer.fault_injection import Faults
 from kvferry.kv_transfer.fetch import FetchClient, FetchServer, split
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol.errors import Cancelled, DeadlineExceeded, NodeLost, NotFound
 from kvferry.protocol.link_messages import Fetch, Supply
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.protocol.wire import unpack
+from tests.kv_transfer.fault_injection import Faults
+from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.kv_transfer.ship_kit import EPOCH, FINGERPRINT, Process
 
 HASHES = [bytes([number]) * 16 for number in range(1, 6)]

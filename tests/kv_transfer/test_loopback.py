@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol.errors import NodeLost
 from tests.kv_transfer.link_processes import Recorder
+from tests.kv_transfer.loopback import LoopbackNetwork
 
 
 def pair():

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from kvferry.engine.ports import QUIESCE
-from kvferry.kv_transfer.fault_injection import LATE_BYTE, Faults
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol import errors
 from kvferry.protocol.link_messages import Commit, CommitAck, Grant, GrantRequest
 from kvferry.protocol.wire import pack, unpack
+from tests.kv_transfer.fault_injection import LATE_BYTE, Faults
+from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.kv_transfer.ship_kit import DecodeSide, PrefillSide, delta
 from tests.ledger_books import blocks
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvferry.kv_transfer import retransmission
-from kvferry.kv_transfer.fault_injection import Faults
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.kv_transfer.receiver_grant import COMMIT_TIMEOUT_S
 from kvferry.kv_transfer.retransmission import REMEMBERED, REPEAT_S, SendingProcess
 from kvferry.protocol.errors import GrantRefused
 from kvferry.protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
 from kvferry.protocol.wire import unpack
+from tests.kv_transfer.fault_injection import Faults
+from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.kv_transfer.ship_kit import DecodeSide, PrefillSide, delta
 
 

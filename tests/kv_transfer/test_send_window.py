@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.kv_transfer.fault_injection import Faults
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.kv_transfer.send_window import MOST_BLOCKS, SendWindow
 from kvferry.kv_transfer.sender import STALL_TIMEOUT_S
 from kvferry.protocol.errors import Cancelled
 from kvferry.protocol.link_messages import Commit
 from kvferry.protocol.wire import unpack
+from tests.kv_transfer.fault_injection import Faults
+from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.kv_transfer.ship_kit import DecodeSide, PrefillSide, delta
 
 SMALL, LARGE = 4, 512

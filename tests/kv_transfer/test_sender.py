@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from kvferry.kv_transfer.fault_injection import Faults
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.protocol import errors
 from kvferry.protocol.link_messages import CommitAck
 from kvferry.protocol.wire import unpack
+from tests.kv_transfer.fault_injection import Faults
+from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.kv_transfer.ship_kit import DecodeSide, PrefillSide, delta, job
 
 

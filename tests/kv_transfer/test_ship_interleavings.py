@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.kv_transfer.fault_injection import Faults
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.kv_transfer.send_window import SendWindow
 from kvferry.protocol.errors import Cancelled, NodeLost
+from tests.kv_transfer.fault_injection import Faults
+from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.kv_transfer.ship_kit import BLOCK_BYTES, DecodeSide, Lending, Pool, PrefillSide, delta
 
 

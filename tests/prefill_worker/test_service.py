@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from kvferry.engine.events import Generated
 from kvferry.engine.request import key_of
 from kvferry.kv_transfer.dock import Dock
-from kvferry.kv_transfer.loopback import LoopbackNetwork
 from kvferry.prefill_worker.service import PrefillService
 from kvferry.protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
@@ -27,6 +26,7 @@ from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.http import make_app
 from kvferry.worker.pool_memory import PoolMemory
 from kvferry.worker.tier_opening import OpenTiers
+from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.waiting import until
 
 

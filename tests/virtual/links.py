@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvferry.engine.ledger import Ledger
-from kvferry.kv_transfer.fault_injection import FaultyLink
 from kvferry.kv_transfer.link import Peer
-from kvferry.kv_transfer.loopback import End, LoopbackLink, LoopbackNetwork
 from kvferry.protocol.errors import NodeLost
+from tests.kv_transfer.fault_injection import FaultyLink
+from tests.kv_transfer.loopback import End, LoopbackLink, LoopbackNetwork
 from tests.virtual.arithmetic import Arithmetic
 from tests.virtual.clock import Process
 from tests.virtual.wires import Lanes

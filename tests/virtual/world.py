@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 
 from kvferry.cluster_state.memory_store import MemoryStore
-from kvferry.kv_transfer.fault_injection import Faults
+from tests.kv_transfer.fault_injection import Faults
 from tests.virtual.clock import Process, VirtualLoop
 from tests.virtual.deeds import Deeds, living
 from tests.virtual.links import VirtualNetwork

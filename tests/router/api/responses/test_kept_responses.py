@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseItemList
 
-from kvferry.cluster_state.responses import MemoryResponses
 from kvferry.protocol.errors import NotFound
 from kvferry.router.api.responses.stored_responses import StoredResponse, StoredResponses
 from kvferry.router.api.served_models import ServedModel
 from tests.api_parts import Api, FakeCluster, demo_text, error_of, says
+from tests.memory_responses import MemoryResponses
 
 
 async def respond(api: Api, **body: Any) -> dict[str, Any]:
