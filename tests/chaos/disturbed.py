@@ -1,7 +1,7 @@
 """`kvferry` as a test-only program: its own command line, in a process that does on demand what faults do to it.
 
 A thread listens on the socket `$CHAOS_DIR/$CHAOS_NAME.sock`: one JSON object and its answer per connection. It hangs
-threads, breaks the link (tests/kv_transfer/fault_injection), jumps the clock, ends or stops the process at the n-th block of a ship,
+threads, breaks the link (fault_injection), jumps the clock, ends or stops the process at the n-th block of a ship,
 and reads the books. With CHAOS_STEP_MS and CHAOS_TOKEN_US a step lasts at least as long as on a device that needs no
 core of this machine: what waits then waits for the device, as in production, and not for the test's own load.
 """
