@@ -45,8 +45,8 @@ spec:
         httpGet: {path: /ready, port: http}
         periodSeconds: 5
         timeoutSeconds: 2
-      # A process that hangs is replaced within 70 s: 4 * 10 + 10 + 10. Its streams go on elsewhere, so it gets no
-      # grace to drain in.
+      # A process that hangs is replaced within 70 s: 4 * 10 + 10 + 10. Its streams continue on other nodes, so it gets no
+      # grace period.
       livenessProbe:
         httpGet: {path: /health, port: http}
         periodSeconds: 10
