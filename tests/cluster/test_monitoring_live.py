@@ -141,7 +141,7 @@ def test_tokens_are_those_that_the_client_counted(watched: Watched) -> None:
 
 
 def test_predictions_misses_and_luck_add_up_to_what_the_client_was_told(watched: Watched) -> None:
-    board, panel = "prefix-cache", "Predictions and what came of them"
+    board, panel = "prefix-cache", "Predicted and actual reuse"
     predicted, missed, luck, reused = (
         watched.figure(board, panel, legend) for legend in ("predicted", "missed", "beyond prediction", "reused")
     )
@@ -150,7 +150,7 @@ def test_predictions_misses_and_luck_add_up_to_what_the_client_was_told(watched:
     assert predicted > 0
     assert sum(watched.shown(board, "Misses by reason").values()) == missed
     assert sum(watched.shown(board, "Miss ratio by reason").values()) == pytest.approx(missed / predicted, abs=1e-12)
-    assert watched.figure(board, "Predicted reuse that failed") == pytest.approx(missed / predicted, abs=1e-12)
+    assert watched.figure(board, "Missed predictions") == pytest.approx(missed / predicted, abs=1e-12)
 
 
 def test_nodes_did_what_the_client_was_told(watched: Watched) -> None:
@@ -158,7 +158,7 @@ def test_nodes_did_what_the_client_was_told(watched: Watched) -> None:
     shown = {("local",): local, ("remote",): remote}
     assert watched.shown("router", "Placements") == {kind: count for kind, count in shown.items() if count}
     assert watched.shown("router", "Retries, by step") == {}
-    assert watched.shown("transfers", "Ships") == {("done",): remote}
+    assert watched.shown("transfers", "Transfers") == {("done",): remote}
     assert watched.shown("transfers", "Grants") == {("granted",): remote}
     computed = watched.total("prompt", remote=True) - watched.total("cached", remote=True)
     assert watched.shown("pools", "Tokens computed")[("prefill", "prefill")] == computed
@@ -170,6 +170,6 @@ def test_nodes_did_what_the_client_was_told(watched: Watched) -> None:
 
 def test_books_balance_and_nothing_is_left(watched: Watched) -> None:
     assert watched.figure("pools", "Blocks") > 0
-    assert watched.figure("pools", "Out of balance") == 0
+    assert watched.figure("pools", "Unaccounted blocks") == 0
     assert watched.figure("pools", "In use") == 0
-    assert watched.shown("pools", "Held beyond their cause") == {}
+    assert watched.shown("pools", "Blocks reserved too long") == {}
