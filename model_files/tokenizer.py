@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.gguf_tokenizer import build_tokenizer
 from kvferry.model_files.source import ModelSource
 from kvferry.protocol.errors import ConfigError
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -36,6 +33,7 @@ class TextTokenizer:
     library       tokenizer of the `tokenizers` library
     special_ids   tokens without text of their own, skipped in output unless asked for
     byte_level    a token is a sequence of bytes, so text is the plain concatenation of `token_bytes`
+    byte_tokens   bytes by token, of a vocabulary that falls back to tokens of single bytes (SentencePiece)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -47,7 +45,7 @@ class TextTokenizer:
         self._bytes: dict[int, bytes] = {}
         steps = _decoder_steps(tokenizer)
         self.byte_level = steps == ["ByteLevel"]
-        self._byte_fallback = "ByteFallback" in steps
+        self.byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in steps else {}
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._closing = _closing(tokenizer)
@@ -102,8 +100,7 @@ class TextTokenizer:
             return (
                 bytes(BYTE_ALPHABET[char] for char in token) if BYTE_ALPHABET.keys() >= set(token) else token.encode()
             )
-        byte = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
-        return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+        return self.byte_tokens.get(token_id) or token.replace("▁", " ").encode()
 
 
 def load_tokenizer(source: ModelSource) -> TextTokenizer:
@@ -117,6 +114,12 @@ def _closing(tokenizer: Tokenizer) -> int:
     """Return how many special tokens the tokenizer puts after a text."""
     marks = tokenizer.encode("a").special_tokens_mask
     return next((count for count, mark in enumerate(reversed(marks)) if not mark), 0)
+
+
+def _byte_tokens(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """Return the single bytes that tokens such as <0x0A> stand for."""
+    found = {tokenizer.token_to_id(f"<0x{byte:02X}>"): bytes((byte,)) for byte in range(256)}
+    return {token_id: byte for token_id, byte in found.items() if token_id is not None}
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[str]:

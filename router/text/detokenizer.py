@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
@@ -39,6 +40,8 @@ def detokenizer(
     hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
     if tokenizer.byte_level:
         return ByteDetokenizer(tokenizer, hidden.union(shown), shown)
+    if tokenizer.byte_tokens:
+        return FallbackDetokenizer(tokenizer, hidden.union(shown), prompt, shown)
     return WindowDetokenizer(tokenizer, hidden.union(shown), prompt, shown)
 
 
@@ -71,8 +74,57 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", True)
 
 
+class FallbackDetokenizer:
+    """Detokenizer for SentencePiece with byte fallback: an incremental UTF-8 decoder for byte tokens.
+
+    All other tokens are decoded together with the `_CONTEXT` tokens before them, whose text is left out. A character
+    that begins in the prompt's last tokens and ends in the output belongs to the output."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        hidden: frozenset[int],
+        prompt: Sequence[int] = (),
+        shown: Mapping[int, str] = _NOTHING,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._hidden, self._shown = hidden, shown
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context = deque[int](maxlen=_CONTEXT)
+        for token_id in prompt[-_CONTEXT:]:
+            if token_id not in hidden:
+                self._next(token_id)
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that this token completes."""
+        if token_id in self._hidden:
+            return self._mark(token_id) if token_id in self._shown else ""
+        return self._next(token_id)
+
+    def finish(self) -> str:
+        """Return the rest: a replacement character for an incomplete character."""
+        return self._decoder.decode(b"", True)
+
+    def _mark(self, token_id: int) -> str:
+        """Return the text shown for a hidden token, which stays the context of the following text."""
+        self._context.clear()
+        self._context.append(token_id)
+        return self.finish() + self._shown[token_id]
+
+    def _next(self, token_id: int) -> str:
+        byte = self._tokenizer.byte_tokens.get(token_id, b"")
+        before = list(self._context)
+        self._context.append(token_id)
+        if byte and (before or not byte.isascii()):
+            return self._decoder.decode(byte)
+        text = self._tokenizer.decode([*before, token_id], skip_special_tokens=False)
+        if before:
+            text = text[len(self._tokenizer.decode(before, skip_special_tokens=False)) :]
+        return self.finish() + text
+
+
 class WindowDetokenizer:
-    """Detokenizer for any other decoder (SentencePiece, WordPiece, ...).
+    """Detokenizer for any other decoder (WordPiece and others).
 
     It decodes a window of recent tokens without and with the new ones, and emits the difference. The text of
     window[:read] is emitted. The tokens window[read:] wait for the rest of a character; after _PATIENCE of them the

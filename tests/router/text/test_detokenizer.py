@@ -1,17 +1,24 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.model_files.gguf_tokenizer import build_tokenizer
 from kvferry.model_files.tokenizer import TextTokenizer
-from kvferry.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer
+from kvferry.router.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    FallbackDetokenizer,
+    WindowDetokenizer,
+    detokenizer,
+)
 from tests.api_parts import demo_text
 from tests.vocabularies import CHARS, sentencepiece
 
 SP = TextTokenizer(build_tokenizer(sentencepiece()))
 TEXT = st.text(CHARS, max_size=40) | st.text("a👩‍👧é漢🏳️‍🌈 1", max_size=30)
 BAD = "\N{REPLACEMENT CHARACTER}"
+PIECES = [*"ab c1é漢", BAD, "e\u0301", "😀", "👩‍👧", "🏳️‍🌈"]
 
 
 def run(steps: Detokenizer, ids: list[int]) -> list[str]:
@@ -84,8 +91,23 @@ def test_what_is_shown_for_a_special_token_ends_a_character_and_stands_among_the
 
 
 def test_bytes_that_are_no_character_do_not_hold_the_text_back_forever() -> None:
-    steps = WindowDetokenizer(SP, frozenset())
-    lone = SP.library.encode("é", add_special_tokens=False).ids[-1]
-    shown = [steps.feed(lone) for _ in range(200)]
-    assert sum(map(len, shown)) > 150
+    for steps in (FallbackDetokenizer(SP, frozenset()), WindowDetokenizer(SP, frozenset())):
+        lone = SP.library.encode("é", add_special_tokens=False).ids[-1]
+        shown = [steps.feed(lone) for _ in range(200)]
+        assert sum(map(len, shown)) > 150
     assert len(steps._window) < 20
+
+
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).map("".join))
+@example("😀 😀😀🏳️‍🌈")
+@example("ab\ufffd\ufffd😀 a")
+@settings(max_examples=300, deadline=None)
+def test_output_behind_any_part_of_a_text_completes_it(text: str) -> None:
+    """A character that the prompt begins and the output ends belongs to the output, once, as soon as it is whole."""
+    ids = SP.library.encode(text).ids
+    assert SP.decode(ids) == text
+    for cut in range(1, len(ids) + 1):
+        before = b"".join(map(SP.token_bytes, ids[1:cut])).decode(errors="ignore").removeprefix(" ")
+        shown = run(detokenizer(SP, ids[:cut]), ids[cut:])
+        assert (before + "".join(shown)).removeprefix(" ") == text.removeprefix(" ")
+        assert shown[-1] == ""
