@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from pydantic import StrictBool
+
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.fields import Detokenized, Messages
 from kvferry.router.api.bodies.generating import ChatPrompt, RequestBody
@@ -18,8 +20,8 @@ class TokenizeBody(ChatPrompt):
 
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = False
+    add_special_tokens: StrictBool | None = None
+    return_token_strs: StrictBool | None = False
 
     def check(self) -> None:
         """Raise InvalidRequest unless exactly one of prompt and messages is given."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictBool, StrictFloat
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_LOGPROBS
+from kvferry.router.api.bodies.fields import Integer
 
 MAX_CHOICES = 128
 """Largest n and best_of, in sequences per prompt."""
@@ -27,10 +28,10 @@ As in vLLM, it ignores temperature, top_p, top_k, min_p and seed, because it doe
 class ChoiceFields(BaseModel):
     """Fields for the number of sequences: best_of are generated, or kept as beams, and n of them shown."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    use_beam_search: bool | None = False
-    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] | None = None
+    use_beam_search: StrictBool | None = False
+    length_penalty: Annotated[StrictFloat, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
 
     def check_choices(self, made: int, prompt_field: str, *, streams: bool) -> None:
         """Raise InvalidRequest for fields that exclude each other; `made` counts the sequences of each prompt."""

@@ -10,6 +10,9 @@ from pydantic import (
     ConfigDict,
     Field,
     GetPydanticSchema,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
     WithJsonSchema,
     with_config,
 )
@@ -34,6 +37,15 @@ MAX_DETOKENIZED = 2**18
 """Largest number of token ids to detokenize."""
 MAX_NAME = 256
 """Longest name or id, in characters."""
+
+
+def _integral(value: Any) -> Any:
+    """Convert 40.0 to 40, which JSON does not tell apart."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[StrictInt, BeforeValidator(_integral)]
+"""A number of a request body; neither a boolean nor a number in a string."""
 
 Prompt = str | tuple[int, ...]
 
@@ -90,16 +102,18 @@ def _biases(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Count = Annotated[Integer, Field(ge=0, le=MAX_COUNT)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
-Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Number = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+"""A token id that is the name of a field, and so a string."""
 Detokenized = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_DETOKENIZED)]
 StopIds = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 AllowedIds = Annotated[list[Number], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 BadWords = Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS // 2)]
 Biases = Annotated[
-    dict[Number, float], BeforeValidator(_biases), WithJsonSchema({
+    dict[TokenId, StrictFloat], BeforeValidator(_biases), WithJsonSchema({
         "type": "object", "maxProperties": MAX_BIASES, "additionalProperties": {"type": "number"},
         "propertyNames": {"pattern": "^[0-9]+$"},
     })
@@ -131,24 +145,24 @@ class Message(TypedDict):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-Top = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Top = Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class SamplingFields(BaseModel):
     """Body fields that `SamplingParams` takes by the same name and whose bounds it checks."""
 
     min_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
+    top_k: Annotated[Integer, Field(ge=-1, le=MAX_COUNT)] | None = None
+    min_p: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    presence_penalty: StrictFloat | None = None
     logit_bias: Biases | None = None
     seed: Number | None = None
     stop_token_ids: StopIds | None = None
-    ignore_eos: bool | None = False
+    ignore_eos: StrictBool | None = False
     prompt_logprobs: Top | None = None
     allowed_token_ids: AllowedIds | None = None
     bad_words: BadWords | None = None
@@ -157,8 +171,8 @@ class SamplingFields(BaseModel):
 class StreamOptions(BaseModel):
     """Options of a stream: usage in its last chunk, or in each."""
 
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
+    include_usage: StrictBool | None = False
+    continuous_usage_stats: StrictBool | None = False
 
 
 def field_path(loc: tuple[int | str, ...]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_COUNT
@@ -15,6 +15,7 @@ from kvferry.router.api.bodies.choices import ChoiceFields
 from kvferry.router.api.bodies.fields import (
     CacheSalt,
     Count,
+    Integer,
     Kwargs,
     Messages,
     Name,
@@ -62,17 +63,17 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
     prompt_field: ClassVar[str]
     output_default: ClassVar[int | None]
 
-    stream: bool | None = False
+    stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     stop: Stops = []
-    include_stop_str_in_output: bool | None = False
-    skip_special_tokens: bool | None = True
-    spaces_between_special_tokens: bool | None = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    return_token_ids: bool | None = False
-    return_tokens_as_token_ids: bool | None = False
-    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
+    include_stop_str_in_output: StrictBool | None = False
+    skip_special_tokens: StrictBool | None = True
+    spaces_between_special_tokens: StrictBool | None = True
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=1, le=MAX_COUNT)] | None = None
+    return_token_ids: StrictBool | None = False
+    return_tokens_as_token_ids: StrictBool | None = False
+    priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: CacheSalt | None = None
 
     def check(self) -> None:
@@ -124,9 +125,9 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
     prompt_field, output_default = "prompt", 16
 
     prompt: Prompts
-    echo: bool | None = False
+    echo: StrictBool | None = False
     logprobs: Top | None = None
-    add_special_tokens: bool | None = True
+    add_special_tokens: StrictBool | None = True
 
     def check(self) -> None:
         """Raise InvalidRequest for too many sequences, and for no output without echo."""
@@ -157,8 +158,8 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
 class ChatPrompt(RequestBody):
     """Fields that define a prompt made of messages."""
 
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = False
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = False
     chat_template_kwargs: Kwargs | None = None
     documents: Objects | None = None
     reasoning_effort: str | None = None
@@ -189,9 +190,9 @@ class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
 
     messages: Messages
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = False
+    logprobs: StrictBool | None = False
     top_logprobs: Top | None = None
-    add_special_tokens: bool | None = False
+    add_special_tokens: StrictBool | None = False
 
     def check(self) -> None:
         """Raise InvalidRequest for an empty output, for top_logprobs without logprobs, and for invalid tools."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictBool
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.work import Grammar
@@ -25,7 +25,7 @@ IGNORED = ("disable_fallback", "disable_additional_properties", "backend")
 """Options of structured_outputs that are ignored."""
 FORMATS = ("text", "json_object", "json_schema", "structural_tag", "regex", "grammar")
 """Supported types of response_format."""
-JsonText = Annotated[dict[str, Any] | str | bool | None, Field(description="A JSON schema, or its text")]
+JsonText = Annotated[dict[str, Any] | str | StrictBool | None, Field(description="A JSON schema, or its text")]
 
 
 class StructuredFields(BaseModel):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field, with_config
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, with_config
 from typing_extensions import TypedDict
 
 from kvferry.protocol.errors import InvalidRequest
@@ -34,7 +34,7 @@ class Function(TypedDict):
     name: Annotated[str, Field(pattern=_NAME)]
     description: NotRequired[str | None]
     parameters: NotRequired[Annotated[dict[str, Any] | None, Field(description="a JSON schema; absent: no parameters")]]
-    strict: NotRequired[bool | None]
+    strict: NotRequired[StrictBool | None]
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -70,10 +70,10 @@ class ToolFields(BaseModel):
 
     tools: Tools | None = None
     tool_choice: Choice = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     functions: Annotated[Functions | None, OLD] = None
     function_call: Annotated[Choice, OLD] = None
-    include_reasoning: bool | None = True
+    include_reasoning: StrictBool | None = True
 
     @property
     def legacy(self) -> bool:

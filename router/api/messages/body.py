@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictBool, StrictFloat
 
 from kvferry.protocol.sampling import MAX_COUNT
-from kvferry.router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Objects, Stops, told
+from kvferry.router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Integer, Objects, Stops, told
 from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.tools import MAX_TOOLS
 
@@ -28,7 +28,7 @@ class Tool(BaseModel):
     type: Annotated[Literal["custom"] | None, told("only tools of the client's own (custom) are supported")] = None
     description: str | None = None
     input_schema: dict[str, Any]
-    strict: bool | None = None
+    strict: StrictBool | None = None
 
 
 class ToolChoice(BaseModel):
@@ -36,7 +36,7 @@ class ToolChoice(BaseModel):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: StrictBool | None = None
 
 
 class Thinking(BaseModel):
@@ -66,10 +66,10 @@ class CountBody(RequestBody):
 class MessagesBody(CountBody):
     """Body of POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    max_tokens: Annotated[Integer, Field(ge=1, le=MAX_COUNT)]
     stop_sequences: Stops = Field(default_factory=list)
-    stream: bool | None = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    stream: StrictBool | None = False
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
+    top_k: Annotated[Integer, Field(ge=-1, le=MAX_COUNT)] | None = None
     metadata: dict[str, Any] | None = None

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_COUNT
-from kvferry.router.api.bodies.fields import CacheSalt, Prompts
+from kvferry.router.api.bodies.fields import CacheSalt, Integer, Prompts
 from kvferry.router.api.bodies.generating import RequestBody
 
 MAX_INPUTS = 2048
@@ -18,7 +18,7 @@ MAX_INPUTS = 2048
 class PoolingBody(RequestBody):
     """Fields that pooling requests share."""
 
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, le=MAX_COUNT)] | None = None
     user: str | None = None
     cache_salt: CacheSalt | None = None
 

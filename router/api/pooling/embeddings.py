@@ -8,11 +8,12 @@ import sys
 from array import array
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.work import Embed
 from kvferry.router.api.admission import AdmittedRequest
+from kvferry.router.api.bodies.fields import Integer
 from kvferry.router.api.pooling.body import InputBody
 from kvferry.router.api.pooling.pooling_outputs import PoolingOutputs, WholeAnswer, encoded
 from kvferry.router.api.served_models import ServedModel
@@ -26,8 +27,8 @@ class EmbeddingBody(InputBody):
     """Body of POST /v1/embeddings."""
 
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    normalize: bool | None = None
+    dimensions: Annotated[Integer, Field(ge=1)] | None = None
+    normalize: StrictBool | None = None
 
 
 async def embeddings(pool: ServedModel, admitted: AdmittedRequest, body: EmbeddingBody) -> WholeAnswer:

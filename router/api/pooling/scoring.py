@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, StrictBool, WithJsonSchema
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_COUNT
 from kvferry.protocol.work import Classify
 from kvferry.router.api.admission import AdmittedRequest
+from kvferry.router.api.bodies.fields import Integer
 from kvferry.router.api.pooling.body import MAX_INPUTS, InputBody, PoolingBody
 from kvferry.router.api.pooling.embeddings import embedding_work
 from kvferry.router.api.pooling.pooling_outputs import PoolingOutputs, WholeAnswer, encoded, encoded_pairs
@@ -82,8 +83,8 @@ class RerankBody(PoolingBody):
 
     query: str
     documents: Texts
-    top_n: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    return_documents: bool | None = True
+    top_n: Annotated[Integer, Field(ge=0, le=MAX_COUNT)] | None = None
+    return_documents: StrictBool | None = True
 
 
 class ClassifyBody(InputBody):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictBool
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.fields import (
@@ -51,13 +51,13 @@ class ResponsesBody(SamplingFields, RequestBody):
     input: Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} items")] = ""
     instructions: str | None = None
     previous_response_id: Name | None = None
-    store: bool | None = None
-    background: bool | None = None
-    stream: bool | None = False
+    store: StrictBool | None = None
+    background: StrictBool | None = None
+    stream: StrictBool | None = False
     text: TextField | None = None
     tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str | dict[str, Any] | None, told("must be a string or an object")] = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     max_output_tokens: Count | None = None
     top_logprobs: Top | None = None
     include: Annotated[list[Name], Field(max_length=MAX_INCLUDED)] | None = None
