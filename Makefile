@@ -89,15 +89,20 @@ help:
 serve: $(VENV)/worker.done $(VENV)/model.done
 	@exec $(BIN)/kvferry serve $(ARGS)
 
-# All of them: those that start no clusters in three processes, for with two of them two cores are idle two fifths of the
-# time, the longest files first (tests/longest.py); then the others, which want the whole machine.
+# Tests without clusters run in three processes, the longest files first (tests/longest.py). Tests with clusters run one by
+# one after them and leave half of the cores idle, so those of the kernels run beside them, at idle priority.
 CLUSTERS := $(addprefix tests/,cluster chaos clients)
+BESIDE   := tests/kernels
+IDLE      = $(if $(shell command -v chrt),chrt --idle 0,nice -n 19)
 test: lint $(VENV)/model.done
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(CLUSTERS))
-	$(BIN)/python -m pytest $(CLUSTERS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(CLUSTERS) $(BESIDE))
+	@log=$(VENV)/beside.log; $(IDLE) $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3000 $(BESIDE) > $$log 2>&1 & beside=$$!; \
+	trap "kill $$beside 2> /dev/null" EXIT; trap 'exit 130' INT TERM; \
+	$(BIN)/python -m pytest $(CLUSTERS); clusters=$$?; echo 'waiting for $(BESIDE)'; wait $$beside; kernels=$$?; \
+	tail -n 200 $$log; exit $$((clusters + kernels))
 endif
 
 # Node's clients need npm. What cannot be installed is skipped, and says why; CLIENTS_TABLE=FILE keeps the table.

@@ -53,7 +53,6 @@ def output(script: str, **environment: str) -> list[str]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     if done.returncode == 77:
