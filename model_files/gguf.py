@@ -19,6 +19,12 @@ from kvferry.protocol.errors import ConfigError
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
+MAX_NESTING, MAX_DIMS = 4, 8
+"""Most levels of arrays in arrays, and most dimensions of a tensor; ggml itself allows four."""
+MAX_NUMBERS = 1 << 24
+"""Largest number of entries of an array of numbers: four times the largest vocabulary supported."""
+MAX_ALIGNMENT = 1 << 20
+"""Largest alignment of tensors, in bytes; files use 32."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -67,6 +73,8 @@ def read_gguf(path: Path) -> GGUFFile:
     parts = gguf_parts(path)
     headers = [_read(part) for part in parts]
     first, count = headers[0], headers[0].metadata.get("split.count", 1)
+    if not isinstance(count, int):
+        raise ConfigError(f"{path} is invalid: split.count must be a whole number, got {count!r:.40}", param="model")
     if count != len(parts) and count > 1:
         raise ConfigError(
             f"{path} is one of {count} parts of a split GGUF; rename the files as llama-gguf-split does, "
@@ -102,7 +110,7 @@ def _read(path: Path) -> GGUFFile:
             return _Cursor(data).header(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
-    except (struct.error, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
+    except Exception as error:  # whatever a damaged or hostile header leads to
         raise ConfigError(f"{path} is not a complete GGUF file ({error}); download it again", param="model") from error
 
 
@@ -162,7 +170,9 @@ class _Cursor:
             key = self._string()
             metadata[key] = self._value(self._unpack("<I")[0])
         infos = [self._tensor_info() for _ in range(tensor_count)]
-        alignment = int(metadata.get("general.alignment", 32))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT:
+            raise ValueError(f"general.alignment must be 1 to {MAX_ALIGNMENT}, got {alignment!r:.40}")
         start = -(-self._at // alignment) * alignment
         tensors = {name: GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in infos}
         return GGUFFile(path, metadata, tensors, (path,))
@@ -188,14 +198,20 @@ class _Cursor:
             return self._string()
         if kind == ARRAY:
             return self._array()
+        if kind not in _SCALARS:
+            raise ValueError(f"a value has the unknown type {kind}")
         return self._unpack("<" + _SCALARS[kind])[0]
 
-    def _array(self) -> Sequence[Any]:
+    def _array(self, level: int = 1) -> Sequence[Any]:
         kind, length = self._unpack("<IQ")
         if kind == STRING:
             return self._strings(length)
         if kind == ARRAY:
-            return [self._array() for _ in range(length)]
+            if level == MAX_NESTING:
+                raise ValueError(f"arrays are nested deeper than {MAX_NESTING}")
+            return [self._array(level + 1) for _ in range(length)]
+        if length > MAX_NUMBERS:
+            raise ValueError(f"an array has {length} numbers; the limit is {MAX_NUMBERS}")
         code = _SCALARS[kind]
         raw = self._bytes(length * struct.calcsize("<" + code))
         return [value for (value,) in struct.iter_unpack("<" + code, raw)]
@@ -209,6 +225,8 @@ class _Cursor:
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         (dims,) = self._unpack("<I")
+        if dims > MAX_DIMS:
+            raise ValueError(f"a tensor has {dims} dimensions; the limit is {MAX_DIMS}")
         shape = self._unpack(f"<{dims}Q")
         kind, offset = self._unpack("<IQ")
         return name, shape[::-1], kind, offset

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from kvferry.model_files.download import download
 from kvferry.model_files.gguf import GGUFFile, gguf_parts, gguf_stem, read_gguf
 from kvferry.model_files.multimodal import text_config
 from kvferry.model_files.supported_encoders import encoder_length, is_encoder
+from kvferry.model_files.weight_digest import weights_digest
 from kvferry.protocol.errors import ConfigError, reason
 
 DEMO_MODEL = "smollm2"
@@ -26,8 +27,6 @@ MAX_VOCAB = 1 << 22
 """Largest vocabulary, in tokens: sixteen times the largest known. Memory for it is taken before weights are read."""
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 16 * 1024, 32
-_GGUF_EDGE = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class ModelSource:
     """Files and identity of a model.
 
     path: a directory in Hugging Face's layout (kind hf) or a .gguf file (kind gguf). name: the model's name for
-    clients. revision: 32 hex digits that depend on the weights; empty if resolved without weights."""
+    clients. revision: 32 hex digits that depend on every byte of the weights; empty if resolved without weights."""
 
     kind: Literal["hf", "gguf"]
     path: Path
@@ -82,7 +81,9 @@ def read_facts(source: ModelSource) -> ModelFacts:
     """Return the facts in config.json and generation_config.json, or in GGUF metadata. Raises ConfigError."""
     try:
         facts = gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a damaged or hostile config leads to
         raise ConfigError(f"the config of {source.name} is invalid: {reason(error)}", param="model") from error
     if not 0 < facts.vocab_size <= MAX_VOCAB:
         raise ConfigError(
@@ -167,7 +168,7 @@ def _demo_file() -> Path:
 
 def _gguf_source(path: Path, name: str, weights: bool) -> ModelSource:
     read_gguf(path)
-    return ModelSource("gguf", path, name, _gguf_revision(path) if weights else "")
+    return ModelSource("gguf", path, name, weights_digest(gguf_parts(path)).hex()[:32] if weights else "")
 
 
 def _directory_source(path: Path, name: str, weights: bool) -> ModelSource:
@@ -193,32 +194,10 @@ def _download(repo: str, weights: bool) -> Path:
     return path
 
 
-def _hf_revision(path: Path, files: Iterable[Path]) -> str:
+def _hf_revision(path: Path, files: Sequence[Path]) -> str:
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in files:
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        _digest_samples(digest, file, _EDGE)
+    digest.update("".join(f"\0{file.name}" for file in files).encode() + weights_digest(files))
     return digest.hexdigest()[:32]
-
-
-def _gguf_revision(path: Path) -> str:
-    digest = hashlib.sha256(b"gguf")
-    for part in gguf_parts(path):
-        digest.update(f"\0{part.stat().st_size}\0".encode())
-        _digest_samples(digest, part, _GGUF_EDGE)
-    return digest.hexdigest()[:32]
-
-
-def _digest_samples(digest: Any, path: Path, edge: int) -> None:
-    """Add a file's first and last `edge` bytes and samples between: two fine-tunes of a model share a header."""
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        digest.update(file.read(edge))
-        for index in range(_SAMPLES):
-            file.seek(size * index // _SAMPLES)
-            digest.update(file.read(_SAMPLE))
-        file.seek(max(0, size - edge))
-        digest.update(file.read(edge))
 
 
 def _hf_facts(path: Path) -> ModelFacts:

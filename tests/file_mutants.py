@@ -17,6 +17,7 @@ from tokenizers import pre_tokenizers
 
 from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, build_tokenizer
 from tests.gguf_files import finish, gguf_name
+from tests.gguf_mutants import fields_mutated
 from tests.hostile_templates import TEMPLATES
 from tests.vocabularies import sentencepiece
 
@@ -130,7 +131,11 @@ class Mutants:
         shutil.rmtree(self._home / "mutant", ignore_errors=True)
         if chance.random() < 0.4:
             path = self._home / "mutant.gguf"
-            data, done = bytes_mutated(chance, chance.choice(self.files).read_bytes(), head=12_000)
+            whole = chance.choice(self.files)
+            if chance.random() < 0.5:
+                data, done = fields_mutated(chance, whole)
+            else:
+                data, done = bytes_mutated(chance, whole.read_bytes(), head=12_000)
             path.write_bytes(data)
             return path, f"gguf: {done}"
         path = self._home / "mutant"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry.model_files.source import resolve
+from kvferry.model_files.weight_digest import file_digest, kept_digest
 from kvferry.router.nodes.quarantine import MOST
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
 from tests.local_cluster import LocalCluster, local_cluster, scrape, value
@@ -25,7 +26,7 @@ ARGUMENTS = (
     *("--canary-rate", "0.01"),
 )
 DAMAGED = slice(3_600_000, 3_604_000)
-"""Bytes of the weights' file, none of which its revision is made from: every node has one fingerprint."""
+"""Bytes of the weights' file."""
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +64,19 @@ def looks(cluster: LocalCluster, outcome: str) -> float:
 
 
 def damage(path: Path) -> None:
-    """As a disk that lost a few numbers: anyone who has read the file keeps what it has."""
+    """As a disk that lost a few numbers after their digest was made: every node has one fingerprint. A process that has
+    read the file keeps what it has."""
     (weights,) = path.glob("*.safetensors")
-    before, data = resolve(str(path)).revision, bytearray(weights.read_bytes())
+    before, data, digest = resolve(str(path)).revision, bytearray(weights.read_bytes()), file_digest(weights)
     numbers = np.frombuffer(data[DAMAGED], dtype=np.float32)
     assert numbers.std() > 0.1, "weights"
     data[DAMAGED] = (-numbers).tobytes()
     other = weights.with_suffix(".new")
     other.write_bytes(data)
     os.replace(other, weights)
+    kept = kept_digest(weights)
+    assert kept is not None
+    kept.write_text(digest)
     assert resolve(str(path)).revision == before
 
 
