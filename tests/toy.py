@@ -124,6 +124,12 @@ def make_job(name: str, token_ids: list[int], max_tokens: int = 8, *, attempt: i
     return Job(name, attempt, tuple(token_ids), len(token_ids), Generate(sampling), "router")
 
 
+def runner_of(engine: Engine) -> Runner:
+    """That of an engine whose model decodes."""
+    assert isinstance(engine.runner, Runner)
+    return engine.runner
+
+
 def expected(token_ids: list[int], count: int) -> list[int]:
     """The toy model's greedy continuation."""
     tokens = list(token_ids)

@@ -51,7 +51,7 @@ async def test_attacks_are_answered_as_they_mean_to_be(name: str, tmp_path: Path
 
 def phase(first_s: float, gap_s: float) -> Phase:
     streams = [Completion(0.0, (first_s, first_s + gap_s, first_s + 2 * gap_s), 3) for _ in range(20)]
-    return Phase(streams, alive_s=[0.001, 0.2], answers=Counter({"400": 7}), cpu=Counter(router=1.0), seconds=2.0)
+    return Phase(streams, alive_s=[0.001, 0.2], answers=Counter({"400": 7}), cpu=Counter(router=1), seconds=2.0)
 
 
 def test_the_table_compares_with_being_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvferry.engine.canary import Canary
 from kvferry.engine.engine import Engine
 from kvferry.protocol.messages import Deviation
-from tests.toy import VOCAB, ToyModel, expected, make_engine, make_job
+from tests.toy import VOCAB, ToyModel, expected, make_engine, make_job, runner_of
 from tests.waiting import until
 from tests.worker_pair import Router, worker
 
@@ -29,7 +29,7 @@ class Wrong(ToyModel):
 
 def with_canary(engine: Engine) -> Engine:
     engine.canary = Canary(
-        engine.pool, engine.request_table, engine.runner, engine.events, block_size=4, rate=1.0, tolerated=0.01
+        engine.pool, engine.request_table, runner_of(engine), engine.events, block_size=4, rate=1.0, tolerated=0.01
     )
     return engine
 

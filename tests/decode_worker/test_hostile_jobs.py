@@ -21,6 +21,7 @@ from tests.waiting import until
 from tests.worker_pair import Router, pair
 
 ODD: list[Any] = [None, True, -1, 2**62, 0.5, float("nan"), "x", b"x", (), (None,), {}, {"a": 1}]
+KINDS: list[Any] = ["?", 5, "regex"]
 PARAMS = ("max_tokens", "temperature", "top_p", "seed", "logit_bias", "stop_token_ids", "logprobs", "bad_words",
           "allowed_token_ids", "min_tokens", "eos_token_ids", "prompt_logprobs")  # fmt: skip
 
@@ -42,10 +43,10 @@ def hostile() -> list[tuple[str, Job]]:
             (f"{field} {value!r}", replace(plain, work=Generate(replace(SamplingParams(), **{field: value}))))
             for value in ODD
         ]
-    works = [Generate(value) for value in ODD] + [Generate(SamplingParams(), value) for value in ODD[1:]]
+    works: list[Any] = [Generate(value) for value in ODD] + [Generate(SamplingParams(), value) for value in ODD[1:]]
     works += [Embed(value) for value in ODD] + [Embed("last", True, value) for value in ODD]
     works += [Classify(value) for value in ODD] + [SamplingParams(), Grammar("regex", "a")]
-    works += [Generate(SamplingParams(), Grammar(kind, source)) for kind in ("?", 5, "regex") for source in ODD]
+    works += [Generate(SamplingParams(), Grammar(kind, source)) for kind in KINDS for source in ODD]
     found += [(repr(work), replace(plain, work=work)) for work in works]
     return [(name, replace(job, request_id=f"h{number}")) for number, (name, job) in enumerate(found)]
 

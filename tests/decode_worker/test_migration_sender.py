@@ -81,9 +81,9 @@ def _slow(engine: Engine) -> None:
     """A step takes as long as on a device of medium size: some are made while blocks travel."""
     run = engine.runner.run
 
-    def slowly(*step: Any) -> Any:
+    def slowly(*step: Any, **named: Any) -> Any:
         time.sleep(0.01)
-        return run(*step)
+        return run(*step, **named)
 
     engine.runner.run = slowly  # type: ignore[method-assign]
 

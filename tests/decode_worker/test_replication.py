@@ -41,9 +41,9 @@ def _slow(node: Worker) -> None:
     """A step takes as long as on a device of medium size: streams run while blocks travel."""
     run = node.engine.runner.run
 
-    def slowly(*step: Any) -> Any:
+    def slowly(*step: Any, **named: Any) -> Any:
         time.sleep(0.01)
-        return run(*step)
+        return run(*step, **named)
 
     node.engine.runner.run = slowly  # type: ignore[method-assign]
 

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -86,7 +87,8 @@ class Lazy(Eager):
             self.stream.next()
         token_ids, plan = self._planner.plan(slices, None if behind is None else behind.rows)
         ids = token_ids.clone()
-        plan = replace(plan, **{f.name: _copy(getattr(plan, f.name)) for f in fields(plan)})
+        copied: dict[str, Any] = {f.name: _copy(getattr(plan, f.name)) for f in fields(plan)}
+        plan = replace(plan, **copied)
         rows = [SampleRow(s.request.job.params, [*s.request.token_ids], s.request.job.prompt_len) for s in slices]
         if behind is not None:
             rows = [row.ahead(1, place) for row, place in zip(rows, behind.rows, strict=True)]

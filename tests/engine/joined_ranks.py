@@ -75,7 +75,10 @@ class Threads:
 
     def _sharing(self, ranks: int, room: int) -> list[Group]:
         places = torch.zeros(TURNS, ranks, room)
-        return [SharedGroup(rank, places, lambda: self._barrier.wait(PATIENCE_S) and None) for rank in range(ranks)]
+        return [SharedGroup(rank, places, self._meet) for rank in range(ranks)]
+
+    def _meet(self) -> None:
+        self._barrier.wait(PATIENCE_S)
 
     def _tell(self, message: bytes) -> None:
         self.said.append(message)
@@ -131,7 +134,7 @@ def joined_ranks(path: Path, ranks: int, **options: Any) -> Iterator[Threads]:
 
 
 def whole(path: Path, ops: type[Ops] = ReferenceOps, **options: Any) -> Model:
-    given = {"dtype": torch.float32, "impl": "kvferry"} | options
+    given: dict[str, Any] = {"dtype": torch.float32, "impl": "kvferry"} | options
     return load_model(resolve(str(path)), device=CPU, ops=ops(), **given)
 
 

@@ -6,6 +6,7 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,8 +186,8 @@ def test_a_batch_that_mixes_adapters_gives_each_what_it_gets_alone(
         for adapter in adapters.values():
             engine.adapters.put(adapter)
         for _ in range(1 + again):
-            for name, adapter, tokens in chosen:
-                engine.add(replace(make_job(name, tokens, 12), adapter=adapters[adapter].id if adapter else ""))
+            for name, key, tokens in chosen:
+                engine.add(replace(make_job(name, tokens, 12), adapter=adapters[key].id if key else ""))
             made = drive(engine)
         return made
 
@@ -198,7 +199,7 @@ def test_a_batch_that_mixes_adapters_gives_each_what_it_gets_alone(
     assert alone["0"] != alone["x0"] != alone["y0"]
     if dtype == torch.float32:
         for name, adapter, tokens in jobs:
-            merged = merge(hf(tiny), paths[adapter]) if adapter else hf(tiny)
+            merged: Any = merge(hf(tiny), paths[adapter]) if adapter else hf(tiny)
             made = merged.generate(
                 input_ids=torch.tensor([tokens]),
                 max_new_tokens=12,
@@ -306,9 +307,9 @@ def test_tensors_that_do_not_belong_to_the_model(message: str, tiny: Path, tmp_p
 def test_files_that_are_missing_or_broken(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
         read_adapter(str(tmp_path / "nothing"), 64)
-    for path in ("/" + "x" * 300, "~nobody-of-that-name/x", "a\0b"):
+    for odd in ("/" + "x" * 300, "~nobody-of-that-name/x", "a\0b"):
         with pytest.raises(ConfigError, match="adapter"):
-            read_adapter(path, 64)
+            read_adapter(odd, 64)
     path = save_adapter(tmp_path / "a", hf(tiny))
     (path / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ConfigError, match="cannot read"):

@@ -7,7 +7,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 
 from kvferry.engine import canary as canary_module
 from kvferry.engine import output_tolerance
+from kvferry.engine.batch_planner import Part
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.canary import MOST_S, PATIENCE_S, REST, Canary
@@ -24,8 +25,9 @@ from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.models import load_model
-from kvferry.engine.models.base import ForwardAbandoned, Model
+from kvferry.engine.models.base import ForwardAbandoned, Model, Wanted
 from kvferry.engine.runner import Runner
+from kvferry.kernels.decoder_step import always
 from kvferry.kernels.ops import select
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
@@ -34,6 +36,7 @@ from kvferry.protocol.process_names import NodeName
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from tests.engine.tiny_models import BLOCK, OURS, VOCAB, save_tiny
+from tests.toy import runner_of
 from tests.waiting import wait_for
 
 CPU = torch.device("cpu")
@@ -73,13 +76,14 @@ class Pair:
 
     def __init__(self, prefill: Model, decode: Model, *, cache: torch.dtype | None = None, rate: float = 1.0) -> None:
         self.prefill, self.decode = engine_of(prefill, cache), engine_of(decode, cache)
+        self.runner = runner_of(self.decode)
         self.clock, self.chance = Clock(), [0.99]
         tolerated = output_tolerance.tolerance(decode.dtype, cache or decode.dtype, exact=False)
         self.canary = self.decode.canary = Canary(
-            self.decode.pool, self.decode.request_table, self.decode.runner, self.decode.events, block_size=BLOCK,
+            self.decode.pool, self.decode.request_table, self.runner, self.decode.events, block_size=BLOCK,
             rate=rate, tolerated=tolerated, clock=self.clock, draw=lambda: self.chance[0],
         )  # fmt: skip
-        self.spoil: Callable[[torch.Tensor], None] = lambda block: None
+        self.spoil: Callable[[torch.Tensor], object] = lambda block: None
         self._ships = 0
 
     def reserve(self, tokens: list[int], max_tokens: int = 4, **params: object) -> tuple[Job, Reserved]:
@@ -102,8 +106,8 @@ class Pair:
             if isinstance(event, Computed):
                 for index, block_id in event.blocks:
                     target = reserved.block_ids[index - reserved.first_block]
-                    self.decode.runner.kv[target] = self.prefill.runner.kv[block_id]
-                    self.spoil(self.decode.runner.kv[target])
+                    self.runner.kv[target] = runner_of(self.prefill).kv[block_id]
+                    self.spoil(self.runner.kv[target])
         (first,) = [e.delta for e in self.prefill.events if isinstance(e, Generated)]
         self.prefill.transfer_holds.ship_quiet(transfer)
         self.prefill.events.clear()
@@ -242,7 +246,7 @@ def test_a_sender_answers_for_what_it_shipped_and_not_for_what_was_here(checkpoi
     held = pair.decode.pool.match(pair.decode.pool.findable())
     assert len(held) >= 3
     for block_id in held[:3]:
-        pair.decode.runner.kv[block_id] += 1.0
+        pair.runner.kv[block_id] += 1.0
     found = pair.looks(PROMPT)
     assert (found.outcome, found.tokens) == ("agreed", len(PROMPT))
     pair.spoil = lambda block: block.add_(1.0)
@@ -295,15 +299,15 @@ def test_nobody_waits(checkpoint: Path) -> None:
     pair = Pair(load(checkpoint), load(checkpoint))
     pair.ship(PROMPT, max_tokens=60)
     computed: list[int] = []
-    look = pair.decode.runner.look
+    look = pair.runner.look
 
-    def timed(token_ids, part, rows, wanted):  # type: ignore[no-untyped-def]
+    def timed(token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:
         pair.clock.now += 0.01
         made = look(token_ids, part, rows, wanted)
         computed.append(part.count)
         return made
 
-    pair.decode.runner.look = timed  # type: ignore[method-assign]
+    pair.runner.look = timed  # type: ignore[method-assign]
     pair.canary.turn(lambda: True)
     assert computed == []
     assert pair.canary.pause_s() == pytest.approx(PATIENCE_S)
@@ -342,7 +346,7 @@ def test_it_is_dropped_where_it_takes_too_long_cannot_be_computed_or_has_no_room
     assert not pair.canary
     pair.finish()
     pair.ship(PROMPT[1:])
-    pair.decode.runner.look = None  # type: ignore[assignment, method-assign]
+    pair.runner.look = None  # type: ignore[assignment, method-assign]
     pair.finish()
     pair.look()
     ways = [pair.reserve([number] * 110) for number in range(3)]
@@ -357,7 +361,7 @@ def test_a_device_that_is_lost_meanwhile_is_told(checkpoint: Path) -> None:
     def lost(*given: object) -> torch.Tensor:
         raise DeviceLost("injected")
 
-    pair.decode.runner.look = lost  # type: ignore[method-assign, assignment]
+    pair.runner.look = lost  # type: ignore[method-assign, assignment]
     pair.ship(PROMPT)
     pair.finish()
     with pytest.raises(DeviceLost, match="injected"):
@@ -368,9 +372,9 @@ def test_a_loop_looks_while_nobody_is_here_and_stops_at_once_for_whoever_comes(c
     pair = Pair(load(checkpoint), load(checkpoint))
     pair.clock.now = 0.0
     begun, found = threading.Event(), []
-    look = pair.decode.runner.look
+    look = pair.runner.look
 
-    def slow(token_ids, part, rows, wanted):  # type: ignore[no-untyped-def]
+    def slow(token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:
         begun.set()
         while first and wanted():
             time.sleep(0.001)
@@ -380,7 +384,7 @@ def test_a_loop_looks_while_nobody_is_here_and_stops_at_once_for_whoever_comes(c
         return look(token_ids, part, rows, wanted)
 
     first = [True]
-    pair.decode.runner.look = slow  # type: ignore[method-assign]
+    pair.runner.look = slow  # type: ignore[method-assign]
     pair.ship(PROMPT)
     loop = EngineLoop(pair.decode, found.extend)
     loop.start()

@@ -11,7 +11,7 @@ from kvferry.engine.models.base import Wanted
 from kvferry.engine.runner import SHORT
 from kvferry.engine.shared_cores.core_turns import LEAST_S, PATIENCE_S, CoreTurns
 from kvferry.kernels.decoder_step import always
-from tests.toy import expected, make_engine, make_job, tokens_of
+from tests.toy import expected, make_engine, make_job, runner_of, tokens_of
 
 TURN_S = 0.05
 
@@ -119,7 +119,7 @@ def test_short_steps_and_those_with_streams_are_one_piece_and_newcomers_prompts_
             return super().computing(wanted, **how)
 
     engine = make_engine(num_blocks=128, budget=128, beside=80)
-    engine.runner._shift = Noted(cores, TURN_S)
+    runner_of(engine)._shift = Noted(cores, TURN_S)
     engine.add(make_job("long", [1] * (SHORT + 1), max_tokens=1))
     engine.step()
     engine.add(make_job("short", [2] * SHORT, max_tokens=3))
@@ -157,7 +157,7 @@ def test_who_waited_in_vain_computes_and_waits_no_more_until_they_were_free(shif
 
 def test_a_whole_engine_computes_the_same(cores: Cores) -> None:
     engine = make_engine()
-    engine.runner._shift = CoreTurns(cores, TURN_S)
+    runner_of(engine)._shift = CoreTurns(cores, TURN_S)
     prompt = [1, 2, 3, 4, 5, 6]
     engine.add(make_job("a", prompt, max_tokens=5))
     while engine.has_work():

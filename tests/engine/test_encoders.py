@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,7 +115,7 @@ def test_what_was_not_wanted_is_read_again_when_somebody_is_left(tmp_path: Path)
     close(vectors(engine)["e1"], oracle_hidden(tmp_path, text(1)).mean(0))
 
 
-def _gives_up(*_: object) -> None:
+def _gives_up(*_: Any, **__: Any) -> Any:
     raise ForwardAbandoned
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from kvferry.engine.request_states import Awaits
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import TokenDelta
 from tests.ledger_books import owners
-from tests.toy import VOCAB, expected, make_engine, make_job, toy_next
+from tests.toy import VOCAB, expected, make_engine, make_job, runner_of, toy_next
 
 
 def run(engine: Engine, limit: int = 2000) -> dict[str, list[int]]:
@@ -164,10 +165,10 @@ def test_a_failing_step_fails_what_runs_and_leaks_nothing(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("params", [{}, {"repetition_penalty": 1.1}, {"logprobs": 2}])
 def test_logits_that_are_no_numbers_end_their_own_request_alone(
-    monkeypatch: pytest.MonkeyPatch, params: dict[str, object]
+    monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
 ) -> None:
     engine = make_engine()
-    logits = engine.runner.model.logits
+    logits = runner_of(engine).model.logits
     spoiled = toy_next([*prompt(6), toy_next(prompt(6))])
 
     def spoil(hidden: torch.Tensor) -> torch.Tensor:
@@ -206,7 +207,7 @@ def ship(prefill: Engine, decode: Engine, name: str, tokens: list[int], max_toke
     shipped = [b for e in prefill.events if isinstance(e, Computed) and e.transfer == transfer for b in e.blocks]
     assert [i for i, _ in shipped] == list(range(grant.first_block, grant.first_block + len(grant.block_ids)))
     for (_, source), target in zip(shipped, grant.block_ids, strict=True):
-        decode.runner.kv[target].copy_(prefill.runner.kv[source])
+        runner_of(decode).kv[target].copy_(runner_of(prefill).kv[source])
     first = next(e for e in prefill.events if isinstance(e, Generated) and e.key[0] == name)
     assert first.handover == transfer
     decode.start(name, first.delta)
@@ -301,7 +302,7 @@ def test_a_lost_router_loses_all_its_requests_only() -> None:
 def assert_tails_hold_what_they_say(engine: Engine) -> None:
     """The toy model keeps each token's id as its K and V; what the link brought is made up here, and left out."""
     for block_id, (_, tokens) in engine.pool.tails._places.items():
-        kept = engine.runner.kv[block_id, 0, 1, 0, : len(tokens), 0].tolist()
+        kept = runner_of(engine).kv[block_id, 0, 1, 0, : len(tokens), 0].tolist()
         assert -1 in kept or tuple(kept) == tokens
 
 
@@ -344,7 +345,7 @@ def test_books_balance_under_any_interleaving(ops: list[tuple[str, int]], blocks
         for event in engine.events:
             if isinstance(event, Reserved):
                 granted.add(str(event.owner))
-                engine.runner.kv[list(event.block_ids)] = -1
+                runner_of(engine).kv[list(event.block_ids)] = -1
             elif isinstance(event, ReservationFailed) and event.granted and event.owner in granted:
                 granted.discard(str(event.owner))
                 if n % 2:
@@ -362,4 +363,4 @@ def test_books_balance_under_any_interleaving(ops: list[tuple[str, int]], blocks
         if isinstance(event, ReservationFailed):
             engine.transfer_holds.grant_quiet(event.owner)
     engine.check_integrity()
-    assert torch.isfinite(engine.runner.kv).all()
+    assert torch.isfinite(runner_of(engine).kv).all()

@@ -13,7 +13,7 @@ from kvferry.engine.request import Request
 from kvferry.protocol.errors import GrantRefused
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.messages import DecodeTarget
-from tests.toy import FINGERPRINT, VOCAB, expected, finish, make_engine, make_job, tokens_of
+from tests.toy import FINGERPRINT, VOCAB, expected, finish, make_engine, make_job, runner_of, tokens_of
 
 BUDDY = DecodeTarget("p", 1, "p:1", FINGERPRINT)
 PROMPT = random.Random(5).choices(range(VOCAB), k=21)
@@ -40,7 +40,7 @@ def copy(source: Engine, target: Engine, request: Request, most: int = 100) -> i
     transfer_holds = source.copies.lend(1, request, first, first + len(block_ids))
     assert transfer_holds is not None
     for (_, ours), theirs in zip(transfer_holds, block_ids, strict=True):
-        target.runner.kv[theirs] = source.runner.kv[ours]
+        runner_of(target).kv[theirs] = runner_of(source).kv[ours]
     target.copies.land("g")
     source.copies.returned(1)
     request.copied = first + len(block_ids)
@@ -185,7 +185,7 @@ def test_what_was_computed_meanwhile_is_kept_once() -> None:
     while target.has_work():
         assert target.step()
     for (_, ours), theirs in zip(source.copies.lend(1, request, first, len(block_ids)) or [], block_ids, strict=True):
-        target.runner.kv[theirs] = source.runner.kv[ours]
+        runner_of(target).kv[theirs] = runner_of(source).kv[ours]
     target.copies.land("g")
     target.check_integrity()
     assert len(target.pool.match(hashes())) == request.registered

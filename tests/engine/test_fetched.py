@@ -13,7 +13,7 @@ from kvferry.engine.request import Request
 from kvferry.engine.request_states import Awaits, State
 from kvferry.engine.request_table import expect
 from kvferry.protocol.prefix_reuse import Reuse
-from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, runner_of, tokens_of
 
 PROMPT = random.Random(3).choices(range(VOCAB), k=22)
 
@@ -39,7 +39,7 @@ def fetch(source: Engine, target: Engine, request: Request) -> None:
     source.copies.give(1, here)
     first, block_ids = target.copies.reserve("g", request.reusable_hashes[: len(here)], len(here))
     for ours, theirs in zip(here[first:], block_ids, strict=True):
-        target.runner.kv[theirs] = source.runner.kv[ours]
+        runner_of(target).kv[theirs] = runner_of(source).kv[ours]
     request.fetched += (target.copies.land("g"),)
     source.copies.returned(1)
 

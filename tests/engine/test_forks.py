@@ -4,6 +4,7 @@ tokens are the same."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from kvferry.engine.request_states import Awaits
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
-from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, runner_of, tokens_of
 
 LENGTHS = [1, 3, 4, 5, 8, 14, 16, 17]
 
@@ -26,7 +27,7 @@ def prompt(length: int) -> list[int]:
     return [(7 * i + 3) % VOCAB for i in range(length)]
 
 
-def fork(name: str, tokens: list[int], of: str, max_tokens: int = 6, **params: object) -> Job:
+def fork(name: str, tokens: list[int], of: str, max_tokens: int = 6, **params: Any) -> Job:
     return replace(make_job(name, tokens, max_tokens, **params), fork_of=of)
 
 
@@ -134,7 +135,7 @@ def land(engine: Engine, grant: str, tokens: list[int]) -> None:
     assert request is not None
     for index, block_id in enumerate(request.block_ids):
         part = tokens[4 * index : 4 * index + 4]
-        engine.runner.kv[block_id, 0, :, 0, : len(part), 0] = torch.tensor(part, dtype=torch.float32)
+        runner_of(engine).kv[block_id, 0, :, 0, : len(part), 0] = torch.tensor(part, dtype=torch.float32)
     engine.start(grant, TokenDelta("leader", 0, 0, tuple(expected(tokens, 1))))
 
 

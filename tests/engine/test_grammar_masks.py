@@ -11,7 +11,8 @@ import pytest
 
 from kvferry.engine import grammar_mask as one_mask
 from kvferry.engine import grammar_masks as all_masks
-from kvferry.engine.grammar_masks import GrammarMask, GrammarMasks
+from kvferry.engine.grammar_mask import GrammarMask
+from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.protocol.errors import GrammarFailed
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Grammar

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def job_of(name: str, prompt: list[int], grammar: Grammar | None = GRAMMAR, **fi
     return replace(make_job(name, prompt), work=Generate(params, grammar))
 
 
-def engine_of(compiler: ListedCompiler | None = None, **limits: int) -> Engine:
+def engine_of(compiler: ListedCompiler | None = None, **limits: Any) -> Engine:
     masks = GrammarMasks(compiler or ListedCompiler(EOS), VOCAB, Inline(), Inline())
     return make_engine(masks=masks, **limits)
 
@@ -59,7 +60,7 @@ def failures(engine: Engine) -> dict[str, str]:
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 1.0}, {"logprobs": 2}, {"repetition_penalty": 1.3}, {"logit_bias": ((70, 100.0),)}]
 )
-def test_the_output_is_one_of_those_the_grammar_lists_and_ends_with_stop(params: dict[str, object]) -> None:
+def test_the_output_is_one_of_those_the_grammar_lists_and_ends_with_stop(params: dict[str, Any]) -> None:
     engine = engine_of()
     for seed in range(6):
         engine.add(job_of(f"r{seed}", [1, 2, 3 + seed], seed=seed, **params))

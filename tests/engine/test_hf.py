@@ -60,8 +60,10 @@ def test_longrope_is_served_to_its_original_length(tmp_path):
     assert load(tmp_path).info.max_model_len == 128
 
 
-AGREEING = ("llama3", "mistral-window", "qwen2-window", "qwen3", "smollm3", "phi3-window-partial", "granite-biased")
-AGREEING += ("gemma", "gemma3", "olmo2", "cohere", "cohere2", "qwen3-moe", "mixtral", "olmoe")
+AGREEING = (
+    *("llama3", "mistral-window", "qwen2-window", "qwen3", "smollm3", "phi3-window-partial", "granite-biased"),
+    *("gemma", "gemma3", "olmo2", "cohere", "cohere2", "qwen3-moe", "mixtral", "olmoe"),
+)
 
 
 @pytest.mark.parametrize("name", AGREEING)
@@ -123,9 +125,10 @@ def test_probe_refuses(shapes, config, words):
 @pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"attention_mask": torch.zeros(1)}])
 def test_attention_that_is_more_than_causal_is_refused(extra):
     module = torch.nn.Module()
+    query, key, value = [torch.zeros(1, 4, 2, 8)] * 3
     mask = extra.pop("attention_mask", None)
     with pytest.raises(ConfigError, match="model's attention uses"):
-        seated_attention(module, *[torch.zeros(1, 4, 2, 8)] * 3, mask, **extra)
+        seated_attention(module, query, key, value, mask, **extra)
 
 
 def test_logits_changed_in_an_unknown_way_are_refused(tmp_path, monkeypatch):

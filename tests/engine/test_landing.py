@@ -10,7 +10,7 @@ from kvferry.engine import step
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Reserved
 from kvferry.protocol.messages import TokenDelta
-from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, runner_of, tokens_of
 
 PROMPT = [(5 * i + 1) % VOCAB for i in range(41)]
 """Ten full blocks."""
@@ -34,9 +34,9 @@ def landed(engine: Engine, max_tokens: int, *others: object) -> None:
     (reserved,) = [event for event in engine.events if isinstance(event, Reserved)]
     held = source.pool.match(source._request(make_job("a", PROMPT)).hashes)
     for here, there in zip(reserved.block_ids, held, strict=False):
-        engine.runner.kv[here] = source.runner.kv[there]
+        runner_of(engine).kv[here] = runner_of(source).kv[there]
     for position in range(len(held) * 4, len(PROMPT)):
-        engine.runner.kv[reserved.block_ids[position // 4], 0, :, 0, position % 4, 0] = PROMPT[position]
+        runner_of(engine).kv[reserved.block_ids[position // 4], 0, :, 0, position % 4, 0] = PROMPT[position]
     engine.start("g", TokenDelta("a", 0, 0, (expected(PROMPT, 1)[0],)))
 
 

@@ -20,7 +20,7 @@ from kvferry.kernels.reference import ReferenceOps
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
-from tests.toy import VOCAB, make_engine, make_job
+from tests.toy import VOCAB, make_engine, make_job, runner_of
 
 PENALISED = SamplingParams(
     max_tokens=24, temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.4
@@ -124,7 +124,7 @@ def test_penalties_count_the_same_on_another_node(alone: dict[str, list[int]]) -
     grant = next(e for e in decode.events if isinstance(e, Reserved))
     sent = [b for e in prefill.events if isinstance(e, Computed) for b in e.blocks]
     for (_, source), target in zip(sent, grant.block_ids, strict=True):
-        decode.runner.kv[target].copy_(prefill.runner.kv[source])
+        runner_of(decode).kv[target].copy_(runner_of(prefill).kv[source])
     decode.start("g", next(e.delta for e in prefill.events if isinstance(e, Generated)))
     finish(decode)
     assert made(prefill, "r0") + made(decode, "r0") == tokens

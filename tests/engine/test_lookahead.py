@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
 from tests.engine.beside import Eager, Lazy
-from tests.toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, tokens_of
+from tests.toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, runner_of, tokens_of
 
 BLOCK = 4
 KINDS = [Eager, Lazy]
@@ -102,7 +103,7 @@ def test_once_all_have_ended_nothing_is_in_flight() -> None:
     [{"logprobs": 2}, {"bad_words": ((1, 2),)}],
     ids=str,
 )
-def test_what_a_stream_is_to_draw_may_need_its_last_token(asked: dict[str, object]) -> None:
+def test_what_a_stream_is_to_draw_may_need_its_last_token(asked: dict[str, Any]) -> None:
     engine, runner = lazy()
     engine.add(make_job("a", [1, 2, 3], 12, **asked))
     engine.add(make_job("plain", [4, 5, 6], 12))
@@ -131,7 +132,7 @@ PENALTIES: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("asked", PENALTIES, ids=str)
-def test_penalties_count_the_token_that_the_host_does_not_know(kind: type[Eager], asked: dict[str, object]) -> None:
+def test_penalties_count_the_token_that_the_host_does_not_know(kind: type[Eager], asked: dict[str, Any]) -> None:
     """With logits near enough for a penalty to decide."""
     engine, alone = make_engine(runs=kind), make_engine()
     for each in (engine, alone):
@@ -384,7 +385,7 @@ class Life:
     def __init__(self, kind: type[Eager], blocks: int, caching: bool, seed: int) -> None:
         self.engine = make_engine(num_blocks=blocks, seqs=4, caching=caching, runs=kind)
         self.runner = self.engine.runner
-        self.kv = self.engine.runner.kv
+        self.kv = runner_of(self.engine).kv
         self.chance = random.Random(seed)
         self.serial = 0
         self.of: dict[tuple[str, int], int] = {}

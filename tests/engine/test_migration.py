@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,12 @@ from kvferry.engine.migration import OutboundMigration, Stand
 from kvferry.engine.request_states import State
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
-from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, runner_of, tokens_of
 
 PROMPT = random.Random(5).choices(range(VOCAB), k=21)
 
 
-def start(engine: Engine, name: str = "a", steps: int = 6, max_tokens: int = 30, **params: object) -> None:
+def start(engine: Engine, name: str = "a", steps: int = 6, max_tokens: int = 30, **params: Any) -> None:
     """A stream in its middle."""
     engine.add(make_job(name, PROMPT, max_tokens, **params))
     for _ in range(steps):
@@ -42,7 +43,7 @@ def copy(source: Engine, move: OutboundMigration, stand: Stand, target: Engine, 
     """What the link does."""
     for index, ours in (*enumerate(move.full), *stand.rest):
         if index >= grant.first_block:
-            target.runner.kv[grant.block_ids[index - grant.first_block]] = source.runner.kv[ours]
+            runner_of(target).kv[grant.block_ids[index - grant.first_block]] = runner_of(source).kv[ours]
 
 
 def land(source: Engine, move: OutboundMigration, target: Engine, grant: Reserved, stand: Stand) -> None:

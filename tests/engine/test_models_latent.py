@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.decoder_spec import Experts, Latent
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.torch_operations import TorchLinear
 from kvferry.model_files.adapter import read_adapter
 from kvferry.model_files.memory_needs import config_needs, model_needs
 from kvferry.model_files.source import resolve
@@ -84,7 +85,8 @@ def test_layers_are_what_the_config_says(path: Path) -> None:
 
 def test_routers_compute_in_float32_whatever_the_model_does(path: Path) -> None:
     layers = load(path, dtype=torch.bfloat16).parameters.layers
-    assert {layer.mlp.router.weight.dtype for layer in layers if isinstance(layer.mlp, Experts)} == {torch.float32}
+    routers = [cast("TorchLinear", layer.mlp.router) for layer in layers if isinstance(layer.mlp, Experts)]
+    assert {each.weight.dtype for each in routers} == {torch.float32}
 
 
 def fp8_blocks(path: Path) -> tuple[Path, Path]:
@@ -137,7 +139,7 @@ def test_dummy_weights(path: Path) -> None:
         ("deepseek-v3", {"kv_lora_rank": 32}, r"kv_b_proj.weight has shape \(112, 24\), the config says \(112, 32\)"),
     ],
 )
-def test_what_does_not_fit_is_named(name: str, values: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(name: str, values: dict[str, Any], words: str, tmp_path: Path) -> None:
     save_tiny(OURS[name](), tmp_path)
     edit(tmp_path, **values)
     with pytest.raises(ConfigError, match=words):

@@ -15,6 +15,7 @@ from kvferry.engine.models.quantised import QuantisedWeights
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.cpu.coded_layers import rows_of
 from kvferry.kernels.gpu_weight_layout import form_of
+from kvferry.kernels.quantised_codes import Codes
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.quantisation import quantisation
@@ -81,13 +82,19 @@ ALL = {name: case[:2] for name, case in EXACT.items()} | NEAR
 class Stored:
     """The tensors of one layer."""
 
-    def __init__(self, parts):
+    def __init__(self, parts: dict[str, torch.Tensor]) -> None:
         self._parts = parts
 
-    def find(self, name):
+    def find(self, name: str) -> torch.Tensor | None:
         return self._parts.get(name.removeprefix("layer."))
 
-    def read(self, name, out):
+    def holds(self, name: str) -> bool:
+        return self.find(name) is not None
+
+    def names(self) -> list[str]:
+        return [f"layer.{part}" for part in self._parts]
+
+    def read(self, name: str, out: torch.Tensor) -> None:
         raise AssertionError
 
 
@@ -174,7 +181,8 @@ def test_memory_is_known_beforehand(name, plain, tmp_path):
     weights = open_directory(tmp_path / "quantised", quantisation({"quantization_config": config}))
     stored = coded = 0
     for name, tensor in load_file(tmp_path / "values" / "model.safetensors").items():
-        if tensor.dim() == 2 and (codes := weights.stored(name, tuple(tensor.shape))) is not None:
+        if tensor.dim() == 2 and (codes := weights.stored(name, (len(tensor), tensor.shape[1]))) is not None:
+            assert isinstance(codes, Codes)
             stored += rows_of(codes).data.numel()
             if (form := form_of(codes)) is not None:
                 coded += form.memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -145,12 +145,12 @@ def test_stored_rows_are_cut_by_outputs_and_by_blocks_of_inputs() -> None:
     data = torch.arange(6 * 4 * 34, dtype=torch.int32).to(torch.uint8).view(6, 4 * 34)
     weights = [ShardWeights(Stored(StoredRows("Q8_0", data)), config, Shard(rank, 2)) for rank in (0, 1)]
     upper, lower = (each.stored("model.layers.0.mlp.up_proj.weight", (3, 128)) for each in weights)
-    assert upper is not None
-    assert lower is not None
+    assert isinstance(upper, StoredRows)
+    assert isinstance(lower, StoredRows)
     assert torch.equal(torch.cat((upper.data, lower.data)), data)
     left, right = (each.stored("model.layers.0.mlp.down_proj.weight", (6, 64)) for each in weights)
-    assert left is not None
-    assert right is not None
+    assert isinstance(left, StoredRows)
+    assert isinstance(right, StoredRows)
     assert torch.equal(torch.cat((left.data, right.data), 1), data)
 
 
@@ -164,7 +164,7 @@ def test_codes_are_cut_with_their_scales(groups: tuple[int, int], block: tuple[i
     codes = Codes(values, torch.arange(1.0, 1 + groups[0] * groups[1]).view(groups), block)
     parts = [ShardWeights(Stored(codes), config_of(), Shard(rank, 2)) for rank in (0, 1)]
     for name, shape, dim in (("mlp.up_proj", (3, 32), 0), ("mlp.down_proj", (6, 16), 1)):
-        found = [part.stored(f"model.layers.0.{name}.weight", shape) for part in parts]
+        found = [cast("Codes", part.stored(f"model.layers.0.{name}.weight", shape)) for part in parts]
         assert torch.equal(torch.cat([each.weights(0, len(each.values)) for each in found], dim), codes.weights(0, 6))
 
 
@@ -189,5 +189,5 @@ def test_words_that_are_nobodys_are_zeros() -> None:
     config = config_of()
     rows = StoredRows("Q8_0", torch.ones(97, 34, dtype=torch.uint8))
     last = ShardWeights(Stored(rows), config, Shard(3, 4)).stored("model.embed_tokens.weight", (25, 32))
-    assert last is not None
+    assert isinstance(last, StoredRows)
     assert last.data.sum(1).tolist() == [34] * 22 + [0] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_codes_that_widths_would_cut_run_as_stored(tmp_path: Path) -> None:
     """Experts of 96 inputs in runs of 32, which no two ranks can divide."""
     (tmp_path / "plain").mkdir()
     path = in_mxfp4(divided("gpt-oss", tmp_path / "plain"))
-    options = {"dtype": torch.bfloat16, "quantization": "auto"}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": "auto"}
     with pytest.raises(ConfigError, match=r"cuts blocks of 32 inputs of .*experts\.0\.down_proj"):
         Threads(path, 2, ops=CpuOps, **options)
     alone = whole(path, CpuOps, **options)
@@ -89,7 +90,7 @@ def test_experts_of_a_gguf_run_as_stored(architecture: str, name: str, tmp_path:
     config.moe_intermediate_size = 96
     save_tiny(config, tmp_path / "hf")
     path = write_gguf(tmp_path / "a.gguf", tmp_path / "hf", architecture, kind=Stored.Q8_0, fields=experts_of(config))
-    options = {"dtype": torch.bfloat16, "quantization": "auto"}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": "auto"}
     with pytest.raises(ConfigError, match=r"cuts blocks of 32 inputs of .*experts"):
         Threads(path, 2, ops=CpuOps, **options)
     with joined_ranks(path, 2, whole_experts=True) as joined:

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension"),
 ]
-INT8 = {"ops": CpuOps, "dtype": torch.bfloat16, "quantization": "int8"}
+INT8: dict[str, Any] = {"ops": CpuOps, "dtype": torch.bfloat16, "quantization": "int8"}
 GRANITE = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125}
 
 

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -247,7 +248,7 @@ def test_prompt_tokens_count_for_repetition_only():
     logits = torch.zeros(1, VOCAB)
     logits[0, 4], logits[0, 5] = 2.0, 1.5
 
-    def drawn(**fields: float) -> int:
+    def drawn(**fields: Any) -> int:
         row = SampleRow(SamplingParams(temperature=0.0, **fields), [4, 9], 1)
         return sample(logits, [row])[0].token_id
 

@@ -9,7 +9,7 @@ import torch
 
 from kvferry.engine.events import Admitted, Failed, Generated, Reserved
 from kvferry.protocol.messages import TokenDelta
-from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
+from tests.toy import VOCAB, expected, finish, make_engine, make_job, runner_of, tokens_of
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -128,7 +128,7 @@ def test_a_preempted_reservation_is_recomputed_here() -> None:
     engine.step()
     grant = next(e for e in engine.events if isinstance(e, Reserved))
     for index, block_id in enumerate(grant.block_ids):
-        engine.runner.kv[block_id, 0, :, 0, :, 0] = torch.tensor(tokens[4 * index : 4 * index + 4])
+        runner_of(engine).kv[block_id, 0, :, 0, :, 0] = torch.tensor(tokens[4 * index : 4 * index + 4])
     first = expected(tokens, 1)
     engine.start("g", TokenDelta("a", 0, 0, tuple(first)))
     engine.scheduler.preempt(engine.request_table.running[0])

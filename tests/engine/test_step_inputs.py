@@ -19,7 +19,12 @@ CPU = torch.device("cpu")
 
 def test_arrays_arrive_whole_in_one_buffer() -> None:
     staging = Staging(CPU, direct=False)
-    arrays = [np.arange(3), np.zeros(0, np.int64), np.arange(12, dtype=np.int32).reshape(3, 4).T, np.float32([0.5])]
+    arrays: list[np.ndarray] = [
+        np.arange(3),
+        np.zeros(0, np.int64),
+        np.arange(12, dtype=np.int32).reshape(3, 4).T,
+        np.array([0.5], np.float32),
+    ]
     first = staging.put(arrays)
     for array, tensor in zip(arrays, first, strict=True):
         assert (tuple(tensor.shape), str(tensor.dtype)) == (array.shape, f"torch.{array.dtype}")

@@ -114,7 +114,7 @@ def test_any_other_error_of_the_library_is_translated(monkeypatch):
 
 def test_lines_come_now_and_then(monkeypatch, caplog):
     now = [0.0]
-    monkeypatch.setattr(download.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("kvferry.model_files.download.time.monotonic", lambda: now[0])
     bars = download._lines_about("org/x")
     files, content = bars(total=3, desc="Fetching"), bars(total=200e6, unit="B", name="any", desc="bytes")
     with caplog.at_level("INFO", logger="kvferry.models"):

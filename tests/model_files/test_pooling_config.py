@@ -61,7 +61,7 @@ def test_the_demo_model() -> None:
     ],
 )
 def test_modules_of_sentence_transformers(said: dict[str, Any], pooling: str, tmp_path: Path) -> None:
-    files = {"modules.json": modules("Transformer", "Pooling"), "1_Pooling/config.json": said}
+    files: dict[str, Any] = {"modules.json": modules("Transformer", "Pooling"), "1_Pooling/config.json": said}
     assert task(tmp_path, BERT, **files) == PoolingConfig("embed", True, pooling, False, 32)
     write(tmp_path, "2_Dense/config.json", {"in_features": 32, "out_features": 8})
     write(tmp_path, "modules.json", modules("Transformer", "Pooling", "Dense", "Normalize"))
@@ -77,14 +77,14 @@ def test_modules_of_sentence_transformers(said: dict[str, Any], pooling: str, tm
     ],
 )
 def test_a_pooling_that_is_not_supported(said: dict[str, Any], words: str, tmp_path: Path) -> None:
-    files = {"modules.json": modules("Transformer", "Pooling"), "1_Pooling/config.json": said}
+    files: dict[str, Any] = {"modules.json": modules("Transformer", "Pooling"), "1_Pooling/config.json": said}
     with pytest.raises(ConfigError, match=words):
         task(tmp_path, BERT, **files)
 
 
 def test_another_may_be_chosen_in_its_place(tmp_path: Path) -> None:
     said = {"pooling_mode_max_tokens": True}
-    files = {"modules.json": modules("Transformer", "Pooling"), "1_Pooling/config.json": said}
+    files: dict[str, Any] = {"modules.json": modules("Transformer", "Pooling"), "1_Pooling/config.json": said}
     assert task(tmp_path, BERT, "cls", **files).pooling == "cls"
 
 
@@ -113,7 +113,8 @@ def test_heads(tmp_path: Path) -> None:
 def test_lengths(tmp_path: Path) -> None:
     task(tmp_path, ROBERTA)
     assert read_facts(resolve(str(tmp_path), weights=False)).max_model_len == 512
-    task(tmp_path, ROBERTA, **{"sentence_bert_config.json": {"max_seq_length": 128}})
+    files: dict[str, Any] = {"sentence_bert_config.json": {"max_seq_length": 128}}
+    task(tmp_path, ROBERTA, **files)
     assert read_facts(resolve(str(tmp_path), weights=False)).max_model_len == 128
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.lease import Load, NodeLease, Rates
 
 
-def node(name: str, role: str = "prefill", free: int = 0, cached: int = 100, **view: int) -> NodeView:
+def node(name: str, role: str = "prefill", free: int = 0, cached: int = 100, **view: Any) -> NodeView:
     load = Load(free_blocks=free, cached_blocks=cached, total_blocks=free + cached)
     lease = NodeLease(name, role, 1, "ready", "", "", "f", "m", 10_000, 16, 1 << 10, load, Rates(1000.0, 0.01, 1e9))
     return NodeView(lease, **view)

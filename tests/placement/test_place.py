@@ -283,7 +283,7 @@ def test_no_pair_is_cheaper(demand: Demand, nodes: list[NodeView]) -> None:
         return
     ready = [view for view in nodes if view.lease.state == "ready"]
     takes = [view for view in ready if view.lease.role == "decode" and attempt(demand, [view])]
-    costs = {(None, d.lease.node_id): local_s(d, demand) for d in takes}
+    costs: dict[tuple[str | None, str | None], float] = {(None, d.lease.node_id): local_s(d, demand) for d in takes}
     prefills = [view for view in ready if view.lease.role == "prefill" and fits(view, demand)]
     least_s = min((queue_s(p, demand) for p in prefills), default=0.0)
     for p in prefills:

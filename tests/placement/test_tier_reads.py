@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ READ_S = 0.004
 """Of a block of 16 tokens, which takes 0.016 s to compute."""
 
 
-def keeps(name: str, kept: int = 960, read_s: float = READ_S, **how: object) -> NodeView:
+def keeps(name: str, kept: int = 960, read_s: float = READ_S, **how: Any) -> NodeView:
     view = node(name, rates=Rates(1000.0, 0.02, 1e9), **how)
     return replace(view, kept=(TierPrefix(kept, read_s),))
 
@@ -99,7 +100,7 @@ STORED = Demand(1024, stored_len=768)
 """A store has that much of it."""
 
 
-def stores(name: str, read_s: float = READ_S, **how: object) -> NodeView:
+def stores(name: str, read_s: float = READ_S, **how: Any) -> NodeView:
     return node(name, rates=Rates(1000.0, 0.02, 1e9, store_block_s=read_s), **how)
 
 

@@ -11,12 +11,13 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from kvferry.engine.engine import Engine
+from kvferry.engine.ledger import Ledger
 from kvferry.protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.work import Embed
@@ -123,7 +124,8 @@ async def waiting_for_room(router: Router, stack: contextlib.ExitStack, job: Job
     """The reservation is queued behind a full pool."""
     router.decode.engine.pool.acquire("hog", "test", [], 60)
     loop = router.decode.loaded.engine
-    stack.callback(loop.submit, lambda e: e.pool.release("hog", "test", blocks(e.pool.holds, "hog", "test")))
+    books = cast("Ledger", router.decode.engine.pool.holds)
+    stack.callback(loop.submit, lambda e: e.pool.release("hog", "test", blocks(books, "hog", "test")))
     answer = router.post_prefill(job, router.decode.target)
     await until(lambda: router.decode.loaded.engine.load.waiting_requests)
     return answer
@@ -376,8 +378,8 @@ async def test_no_step_from_grant_to_hand_over_waits_for_a_busy_loop(router: Rou
     started = threading.Event()
     start = router.decode.engine.start
 
-    def told(*args: Any) -> None:
-        start(*args)
+    def told(*args: Any, **named: Any) -> None:
+        start(*args, **named)
         started.set()
 
     router.decode.engine.start = told  # type: ignore[method-assign]

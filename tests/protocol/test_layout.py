@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,7 @@ def test_blocks_for_is_the_least_number_that_holds_the_tokens(tokens: int, size:
         {"planes": 1},
     ],
 )
-def test_every_field_is_in_the_fingerprint(change: dict[str, object]) -> None:
+def test_every_field_is_in_the_fingerprint(change: dict[str, Any]) -> None:
     assert replace(DEMO, **change).fingerprint("rev") != DEMO.fingerprint("rev")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
@@ -13,12 +14,12 @@ from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy.binaries import need, promtool_binary
 from tests.deploy.dashboard import serving_router
 
-SETS = {
+Metrics = RouterMetrics | WorkerMetrics
+SETS: dict[str, Callable[[], Metrics]] = {
     "router": serving_router,
     "prefill": lambda: WorkerMetrics("prefill"),
     "decode": lambda: WorkerMetrics("decode"),
 }
-Metrics = RouterMetrics | WorkerMetrics
 
 
 @pytest.fixture(params=SETS)
@@ -40,8 +41,8 @@ def test_names_and_help(metrics: Metrics) -> None:
 def test_every_attribute_is_served_and_alive_before_the_first_event(metrics: Metrics) -> None:
     served = {family.name: family.samples for family in metrics.registry.collect()}
     assert not [name for name, samples in served.items() if not samples]
-    rooms = ("canary", "fetches", "tiers", "speculation", "reuse", "scaling", "loop")
-    rooms = [getattr(metrics, name) for name in rooms if hasattr(metrics, name)]
+    names = ("canary", "fetches", "tiers", "speculation", "reuse", "scaling", "loop")
+    rooms = [getattr(metrics, name) for name in names if hasattr(metrics, name)]
     parts = [part for room in (metrics, *rooms) for part in vars(room).values()]
     held = [m for m in parts if isinstance(m, Counter | Gauge | Histogram | TokenHistograms | dict)]
     assert len(held) == len(served)

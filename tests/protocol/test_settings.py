@@ -29,9 +29,9 @@ def test_every_field_has_a_default_that_fits_its_own_metadata_and_help(cls: type
 @pytest.mark.parametrize("cls", CLASSES)
 def test_settings_are_frozen_and_named_by_keyword(cls: type[CommonSettings]) -> None:
     with pytest.raises(FrozenInstanceError):
-        cls().model = "other"  # type: ignore[misc]
+        cls().model = "other"  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
-        cls("smollm2")  # type: ignore[misc]
+        cls("smollm2")  # type: ignore[arg-type]
 
 
 def test_serve_takes_every_flag_of_its_children() -> None:

@@ -13,8 +13,8 @@ from kvferry.runtime.loop_lag import PERIOD_S, LoopLag, watched
 
 def total(metrics: LoopMetrics) -> tuple[float, float, float]:
     """Looks, the lag of all, and what was spent without a core."""
-    values = {sample.name: sample.value for sample in metrics.lag.collect()[0].samples}
-    held = next(s.value for s in metrics.held_up.collect()[0].samples if s.name.endswith("_total"))
+    values = {sample.name: sample.value for sample in next(iter(metrics.lag.collect())).samples}
+    held = next(s.value for s in next(iter(metrics.held_up.collect())).samples if s.name.endswith("_total"))
     return values["kvferry_event_loop_lag_seconds_count"], values["kvferry_event_loop_lag_seconds_sum"], held
 
 
