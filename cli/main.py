@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from kvferry.cli.bootstrap import StartupFailed, complain, set_encoding, set_threads, set_up_traces, worker_threads
-from kvferry.cli.options import SERVE_FIXED, settings_options
+from kvferry.cli.options import SERVE_FIXED, router_options, settings_options
 from kvferry.cli.simulate import plan, simulate
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
@@ -113,17 +113,8 @@ def doctor(settings: ServeSettings) -> int:
 @kvferry.command()
 @click.argument("source", type=click.Path(dir_okay=False, path_type=Path), metavar="INPUT")
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path), metavar="OUTPUT")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of a running router, without /v1")
-@click.option(
-    "--api-key",
-    default="",
-    envvar="KVFERRY_API_KEY",
-    show_envvar=True,
-    help="API key of that router, if it requires one",
-)
-@click.option(
-    "--concurrency", type=click.IntRange(1, 4096), default=32, show_default=True, help="requests at the same time"
-)
+@router_options
+@click.option("--concurrency", type=click.IntRange(1, 4096), default=32, show_default=True, help="concurrent requests")
 @click.option("--timeout", type=click.FloatRange(0.1), default=600.0, show_default=True, help="seconds per request")
 @click.option("--patience", type=click.FloatRange(0), default=60.0, show_default=True,
               help="seconds to wait for a router that is unreachable, full or without nodes")  # fmt: skip
@@ -140,14 +131,7 @@ def batch(source: Path, target: Path, **options: Any) -> int:
 
 
 @kvferry.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of a running router, without /v1")
-@click.option(
-    "--api-key",
-    default="",
-    envvar="KVFERRY_API_KEY",
-    show_envvar=True,
-    help="API key of that router, if it requires one",
-)
+@router_options
 @click.option("--interval", type=click.FloatRange(0.2), default=1.0, show_default=True, help="seconds between updates")
 @click.option("--once", is_flag=True, help="print the state once and exit, as without a terminal")
 def top(url: str, api_key: str, interval: float, once: bool) -> int:

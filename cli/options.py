@@ -149,3 +149,12 @@ class _Number(click.FloatRange):
         if number != number:
             self.fail(f"{value!r} is not a number", param, ctx)
         return number
+
+
+def router_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a command that talks to a running router: its URL and API key."""
+    url = click.option(
+        "--url", default="http://127.0.0.1:8000", show_default=True, help="the router's URL, without /v1"
+    )
+    key = click.option("--api-key", default="", envvar="KVFERRY_API_KEY", show_envvar=True, help="its API key, if any")
+    return url(key(command))

@@ -30,8 +30,8 @@ class CommonSettings:
     )
     cluster_secret_file: str = setting(
         "",
-        "file with the cluster secret, 16 characters or more; of several, one a line, the first is used and all are "
-        "accepted. It is read again when it changes",
+        "file with the cluster secret, at least 16 characters, or several, one per line: the first is used, all are "
+        "accepted; reloaded when it changes",
     )
     host: str = setting("127.0.0.1", "address to listen on")
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))

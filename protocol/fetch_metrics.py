@@ -20,9 +20,9 @@ class FetchMetrics:
 
         self.ended = counters(
             "kvferry_fetches",
-            "Fetches of a prompt's blocks from another node, by outcome: done, lacking (it has them no more), refused "
-            "(it drains or gives to many; or no room here), late, corrupt (a checksum was wrong), lost (the node, or "
-            "the way there), cancelled (the request ended).",
+            "Fetches of a prompt's blocks from another node, by outcome: done, lacking (it no longer has them), "
+            "refused (it drains or serves too many fetches, or no memory here), late, corrupt (wrong checksum), lost"
+            " (the node or the connection), cancelled (the request ended).",
             "outcome",
             FETCH_OUTCOMES,
         )

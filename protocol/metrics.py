@@ -112,8 +112,8 @@ class RouterMetrics:
         )
         self.errors = Counter(
             "kvferry_error_answers",
-            "Requests answered 429 or 5xx, by status and the error's code: overloaded, no_nodes, registry_unavailable "
-            "and others; of the 429 of a router itself kvferry_requests_refused_total tells more.",
+            "Requests answered 429 or 5xx, by status and the error's code: overloaded, no_nodes, "
+            "registry_unavailable and others; kvferry_requests_refused_total details the 429 of the router itself.",
             ["status", "code"],
             registry=r,
         )

@@ -13,14 +13,14 @@ from kvferry.protocol.model_metrics import ModelRegistry
 
 BACKLOG = "kvferry_prefill_backlog_seconds"
 BACKLOG_HELP = (
-    "Seconds one node needs for the uncached prompt tokens that wait in this process, at the measured rate. Sum over "
-    "routers and nodes; divided by the prefill nodes it is how far they are behind."
+    "Seconds one node needs for the uncached prompt tokens queued in this process, at the measured rate. Sum over "
+    "routers and nodes; divided by the number of prefill nodes, it is their backlog in seconds."
 )
 PRESSURE = "kvferry_decode_pressure"
 PRESSURE_HELP = (
-    "Decode nodes that the streams of this process would fill: by seats, KV blocks or latency, the most of them, and "
-    "by the wait for a seat. Sum over routers and nodes; a router's is below zero where fewer nodes than are "
-    "full would do."
+    "Decode nodes that the streams of this process would fill: the largest demand by slots, KV blocks and latency, "
+    "plus that of waiting requests. Sum over routers and nodes; a router's value is negative where fewer nodes than "
+    "the full ones would do."
 )
 
 
@@ -45,8 +45,7 @@ class NodeScaling:
         )
         self.itl_ratio = gauge(
             "kvferry_inter_token_target_ratio",
-            "Seconds between two tokens of a stream here, as a share of --itl-target-ms; 0 without streams. Take the "
-            "largest.",
+            "Inter-token latency of streams here, relative to --itl-target-ms; 0 without streams. Take the largest.",
         )
 
 
@@ -60,8 +59,8 @@ class RouterScaling:
         self.decode_pressure = Gauge(PRESSURE, PRESSURE_HELP, labels.MODEL, registry=registry)
         self.held = Gauge(
             "kvferry_requests_held",
-            "Requests that the router holds because no node can take them, as while the first one starts. Sum over "
-            "routers.",
+            "Requests that the router holds because no node can take them, for example while the first node starts. "
+            "Sum over routers.",
             labels.MODEL,
             registry=registry,
         )

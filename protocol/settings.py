@@ -32,14 +32,11 @@ class RouterSettings(CommonSettings):
     model: tuple[str, ...] = setting((DEMO,), MODELS)
     pooling: str = setting(
         "auto",
-        "pooling of token vectors into an embedding; auto: as the model's files say, else last (decoders) or "
-        "mean (encoders)",
+        "pooling of token vectors; auto: as the model's files say, else last (decoders) or mean (encoders)",
         choices=("auto", "last", "cls", "mean"),
     )
     api_key: str = setting("", "API key that clients must send as a bearer token; empty: none")
-    api_keys: str = setting(
-        "", "file with the hashes of API keys, their tenants and limits, reloaded when it changes; see kvferry key"
-    )
+    api_keys: str = setting("", "file of hashed API keys, tenants and limits, reloaded on changes; see kvferry key")
     share_prefixes: bool = setting(
         False, "let tenants reuse each other's cached prefixes; response times then reveal what others have cached"
     )
@@ -48,17 +45,11 @@ class RouterSettings(CommonSettings):
     allowed_methods: str = setting("*", "allowed CORS methods, separated by commas; *: any")
     allowed_headers: str = setting("*", "allowed CORS headers, separated by commas; *: any")
     allow_credentials: bool = setting(False, "allow CORS requests with credentials (cookies, HTTP authentication)")
-    root_path: str = setting(
-        "", "path prefix under which a proxy serves this server, such as /llm, whether it strips it or not"
-    )
+    root_path: str = setting("", "path prefix under which a proxy serves this server, such as /llm")
     ssl_keyfile: str = setting("", "PEM file with the private key of --ssl-certfile; default: read from that file")
     ssl_certfile: str = setting("", "PEM file with this server's certificate and chain; turns TLS on")
-    ssl_ca_certs: str = setting(
-        "", "PEM file of certificate authorities; clients must present a certificate signed by one of them"
-    )
-    chat_template: str = setting(
-        "", "file with a Jinja chat template that replaces the model's own; needs a single model"
-    )
+    ssl_ca_certs: str = setting("", "PEM file of certificate authorities that must have signed clients' certificates")
+    chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; one model only")
     tool_call_parser: str = setting(
         "auto",
         "parser of tool calls; auto: chosen by the chat template, none: off",
@@ -74,9 +65,7 @@ class RouterSettings(CommonSettings):
         "sampling defaults; auto: those of the model's generation_config.json, none: the API's own",
         choices=("auto", "none"),
     )
-    request_timeout: float = setting(
-        600.0, "seconds from a request's arrival within which its last token must come", least=0
-    )
+    request_timeout: float = setting(600.0, "seconds from a request's arrival to its last token, at most", least=0)
     queue_timeout: float = setting(10.0, QUEUE_TIMEOUT, least=0)
     max_inflight: int = setting(1024, "requests in progress beyond which new ones get 429", least=1)
     allow_lora_updates: bool = setting(False, "let clients load LoRA adapters from the nodes' disks, and unload them")
@@ -89,16 +78,12 @@ class RouterSettings(CommonSettings):
     min_body_rate: float = setting(
         500.0, "bytes per second below which a body upload or the reading of a response is aborted; 0: any", least=0
     )
-    reader_timeout: float = setting(
-        30.0, "seconds a response may wait for a client that does not read; 0: any", least=0
-    )
+    reader_timeout: float = setting(30.0, "seconds a response may wait for a slow client; 0: any", least=0)
     max_connections_per_address: int = setting(
         4096, "open connections per address; 0: any. Behind a proxy all clients share the proxy's address", least=0
     )
     elastic_rest: float = setting(30.0, "seconds for which roles stay unchanged after a change", least=0)
-    response_ttl: float = setting(
-        3600.0, "seconds for which /v1/responses stores a response; 0: none is stored", least=0
-    )
+    response_ttl: float = setting(3600.0, "seconds for which /v1/responses stores a response; 0: off", least=0)
     response_store_mib: int = setting(64, "MiB of stored responses per tenant; the oldest are evicted first", least=1)
     data_dir: str = setting(
         "~/.local/state/kvferry", "directory of clients' files and batches, with a subdirectory per --cluster"
@@ -109,8 +94,8 @@ class RouterSettings(CommonSettings):
     )
     buddies: bool = setting(
         True,
-        "copy what running streams have computed to the nodes that computed their prompts, so that little is computed "
-        "again when a decode node is lost",
+        "copy the KV blocks of running streams to the nodes that computed their prompts, so that little is "
+        "recomputed when a decode node is lost",
     )
     fetch: bool = setting(
         False, "let nodes fetch a prompt's blocks from other nodes where that is faster than computing them"
@@ -160,9 +145,7 @@ class WorkerSettings(CommonSettings):
         most=64,
         short="-tp",
     )
-    enable_expert_parallel: bool = setting(
-        False, "give each rank whole experts of a mixture instead of a part of every expert"
-    )
+    enable_expert_parallel: bool = setting(False, "give each rank whole experts instead of a part of each")
     block_size: int = setting(16, "tokens per KV block", least=1)
     kv_cache_gib: float = setting(
         0.0, "size of the KV pool in GiB; 0: 1 GiB on a CPU, 80 % of free memory on a GPU", least=0, most=MOST_GIB
@@ -173,14 +156,14 @@ class WorkerSettings(CommonSettings):
     )
     kv_disk_path: str = setting(
         "",
-        "directory below which blocks are kept that leave the pool, also over restarts; empty: none. Who reads it, "
-        "reads what clients sent",
+        "directory for blocks evicted from the pool, kept across restarts; empty: none. Anyone who can read it can "
+        "read clients' prompts",
     )
     kv_disk_gib: float = setting(10.0, "GiB of --kv-disk-path that each node may use", least=0.001, most=MOST_GIB)
     kv_remote_url: str = setting(
         "",
-        "where nodes keep blocks for all of them: s3://bucket/folder, gs://, az://, or file:///a/shared/directory; "
-        "empty: nowhere. Who reads it, reads what clients sent",
+        "object store for blocks that all nodes share: s3://bucket/folder, gs://, az://, or "
+        "file:///a/shared/directory; empty: none. Anyone who can read it can read clients' prompts",
     )
     kv_remote_gib: float = setting(
         0.0,
@@ -192,9 +175,9 @@ class WorkerSettings(CommonSettings):
     max_num_seqs: int = setting(64, "requests that generate at the same time", least=1)
     itl_target_ms: float = setting(
         50.0,
-        "milliseconds between two tokens of a stream above which the decode pool should grow; prompts beside streams, "
-        "in a step or on cores that they share (`serve`), keep to it; a step may take longer only while more prompts "
-        "wait than streams run, and by as much",
+        "target of inter-token latency in milliseconds: prompts in a step with streams, or on cores shared with them"
+        " (`serve`), stay within it, and the decode pool should grow above it; a step takes longer only while more "
+        "prompts wait than streams run, in proportion",
         least=0,
     )
     max_num_batched_tokens: int = setting(0, "token budget of one step; 0: 256 on a CPU, 8192 on a GPU", least=0)
@@ -206,8 +189,8 @@ class WorkerSettings(CommonSettings):
     )
     num_speculative_tokens: int = setting(
         0,
-        "tokens of a stream that a step computes at most beside its last one, where they followed in its prompt or "
-        "output before; those that are drawn are kept. No text changes; 0: none",
+        "draft tokens per stream and step, proposed from earlier text of the same stream (prompt lookup) or by "
+        "--speculative-model; outputs do not change; 0: none",
         least=0,
         most=64,
     )

@@ -21,16 +21,16 @@ class TierMetrics:
 
         self.reads = counters(
             "kvferry_tier_reads",
-            "Reads of a prompt's blocks from a tier (host, disk, or remote), by outcome: done, late (it was "
-            "too slow: they were computed), failed (gone, not as they were written, or an error of the tier), refused "
-            "(too many reads, or no room in the pool).",
+            "Reads of a prompt's blocks from a tier (host, disk, or remote), by outcome: done, late (computing them "
+            "was faster), failed (gone, corrupt, or an error of the tier), refused (too many reads, or no room in "
+            "the pool).",
             "outcome",
             TIER_OUTCOMES,
         )
         self.blocks = counters(
             "kvferry_tier_blocks",
-            "KV blocks read from a tier (host, disk, or the remote one), written to it, or lost to it (it did not "
-            "keep up, or failed).",
+            "KV blocks read from a tier (host, disk, or remote), written to it, or dropped (it was too slow or "
+            "failed).",
             "way",
             TIER_WAYS,
         )

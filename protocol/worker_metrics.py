@@ -104,8 +104,8 @@ class WorkerMetrics:
         self.move_pause = counter("kvferry_move_pause_seconds", "Seconds for which migrated streams paused.")
         self.copies = counters(
             "kvferry_copies",
-            "Copies of running streams' blocks to other nodes, by outcome: done, refused (no room there, or draining), "
-            "failed (the stream ended, or the way there).",
+            "Copies of running streams' blocks to other nodes, by outcome: done, refused (no room, or draining), "
+            "failed (the stream ended, or the connection).",
             "outcome",
             labels.COPY_OUTCOMES,
         )
@@ -126,8 +126,8 @@ class WorkerMetrics:
         self.index_pending = gauge("kvferry_index_pending", "Index updates not yet written.")
         self.role_changes = counters(
             "kvferry_role_changes",
-            "Changes of the node's role (--elastic), by outcome: done (counted in the new role), kept (it had to keep "
-            "its role, or could not leave it in time).",
+            "Changes of the node's role (--elastic), by outcome: done (counted in the new role), kept (it was needed"
+            " in its role, or could not leave it in time).",
             "outcome",
             labels.ROLE_OUTCOMES,
         )

@@ -54,8 +54,8 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> A
 
     @router.get(
         "/ready",
-        summary="The router takes requests, once Redis has told of nodes; with nodes=1, also: one could be placed now, "
-        "for one model at least",
+        summary="Readiness: Redis has answered and requests are accepted; with nodes=1 also that nodes can serve at "
+        "least one model now",
         responses=answers(Ready, 503),
         openapi_extra={"parameters": [NODES]},
     )

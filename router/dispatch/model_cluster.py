@@ -204,13 +204,8 @@ class ModelCluster:
             return told
         if told is not None:
             self.metrics.account_violations.inc()
-            log.error(
-                "%s: wrong reuse accounting of %d tokens from %s: %s",
-                job.request_id,
-                length,
-                node and node.node_id,
-                told,
-            )
+            name = node and node.node_id
+            log.error("%s: wrong reuse accounting of %d tokens from %s: %s", job.request_id, length, name, told)
         return Reuse(length, computed=length)
 
     def _shut(self) -> OpenBreakers:

@@ -210,11 +210,7 @@ class NodeTable:
     def _lose(self, key: NodeKey, successor: NodeLease | None) -> None:
         log.warning("node %s (epoch %d) is lost", *key)
         del self._groups[key]
-        lost = (
-            Fenced(f"{key[0]} was replaced by epoch {successor.epoch}")
-            if successor
-            else NodeLost(f"{key[0]} lost its lease")
-        )
+        lost = Fenced(f"{key[0]} is now epoch {successor.epoch}") if successor else NodeLost(f"{key[0]} lost its lease")
         self.entries.pop(key).lose(lost)
 
     def _group(self, lease: NodeLease) -> ModelNodes | None:
