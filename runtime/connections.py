@@ -22,7 +22,7 @@ from kvferry.runtime.connection_counts import ConnectionCounts
 from kvferry.runtime.connection_limits import Limits
 from kvferry.runtime.http10 import without_chunks
 from kvferry.runtime.ignored_upgrades import body_parser, has_body
-from kvferry.runtime.rejection import end, refusal
+from kvferry.runtime.rejection import MAX_DRAINED_BYTES, end, refusal
 from kvferry.runtime.request_length import RequestLength
 from kvferry.runtime.slow_readers import UnreadOutput
 
@@ -38,11 +38,9 @@ class Phase(Enum):
 
 
 def guarded(limits: Limits) -> type[asyncio.Protocol]:
-    """Return a protocol with these limits for uvicorn's `http=`.
-
-    Each call has its own connection counts."""
-    connection_counts = ConnectionCounts(limits.per_address)
-    return cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits=limits, connection_counts=connection_counts))
+    """Return a protocol with these limits, and connection counts of its own, for uvicorn's `http=`."""
+    counts = ConnectionCounts(limits.per_address)
+    return cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits=limits, connection_counts=counts))
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -56,7 +54,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._active: RequestResponseCycle | None = None
         self._begun = self._reading_on = self._refused = False
         self._length = RequestLength(limits.body_bytes)
-        self._data, self._body_bytes = b"", 0
+        self._data, self._body_bytes, self._drained = b"", 0, 0
         self._heard = self._began = self._body_began = self._paced_from = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._reader: UnreadOutput | None = None
@@ -82,6 +80,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
+            self._drained += len(data)
+            if self._drained > MAX_DRAINED_BYTES:
+                self.transport.close()
             return
         if self._phase is Phase.BETWEEN:
             self._enter_header()
@@ -220,16 +221,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _fail(self, error: KvferryError) -> None:
         """Reject a malformed request after the throttle's delay; loop.time() stands still within a callback."""
-        self._refuse(error, self._connection_counts.delay_s(self._address or "", time.perf_counter() - self._began))
+        took_s = time.perf_counter() - self._began
+        self._refuse(error, self._connection_counts.delay_s(self._address or "", took_s), linger=True)
 
-    def _refuse(self, error: KvferryError, after_s: float = 0.0) -> None:
-        """Send the error, unless another response has begun, and close without waiting: the peer may not read."""
+    def _refuse(self, error: KvferryError, after_s: float = 0.0, *, linger: bool = False) -> None:
+        """Send the error, unless another response has begun, and close without waiting for the peer to read it."""
         self._stop_timer()
         last = refusal(error) if self._may_answer() else b""
         self._refused = True
         self.pipeline.clear()
         self._disconnect()
-        self._timer = end(self.transport, self.loop, last, after_s)
+        self._timer = end(self.transport, self.loop, last, after_s, linger=linger)
 
     def _may_answer(self) -> bool:
         if self._phase is Phase.BODY:

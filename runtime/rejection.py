@@ -13,6 +13,11 @@ from kvferry.protocol.errors import KvferryError
 RETRY_AFTER_S = {429: 1.0, 503: 5.0}
 """Default Retry-After in seconds by status: capacity frees after about one token, a node returns after a restart."""
 
+LINGER_S = 5.0
+"""Longest time for which the rest of a rejected request is read and dropped, in seconds."""
+MAX_DRAINED_BYTES = 64 << 20
+"""Most bytes of a rejected request that are read and dropped."""
+
 
 def retry_headers(status: int, seconds: float | None = None) -> dict[str, str]:
     """Return the Retry-After header in whole seconds for a status that invites a retry, else no header.
@@ -33,16 +38,22 @@ def refusal(error: KvferryError) -> bytes:
 
 
 def end(
-    transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, last: bytes, after_s: float
+    transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, last: bytes, after_s: float, *, linger: bool
 ) -> asyncio.TimerHandle | None:
     """Write the last bytes and close the connection, after `after_s` seconds during which nothing is read from it.
 
-    Returns the timer of the delay; None if it closed at once."""
+    linger: close only for writing and keep reading for LINGER_S. If the connection closed while the peer still sends,
+    the peer would see a reset and lose the response. Returns the timer of the delay; None without one."""
 
     def close() -> None:
         if last:
             transport.write(last)
-        transport.close()
+        if not linger or transport.is_closing():
+            return transport.close()
+        if transport.can_write_eof():
+            transport.write_eof()
+        transport.resume_reading()
+        loop.call_later(LINGER_S, transport.close)
 
     if after_s <= 0:
         close()

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from kvferry.runtime.connection_limits import MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS, Limits
 from kvferry.runtime.graceful_close import lingering
 from kvferry.runtime.http import Server, bind
+from kvferry.runtime.rejection import MAX_DRAINED_BYTES
 from kvferry.runtime.rejection_throttle import PATIENCE_S, RejectionThrottle
 from tests.waiting import until
 
@@ -253,6 +254,41 @@ async def test_headers_and_what_surrounds_a_body_are_bounded() -> None:
         await trailers.rest()
         await until(lambda: not served.server.server_state.connections)
         assert not served.seen.open
+
+
+@pytest.mark.parametrize("throttle", [None, RejectionThrottle()])
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_client_that_sends_all_before_it_reads_gets_the_rejection(
+    announced: bool, throttle: RejectionThrottle | None
+) -> None:
+    """It is rejected at the first bytes, or while it sends; a reset would take the response from it."""
+    async with serving(throttle=throttle, body_bytes=1000) as served:
+        size = 20 * 2**20
+        head = b"content-length: %d" % size if announced else b"transfer-encoding: chunked"
+        client = await served.connect(b"POST /echo HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n")
+        if not announced:
+            client.writer.write(b"%x\r\n" % size)
+        async with asyncio.timeout(20):
+            for _ in range(size >> 16):
+                client.writer.write(bytes(1 << 16))
+                await client.writer.drain()
+        assert error_of(await client.reader.read()) == (413, "request_too_large")
+        client.close()
+        await until(lambda: not served.server.server_state.connections)
+
+
+async def test_no_more_of_a_rejected_request_is_read_than_its_limit() -> None:
+    async with serving(body_bytes=1000) as served:
+        client = await served.connect(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(20):
+                while sent < 4 * MAX_DRAINED_BYTES:
+                    client.writer.write(bytes(1 << 20))
+                    await client.writer.drain()
+                    sent += 1 << 20
+        assert sent < 2 * MAX_DRAINED_BYTES
+        await until(lambda: not served.server.server_state.connections)
 
 
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00", b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 99])
