@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import re
 import shutil
 import time
@@ -15,6 +16,7 @@ from typing import IO, Any
 
 from kvferry.protocol.errors import NotFound
 from kvferry.router.batch.files import write_whole
+from kvferry.runtime.private_files import make_private_folder, private
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 """Final states of a batch."""
@@ -82,7 +84,7 @@ class BatchFolder:
 
     def create(self, batch: Batch) -> None:
         """Create the batch's folder and save the batch."""
-        self.folder(batch.id).mkdir(parents=True, mode=0o700)
+        make_private_folder(self.folder(batch.id))
         self.save(batch)
 
     def folder(self, batch_id: str) -> Path:
@@ -119,7 +121,7 @@ class BatchFolder:
 
     def cancel(self, batch_id: str) -> None:
         """Ask the process that runs the batch to cancel it."""
-        (self.folder(batch_id) / "cancel").touch()
+        (self.folder(batch_id) / "cancel").touch(0o600)
 
     def cancelling(self, batch_id: str) -> bool:
         """Return whether a cancellation was requested."""
@@ -127,7 +129,8 @@ class BatchFolder:
 
     def lock(self, batch_id: str) -> IO[bytes] | None:
         """Lock the batch until the returned file is closed or the process ends; None if another holder has it."""
-        lock = (self.folder(batch_id) / "lock").open("ab")
+        path = str(self.folder(batch_id) / "lock")
+        lock = os.fdopen(private(path, os.O_WRONLY | os.O_CREAT), "wb")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -16,6 +16,7 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch.batch import ENDED, Batch, BatchFolder
 from kvferry.router.batch.files import DiskFailed, FileStore, disk_failed, tenant_folder, tenant_folders
 from kvferry.router.batch.runner import Runner
+from kvferry.runtime.private_files import make_private
 
 MOST = 64
 """Largest number of unfinished batches per tenant."""
@@ -97,6 +98,7 @@ class Batches:
         return await asyncio.to_thread(folder.get, batch_id)
 
     async def __aenter__(self) -> Batches:
+        await asyncio.to_thread(make_private, self._root)
         for batch, folder in await asyncio.to_thread(self._left_over):
             logger.info("%s goes on: %d rows", batch.id, batch.request_counts["total"])
             self._start(batch, folder)

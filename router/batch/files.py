@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, RequestTooLarge, reason
+from kvferry.runtime.private_files import make_private_folder, private
 
 log = logging.getLogger(__name__)
 PURPOSES = ("batch", "batch_output")
@@ -79,10 +80,10 @@ class FileStore:
         Raises RequestTooLarge if the tenant's limit is exceeded, and DiskFailed; both leave nothing behind."""
         file_id = f"file-{uuid.uuid4().hex}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(self.folder)
             partly = self.folder / f"{file_id}.part"
             try:
-                with partly.open("wb") as out:
+                with open(partly, "wb", opener=private) as out:
                     shutil.copyfileobj(content, out, 2**20)
                 with self._counting():
                     size = partly.stat().st_size
@@ -188,7 +189,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: readers see the old text or the new one. Raises OSError and then leaves nothing."""
     partly = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with partly.open("w") as out:
+        with open(partly, "w", opener=private) as out:
             out.write(text)
             out.flush()
             os.fsync(out.fileno())

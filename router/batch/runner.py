@@ -20,6 +20,7 @@ from kvferry.router.batch.files import DiskFailed, FileStore
 from kvferry.router.batch.internal_client import ask
 from kvferry.router.batch.rows import MAX_ERRORS, InvalidRow, Row, answer_row, answered, read_rows, unanswered_row
 from kvferry.router.request_context import RequestContext
+from kvferry.runtime.private_files import private
 
 LATER = (429, 503)
 """Statuses after which a row is tried again: no capacity or no node now."""
@@ -184,7 +185,7 @@ class Runner:
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
         def append() -> None:
-            with self._outputs[ok].open("ab") as out:
+            with open(self._outputs[ok], "ab", opener=private) as out:
                 out.write(line)
 
         def written(future: asyncio.Future[None]) -> None:

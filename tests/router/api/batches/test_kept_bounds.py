@@ -28,7 +28,7 @@ async def test_files_have_a_number_too(tmp_path: Path, monkeypatch: pytest.Monke
     at = api(tmp_path)
     answers = [await at.http.post("/v1/files", files=FILE, data={"purpose": "batch"}) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 413]
-    assert "no more than 2" in error_of(answers[2])["message"]
+    assert "the limit is 2" in error_of(answers[2])["message"]
 
 
 def test_room_is_counted_by_one_process_at_a_time(tmp_path: Path) -> None:
