@@ -15,7 +15,7 @@ from kvferry.protocol.errors import InvalidRequest, NotFound, Overloaded, reason
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch.batch import ENDED, Batch, BatchFolder
 from kvferry.router.batch.files import DiskFailed, FileStore, disk_failed, tenant_folder, tenant_folders
-from kvferry.router.batch.runner import Runner
+from kvferry.router.batch.runner import Runner, TenantGone
 from kvferry.runtime.private_files import make_private
 
 MOST = 64
@@ -43,17 +43,25 @@ class Batches:
         self._app: ASGIApp | None = None
         self._live: Callable[[], int] = lambda: 0
         self._realm: Callable[[str], str] = lambda tenant: tenant
+        self._exists: Callable[[str], bool] = lambda tenant: True
         self._endpoints: Collection[str] = ()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rows = 0
 
     def serve(
-        self, app: ASGIApp, endpoints: Collection[str], live: Callable[[], int], realm: Callable[[str], str]
+        self,
+        app: ASGIApp,
+        endpoints: Collection[str],
+        live: Callable[[], int],
+        realm: Callable[[str], str],
+        exists: Callable[[str], bool],
     ) -> None:
         """Set the application that answers rows, which are POST requests to `endpoints`.
 
-        `live` returns the number of requests in progress, rows included. `realm` returns a tenant's cache realm."""
+        `live` returns the number of requests in progress, rows included. `realm` returns a tenant's cache realm.
+        `exists` returns whether a tenant has a key; without one its batches pause."""
         self._app, self._endpoints, self._live, self._realm = app, tuple(endpoints), live, realm
+        self._exists = exists
 
     def files(self, tenant: str) -> FileStore:
         """Return a tenant's files."""
@@ -126,6 +134,9 @@ class Batches:
             began = time.monotonic()
             try:
                 return await self._run_once(known, folder)
+            except TenantGone:
+                await self._returns(batch)
+                continue
             except (OSError, DiskFailed) as error:
                 if time.monotonic() - began > LONGEST_WAIT_S:
                     wait = FIRST_WAIT_S
@@ -141,6 +152,12 @@ class Batches:
             if known.status in ENDED:  # ended by another process
                 return
 
+    async def _returns(self, batch: Batch) -> None:
+        """Wait until the batch's tenant has a key again."""
+        logger.warning("%s pauses: its tenant %s has no key", batch.id, batch.tenant)
+        while not self._exists(batch.tenant):  # noqa: ASYNC110
+            await asyncio.sleep(FIRST_WAIT_S)
+
     async def _run_once(self, batch: Batch, folder: BatchFolder) -> None:
         assert self._app is not None
         lock = await asyncio.to_thread(folder.lock, batch.id)
@@ -151,6 +168,7 @@ class Batches:
             await Runner(
                 batch, folder, files, self._counted,
                 width=self._width, row_s=self._row_s, realm=self._realm(batch.tenant),
+                gone=lambda: not self._exists(batch.tenant),
             ).run()  # fmt: skip
 
     def _width(self) -> int:

@@ -32,6 +32,10 @@ LONGEST_WAIT_S = 30.0
 logger = logging.getLogger(__name__)
 
 
+class TenantGone(Exception):
+    """The batch's tenant is no longer in the keys file."""
+
+
 class Runner:
     """Runner of one batch, whose lock the owner holds; `width` returns how many rows may run now."""
 
@@ -45,9 +49,10 @@ class Runner:
         width: Callable[[], int],
         row_s: float,
         realm: str,
+        gone: Callable[[], bool],
     ) -> None:
         self._batch, self._folder, self._files, self._app = batch, folder, files, app
-        self._width, self._row_s, self._realm = width, row_s, realm
+        self._width, self._row_s, self._realm, self._gone = width, row_s, realm, gone
         self._running = 0
         self._freed = asyncio.Event()
         self._saved = 0.0
@@ -58,8 +63,8 @@ class Runner:
     async def run(self) -> None:
         """Run the batch to its end.
 
-        Raises CancelledError when the process ends, and OSError or DiskFailed if the disk fails. Another run then
-        resumes from the saved state."""
+        Raises CancelledError when the process ends, TenantGone, and OSError or DiskFailed if the disk fails. Another
+        run then resumes from the saved state."""
         batch = self._batch
         try:
             path = await asyncio.to_thread(self._files.path, batch.input_file_id)
@@ -75,7 +80,7 @@ class Runner:
             await self._save()
             ended = await self._answer_all(path, done[0] | done[1])
             await self._finish(ended)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TenantGone):
             with contextlib.suppress(OSError):
                 await asyncio.shield(self._save())
             raise
@@ -109,6 +114,8 @@ class Runner:
             while True:
                 if self._failure is not None:
                     raise self._failure
+                if self._gone():
+                    raise TenantGone
                 if ending := self._ending():
                     break
                 if self._running >= max(1, self._width()):

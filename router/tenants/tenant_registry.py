@@ -32,6 +32,10 @@ class TenantRegistry:
         """Return the tenant with its current limits."""
         return self.keyring.tenants.get(name) or (NOBODY if not name else Tenant(name))
 
+    def exists(self, name: str) -> bool:
+        """Return whether the tenant has a key, or no client needs one."""
+        return name in self.keyring.tenants
+
     def meter(self, name: str) -> Meter:
         """Return the tenant's meter."""
         if self._known is not self.keyring.tenants:

@@ -48,7 +48,7 @@ def test_no_key_stands_in_its_entry() -> None:
         ("[acme]\nkeys = []\nconcurrent = true", "concurrent"),
         ("[acme]\nkeys = []\nshare = 0", "share"),
         ("[acme]\nkeys = []\nshare = nan", "share"),
-        ("[acme]\nkeys = []\nrpm = 3", "no field rpm"),
+        ("[acme]\nkeys = []\nrpm = 3", "unknown field rpm"),
         (entry("acme", "k") + entry("other", "k"), "listed twice"),
     ],
 )

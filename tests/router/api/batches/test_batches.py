@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -15,6 +15,9 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch.batches import Batches
 from kvferry.router.batch.rows import answer_row, answered
 from kvferry.router.batch.runner import PRIORITY
+from kvferry.router.tenants.keys import entry
+from kvferry.router.tenants.tenant_registry import TenantRegistry
+from kvferry.runtime import watched_file
 from tests.api_parts import Api, FakeCluster, error_of, says
 from tests.batch_parts import api, ended, kept
 from tests.waiting import until
@@ -233,3 +236,28 @@ def test_a_line_that_broke_off_is_cut(tmp_path: Path) -> None:
 def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     batches = Batches(RouterSettings(data_dir=str(tmp_path)))
     assert len({batches.files(tenant).folder for tenant in ("", "a", "b", "../a", "default")}) == 5
+
+
+async def test_the_batch_of_a_removed_tenant_stops_and_goes_on_when_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_file, "POLL_S", 0.01)
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("acme", "k") + entry("other", "o"))
+    cluster = FakeCluster(says("one two three four"), gap_s=0.05)
+    at = api(tmp_path / "data", cluster, api_keys=str(keys), batch_rows=2)
+    at.http.headers["authorization"] = "Bearer k"
+    registry = cast("TenantRegistry", at.batches._exists.__self__)  # type: ignore[attr-defined]
+    async with registry.keyring.followed(), at.batches:
+        begun = await begin(at, rows(*(chat(str(number)) for number in range(40))))
+        await until(lambda: len(cluster.dispatches) >= 4)
+        keys.write_text(entry("other", "o"))
+        await until(lambda: not registry.exists("acme"))
+        await asyncio.sleep(1.0)
+        asked = len(cluster.dispatches)
+        await asyncio.sleep(0.5)
+        assert len(cluster.dispatches) == asked < 40
+        assert kept(tmp_path / "data", "file-*.data"), "its files stay"
+        keys.write_text(entry("acme", "k") + entry("other", "o"))
+        await until(lambda: registry.exists("acme"))
+        assert (await ended(at, begun["id"]))["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
