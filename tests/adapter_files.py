@@ -45,7 +45,7 @@ def save_adapter(
     return path
 
 
-def merge(model: torch.nn.Module, path: Path) -> torch.nn.Module:
+def merge(model: torch.nn.Module, path: Path) -> Any:
     """The model itself, its weights changed as the adapter says."""
     config = json.loads((path / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])

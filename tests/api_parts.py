@@ -7,7 +7,7 @@ import contextlib
 import json
 import struct
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.settings import RouterSettings
-from kvferry.protocol.work import Generate
+from kvferry.protocol.work import Generate, Grammar
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.batch.batches import Batches
@@ -63,7 +63,7 @@ class FakeDispatch:
         self._listener: Callable[[Output], None] | None = None
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
 
-    async def __aiter__(self) -> AsyncIterator[Output]:
+    async def __aiter__(self) -> AsyncGenerator[Output]:
         for output in self._outputs:
             await asyncio.sleep(self._gap_s)
             if self.cancelled.is_set():
@@ -140,6 +140,13 @@ class FakeCluster:
         dispatch = FakeDispatch(spec, self.script(spec), route, self.gap_s)
         self.dispatches.append(dispatch)
         return dispatch
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Of the last dispatch."""
+        work = self.dispatches[-1].spec.work
+        assert isinstance(work, Generate)
+        return work.grammar
 
 
 def says(text: str, *, finish: str = "stop", per_output: int = 1) -> Script:

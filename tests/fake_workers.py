@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 from starlette.applications import Starlette
@@ -386,7 +386,7 @@ class Bench:
         worker.store = self.store
         await self.store.announce(worker.lease)
 
-    async def __aenter__(self) -> Bench:
+    async def __aenter__(self) -> Self:
         for worker in list(self.workers.values()):
             await self.add(worker)
         await self.all.open()
@@ -414,8 +414,8 @@ class Bench:
         return self.cluster.start(RequestSpec(call, "r", tuple(prompt), Generate(params), **spec))
 
     def rungs(self) -> dict[str, int]:
-        samples = self.metrics.retries.collect()[0].samples
-        return {s.labels["rung"]: int(s.value) for s in samples if s.name.endswith("_total") and s.value}
+        (retries,) = self.metrics.retries.collect()
+        return {s.labels["rung"]: int(s.value) for s in retries.samples if s.name.endswith("_total") and s.value}
 
 
 def ids(outputs: Sequence[Output]) -> list[int]:

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import patch
 
 from kvferry.cluster_state.redis_store import RedisStore
@@ -46,11 +47,17 @@ class Probe:
     hit: bool
 
 
+class ToyRouter(RouterCluster):
+    def __init__(self, store: RedisStore) -> None:
+        super().__init__(store, store, RouterMetrics())
+        self.toy = self.pool(ModelName("toy"))
+
+
 @dataclass
 class RedisCluster:
     """`probes` since `disturbed` was called, at `began`; the deed was done at `over`."""
 
-    routers: list[RouterCluster]
+    routers: list[ToyRouter]
     workers: list[Worker]
     probes: list[Probe] = field(default_factory=list)
     began: float = 0.0
@@ -68,7 +75,7 @@ class RedisCluster:
         known = [await self._follow(*one) for one in known]
         self.probes, self.began, self.over = [], time.monotonic(), math.inf
         doing = asyncio.ensure_future(deed)
-        asked = []
+        asked: list[asyncio.Task[Any]] = []
         while time.monotonic() < self.began + seconds or not doing.done():
             if doing.done() and self.over == math.inf:
                 self.over = time.monotonic()
@@ -136,7 +143,7 @@ class RedisCluster:
         work = Generate(SamplingParams(max_tokens=3, temperature=0.0))
         dispatch = router.toy.start(
             RequestSpec(RequestContext(name, arrival=now, deadline=now + 30), name, tuple(prompt), work)
-        )  # type: ignore[attr-defined]
+        )
         tokens = [token async for output in dispatch for token in output.token_ids]
         assert tokens == expected(prompt, 3)
         assert dispatch.route is not None
@@ -159,9 +166,8 @@ async def redis_cluster(url: str) -> AsyncIterator[RedisCluster]:
         ]
         routers = []
         for store in stores[:2]:
-            router = RouterCluster(store, store, RouterMetrics())
-            router.toy = router.pool(ModelName("toy"))  # type: ignore[attr-defined]
-            routers.append(await stack.enter_async_context(router))
+            routers.append(router := ToyRouter(store))
+            await stack.enter_async_context(router)
         for router in routers:
             await until(lambda router=router: len(router.toy.able("decode")) == 2)  # type: ignore[misc]
         yield RedisCluster(routers, workers)

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -125,12 +126,13 @@ class Watched:
         """Whom the first Sentinel that answers names."""
         for sentinel in self.sentinels:
             with contextlib.suppress(redis.RedisError):
-                return self.servers[int(sentinel.client().sentinel_master(MASTER)["port"])]
+                told: Any = sentinel.client().sentinel_master(MASTER)
+                return self.servers[int(told["port"])]
         raise AssertionError("no Sentinel answers")
 
     def _settled(self) -> bool:
         """Each Sentinel knows the other two and the replica."""
-        known = [sentinel.client().sentinel_master(MASTER) for sentinel in self.sentinels]
+        known: list[Any] = [sentinel.client().sentinel_master(MASTER) for sentinel in self.sentinels]
         return all(one["num-other-sentinels"] == 2 and one["num-slaves"] == 1 for one in known)
 
     def _started(self, port: int, *words: str, conf: Sequence[str] = ()) -> RedisServer:

@@ -9,17 +9,17 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import httpx
-import torch
 
 import kvferry.worker.node as node_module
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.decode_worker.service import DecodeService
 from kvferry.elastic_worker.service import ElasticService
 from kvferry.engine.engine import Engine
+from kvferry.engine.runner import Runner
 from kvferry.prefill_worker.service import PrefillService
 from kvferry.protocol.messages import (
     AttemptFailed,
@@ -37,7 +37,7 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.wire import FrameReader, pack
 from kvferry.runtime.signals import StopSignal
 from kvferry.worker.engine_parts import EngineParts
-from kvferry.worker.node import Node
+from kvferry.worker.node import Ending, Node
 from kvferry.worker.runtime import WorkerRuntime
 from tests.toy import FINGERPRINT, ToyModel, make_engine
 from tests.waiting import until
@@ -50,7 +50,7 @@ SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}
 class Worker:
     """One running node. `pause_at` stops the engine before that step, counted from when it was set, until `resume`."""
 
-    def __init__(self, node: Node, engine: Engine, run: asyncio.Task[None], stop: StopSignal) -> None:
+    def __init__(self, node: Node, engine: Engine, run: asyncio.Task[Ending], stop: StopSignal) -> None:
         self.node, self.engine, self.run, self.stop = node, engine, run, stop
         self.paused = self.link_lost = False
         self._go = threading.Event()
@@ -79,14 +79,14 @@ class Worker:
         self._steps_left = None
         self._go.set()
 
-    def _run_step(self, *step: Any) -> Any:
+    def _run_step(self, *step: Any, **options: Any) -> Any:
         if self._steps_left is not None:
             self._steps_left -= 1
             if self._steps_left < 0:
                 self.paused = True
                 self._go.wait(PATIENCE_S)
                 self.paused = False
-        return self._step(*step)
+        return self._step(*step, **options)
 
     @contextlib.contextmanager
     def frozen_engine(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class Worker:
         tables += [mounted.fetches._asker.transfers, mounted.supplies._giving]
         if not self.link_lost:
             tables += [mounted.arrivals._open, mounted.sender.transfers, mounted.arrivals.receiver.transfers]
-        halves = [service.prefill, service.decode] if isinstance(service, ElasticService) else [service]
+        halves: list[Any] = [service.prefill, service.decode] if isinstance(service, ElasticService) else [service]
         for half in halves:
             prefills = isinstance(half, PrefillService)
             tables += [half._answers, half._ships._offers] if prefills else [half._buddies._making]
@@ -269,7 +269,7 @@ class Router:
 
 def _of_toy(engine: Engine) -> EngineParts:
     layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
-    kv: torch.Tensor = engine.runner.kv
+    kv = cast(Runner, engine.runner).kv
     return EngineParts(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
 
 

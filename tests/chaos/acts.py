@@ -129,7 +129,7 @@ class Acts:
         try:
             async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
                 url = f"{self._stage.urls[fault.target]}/v1/files"
-                files = {"file": ("rows.jsonl", b"{}\n" * 100_000), "purpose": (None, "batch")}
+                files: dict[str, Any] = {"file": ("rows.jsonl", b"{}\n" * 100_000), "purpose": (None, "batch")}
                 response = await client.post(url, files=files)
             await asyncio.sleep(fault.seconds)
             return f"an upload got {response.status_code}"

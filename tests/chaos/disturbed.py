@@ -62,13 +62,13 @@ def prepare_worker() -> None:
     import kvferry.worker.link_factory
     from tests.chaos.weather import StormyLink
 
-    real = kvferry.worker.link_factory.UcxLink
+    real = kvferry.worker.link_factory.UcxLink  # type: ignore[attr-defined]
 
     def make_link(*args: Any, **options: Any) -> Any:
         PARTS.link = StormyLink(real(*args, **options), WEATHER)
         return PARTS.link
 
-    kvferry.worker.link_factory.UcxLink = make_link  # type: ignore[assignment, misc]
+    kvferry.worker.link_factory.UcxLink = make_link  # type: ignore[assignment, attr-defined]
     run, start = kvferry.engine.runner.Runner.run, kvferry.engine.loop.EngineLoop.start
 
     def paced(self: Any, slices: Any, *rest: Any) -> Any:

@@ -82,7 +82,12 @@ def make_bodies(seed: int, vocab: int, count: int = BODIES) -> list[dict[str, An
     for number in range(count):
         own = rng.choices(range(3, vocab), k=rng.choice((8, 30, 120, 300, 600)))
         prompt = rng.choice(shared) + own if number % 2 else own
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": rng.choice((8, 40, 80, 160)), "return_token_ids": True}
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": rng.choice((8, 40, 80, 160)),
+            "return_token_ids": True,
+        }
         body |= {"temperature": 0} if number % 4 < 2 else {"temperature": 0.8, "seed": number}
         body |= {"ignore_eos": True} if number % 3 else {}
         body |= {"n": 2} if number % 10 == 9 else {}

@@ -9,10 +9,12 @@ import random
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from prometheus_client import generate_latest
 
+from kvferry.cli.supervisor import Supervisor
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.chaos.acts import ACTS
@@ -108,7 +110,8 @@ async def test_a_process_that_says_no_or_nothing_is_told_apart_from_one_that_obe
         writer.write(answers.pop(0))
         writer.close()
 
-    stage = Stage(Shape(tmp_path), SimpleNamespace(children=[SimpleNamespace(name="decode-0", pid=None)]), None)
+    supervisor = SimpleNamespace(children=[SimpleNamespace(name="decode-0", pid=None)])
+    stage = Stage(Shape(tmp_path), cast(Supervisor, supervisor), None)
     async with await asyncio.start_unix_server(answer, tmp_path / "decode-0.sock"):
         assert await stage.order("decode-0", "sever") is None
         with pytest.raises(OSError, match="no engine"):
@@ -120,7 +123,7 @@ async def test_a_process_that_says_no_or_nothing_is_told_apart_from_one_that_obe
 
 
 async def test_a_fault_that_could_not_be_had_is_no_fault(tmp_path):
-    stage = Stage(Shape(tmp_path), SimpleNamespace(children=[]), io.StringIO())
+    stage = Stage(Shape(tmp_path), cast(Supervisor, SimpleNamespace(children=[])), io.StringIO())
     deeds = Deeds(stage, None, 1)
     await deeds.commit([Fault(0.0, "link loss", "decode-0", 0.01, 0.1)], 0.0)
     run = Run(1, 1, [(Ledger(), (0.0, 5.0))])
@@ -173,7 +176,7 @@ def test_each_flaw_misses_its_goal(asked, after, missed):
 
 
 @pytest.mark.parametrize("streams", [True, False])
-async def test_tokens_of_a_broken_answer_are_counted_to_be_taken_off(streams):
+async def test_tokens_of_a_broken_answer_are_counted_to_be_taken_off(streams, monkeypatch):
     clients = Clients({}, [{"stream": streams}], lambda *_: False)
     clients.expected[0] = {0: (1, 2, 3)}
 
@@ -182,7 +185,7 @@ async def test_tokens_of_a_broken_answer_are_counted_to_be_taken_off(streams):
         count(1)
         raise Answered("the stream ended without its end")
 
-    clients.ask = ask
+    monkeypatch.setattr(clients, "ask", ask)
     assert not await clients._once(0, "router-0", clients.bodies[0])
     await clients.close()
     (asked,) = clients.book.asked
@@ -217,7 +220,8 @@ async def test_a_client_that_is_answered_too_late_was_refused_and_did_not_leave(
     async def quick(router, body, count):
         count(1)
 
-    for clients.ask in (slow, quick):
+    for ask in (slow, quick):
+        monkeypatch.setattr(clients, "ask", ask)
         await clients.leave(2, random.Random(1), lambda seen: seen >= 1)
     await clients.close()
     assert (clients.book.left, clients.book.refused) == (2, 2)

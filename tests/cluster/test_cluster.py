@@ -7,6 +7,7 @@ import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
@@ -26,14 +27,14 @@ def ids(count: int, seed: int) -> list[int]:
 
 def test_chat_streams_what_it_answers_at_once(cluster: LocalCluster) -> None:
     client = cluster.client
-    messages = [{"role": "user", "content": "Name the capital of France in one short sentence."}]
-    whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24)  # type: ignore[arg-type]
+    messages: Any = [{"role": "user", "content": "Name the capital of France in one short sentence."}]
+    whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24)
     assert "Paris" in (whole.choices[0].message.content or "")
     assert whole.usage is not None
     pieces, usage, reasons = [], None, []
     stream = client.chat.completions.create(
         model=MODEL,
-        messages=messages,  # type: ignore[arg-type]
+        messages=messages,
         temperature=0,
         max_tokens=24,
         stream=True,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,12 @@ ARGUMENTS = (
     *("--elastic", "--elastic-rest", "1", "--prefill", "2", "--decode", "1", "--max-num-seqs", str(SEATS)),
     *("--dtype", "float32", "--threads", "1", "--kv-blocks", "2000", "--served-model-name", "tiny"),
 )
-SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 4096}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
+}
 CHANGE_S = 60.0
 
 

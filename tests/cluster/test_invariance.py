@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 
 NAME = "tiny"
-SHAPE = {"family": "LlamaConfig", "head_dim": 32}
+SHAPE: dict[str, Any] = {"family": "LlamaConfig", "head_dim": 32}
 PARAMS = SamplingParams(
     max_tokens=20, temperature=0.9, top_p=0.95, seed=1234, ignore_eos=True, logprobs=5, prompt_logprobs=2
 )
@@ -157,7 +158,7 @@ def test_local_and_disaggregated_answers_are_the_same(tiny: Path) -> None:
         ({"model_impl": "transformers"}, "--model-impl kvferry"),
     ],
 )
-def test_what_cannot_be_invariant_is_refused(change: dict[str, str], words: str, tiny: Path) -> None:
+def test_what_cannot_be_invariant_is_refused(change: dict[str, Any], words: str, tiny: Path) -> None:
     settings = WorkerSettings(model=str(tiny), dtype="bfloat16", batch_invariant=True, kv_blocks=20)
     with pytest.raises(ConfigError, match=words) as raised:
         assemble(replace(settings, **change))

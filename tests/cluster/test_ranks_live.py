@@ -19,7 +19,12 @@ from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-blocks", "2000", "--threads", "1")
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 
 
 def other_ranks(cluster: LocalCluster, node: str) -> list[psutil.Process]:

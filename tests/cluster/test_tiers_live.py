@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +21,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOKENS, BLOCK = 1900, 16
 BLOCKS = TOKENS // BLOCK
-SLOW = {"max_position_embeddings": 2048, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+SLOW: dict[str, Any] = {
+    "max_position_embeddings": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+}
 """A model that takes longer for the prompt than a store for an answer."""
 
 

@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -42,7 +43,19 @@ def helm(release: str, examples: tuple[str, ...], values: str) -> subprocess.Com
     """`helm template` with no cluster to ask."""
     binary = need(helm_binary(), "helm")
     files = [word for name in examples for word in ("-f", str(EXAMPLES / f"{name}.yaml"))]
-    command = [binary, "template", release, CHART, "-n", "kvferry", "--kube-version", "1.37", *files, "-f", "-"]
+    command: list[str | Path] = [
+        binary,
+        "template",
+        release,
+        CHART,
+        "-n",
+        "kvferry",
+        "--kube-version",
+        "1.37",
+        *files,
+        "-f",
+        "-",
+    ]
     return subprocess.run(command, input=values, capture_output=True, text=True, timeout=120)
 
 

@@ -113,7 +113,7 @@ def test_a_process_that_is_killed_starts_again_and_no_answer_breaks(project: Pro
     over = threading.Event()
 
     def ask(number: int) -> list[str]:
-        answers = []
+        answers: list[str] = []
         while not over.is_set():
             try:
                 answers.append(chat(project, f"Story {number}-{len(answers)}.").choices[0].finish_reason)

@@ -56,12 +56,13 @@ def test_a_wrong_field_would_be_noticed() -> None:
 
 
 def spoilt(kind: str) -> dict[str, Any]:
-    return {
+    fields: dict[str, dict[str, Any]] = {
         "ScaledObject": {"scaleTargetRef": {}},
         "HTTPRoute": {"parentRefs": [{"name": 3}]},
         "PodMonitor": {"selector": "all"},
         "PrometheusRule": {"groups": [{"rules": []}]},
-    }[kind]
+    }
+    return fields[kind]
 
 
 def test_the_rules_are_the_alerts() -> None:
@@ -108,7 +109,10 @@ def test_a_pod_monitor_finds_the_ports_of_processes_alone() -> None:
 
 
 def test_a_route_lasts_as_long_as_a_request() -> None:
-    values = {"router": {"requestTimeout": 900}, "httpRoute": {"enabled": True, "parentRefs": [{"name": "gate"}]}}
+    values: dict[str, Any] = {
+        "router": {"requestTimeout": 900},
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "gate"}]},
+    }
     objects = chart(**values)
     (route,) = of_kind(objects, "HTTPRoute").values()
     (rule,) = route["spec"]["rules"]

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,6 +15,8 @@ from prometheus_client import start_http_server
 
 from docs.dashboard import made
 from docs.variables import of_models
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy import dashboard
 from tests.deploy.binaries import ROOT, kubectl_binary, need
 from tests.deploy.dashboard import (
@@ -41,7 +44,7 @@ LABELS = {"cluster": "east", "namespace": "ns"}
 @pytest.fixture(scope="module")
 def idle_cluster() -> Iterator[str]:
     """A Prometheus that scrapes the metrics of a router, a prefill and a decode process that did nothing yet."""
-    sets = [serving_router(), serving_node("prefill"), serving_node("decode")]
+    sets: list[RouterMetrics | WorkerMetrics] = [serving_router(), serving_node("prefill"), serving_node("decode")]
     servers = [start_http_server(0, "127.0.0.1", metrics.registry) for metrics in sets]
     try:
         targets = [f"127.0.0.1:{server.server_port}" for server, _ in servers]
@@ -196,7 +199,7 @@ def test_runbooks_name_panels_that_there_are() -> None:
 
 
 def test_they_come_as_config_maps_of_what_grafana_imports() -> None:
-    command = [need(kubectl_binary(), "kubectl"), "kustomize", str(DASHBOARDS)]
+    command: list[str | Path] = [need(kubectl_binary(), "kubectl"), "kustomize", DASHBOARDS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = list(yaml.safe_load_all(done.stdout))

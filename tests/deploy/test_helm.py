@@ -35,12 +35,13 @@ def test_the_chart_renders_what_the_overlay_with_rdma_is() -> None:
 
 def test_a_difference_would_be_noticed() -> None:
     expected = plain(render("cpu"))
-    for other, values in {
+    cases: dict[str, dict[str, Any]] = {
         "Deployment kvferry-decode": {"decode": {"maxNumSeqs": 63}},
         "Deployment kvferry-redis": {"redis": {"resources": {"limits": {"cpu": "2"}}}},
         "NetworkPolicy kvferry-workers": {"networkPolicy": {"scrapers": []}},
         "Deployment kvferry-router": {"router": {"podAnnotations": {"a": "b"}}},
-    }.items():
+    }
+    for other, values in cases.items():
         found = plain(chart(**values))
         assert [name for name in expected if found[name] != expected[name]] == [other]
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.markers import default_environment
@@ -22,7 +23,12 @@ SETS = {
     "worker-cu13": ("otel", "worker-cu13"),
 }
 PLATFORMS = ("x86_64-manylinux_2_36", "aarch64-manylinux_2_36")
-IMAGE = {**default_environment(), "python_version": "3.11", "python_full_version": "3.11.14", "sys_platform": "linux"}
+IMAGE: dict[str, Any] = {
+    **default_environment(),
+    "python_version": "3.11",
+    "python_full_version": "3.11.14",
+    "sys_platform": "linux",
+}
 
 
 def locked(name: str) -> dict[str, Requirement]:
@@ -91,7 +97,15 @@ def test_the_router_s_set_has_nothing_large() -> None:
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", SETS)
 def test_every_package_has_a_wheel_for_the_platform(name: str, platform: str, tmp_path: Path) -> None:
-    command = [Path(sys.executable).with_name("uv"), "pip", "compile", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("uv"),
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
     command += ["--python-platform", platform, "--python-version", "3.11", LOCKED / f"{name}.txt", "-o", tmp_path / "x"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ reached and left. Metrics of simulated pools go into a real Prometheus, which is
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil, sin, tau
@@ -165,13 +166,14 @@ def test_a_pool_that_is_far_too_small_grows_to_what_it_needs_and_not_beyond(time
     comes. Some more nodes than it needs in the end drain that queue."""
     seats, output = 16, 300.0
     lasts = output * (ALONE_S + STREAM_S * (seats - 1))
+    due: defaultdict[Pools, float] = defaultdict(float)
 
     def load(here: Pools, passed: float) -> None:
         if passed >= QUIET_S:
-            here.due = getattr(here, "due", 0.0) + need * seats / lasts * TICK_S
-            while here.due >= 1:
+            due[here] += need * seats / lasts * TICK_S
+            while due[here] >= 1:
                 here.arrive(50, output)
-                here.due -= 1
+                due[here] -= 1
 
     trials = [
         Trial(pools(time_, f"grows-{need}-{n}-{at}", 20_000.0, seats=seats), scalers, load, sync_at=at)

@@ -81,6 +81,6 @@ def test_a_slim_archive_has_no_tests_and_one_copy_of_each_library(
 
 
 def test_the_machine_tells_what_it_has() -> None:
-    command = [sys.executable, ROOT / "deploy" / "wheelhouse.py", "--list"]
+    command: list[str | Path] = [sys.executable, ROOT / "deploy" / "wheelhouse.py", "--list"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert {"torch", "pytest"} <= {*done.stdout.split()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -123,7 +123,7 @@ async def test_equal_prompts_of_two_models_have_different_blocks(house: House) -
     asked: list[set[str]] = []
     index = house.store.longest_prefix
 
-    async def spy(hashes: Sequence[bytes], nodes: dict[str, int]) -> dict[str, int]:
+    async def spy(hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         asked.append({owner(name) for name in nodes})
         return {**(await index(hashes, nodes)), "p-m": len(hashes)}
 

@@ -9,12 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import cast
 from unittest.mock import patch
 
 import kvferry.worker.node as node_module
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.decode_worker.service import DecodeService
 from kvferry.engine import audit_schedule
+from kvferry.engine.runner import Runner
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker import watchdog
 from kvferry.worker.engine_parts import EngineParts
@@ -72,7 +74,7 @@ async def main() -> None:
     audit_schedule.EVERY_S = 0.1
     engine = make_engine()
     layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
-    parts = EngineParts(engine, engine.runner.kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+    parts = EngineParts(engine, cast(Runner, engine.runner).kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
     store = Store()
     with (
         patch.object(node_module, "assemble", lambda settings, progress: parts),

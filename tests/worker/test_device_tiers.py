@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from kvferry.cluster_state.index import on_tier
+from kvferry.engine.runner import Runner
 from kvferry.kv_transfer.tiers import groups
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import chain, root_hash
@@ -24,7 +25,7 @@ from kvferry.worker.tier_opening import open_tiers
 from tests.toy import FINGERPRINT, make_engine, make_job
 from tests.waiting import until
 from tests.worker.test_fetch_client import FULL, LENGTH, prompt
-from tests.worker.tiered import ask, count, reads, settle
+from tests.worker.tiered import ask, count, reads, retract, settle
 from tests.worker_pair import Router, routed, worker
 
 POOL = 40
@@ -74,8 +75,8 @@ async def evicted(router: Router, tier: str) -> None:
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 async def test_what_left_the_pool_is_copied_back_and_not_computed(tmp_path: Path, tier: str) -> None:
-    kept = {"host": {"kv_host_gib": 0.1}, "disk": {"kv_disk_path": str(tmp_path)}}[tier]
-    async with cluster(**kept) as router:
+    kept: dict[str, dict[str, Any]] = {"host": {"kv_host_gib": 0.1}, "disk": {"kv_disk_path": str(tmp_path)}}
+    async with cluster(**kept[tier]) as router:
         await evicted(router, tier)
         assert count(tier, router.prefill, "read") == 0
         reuse = await ask(router, "again", 0)
@@ -89,7 +90,7 @@ async def test_what_left_the_pool_is_copied_back_and_not_computed(tmp_path: Path
 
 
 async def test_the_hosts_memory_is_asked_before_the_disk_which_has_what_it_has_no_more(tmp_path: Path) -> None:
-    block_bytes = make_engine(1).runner.kv[0].nbytes
+    block_bytes = cast(Runner, make_engine(1).runner).kv[0].nbytes
     host = 4.5 * FULL * block_bytes / GIB
     async with cluster(kv_host_gib=host, kv_disk_path=str(tmp_path)) as router:
         await evicted(router, "disk")
@@ -152,11 +153,9 @@ async def test_what_a_node_on_a_device_left_in_a_store_another_one_reads(
 async def test_what_is_retracted_leaves_the_hosts_memory_too() -> None:
     async with cluster(kv_host_gib=0.1) as router:
         await fill(router, "host", 0, 1)
-        pool, tier = router.prefill.engine.pool, router.prefill.loaded._tiers.host
+        tier = router.prefill.loaded._tiers.host
         assert len(tier.hashes()) == FULL
-        router.prefill.loaded.engine.submit(
-            lambda engine: (pool.forget([0, *range(POOL)]), engine.stepper.report_blocks())
-        )
+        retract(router.prefill, POOL)
         await until(lambda: not tier.hashes())
         assert (await ask(router, "again", 0)).computed == LENGTH
         await settle(router)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.engine.events import Admitted, BlocksChanged, Computed, Event, Stepped
 from kvferry.protocol.lease import Rates
+from kvferry.protocol.messages import CancelRequest
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.worker.event_relay import EventRelay
 from kvferry.worker.rates import RateMeter
@@ -44,8 +45,12 @@ class Recorder:
         self.told.append("loop")
         self.soon.append(call)
 
+    def cancel(self, cancel: CancelRequest) -> None: ...
+
     def busy(self) -> bool:
         return False
+
+    def router_lost(self, router_id: str) -> None: ...
 
     def stop(self) -> None: ...
 

@@ -121,7 +121,11 @@ async def test_whatever_befalls_memory_no_token_is_wrong_and_nothing_is_left(
         *((tier_writes, "PATIENCE_S", 0.1), (files, "LONGEST", 4)),
     ):
         monkeypatch.setattr(module, name, value)
-    kept = {"kv_disk_path": str(tmp_path / "disk"), "kv_disk_gib": 0.001, "kv_remote_url": f"file://{tmp_path}/shared"}
+    kept: dict[str, Any] = {
+        "kv_disk_path": str(tmp_path / "disk"),
+        "kv_disk_gib": 0.001,
+        "kv_remote_url": f"file://{tmp_path}/shared",
+    }
     async with (
         worker("prefill", make_engine(48), store=store, node_id="p", **kept) as prefill,
         worker("decode", make_engine(64), store=store, node_id="d", **kept) as decode,

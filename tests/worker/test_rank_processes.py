@@ -56,7 +56,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assembled(path: Path, ranks: int, **settings: Any) -> EngineParts:
     """A mixture's experts are divided whole."""
-    given = {"dtype": "float32", "device": "cpu", "kernels": "reference", "kv_blocks": 64, "block_size": 8}
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "kernels": "reference",
+        "kv_blocks": 64,
+        "block_size": 8,
+    }
     given |= {"enable_expert_parallel": ranks > 1 and has_experts(resolve(str(path)))} | settings
     return assemble(WorkerSettings(model=str(path), tensor_parallel_size=ranks, **given))
 

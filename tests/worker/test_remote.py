@@ -30,7 +30,7 @@ from tests.toy import FINGERPRINT, expected, make_engine, make_job
 from tests.waiting import until
 from tests.worker import tiered
 from tests.worker.test_fetch_client import FULL, LENGTH, prompt
-from tests.worker.tiered import ask, settle
+from tests.worker.tiered import ask, retract, settle
 from tests.worker_pair import Router, routed, worker
 
 GROUP = 5
@@ -280,10 +280,7 @@ async def test_what_was_said_to_be_wrong_is_there_no_more(tmp_path: Path) -> Non
     async with cluster(tmp_path) as router:
         await ask(router, "before")
         await until(lambda: count(router.prefill, "written") == FULL)
-        pool = router.prefill.engine.pool
-        router.prefill.loaded.engine.submit(
-            lambda engine: (pool.forget([0, *range(100)]), engine.stepper.report_blocks())
-        )
+        retract(router.prefill, 100)
         await until(lambda: not list(tmp_path.glob("*/*.kv")))
         assert (await ask(router, "again")).computed == LENGTH
         await settle(router)

@@ -26,7 +26,7 @@ from tests.toy import FINGERPRINT, expected, make_engine, make_job
 from tests.waiting import until
 from tests.worker import tiered
 from tests.worker.test_fetch_client import FULL, LENGTH, prompt
-from tests.worker.tiered import ask, settle
+from tests.worker.tiered import ask, retract, settle
 from tests.worker_pair import Router, Worker, routed, worker
 
 POOL = 40
@@ -38,7 +38,7 @@ reads, count = partial(tiered.reads, "disk"), partial(tiered.count, "disk")
 @contextlib.asynccontextmanager
 async def cluster(path: Path, blocks: int = POOL) -> AsyncIterator[Router]:
     """A decode node without a disk, and a prefill node that keeps its blocks there."""
-    kept = {"kv_disk_path": str(path), "kv_disk_gib": 1.0}
+    kept: dict[str, Any] = {"kv_disk_path": str(path), "kv_disk_gib": 1.0}
     async with (
         worker("prefill", make_engine(blocks), **kept) as prefill,
         worker("decode", make_engine(100)) as decode,
@@ -238,10 +238,7 @@ async def test_what_is_retracted_is_not_read_either(tmp_path: Path) -> None:
     async with cluster(tmp_path) as router:
         await ask(router, "before", 0)
         await until(lambda: count(router.prefill, "written") == FULL)
-        pool = router.prefill.engine.pool
-        router.prefill.loaded.engine.submit(
-            lambda engine: (pool.forget([0, *range(POOL)]), engine.stepper.report_blocks())
-        )
+        retract(router.prefill, POOL)
         await until(lambda: not tier_of(router.prefill).hashes())
         assert (await ask(router, "again", 0)).computed == LENGTH
         await settle(router)

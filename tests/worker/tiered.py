@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kvferry.engine.engine import Engine
 from tests.toy import expected, make_job
 from tests.worker.test_fetch_client import prompt
 from tests.worker_pair import Router, Worker
@@ -24,6 +25,16 @@ def reads(tier: str, node: Worker, outcome: str) -> float:
 
 def count(tier: str, node: Worker, way: str) -> float:
     return float(node.node.metrics.tiers.blocks[tier][way]._value.get())
+
+
+def retract(node: Worker, blocks: int) -> None:
+    """The node's engine forgets its first so many blocks, and all that depends on them."""
+
+    def forget(engine: Engine) -> None:
+        engine.pool.forget([0, *range(blocks)])
+        engine.stepper.report_blocks()
+
+    node.loaded.engine.submit(forget)
 
 
 async def settle(router: Router) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ async def test_the_api_key_guards_all_but_probes_and_metrics() -> None:
             response = await api.http.get(path, headers=headers)
             assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
             assert response.headers["x-request-id"]
-    good = {"authorization": "bearer sécret".encode()}
+    good = {b"authorization": "bearer sécret".encode()}
     assert (await api.http.get("/v1/models", headers=good)).status_code == 200
 
 
@@ -244,7 +244,7 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_too() -> None
 
 async def test_work_that_ignores_the_first_cancellation_is_cancelled_again() -> None:
     class Deaf(FakeDispatch):
-        async def __aiter__(self) -> AsyncIterator[Output]:
+        async def __aiter__(self) -> AsyncGenerator[Output]:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(30)
             await asyncio.sleep(30)
@@ -319,7 +319,7 @@ def test_the_openai_client_sees_typed_errors() -> None:
     api = Api(FakeCluster(lambda spec: [Overloaded("full", retry_after=1)]), api_key="key")
     with served(api.app) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
-        messages = [{"role": "user", "content": "Hi"}]
+        messages: Any = [{"role": "user", "content": "Hi"}]
         with pytest.raises(openai.RateLimitError):
             client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=messages)
         with pytest.raises(openai.NotFoundError, match="does not exist"):

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from pydantic.json_schema import models_json_schema
 
 from kvferry.router.api import documentation
 from tests.api_parts import MESSAGES, Api, FakeCluster, error_of, says, served
@@ -137,7 +138,7 @@ async def test_names_and_paths_of_adapters_are_bounded(api: Api, field: str, val
 
 async def test_the_description_is_made_beside_the_event_loop(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anyone who asked for it first had stopped all streams for a second."""
-    made, build = [], documentation.models_json_schema
+    made, build = [], models_json_schema
 
     def recorded(*args: Any, **named: Any) -> Any:
         made.append(threading.current_thread())

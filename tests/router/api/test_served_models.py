@@ -50,10 +50,10 @@ async def test_a_spec_for_each_prompt_and_a_name_for_each_spec() -> None:
 
 
 async def test_the_shape_s_default_bounds_the_output() -> None:
-    (text,) = await pool("p").specs(CALL, CompletionBody(prompt="a"))
+    (text,) = await pool("p").specs(CALL, CompletionBody(prompt="a"))  # type: ignore[arg-type]
     (chat,) = await pool("p").specs(CALL, ChatBody(messages=[{"role": "user", "content": "a"}]))
     assert text.params.max_tokens == 16
     assert chat.params.max_tokens == 4096 - len(chat.token_ids)
     with pytest.raises(InvalidRequest, match="maximum context length is 4 tokens") as caught:
-        await pool("p", 4).specs(CALL, CompletionBody(prompt="a b c d e f"))
+        await pool("p", 4).specs(CALL, CompletionBody(prompt="a b c d e f"))  # type: ignore[arg-type]
     assert caught.value.param == "prompt"

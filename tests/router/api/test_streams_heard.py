@@ -214,7 +214,8 @@ async def compare(seed: int, asked: Asked) -> None:
 async def test_nodes_drop_the_stream_of_a_client_that_is_gone(seed: int, how: str) -> None:
     whole, _ = await answered(seed, False)
     at = random.Random(seed).randint(1, 6)
-    some, nodes = await answered(seed, True, **{how: at})
+    end: dict[str, Any] = {how: at}
+    some, nodes = await answered(seed, True, **end)
     assert all(event in events(whole) for event in events(some))
     assert all(attempt.cancelled is not None for attempt in nodes.attempts)
 

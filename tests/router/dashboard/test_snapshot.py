@@ -50,7 +50,9 @@ class Watched:
     async def __aexit__(self, *error: Any) -> None:
         await self.bench.__aexit__(*error)
 
-    async def complete(self, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 4, **headers: str) -> httpx.Response:
+    async def complete(
+        self, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 4, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
         body = {"prompt": list(prompt), "max_tokens": max_tokens, "ignore_eos": True}
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
@@ -63,7 +65,7 @@ class Watched:
 async def test_known_traffic_makes_exact_numbers() -> None:
     async with Watched() as watched:
         for number in range(3):
-            answer = await watched.complete(**{"x-request-id": f"order-{number}"})
+            answer = await watched.complete(headers={"x-request-id": f"order-{number}"})
             assert answer.status_code == 200
         await until(lambda: len(watched.bench.all.request_log.ships) == 3)
         state = await watched.state()
@@ -110,7 +112,7 @@ async def test_what_failed_is_told_with_the_rung_that_followed() -> None:
         yield CRASH
 
     async with Watched(prefill("p1", prefill_script=crashes), decode()) as watched:
-        assert (await watched.complete(**{"x-request-id": "unlucky"})).status_code == 200
+        assert (await watched.complete(headers={"x-request-id": "unlucky"})).status_code == 200
         state = await watched.state()
         (event,) = [each for each in state.events if each.request]
         assert (event.kind, event.request, event.nodes) == ("local_prefill", "unlucky", ["p1"])
@@ -225,7 +227,7 @@ async def test_tenants_see_no_names_of_others_requests(tmp_path: Path) -> None:
     file.write_text("".join(entry(name, f"key-{name}") for name in "ab"))
     async with Watched(api_keys=str(file), api_key="own") as watched:
         for name in "ab":
-            await watched.complete(**{"authorization": f"Bearer key-{name}", "x-request-id": f"of-{name}"})
+            await watched.complete(headers={"authorization": f"Bearer key-{name}", "x-request-id": f"of-{name}"})
         watched.bench.all.request_log.rung(watched.bench.all.request_log.recent[0], "hedge", ["p1"], "told")
         for path in ("/dashboard/state", "/dashboard/view"):
             assert (await watched.http.get(path)).status_code == 401

@@ -72,13 +72,13 @@ def exhaustive(following: Next, vocab: int, length: int, ending: set[int], penal
 def patient(following: Next, width: int, length: int, ending: set[int], penalty: float) -> Scored:
     """The search as vLLM runs it: to the last step, all that ended kept."""
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
-    ended = []
+    ended: Scored = []
     for _ in range(length):
-        grown = []
+        grown: Scored = []
         for tokens, known in live:
             for token, logprob in top(following(tokens), 2 * width):
                 (ended if token in ending else grown).append(((*tokens, token), known + logprob))
-        live = sorted(grown, key=lambda pair: -score(*pair, ending, penalty))[:width]
+        live = sorted(grown, key=lambda pair: -score(pair[0], pair[1], ending, penalty))[:width]
     scored = [(tokens, score(tokens, known, ending, penalty)) for tokens, known in [*ended, *live]]
     return sorted(scored, key=lambda pair: -pair[1])[:width]
 

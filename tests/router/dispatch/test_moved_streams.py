@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ async def drain(bench: Bench, worker: FakeWorker) -> None:
     await bench.store.announce(worker.lease)
 
 
-async def begun(bench: Bench, **spec: object) -> tuple[FakeWorker, FakeWorker, asyncio.Task[list[int]]]:
+async def begun(bench: Bench, **spec: Any) -> tuple[FakeWorker, FakeWorker, asyncio.Task[list[int]]]:
     """A stream under way: the node it is at, the other one, and all its tokens once it has ended."""
 
     async def tokens() -> list[int]:

@@ -126,7 +126,7 @@ def test_suspects_are_shunned_and_the_worst_are_left_alone() -> None:
 
 def test_a_death_is_heard_of_one_by_one_and_forgotten() -> None:
     clock = Clock()
-    deaths, one, two = PoisonRequests(clock), Suspect(1, Counter(decode=1)), Suspect(1, Counter(decode=1))
+    deaths, one, two = PoisonRequests(clock), Suspect(1, Counter(["decode"])), Suspect(1, Counter(["decode"]))
     for suspect in (one, two):
         deaths.move(suspect, [N1])
     for suspect in (one, two):

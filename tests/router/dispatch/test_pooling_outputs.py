@@ -23,7 +23,7 @@ from tests.waiting import until
 VECTOR = struct.pack("<3f", 1.0, 2.0, 3.0)
 
 
-def answer(job: Job, **reuse: int) -> TokenDelta:
+def answer(job: Job, **reuse: Any) -> TokenDelta:
     account = Reuse(len(job.token_ids), computed=len(job.token_ids) - sum(reuse.values()), **reuse)
     return TokenDelta(job.request_id, job.attempt, 0, (), finish_reason="stop", reuse=account, vector=VECTOR)
 

@@ -9,6 +9,7 @@ import pytest
 
 import kvferry.router.dispatch.model_cluster
 from benchmarks import placing
+from kvferry.placement.place import place
 from kvferry.placement.types import Demand, NodeView, Placement
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.lease import Load
@@ -67,7 +68,6 @@ async def test_a_request_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None
         placed.append(demand)
         return place(demand, nodes)
 
-    place = kvferry.router.dispatch.model_cluster.place
     monkeypatch.setattr(kvferry.router.dispatch.model_cluster, "place", counted)
     async with cluster(2, 2) as bench:
         for count in range(1, 5):

@@ -18,7 +18,9 @@ def delta(index: int, tokens: list[int], reason: str | None = None) -> TokenDelt
 def test_any_order_any_overlap(count: int, data: st.DataObject) -> None:
     tokens = list(range(1000, 1000 + count))
     pieces = [(i, i + 1) for i in range(count)]
-    pieces += data.draw(st.lists(st.tuples(st.integers(0, count), st.integers(0, count)).map(sorted).map(tuple)))
+    pieces += data.draw(
+        st.lists(st.tuples(st.integers(0, count), st.integers(0, count)).map(lambda pair: (min(pair), max(pair))))
+    )
     deltas = [delta(a, tokens[a:b], "length" if b == count else None) for a, b in pieces]
     sequence, out = OrderedTokens(), []
     for part in data.draw(st.permutations(deltas)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,13 @@ from tests.fake_workers import lease_of
 from tests.router.nodes.test_node_table import Clock, Registry
 
 
-def node(node_id: str, role: str, model: str, *names: str, **changes: object) -> NodeLease:
+def node(node_id: str, role: str, model: str, *names: str, **changes: Any) -> NodeLease:
     return lease_of(node_id, role, model=model, served_names=names, fingerprint=f"fp-{model}", **changes)
 
 
 class Groups(NodeTable):
+    clock: Clock
+
     def __init__(self, *names: ModelName) -> None:
         self.registry, self.clock, self.metrics = Registry(), Clock(), RouterMetrics()
         super().__init__(self.registry, self.metrics, clock=self.clock)

@@ -73,13 +73,13 @@ async def ended(bench: Bench) -> str:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_damaged_messages_end_no_request_wrongly(seed: int) -> None:
     rng = random.Random(seed)
-    workers = [Damaging("p1", "prefill", rng=rng), Damaging("d1", "decode", rng=rng), prefill("p2"), decode("d2")]
-    async with Bench(workers) as bench:
+    damaging = [Damaging("p1", "prefill", rng=rng), Damaging("d1", "decode", rng=rng)]
+    async with Bench([*damaging, prefill("p2"), decode("d2")]) as bench:
         found = [await asyncio.gather(*(ended(bench) for _ in range(10))) for _ in range(REQUESTS // 10)]
         codes = [code for codes in found for code in codes]
         assert codes.count("done") > REQUESTS * 0.8, codes
         assert "wire_error" not in codes, "a node's fault is not the client's"
-        workers[0].every = workers[1].every = 10**9
+        damaging[0].every = damaging[1].every = 10**9
         prompt = tuple(range(200, 264))
         answers = await asyncio.gather(*(collect(bench.start(8, prompt)) for _ in range(4)))
         assert all(ids(answer) == expected(prompt, 8) for answer in answers)
@@ -126,7 +126,10 @@ async def test_a_node_that_speaks_anything_costs_itself_only(data: bytes) -> Non
     server.close()
 
 
-@pytest.mark.parametrize("told", [None, [Deviation("r", ("p", 1))], (1,), (Deviation("r", ("p", "x")),)])
+NAMED: Any = ("p", "x")
+
+
+@pytest.mark.parametrize("told", [None, [Deviation("r", ("p", 1))], (1,), (Deviation("r", NAMED),)])
 def test_deviations_that_make_no_sense_break_their_stream(told: Any) -> None:
     with pytest.raises(WireError):
         check_frame(StepFrame(deviations=told))

@@ -17,6 +17,7 @@ from kvferry.router.nodes.capacity_summary import CapacitySummary, Part
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
 from kvferry.router.nodes.reservations import LEASE_LAG_POLLS, Reservations
 from tests.fake_workers import BLOCK, lease_of
+from tests.router.nodes.test_token_streams import Listener
 
 
 def ignore(error: KvferryError) -> None:
@@ -143,17 +144,12 @@ def test_full_nodes_tell_how_long_what_is_too_much_takes(waiting: int, step_s: f
 
 
 def test_frames_are_dealt_to_who_listens() -> None:
-    heard = []
-
-    class Listener:
-        def delta(self, delta: TokenDelta) -> None:
-            heard.append(delta)
-
+    listener = Listener()
     entry = serving(lease_of("d1", "decode"), CapacitySummary("m"))
-    entry.listeners["r1"] = Listener()
+    entry.listeners["r1"] = listener
     deltas = tuple(TokenDelta(request_id, 0, 0, (5,)) for request_id in ("r1", "r2"))
     entry.deal(StepFrame(deltas))
-    assert heard == [deltas[0]]
+    assert listener.heard == [deltas[0]]
     assert not entry.idle
 
 

@@ -42,6 +42,8 @@ class Clock:
 class Table(NodeTable):
     """With its registry, clock and metrics at hand; `changes` counts what listeners heard."""
 
+    clock: Clock
+
     def __init__(self, *leases: NodeLease) -> None:
         self.registry, self.clock, self.metrics, self.changes = Registry(*leases), Clock(), RouterMetrics(), 0
         super().__init__(self.registry, self.metrics, clock=self.clock)

@@ -40,6 +40,9 @@ class Listener:
     def lost(self, error: KvferryError) -> None:
         self.heard.append(error)
 
+    def drains(self) -> None:
+        self.heard.append("drains")
+
 
 class Body:
     """Frames put in one at a time; None ends the stream, an exception breaks it."""

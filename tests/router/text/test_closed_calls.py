@@ -39,7 +39,7 @@ BEGUN = {
 @cache
 def library(marked: bool) -> LlguidanceBackend:
     tokenizer = tokenizers(marked)[0]
-    return LlguidanceBackend(Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,), frozenset()))
+    return LlguidanceBackend(Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,), ()))
 
 
 def drawn(source: str, max_tokens: int, seed: int, *, marked: bool = False, begun: str = "") -> tuple[str, bool, int]:

@@ -104,7 +104,7 @@ def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_ou
     (path / "generation_config.json").write_text(json.dumps(defaults))
 
     def params(settings: RouterSettings, **body: Any) -> SamplingParams:
-        asked = CompletionBody(model="m", prompt="p", max_tokens=9, **body)
+        asked = CompletionBody(model="m", prompt="p", max_tokens=9, **body)  # type: ignore[arg-type]
         pool = ServedModel(
             text := load_text_model(settings), FakeCluster(says("x")), RouterMetrics().of(text.name), Encoder(text)
         )

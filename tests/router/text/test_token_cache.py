@@ -36,9 +36,9 @@ def trained() -> str:
 TRAINED = trained()
 
 
-def made(pattern: str | None, normalizer: object = None, digits: bool = False) -> Tokenizer:
+def made(pattern: str | None, normalizer: normalizers.Normalizer | None = None, digits: bool = False) -> Tokenizer:
     tokenizer = Tokenizer.from_str(TRAINED)
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     if pattern:
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import tempfile
 import uuid
 from pathlib import Path
@@ -53,7 +54,7 @@ async def test_a_file_that_is_copied_to_a_full_disk(tmp_path: Path, monkeypatch:
     folder = below(tmp_path, f"{kept}.data")[0].parent
     (folder / f"file-{known.hex}.part").symlink_to(FULL)
     with monkeypatch.context() as patch:
-        patch.setattr(files.uuid, "uuid4", lambda: known)
+        patch.setattr(uuid, "uuid4", lambda: known)
         is_full(await upload(at, b"{}\n" * 10_000))
     assert len(list(folder.iterdir())) == 2
     assert [file["id"] for file in (await at.http.get("/v1/files")).json()["data"]] == [kept]
@@ -133,7 +134,7 @@ async def test_a_batch_waits_for_room_and_goes_on(
         if at_what == "an answer":
             patch.setattr(runner, "answer_row", begin)
         if at_what == "a file of answers":
-            patch.setattr(files.shutil, "copyfileobj", begin)
+            patch.setattr(shutil, "copyfileobj", begin)
         batch_id = (await asked(at, file_id)).json()["id"]
         await until(lambda: len(met) > 2)
         assert (await at.http.get(f"/v1/batches/{batch_id}")).json()["status"] in ("in_progress", "finalizing")

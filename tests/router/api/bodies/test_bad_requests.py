@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.api_parts import MESSAGES, Api, FakeCluster, error_of, says
 
-CHAT = [
+CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -101,7 +101,7 @@ CHAT = [
     ({"max_tokens": 5000}, "max_tokens"),
     ({"max_completion_tokens": 5000}, "max_completion_tokens"),
 ]  # fmt: skip
-COMPLETION = [
+COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),

@@ -36,7 +36,7 @@ def prompt_of(api: Api) -> str:
 
 def lets(api: Api, text: str) -> bool:
     """Whether the grammar of the last request lets this be the whole output."""
-    model, grammar = harmony_text(), api.cluster.dispatches[-1].spec.work.grammar
+    model, grammar = harmony_text(), api.cluster.grammar
     assert grammar.kind == "lark"
     library = LLTokenizer(model.tokenizer.library.to_str(), eos_token=list(model.facts.eos_token_ids))
     matcher = LLMatcher(library, LLMatcher.grammar_from_lark(grammar.source), log_level=0)
@@ -104,7 +104,7 @@ async def test_without_tools_what_goes_to_one_is_text() -> None:
         message = (await api.chat(**asked)).json()["choices"][0]["message"]
         assert (message["content"], "tool_calls" in message) == (ARGUMENTS, False)
         assert "functions" not in prompt_of(api)
-        assert api.cluster.dispatches[-1].spec.work.grammar is None
+        assert api.cluster.grammar is None
 
 
 async def test_an_output_that_is_cut_anywhere_shows_no_head_and_no_mark() -> None:

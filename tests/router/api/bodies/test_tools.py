@@ -44,9 +44,9 @@ def prompt_of(api: Api) -> str:
 
 
 def grammar_of(api: Api) -> str | None:
-    grammar = api.cluster.dispatches[-1].spec.work.grammar
+    grammar = api.cluster.grammar
     assert grammar is None or grammar.kind == "lark"
-    return grammar and grammar.source
+    return None if grammar is None else grammar.source
 
 
 def lets(api: Api, text: str) -> bool:
@@ -257,7 +257,8 @@ async def test_log_probabilities_cover_the_calls() -> None:
 
 async def test_the_official_client() -> None:
     api = api_of(f"One moment. {CALL}", template=KNOWING)
-    client = openai.AsyncOpenAI(base_url="http://router/v1", api_key="x", http_client=api.http)
+    http: Any = api.http
+    client = openai.AsyncOpenAI(base_url="http://router/v1", api_key="x", http_client=http)
     asked: Any = {"model": "SmolLM2-135M-Instruct", "messages": MESSAGES, "tools": TOOLS}
     whole = (await client.chat.completions.create(**asked)).choices[0]
     assert whole.message.tool_calls
