@@ -180,7 +180,9 @@ class WorkerSettings(CommonSettings):
         "prompts wait than streams run, in proportion",
         least=0,
     )
-    max_num_batched_tokens: int = setting(0, "token budget of one step; 0: 256 on a CPU, 8192 on a GPU", least=0)
+    max_num_batched_tokens: int = setting(
+        0, "token budget of one step; 0: 256 on a CPU, 512 with AMX, 8192 on a GPU", least=0
+    )
     max_prefill_tokens_while_decoding: int = setting(
         0,
         "prompt tokens a step may compute beside running streams, fewer where it would take longer than "

@@ -77,7 +77,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     kv = ranks.make_pool(layout, num_blocks) if ranks is not None else make_pool(layout, num_blocks, device)
     max_model_len = longest_sequence(settings, model.info, num_blocks)
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
-    limits = step_limits(settings, device)
+    limits = step_limits(settings, device, ops.instruction_set if isinstance(ops, CpuOps) else "")
     shares = settings.cores_fd >= 0 and device.type == "cpu"
     config = EngineConfig(
         fingerprint, settings.block_size, max_model_len, limits,
@@ -161,13 +161,15 @@ def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int)
     return wanted or min(info.max_model_len, room)
 
 
-def step_limits(settings: WorkerSettings, device: torch.device) -> Limits:
+def step_limits(settings: WorkerSettings, device: torch.device, instruction_set: str = "") -> Limits:
     """Return the budgets of one step.
+
+    AMX tiles multiply so fast that a step of 256 tokens mostly waits for weights from memory.
 
     The token budget fits one token of every running request plus one block of a prompt. A prompt that has started thus
     makes progress under any load."""
     on_gpu = device.type == "cuda"
-    budget = settings.max_num_batched_tokens or (8192 if on_gpu else 256)
+    budget = settings.max_num_batched_tokens or (8192 if on_gpu else 512 if instruction_set == "amx" else 256)
     beside = settings.max_prefill_tokens_while_decoding or (2048 if on_gpu else 256)
     budget = max(budget, settings.max_num_seqs + settings.block_size)
     beside_s = settings.itl_target_ms / 1000 or inf

@@ -43,6 +43,9 @@ def test_memory_that_other_processes_cannot_open_is_refused(name: str) -> None:
 def test_a_step_has_room_for_every_running_request_and_a_block_of_a_prompt() -> None:
     limits = step_limits(WorkerSettings(max_num_seqs=500, max_num_batched_tokens=100, block_size=8), CPU)
     assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (508, 500)
+    for instruction_set, budget in (("amx", 512), ("avx512_bf16", 256), ("", 256)):
+        limits = step_limits(WorkerSettings(), CPU, instruction_set)
+        assert (limits.max_num_batched_tokens, limits.max_prefill_tokens_while_decoding) == (budget, 256)
 
 
 def of_heads(dim: int, unit: int) -> Model:

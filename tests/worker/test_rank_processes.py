@@ -192,7 +192,7 @@ async def test_a_rank_that_stands_still_does_too(path: Path, busy: bool) -> None
         if busy:
             await router.generate(make_job("a", prompt(100), 100))
         await until(lambda: router.decode.loaded.fault)
-        assert re.fullmatch(r"rank 1 has stood still for \d+ s", router.decode.loaded.fault or "")
+        assert re.fullmatch(r"rank 1 has not moved for \d+ s", router.decode.loaded.fault or "")
 
 
 @pytest.mark.parametrize(
@@ -230,5 +230,5 @@ def test_a_node_that_cannot_start_leaves_no_rank_behind(path: Path) -> None:
 
 def test_a_rank_that_cannot_load_its_part_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ConfigError, match=r"rank 1 ended while it loaded its part|the other ranks cannot be started"):
+    with pytest.raises(ConfigError, match=r"rank 1 exited while it loaded its part|the other ranks cannot be started"):
         assembled(path, 2)

@@ -74,7 +74,7 @@ def test_a_thread_that_ends_or_hangs_takes_its_process_with_it(part: str, fault:
         assert process.returncode == 1
         assert time.monotonic() - began < within_s
         assert out == "withdrawn\n"
-        assert [line for line in err.splitlines() if " ends" in line and fault in line], err
+        assert [line for line in err.splitlines() if " exits at once" in line and fault in line], err
 
 
 @pytest.mark.parametrize("part", ["engine ended", "loop hung"])
