@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import types
+from typing import Any
 
 import pytest
 
@@ -41,17 +42,17 @@ def test_threads_beyond_the_cores_are_a_warning(monkeypatch):
 
 
 def test_ranks_divide_the_heads():
-    needs = [types.SimpleNamespace(kv_heads=heads, planes=2, layers=1, experts=8) for heads in (4, 6)]
+    needs: list[Any] = [types.SimpleNamespace(kv_heads=heads, planes=2, layers=1, experts=8) for heads in (4, 6)]
     preflight.ranks(ServeSettings(tensor_parallel_size=2), needs)
     preflight.ranks(ServeSettings(), needs)
     with pytest.raises(ConfigError, match="4 does not divide the model's K/V heads: 6"):
         preflight.ranks(ServeSettings(tensor_parallel_size=4), needs)
-    latent = types.SimpleNamespace(kv_heads=1, planes=1, layers=1, experts=8)
+    latent: Any = types.SimpleNamespace(kv_heads=1, planes=1, layers=1, experts=8)
     preflight.ranks(ServeSettings(tensor_parallel_size=4), [latent])
 
 
 def test_expert_parallelism_is_of_ranks_and_experts():
-    needs = [types.SimpleNamespace(kv_heads=4, planes=2, layers=1, experts=count) for count in (8, 0)]
+    needs: list[Any] = [types.SimpleNamespace(kv_heads=4, planes=2, layers=1, experts=count) for count in (8, 0)]
     preflight.ranks(ServeSettings(tensor_parallel_size=2, enable_expert_parallel=True), needs[:1])
     with pytest.raises(ConfigError, match="enable-expert-parallel needs --tensor-parallel-size 2 or more"):
         preflight.ranks(ServeSettings(enable_expert_parallel=True), needs[:1])

@@ -66,7 +66,7 @@ def test_every_setting_survives_the_command_line(settings):
 def test_every_setting_can_come_from_its_variable():
     for field in dataclasses.fields(WorkerSettings):
         kind = type(field.default)
-        value = {bool: not field.default, int: 1, float: 0.5, str: "x", tuple: ("x", "y")}[kind]
+        value: Any = {bool: not field.default, int: 1, float: 0.5, str: "x", tuple: ("x", "y")}[kind]
         value = field.metadata["choices"][0] if field.metadata["choices"] else value
         text = " ".join(value) if isinstance(value, tuple) else str(value)
         settings = parse(WorkerSettings, [], {variable(field.name): text})

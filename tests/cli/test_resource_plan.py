@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import types
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_each_gpu_of_a_workers_ranks_has_its_part_of_weights_and_pool():
     shared, again = seated([90, 80], prefill=1, decode=1, tensor_parallel_size=2)
     assert shared == again
     assert shared.kv_cache_gib == pytest.approx(2 * 0.8 * (80 / 2 - WEIGHTS_GIB / 2))
-    asked = {"prefill": 1, "decode": 0, "tensor_parallel_size": 2}
+    asked: dict[str, Any] = {"prefill": 1, "decode": 0, "tensor_parallel_size": 2}
     assert seated([4, 4], kv_cache_gib=3.4, **asked) == [WorkerPlan("cuda:0", 3.4)]
     with pytest.raises(ConfigError, match=r"do not fit into the 4\.0 GiB of cuda:0"):
         seated([4, 4], kv_cache_gib=8.0, **asked)
@@ -237,7 +238,8 @@ def test_block_formats_are_smaller_only_where_they_run_as_stored():
     assert weight_bytes(ServeSettings(quantization="none"), needs, "cpu") == 2000
     assert weight_bytes(ServeSettings(dtype="float32"), needs, "cpu") == 4000
     assert weight_bytes(ServeSettings(dtype="float16"), needs, "cuda:0") == 2000
-    assert [kv_dtype(ServeSettings(**given)) for given in ({}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"})] == [
+    cases: list[dict[str, Any]] = [{}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}]
+    assert [kv_dtype(ServeSettings(**given)) for given in cases] == [
         "bfloat16",
         "float16",
         "int8",

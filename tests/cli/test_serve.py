@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvferry.cli.child_commands import kvferry_program
 from kvferry.cli.resource_plan import WorkerPlan
-from kvferry.cli.serve import check, cluster_commands, kvferry_program
+from kvferry.cli.serve import check, cluster_commands
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import ServeSettings
 from tests.waiting import wait_for

@@ -28,11 +28,15 @@ def serving(seconds: float) -> str:
     return SERVE.format(READY, seconds)
 
 
+class Listening(Supervisor):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        super().__init__(self.lines.append, lambda child: None, lambda: Backoff(0.05, 0.2, 60))
+
+
 @pytest.fixture
 async def supervisor():
-    lines: list[str] = []
-    made = Supervisor(lines.append, lambda child: None, lambda: Backoff(0.05, 0.2, 60))
-    made.lines = lines
+    made = Listening()
     yield made
     await made.stop(grace_s=0.2)
 

@@ -307,7 +307,7 @@ class _IndexMachine(RuleBasedStateMachine):
                 await real(self.store, node_id, epoch, stored, removed)
             raise RegistryUnavailable("off")
 
-        self.store.publish = broken
+        self.store.publish = broken  # type: ignore[method-assign]
 
     @rule()
     def outage_ends(self):

@@ -272,7 +272,7 @@ async def test_a_refresh_that_fails_is_tried_again_and_does_not_slow_the_writer_
 
 async def test_the_writer_outlives_a_failing_snapshot():
     w = _Writing()
-    w.writer._snapshot = lambda: 1 / 0
+    w.writer._snapshot = lambda: _rows(1 // 0)
     assert not await w.writer.flush()
     w.writer._snapshot = lambda: _rows(4)
     for _ in range(2):
@@ -352,7 +352,7 @@ class _Busy(_Writing):
             self.written += 1
             self.note([alone((self.written * 10 + n).to_bytes(16, "little")) for n in range(10)])
 
-        self.store.publish = published
+        self.store.publish = published  # type: ignore[method-assign]
 
 
 async def test_a_node_that_never_rests_has_its_rows_refreshed_and_its_losses_found():

@@ -7,10 +7,11 @@ import shutil
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import redis.asyncio
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 
 from kvferry.cluster_state import redis_responses, redis_scripts, row_scripts
 from kvferry.cluster_state.redis_responses import RedisResponses
@@ -56,7 +57,7 @@ def allow(server: RedisServer, words: list[str]) -> str:
     return f"redis://kvferry:{PASSWORD}@127.0.0.1:{server.port}/0"
 
 
-async def everything(url: str, **options: str) -> None:
+async def everything(url: str, **options: Any) -> None:
     """All that kvferry ever asks of Redis."""
     store, kept = RedisStore(url, "test", **options), RedisResponses(url, "test", ttl_s=9, share=100, most=2, **options)
     try:
@@ -306,7 +307,7 @@ async def test_sentinels_passwords_are_not_told_and_closing_never_raises(monkeyp
         closed.append(self)
         raise ValueError("unexpected error")
 
-    pool = store._client.connection_pool
+    pool = cast(SentinelConnectionPool, store._client.connection_pool)
     monkeypatch.setattr(redis.asyncio.Redis, "aclose", aclose)
     await store.close()
     assert closed == [store._client, *pool.sentinel_manager.sentinels]

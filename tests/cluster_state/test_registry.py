@@ -236,7 +236,7 @@ async def test_a_lease_that_lapsed_must_be_read_back_again():
     async with _Keeping() as k:
         k.store.available = False
         await until(lambda: not k.keeper.held)
-        k.store.nodes = _Forgetful().nodes
+        k.store.nodes = _Forgetful().nodes  # type: ignore[method-assign]
         k.store.available = True
         tried = len(k.outcomes)
         await until(lambda: k.outcomes[tried:].count("renewed") >= 3)

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def holds(server: RedisServer) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def behind(*sentinels: RedisServer, more: str = "", **options: float):
+async def behind(*sentinels: RedisServer, more: str = "", **options: Any):
     where = ",".join(f"{LOOPBACK}:{each.port}" for each in sentinels)
     store = RedisStore(f"redis+sentinel://{where}/{MASTER}{more}", "test", **options)
     yield store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -107,7 +107,7 @@ def make_case(
     return Case(plan, pool, q, keys, values)
 
 
-GATES = {
+GATES: dict[Gate, Callable[[torch.Tensor], torch.Tensor]] = {
     SILU: torch.nn.functional.silu,
     GELU: partial(torch.nn.functional.gelu, approximate="tanh"),
     Gate(1.702, limit=0.9, offset=1.0): lambda g: g * torch.sigmoid(1.702 * g),

@@ -56,8 +56,8 @@ def stored(kind: str, rows: int, seed: int = 0) -> tuple[StoredRows, torch.Tenso
     size, block_bytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
     raw = rng.integers(0, 256, (rows * COLUMNS // size, block_bytes), dtype=np.uint8)
     for offset in HALVES[kind]:
-        scales = (0.01 * rng.standard_normal((len(raw), 1))).astype(np.float16)
-        raw[:, offset : offset + 2] = scales.view(np.uint8)
+        halves = (0.01 * rng.standard_normal((len(raw), 1))).astype(np.float16)
+        raw[:, offset : offset + 2] = halves.view(np.uint8)
     values = torch.from_numpy(gguf.dequantize(raw, Kind[kind])).view(rows, COLUMNS).double()
     return StoredRows(kind, torch.from_numpy(raw).view(rows, -1)), values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from kvferry.kernels.expert_routing import Routing, route
 from kvferry.kernels.experts import mixture
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
-from kvferry.kernels.torch_operations import grouped_by_torch
+from kvferry.kernels.torch_operations import TorchGrouped, TorchLinear, grouped_by_torch
 
 COUNT, HIDDEN, INNER = 6, 64, 96
 SETS = instruction_sets()
@@ -77,7 +77,8 @@ def test_grouped_products_equal_those_one_by_one(count: int, biased: bool) -> No
     assert (got - wanted).norm() < 0.01 * wanted.norm()
     one_by_one = mixture(replace(plain, each=grouped.each), x, ops.gate_mul)
     assert torch.equal(one_by_one, wanted)
-    assert grouped.each[3].down.weight.untyped_storage().data_ptr() == grouped.down.weight.data_ptr(), "held once"
+    alone, together = cast(TorchLinear, grouped.each[3].down), cast(TorchGrouped, grouped.down)
+    assert alone.weight.untyped_storage().data_ptr() == together.weight.data_ptr(), "held once"
 
 
 class NothingRead(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_zeros_stay_zeros(cache: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fp8_is_written_and_read_on_every_row(ops: Ops, dtype: torch.dtype) -> None:
     """Byte for byte what the reference writes."""
-    shape = {"heads": 6, "kv_heads": 2, "dim": 64, "dtype": dtype, "cache": FP8}
+    shape: dict[str, Any] = {"heads": 6, "kv_heads": 2, "dim": 64, "dtype": dtype, "cache": FP8}
     case = make_case([1, 1, 19], [18, 33, 50], 2, **shape)
     qkv = torch.randn(case.plan.num_tokens, 10, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
     pools = []
@@ -97,7 +98,7 @@ def test_the_cache_is_written_as_by_the_reference(ops: Ops, dtype: torch.dtype, 
 def test_mixed_batch_equals_dense_attention(
     ops: Ops, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int
 ) -> None:
-    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype}
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype}
     case = make_case([1, 1, 1, 1, 1, 5], [1, 15, 16, 64, 200, 30], 5, cache=torch.int8, **shape)
     got = ops.paged_attention(case.q, case.kv_layer, case.plan, 0.125, window)
     close(got, dense_attention(case, 0.125, window), dtype)

@@ -96,7 +96,7 @@ def test_what_is_no_number_counts_where_it_is_allowed(ops: Ops, params: Sampling
     logits[:, 70] = bad
     allowed = np.ones((2, 100), dtype=bool)
     allowed[1, 70] = False
-    got = ops.draw(logits, [params] * 2, NoiseKeys((1, 2), (3, 4)), packed(allowed)).tolist()
+    got = ops.draw(logits, [params] * 2, NoiseKeys((1, 2), (3, 4)), [*packed(allowed)]).tolist()
     assert got[0] == NO_TOKEN
     assert got[1] not in (NO_TOKEN, 70)
 

@@ -3,6 +3,8 @@ test_triton_attention.py."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -95,7 +97,7 @@ def test_what_is_no_number_is_none_when_it_is_read(cache: torch.dtype, wrong: fl
 def test_mixed_batch(
     cache: torch.dtype, dtype: torch.dtype, window: int, cap: float, sunk: bool, processors: int
 ) -> None:
-    shape = {"heads": 6, "kv_heads": 2, "dtype": dtype, "cache": cache}
+    shape: dict[str, Any] = {"heads": 6, "kv_heads": 2, "dtype": dtype, "cache": cache}
     case = make_case([1, 1, 1, 1, 17, 5], [1, 16, 17, 150, 17, 30], 4, **shape)
     sinks = sinks_of(case) if sunk else None
     moved, there = case.to(DEVICE), None if sinks is None else sinks.to(DEVICE)

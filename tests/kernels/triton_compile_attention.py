@@ -107,7 +107,7 @@ def test_e4m3_is_converted_by_the_hardware(
     if latent:
         case, ops = LatentCase("decodes", torch.bfloat16, cache=FP8), TritonOps(132)
         ops.latent_attention(case.q, case.pool[:, LAYER], case.plan, SCALE, made(ops, torch.bfloat16))
-        names = ("latent_kernel",)
+        names: tuple[str, ...] = ("latent_kernel",)
     else:
         batch = make_case([1, 150], [1024, 170], 1, heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16, cache=FP8)
         TritonOps(132).paged_attention(batch.q, batch.kv_layer, batch.plan, 0.1)

@@ -3,6 +3,8 @@ kernel runs for real."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.kernels.interpreted import DEVICE
 
 VOCAB = 500
 OPS = TritonOps(4)
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 0.9},
     "hot": {"temperature": 3.0},

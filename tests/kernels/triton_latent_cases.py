@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kvferry.engine.models import load_model
 from kvferry.kernels.quantised_cache import FP8
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.triton import TritonOps, latent_batch
+from kvferry.kernels.triton.prefill import prefill
 from kvferry.model_files.source import resolve
 from tests.engine.tiny_models import OURS, chunked_logits, save_tiny, tokens_for
 from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
@@ -57,12 +59,11 @@ def test_keys_and_values_are_made_of_as_many_heads_as_have_room(
 ) -> None:
     """Of prompts of four and two blocks in float32, 147,456 bytes a head."""
     made_of, room = [], most
-    original = latent_batch.prefill
 
-    def seen(q: torch.Tensor, pages: torch.Tensor, *rest: object) -> None:
+    def seen(q: torch.Tensor, pages: torch.Tensor, *rest: Any) -> None:
         made_of.append(pages.shape[2])
         assert pages.numel() * pages.element_size() <= room or pages.shape[2] == 1
-        original(q, pages, *rest)
+        prefill(q, pages, *rest)
 
     monkeypatch.setattr(latent_batch, "MOST_BYTES", most)
     monkeypatch.setattr(latent_batch, "prefill", seen)

@@ -4,6 +4,7 @@ real."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ FAMILIES = {"llama": ("LlamaConfig", {}), "cohere": ("CohereConfig", COHERE)}
 """Cohere's rotation pairs neighbours: rows of q and k are reordered, and so are their scales."""
 
 
-def load(path: Path, dtype: torch.dtype, **how: object) -> Model:
-    given = {"device": torch.device(DEVICE), "quantization": "auto"} | how
+def load(path: Path, dtype: torch.dtype, **how: Any) -> Model:
+    given: dict[str, Any] = {"device": torch.device(DEVICE), "quantization": "auto"} | how
     found: Model = load_model(resolve(str(path)), dtype=dtype, **given)
     return found
 

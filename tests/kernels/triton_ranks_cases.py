@@ -4,11 +4,13 @@ by test_triton_steps.py."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from kvferry.engine.batch_planner import Part, lay_out
+from kvferry.engine.models.base import Model
 from kvferry.kernels.input_staging import Staging
 from tests.kernels.interpreted import DEVICE
 from tests.worker.test_rank_processes import assembled, prompt, saved
@@ -20,7 +22,7 @@ RANKS = 2
 def logits(path: Path, ranks: int, kernels: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a prompt, and of a token behind it."""
     parts = assembled(path, ranks, kernels=kernels, device=DEVICE, pools_apart=True)
-    model, kv, staging = parts.engine.runner.model, parts.kv, Staging(torch.device(DEVICE))
+    model, kv, staging = cast(Model, parts.engine.runner.model), parts.kv, Staging(torch.device(DEVICE))
     blocks = [3, 5]
     of_prompt = model.logits(model.forward(*_batch(lay_out(prompt(13), [Part(blocks, 0, 13)], 8, staging), kv)))
     of_token = model.next_logits(*_batch(lay_out([7], [Part(blocks, 13, 1)], 8, staging), kv)).values

@@ -5,7 +5,7 @@ with the vocabulary and lengths of a large model."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -123,7 +123,11 @@ class Streams:
 
 @functools.cache
 def greedy(name: str, mixture: bool = False) -> list[list[int]]:
-    made = {"reference": ReferenceOps, "eager": lambda: TritonOps(graphs=False), "captured": captured}
+    made: dict[str, Callable[[], Ops]] = {
+        "reference": ReferenceOps,
+        "eager": lambda: TritonOps(graphs=False),
+        "captured": captured,
+    }
     streams = Streams(made[name](), GREEDY, MIXTURE if mixture else CONFIG)
     streams.decode()
     return streams.tokens()

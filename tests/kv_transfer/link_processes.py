@@ -18,7 +18,7 @@ SPAWN = mp.get_context("spawn")
 class Recorder:
     """A LinkHandler that keeps what it hears and runs `on_message` where given."""
 
-    def __init__(self, on_message: Callable[[object, bytes], None] | None = None):
+    def __init__(self, on_message: Callable[[object, bytes], object] | None = None):
         self.messages: list[tuple[object, bytes]] = []
         self.lost: list[tuple[object, Exception]] = []
         self.on_message = on_message

@@ -9,7 +9,7 @@ import numpy as np
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.kv_transfer.dock import Dock
-from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.kv_transfer.ports import BlockMemory, ShipStats
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.kv_transfer.sender import Sender
 from kvferry.protocol.errors import GrantRefused
@@ -182,7 +182,7 @@ class PrefillSide(Side):
             self.dock.start()
         self.log: dict[int, list[str]] = {}
         self.errors: dict[int, Exception] = {}
-        self.stats: dict[int, object] = {}
+        self.stats: dict[int, ShipStats] = {}
         self.first: dict[int, int] = {}
         self.blocks: dict[int, list[int]] = {}
         self._stamp = itertools.count()

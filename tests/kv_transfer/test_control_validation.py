@@ -65,15 +65,15 @@ BAD = [
     Grant(1, 0, 1, 0),
     Grant(1, 0, 1, MAX_NONCE + 1),
     Grant(True, 0, 1, 1),
-    CommitAck((1,)),
-    CommitAck({}),
+    CommitAck((1,)),  # type: ignore[arg-type]
+    CommitAck({}),  # type: ignore[arg-type]
     Commit(1, 1, (-2,), DELTA),
     Commit(1, 1, (-2,), DELTA),
     Commit(1, MAX_BLOCKS + 1, (), DELTA),
-    Commit(1, 1, (1,), replace(DELTA, token_ids=(1.5,))),
+    Commit(1, 1, (1,), replace(DELTA, token_ids=(1.5,))),  # type: ignore[arg-type]
     Commit(1, 1, (1,), replace(DELTA, logprobs=(None,))),
-    Commit(1, 1, (1,), replace(DELTA, reuse=LOGPROBS)),
-    GrantRequest(1, 2, "f", DELTA),
+    Commit(1, 1, (1,), replace(DELTA, reuse=LOGPROBS)),  # type: ignore[arg-type]
+    GrantRequest(1, 2, "f", DELTA),  # type: ignore[arg-type]
     GrantRequest(1, 2, "f", replace(COPY, token_ids=())),
     GrantRequest(1, 2, "f", replace(COPY, token_ids=(1, -2))),
     GrantRequest(1, 2, "f", replace(COPY, token_ids=(1, 1 << 31))),
@@ -82,7 +82,7 @@ BAD = [
     GrantRequest(1, 2, "f", replace(COPY, deadline_s=-1.0)),
     GrantRequest(1, 2, "f", replace(COPY, adapter=None)),
     GrantRequest(1, 2, "f", replace(JOB, token_ids=())),
-    GrantRequest(1, 2, "f", replace(JOB, token_ids=(1, "2", 3))),
+    GrantRequest(1, 2, "f", replace(JOB, token_ids=(1, "2", 3))),  # type: ignore[arg-type]
     GrantRequest(1, 2, "f", replace(JOB, token_ids=(1, 2, 1 << 63))),
     GrantRequest(1, 2, "f", replace(JOB, token_ids=(1, 2, -3))),
     GrantRequest(1, 2, "f", replace(JOB, prompt_len=4)),
@@ -90,25 +90,25 @@ BAD = [
     GrantRequest(1, 2, "f", replace(JOB, deadline_s=float("inf"))),
     GrantRequest(1, 2, "f", replace(JOB, deadline_s=-1)),
     GrantRequest(1, 2, "f", replace(JOB, work=Embed())),
-    GrantRequest(1, 2, "f", replace(JOB, work=Generate(replace(PARAMS, logit_bias=((3,),))))),
+    GrantRequest(1, 2, "f", replace(JOB, work=Generate(replace(PARAMS, logit_bias=((3,),))))),  # type: ignore[arg-type]
     GrantRequest(1, 2, "f", replace(SUPPLY, fetch=0)),
     GrantRequest(1, 2, "f", replace(SUPPLY, count=0)),
     GrantRequest(1, 2, "f", replace(SUPPLY, count=MAX_BLOCKS + 1)),
     GrantRequest(1, 2, "f", replace(SUPPLY, deadline_s=float("nan"))),
-    GrantRequest(1, 2, "f", FETCH),
+    GrantRequest(1, 2, "f", FETCH),  # type: ignore[arg-type]
     replace(FETCH, transfer=0),
-    replace(FETCH, asker=5),
+    replace(FETCH, asker=5),  # type: ignore[arg-type]
     replace(FETCH, first=2),
     replace(FETCH, first=-1),
     replace(FETCH, hashes=b""),
     replace(FETCH, hashes=bytes(17)),
     replace(FETCH, hashes=bytes(16 * MAX_BLOCKS + 16)),
-    replace(FETCH, hashes="x" * 32),
+    replace(FETCH, hashes="x" * 32),  # type: ignore[arg-type]
     replace(FETCH, deadline_s=float("inf")),
     NoSupply(0, "not_found", "gone"),
-    NoSupply(1, "not_found", 5),
-    Abort(1, 5),
-    Refusal(1, b"x", "y"),
+    NoSupply(1, "not_found", 5),  # type: ignore[arg-type]
+    Abort(1, 5),  # type: ignore[arg-type]
+    Refusal(1, b"x", "y"),  # type: ignore[arg-type]
     5,
     [1, 2],
     DELTA,

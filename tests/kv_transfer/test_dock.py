@@ -165,7 +165,7 @@ def test_a_node_that_dies_ends_what_others_sent_to_it_and_what_it_sent_to_them()
     network.run()
     a.prefill.ship(out, 0, 2)
     b.prefill.ship(back, 0, 1)
-    b.dock.link.kill()
+    b.process.inner.kill()
     network.run()
     assert a.prefill.log[out] == ["granted", "failed", "quiet"]
     (key,) = a.decode.log

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kvferry.protocol.errors import NodeLost
@@ -50,7 +52,7 @@ def test_a_chosen_block_arrives_corrupted():
 
 def test_abandoned_receives_are_written_to_until_quiet():
     network, _, _, far, _, _, back = ends(Faults())
-    target, seen = np.zeros(4, dtype=np.uint8), []
+    target, seen = np.zeros(4, dtype=np.uint8), list[Any]()
     far.receive_block(back, 1, target, lambda error: seen.append((type(error), target.tolist())))
     far.disconnect(back, lambda: seen.append(("quiet", target.tolist())))
     network.run()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 
 import pytest
 
-from kvferry.kv_transfer import listening_sockets, wakeup
 from kvferry.kv_transfer.listening_sockets import MAX_LOOKUPS, Resolver, listeners
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.errors import ConfigError
@@ -89,14 +89,17 @@ def test_a_name_that_resolves_slowly_delays_nothing_else(monkeypatch):
             raise OSError("timed out")
         return real(host, *args, **more)
 
+    def dial() -> None:
+        client.connect("slow.example:7")
+
     recorder = Recorder()
     server, client, lost = UcxLink("127.0.0.1"), UcxLink("127.0.0.1", connect_timeout=0.3), Recorder()
     server.start(recorder)
     client.start(lost)
-    monkeypatch.setattr(listening_sockets.socket, "getaddrinfo", slow)
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
     _, port = parse_host_port(server.address)
     began = time.monotonic()
-    client.submit(lambda: client.connect("slow.example:7"))
+    client.submit(dial)
     client.submit(lambda: client.send(client.connect(f"localhost:{port}"), b"hi"))
     wait_for(lambda: recorder.messages, 5)
     assert time.monotonic() - began < 2
@@ -109,7 +112,7 @@ def test_a_name_that_resolves_slowly_delays_nothing_else(monkeypatch):
 
 def test_lookups_under_way_are_bounded(monkeypatch):
     held, ended, calls = threading.Event(), [], []
-    monkeypatch.setattr(listening_sockets.socket, "getaddrinfo", lambda *args, **more: held.wait(10) and [])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: held.wait(10) and [])
     resolver = Resolver(calls.append)
     for _ in range(MAX_LOOKUPS + 2):
         resolver.resolve("name.example:1", lambda *found: None, ended.append)
@@ -133,7 +136,7 @@ def test_what_is_submitted_after_a_stop_is_written_to_no_descriptor(monkeypatch)
     link.start(Recorder())
     link.stop()
     written = []
-    monkeypatch.setattr(wakeup.os, "eventfd_write", lambda *args: written.append(args))
-    link._sleeping = True
+    monkeypatch.setattr(os, "eventfd_write", lambda *args: written.append(args))
+    link._loop._sleeping = True
     link.submit(lambda: None)
     assert written == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kvferry.protocol.errors import NodeLost
@@ -48,7 +50,7 @@ def test_a_killed_peer_is_a_loss_and_disconnect_reports_errors_before_quiet():
     network, a, b, _, right = pair()
     a.send(a.connect("b:1"), b"hi")
     network.run()
-    peer, order = right.messages[0][0], []
+    peer, order = right.messages[0][0], list[Any]()
     b.receive_block(peer, 1, np.zeros(4, dtype=np.uint8), lambda e: order.append(type(e)))
     a.kill()
     network.run()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvferry.kv_transfer.send_window import MOST_BLOCKS, SendWindow
-from kvferry.kv_transfer.sender import STALL_TIMEOUT_S
+from kvferry.kv_transfer.sender_ship import STALL_TIMEOUT_S
 from kvferry.protocol.errors import Cancelled
 from kvferry.protocol.link_messages import Commit
 from kvferry.protocol.wire import unpack
@@ -25,7 +27,7 @@ class Slow:
 
     def __init__(self, block_s: float = BLOCK_S, decodes: int = 1, faults: Faults | None = None):
         self.network = LoopbackNetwork(rate=BLOCK_BYTES / block_s)
-        size = {"blocks": 2 * LARGE, "block_bytes": BLOCK_BYTES}
+        size: dict[str, Any] = {"blocks": 2 * LARGE, "block_bytes": BLOCK_BYTES}
         self.decodes = [DecodeSide(self.network, f"d:{n}", **size) for n in range(decodes)]
         self.prefill = PrefillSide(self.network, "p:1", faults, window=SendWindow(WINDOW * BLOCK_BYTES), **size)
 
@@ -127,7 +129,7 @@ def test_a_ship_whose_sends_never_end_costs_the_others_no_turn_and_its_connectio
     slow.took(1)
     post = slow.prefill.inner.send_block
     stuck = slow.prefill.sender._last_transfer + 1
-    slow.prefill.inner.send_block = lambda peer, tag, buffer, done: (
+    slow.prefill.inner.send_block = lambda peer, tag, buffer, done: (  # type: ignore[method-assign]
         None if tag >> 16 & 0xFFFF == stuck else post(peer, tag, buffer, done)
     )
     slow.begin(SMALL)

@@ -74,9 +74,8 @@ def test_a_ship_that_is_posted_after_the_commit_hides_nothing(sides):
 def test_the_bandwidth_of_a_ship_is_the_links_however_long_its_chunks_are_computed():
     """It took the time between them for its own: with seconds of compute, a thousandth of the link's."""
     network = LoopbackNetwork(rate=1 << 20)
-    prefill, decode = (
-        side(network, name, block_bytes=1 << 14) for side, name in ((PrefillSide, "p:1"), (DecodeSide, "d:1"))
-    )
+    prefill = PrefillSide(network, "p:1", block_bytes=1 << 14)
+    decode = DecodeSide(network, "d:1", block_bytes=1 << 14)
     t = prefill.offer(decode.target, 12)
     network.run()
     network.advance(1.0)

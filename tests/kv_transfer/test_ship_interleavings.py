@@ -28,7 +28,7 @@ class Ships(RuleBasedStateMachine):
         self.slices.start()
         self.network = LoopbackNetwork()
         self.faults = Faults(
-            drop=lambda data: self.drops and zlib.crc32(data) % self.drops == 0,
+            drop=lambda data: self.drops > 0 and zlib.crc32(data) % self.drops == 0,
             duplicate=lambda data: zlib.crc32(data) % 7 == 0,
             corrupt=lambda tag: tag % 11 == 3,
         )

@@ -210,7 +210,12 @@ def test_a_broken_handler_of_one_peers_block_costs_that_peer_alone(linked, monke
     assert [peer for peer, _ in recorder.lost] == [first]
     assert len(done) == 1
     before = len(recorder.messages)
-    clients[1].submit(lambda: [clients[1].send(peer, b"still here") for peer in clients[1]._connections._peers])
+
+    def speak() -> None:
+        for peer in clients[1]._connections._peers:
+            clients[1].send(peer, b"still here")
+
+    clients[1].submit(speak)
     wait_for(lambda: len(recorder.messages) > before, 5)
     assert recorder.messages[-1] == (second, b"still here")
     for client in clients:

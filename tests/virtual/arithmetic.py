@@ -7,6 +7,7 @@ import functools
 import zlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.grammar_masks import GrammarMasks
+from kvferry.engine.inflight_step import Launch
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.models.base import Computing, ModelInfo
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.step_slices import Slice
 from kvferry.kv_transfer.ports import BlockMemory
@@ -52,12 +54,12 @@ class Arithmetic(BlockMemory):
     """An engine's runner (`engine.runner.StepRunner`), and its blocks as a link sees them. left: attempts that were
     cancelled, by request; blame: told of what must not be."""
 
-    launch = None
+    launch: Launch | None = None
 
     def __init__(self, num_blocks: int) -> None:
         self.waited_s = 0.0
         self.masks = GrammarMasks.none("arithmetic reads no grammars")
-        self.model = SimpleNamespace(info=INFO, device=torch.device("cpu"), resumable=False)
+        self.model = cast(Computing, SimpleNamespace(info=INFO, device=torch.device("cpu"), resumable=False))
         self.memory = np.zeros((num_blocks, BLOCK_SIZE), dtype="<u4")
         self._bytes = self.memory.view(np.uint8)
         self.left: dict[str, int] = {}

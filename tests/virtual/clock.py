@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import selectors
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import Context, ContextVar
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeVarTuple
+
+Ts = TypeVarTuple("Ts")
 
 
 class State(Enum):
@@ -70,6 +73,8 @@ PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class _Handle(asyncio.Handle):
+    _context: Context
+
     def _run(self) -> None:
         process = self._context.get(PROCESS)
         if process is None or process.admits(self):
@@ -77,6 +82,9 @@ class _Handle(asyncio.Handle):
 
 
 class _Timer(asyncio.TimerHandle):
+    _context: Context
+    _scheduled: bool
+
     def _run(self) -> None:
         process = self._context.get(PROCESS)
         if process is None or process.admits(self):
@@ -104,6 +112,9 @@ class _Clockwork(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """`dial` makes the connections that are asked for by host and port."""
 
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+
     def __init__(self) -> None:
         self._clockwork = _Clockwork()
         super().__init__(self._clockwork)
@@ -113,7 +124,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clockwork.now
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         timer = _Timer(when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)
         timer._scheduled = True
@@ -124,12 +137,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._ready.append(handle)
         return handle
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         return self._call_soon(callback, args, context)
 
     def ready(self, handles: list[asyncio.Handle]) -> None:
         self._ready.extend(handles)
 
-    async def create_connection(self, factory: Any, host: str = "", port: int = 0, **_: Any) -> tuple[Any, Any]:
+    async def create_connection(
+        self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
         assert self.dial is not None
-        return await self.dial(factory, host, port)
+        return await self.dial(protocol_factory, host, port)

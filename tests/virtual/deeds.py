@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tests.virtual.clock import Process, State
@@ -21,6 +22,8 @@ class Deeds:
     wires: Any
     store: Any
     healed: bool
+    _start_node: Callable[[str, int], Any]
+    _start_router: Callable[[], Any]
 
     def do(self, fault: Fault) -> None:
         if not self.healed:

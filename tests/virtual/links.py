@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
-from kvferry.engine.ledger import Ledger
+from kvferry.engine.ports import Holds
 from kvferry.kv_transfer.link import Peer
 from kvferry.protocol.errors import NodeLost
 from tests.kv_transfer.fault_injection import FaultyLink
@@ -32,6 +32,8 @@ class VirtualNetwork(LoopbackNetwork):
 class LateLink(FaultyLink):
     """Of whose late writes each is looked at, too."""
 
+    _link: VirtualLink
+
     def disconnect(self, peer: Peer, quiet: Callable[[], None]) -> None:
         buffers = self._receives.get(peer, {})
 
@@ -46,7 +48,9 @@ class LateLink(FaultyLink):
 class VirtualLink(LoopbackLink):
     """Of one process. Blocks are moved by hardware: its process may be frozen meanwhile, not dead."""
 
-    def __init__(self, network: VirtualNetwork, address: str, process: Process, runner: Arithmetic, holds: Ledger):
+    _network: VirtualNetwork
+
+    def __init__(self, network: VirtualNetwork, address: str, process: Process, runner: Arithmetic, holds: Holds):
         super().__init__(network, address)
         self.process, self._runner, self._holds = process, runner, holds
 
@@ -78,6 +82,6 @@ class VirtualLink(LoopbackLink):
 
     def _transfer(self, source: End, target: End, tag: int) -> None:
         if source.sends.get(tag) and target.receives.get(tag):
-            source.link.check(source.sends[tag][0].buffer, "sent")
-            target.link.check(target.receives[tag][0].buffer, "written")
+            cast(VirtualLink, source.link).check(source.sends[tag][0].buffer, "sent")
+            cast(VirtualLink, target.link).check(target.receives[tag][0].buffer, "written")
         super()._transfer(source, target, tag)

@@ -7,8 +7,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+from fastapi import FastAPI
+
+from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.elastic_worker.service import ElasticService
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
@@ -22,6 +25,7 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.http import read_message
 from kvferry.runtime.suspend_aware_clock import LoopClock
+from kvferry.worker.engine_parts import EngineParts
 from kvferry.worker.event_relay import EventRelay
 from kvferry.worker.membership import Membership, new_epoch
 from kvferry.worker.rates import RateMeter
@@ -89,7 +93,7 @@ class VirtualNode:
         self.joined = self.ready = self.leaving = self.draining = False
 
     async def start(self) -> None:
-        self.epoch = await new_epoch(self.store, self.name)
+        self.epoch = await new_epoch(cast(RedisStore, self.store), self.name)
         self._join()
         self.joined = True
         await self.membership.join()
@@ -99,9 +103,14 @@ class VirtualNode:
         world, process, shape = self.world, self.process, self.shape
         delay_s, loop = world.weather.delay_s, world.loop
         self.engine = make_engine(shape.blocks[self.role], shape.budget, shape.seqs)
-        runner: Arithmetic = self.engine.runner
+        runner = cast(Arithmetic, self.engine.runner)
         holds, cancel, runner.blame = self.engine.pool.holds, self.engine.cancel, world.blame
-        self.engine.cancel = lambda request_id, upto: (runner.left.update({request_id: upto}), cancel(request_id, upto))
+
+        def cancelled(request_id: str, attempt: int) -> None:
+            runner.left[request_id] = attempt
+            cancel(request_id, attempt)
+
+        self.engine.cancel = cancelled  # type: ignore[method-assign]
         self.inner = VirtualLink(world.network, f"10.0.0.1:{self.port}", process, runner, holds)
         self.link = LateLink(self.inner, world.faults)
         self.dock = Dock(
@@ -113,7 +122,8 @@ class VirtualNode:
         )
         clock, routes, self.rates = LoopClock(), Routes(), RateMeter(Rates(5000.0, shape.step_s["decode"], 1e8))
         self.streams = RouterStreams(self.epoch, Pulse, lambda router: self.service.router_lost(router), clock)
-        self.streams.mount(routes)
+        app = cast(FastAPI, routes)
+        self.streams.mount(app)
         parts = SimpleNamespace(
             fingerprint=FINGERPRINT, layout=SimpleNamespace(block_bytes=BLOCK_BYTES, block_size=BLOCK_SIZE)
         )
@@ -121,15 +131,17 @@ class VirtualNode:
         self.metrics = METRICS[self.role]
         self.service = ElasticService(
             Base(
-                settings=WorkerSettings(role=self.role), epoch=self.epoch, app=routes, metrics=self.metrics,
-                parts=parts, engine=self.loop_engine, dock=self.dock, rates=self.rates, outflow=TransferStats(),
-                streams=self.streams, tiers=OpenTiers(),
+                settings=WorkerSettings(role=self.role), epoch=self.epoch, app=app, metrics=self.metrics,
+                parts=cast(EngineParts, parts), engine=self.loop_engine, dock=self.dock, rates=self.rates,
+                outflow=TransferStats(), streams=self.streams, tiers=OpenTiers(),
                 require_ready=self.require_ready, roles=self.roles, call_soon=self.call_soon,
             )
         )  # fmt: skip
         self.dock.start()
         routes.post("/attempts/cancel")(self._post_cancel)
-        self.membership = Membership(self.store, self.lease, self.engine.pool.changes.rows, self.metrics)
+        self.membership = Membership(
+            cast(RedisStore, self.store), self.lease, self.engine.pool.changes.rows, self.metrics
+        )
         news = EventRelay(self.service, self.metrics, self.rates, self.membership.note, self.call_soon)
         self.role_change = RoleChange(
             self.roles, self.loop_engine, self.membership, self.metrics, elastic=True, call_soon=self.call_soon,

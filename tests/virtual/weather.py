@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
+from random import Random
 
 
 @dataclass
@@ -11,7 +11,7 @@ class Weather:
     """usual_s: of a message's way; late, very_late: shares of those that take thirty and a thousand times as long;
     busy_s: how far loops may be behind."""
 
-    random: random.Random
+    random: Random
     usual_s: float = 0.0005
     late: float = 0.03
     very_late: float = 0.003
@@ -19,7 +19,7 @@ class Weather:
     draws: int = field(default=0)
 
     @classmethod
-    def of(cls, rng: random.Random) -> Weather:
+    def of(cls, rng: Random) -> Weather:
         usual_s, late = rng.choice([0.0001, 0.0005, 0.005]), rng.choice([0.0, 0.03, 0.15])
         return cls(rng, usual_s, late, rng.choice([0.0, 0.003]), rng.choice([0.0, 0.0, 0.05]))
 

@@ -35,11 +35,12 @@ class End(asyncio.Transport):
 
     def __init__(self, wires: Wires, process: Process, serial: int) -> None:
         super().__init__()
-        self.process, self.protocol, self.closed = process, None, False
+        self.process, self.closed = process, False
+        self.protocol: Any = None
         self.other: End | None = None
         self._wires, self._lane = wires, ("wire", serial, process.name)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self.closed and self.other is not None:
             self._wires.lanes.post(self._lane, self.other.process, self.other.arrive, bytes(data))
 
@@ -76,7 +77,7 @@ class Wires:
 
     def __init__(self, loop: VirtualLoop, lanes: Lanes) -> None:
         self.loop, self.lanes = loop, lanes
-        self.ends: dict[End, None] = _Ordered()
+        self.ends = _Ordered()
         self._sink: dict[tuple[str, int], tuple[Process, Callable[[], Any]]] = {}
         self._serial = itertools.count()
         loop.dial = self.dial
@@ -120,7 +121,7 @@ class Wires:
                 self.lanes.post(end._lane, end.other.process, end.other.lose, reset)
 
 
-class _Ordered(dict):
+class _Ordered(dict[End, None]):
     """A set that keeps its order, so that a seed is repeated exactly."""
 
     def discard(self, end: End) -> None:

@@ -52,7 +52,12 @@ def test_a_call_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_what_waits_when_it_is_closed_is_not_made() -> None:
     go, made, lane = threading.Event(), list[int](), CallThread("lane", 2)
-    lane.submit(lambda: go.wait(10) and made.append(1))
+
+    def held() -> None:
+        if go.wait(10):
+            made.append(1)
+
+    lane.submit(held)
     lane.submit(lambda: made.append(2))
     lane.close()
     go.set()
