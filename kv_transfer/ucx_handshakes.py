@@ -172,7 +172,7 @@ class UcxHandshakes:
             self.traffic.send(peer, WELCOME, welcome)
             self._open(peer)
         except (Incompatible, TransferFailed) as error:
-            self._refused.warning("%s is refused: %s", peer.name, error)
+            self._refused.warning("%s is rejected: %s", peer.name, error)
             code = NEVER if isinstance(error, Incompatible) else LATER
             self.traffic.send(peer, REFUSED, code + error.message.encode()[:500])
             raise

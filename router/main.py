@@ -38,6 +38,7 @@ from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.connection_limits import Limits
 from kvferry.runtime.graceful_close import lingering
 from kvferry.runtime.http import Server, bind
+from kvferry.runtime.limits import allow_descriptors
 from kvferry.runtime.loop_lag import watched
 from kvferry.runtime.rejection_throttle import RejectionThrottle
 from kvferry.runtime.signals import StopSignal
@@ -58,6 +59,10 @@ IDLE_S = 30.0
 """Idle time of a client connection, in seconds.
 
 It exceeds the idle time of common clients, so that no client reuses a connection while it closes."""
+
+
+OWN_DESCRIPTORS = 256
+"""Open files of a router besides clients' connections: nodes, Redis, sockets of other processes, files of batches."""
 
 
 class Store(NodeSource, BlockLookup, Protocol):
@@ -119,6 +124,7 @@ async def run_router(
         patience_s=settings.queue_timeout,
         token=secrets.token,
     )
+    limits = connection_limits(settings, allow_descriptors())
     board, peers, throttle = SnapshotBuilder(nodes, metrics), WorkerPeers.of(settings), RejectionThrottle()
     pools = ServedModels(
         *(pool_of(text, nodes.pool(text.called), metrics, settings, tenant_registry) for text in texts)
@@ -136,7 +142,7 @@ async def run_router(
         config = uvicorn.Config(
             app,
             **tls(settings),
-            http=lingering(connection_limits(settings), throttle),
+            http=lingering(limits, throttle),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -155,9 +161,7 @@ async def run_router(
         gc.freeze()
         status.ready(url, model=texts[0].name)
         async with batches:
-            last = draining.answering(
-                sock, server, partial(scraped, metrics, peers), tls(settings), connection_limits(settings)
-            )
+            last = draining.answering(sock, server, partial(scraped, metrics, peers), tls(settings), limits)
             await _until_ended(server, serving, stop, last)
 
 
@@ -183,8 +187,14 @@ def load(config: uvicorn.Config) -> None:
         raise ConfigError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: {reason(error)}") from error
 
 
-def connection_limits(settings: RouterSettings) -> Limits:
-    """Return the limits of a client's connection."""
+def connection_limits(settings: RouterSettings, descriptors: int) -> Limits:
+    """Return the limits of client connections; descriptors: files that the process may have open."""
+    wanted = settings.max_inflight + OWN_DESCRIPTORS
+    if descriptors < wanted:
+        log.warning(
+            "%d open files are too few for --max-inflight %d: raise the hard limit (ulimit -Hn) to %d or more",
+            descriptors, settings.max_inflight, wanted,
+        )  # fmt: skip
     return Limits(
         header_s=settings.header_timeout,
         body_s=settings.body_timeout,
@@ -193,6 +203,7 @@ def connection_limits(settings: RouterSettings) -> Limits:
         request_s=settings.request_timeout,
         body_bytes=max(settings.max_body_mib, settings.files_mib) * 2**20,
         per_address=settings.max_connections_per_address,
+        connections=max(descriptors - OWN_DESCRIPTORS, descriptors // 2),
     )
 
 

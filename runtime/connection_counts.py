@@ -11,16 +11,19 @@ from kvferry.runtime.rejection_throttle import RejectionThrottle
 class ConnectionCounts:
     """Open connections of one server, counted and limited by client address.
 
-    per_address: most open connections of one address; 0: no limit. throttle: delays the rejections of clients whose
-    requests keep being rejected; None: no delay."""
+    per_address, most: most open connections of one address and of all; 0: no limit. throttle: delays the rejections of
+    clients whose requests keep being rejected; None: no delay."""
 
-    def __init__(self, per_address: int = 0, throttle: RejectionThrottle | None = None) -> None:
-        self._per_address, self._throttle = per_address, throttle
-        self._open = Counter[str]()
+    def __init__(self, per_address: int = 0, throttle: RejectionThrottle | None = None, most: int = 0) -> None:
+        self._per_address, self._throttle, self._most = per_address, throttle, most
+        self._open, self._total = Counter[str](), 0
 
     def enter(self, address: str) -> Overloaded | None:
         """Count a connection until `leaves`; return the error to answer if it exceeds the limit."""
         self._open[address] += 1
+        self._total += 1
+        if 0 < self._most < self._total:
+            return Overloaded(f"too many connections, the limit is {self._most}", retry_after=1.0)
         if 0 < self._per_address < self._open[address]:
             return Overloaded(f"too many connections from {address}, the limit is {self._per_address}", retry_after=1.0)
         return None
@@ -28,6 +31,7 @@ class ConnectionCounts:
     def leaves(self, address: str) -> None:
         """Stop counting a connection that `enter` counted, rejected or not."""
         self._open[address] -= 1
+        self._total -= 1
         if not self._open[address]:
             del self._open[address]
 

@@ -25,6 +25,7 @@ class Limits:
     reader_s      longest time for which a client may read too little of a response
     body_bytes    longest body. The application rejects a longer one; the server only bounds how much of it it reads
     per_address   most open connections of one address
+    connections   most open connections of all addresses: fewer than the process may have descriptors
     """
 
     header_s: float = 10.0
@@ -34,3 +35,4 @@ class Limits:
     reader_s: float = 30.0
     body_bytes: int = 0
     per_address: int = 0
+    connections: int = 0

@@ -39,7 +39,7 @@ class Phase(Enum):
 
 def guarded(limits: Limits) -> type[asyncio.Protocol]:
     """Return a protocol with these limits, and connection counts of its own, for uvicorn's `http=`."""
-    counts = ConnectionCounts(limits.per_address)
+    counts = ConnectionCounts(limits.per_address, most=limits.connections)
     return cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits=limits, connection_counts=counts))
 
 

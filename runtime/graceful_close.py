@@ -20,7 +20,7 @@ LINGER_S = 0.5
 
 def lingering(limits: Limits, throttle: RejectionThrottle) -> type[asyncio.Protocol]:
     """Return a protocol as `connections.guarded` does, which also throttles malformed requests."""
-    connection_counts = ConnectionCounts(limits.per_address, throttle)
+    connection_counts = ConnectionCounts(limits.per_address, throttle, limits.connections)
     return cast(
         "type[asyncio.Protocol]", partial(LingeringProtocol, limits=limits, connection_counts=connection_counts)
     )

@@ -95,10 +95,11 @@ def _text(path: Path) -> str:
         return ""
 
 
-def allow_descriptors() -> None:
-    """Raise the soft limit of open files to the hard limit.
+def allow_descriptors() -> int:
+    """Raise the soft limit of open files to the hard limit, and return the limit that holds then.
 
     A link connection takes nine descriptors; the usual soft limit of 1,024 exists for programs that call select."""
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -224,11 +224,17 @@ async def test_clients_show_certificates_where_an_authority_is_named(certificate
         await _served(bench, settings, ask)
 
 
+def test_connections_are_fewer_than_the_files_that_may_be_open(caplog: pytest.LogCaptureFixture) -> None:
+    limits = connection_limits(RouterSettings(), 65_536)
+    assert (limits.header_s, limits.connections, caplog.text) == (10.0, 65_280, "")
+    assert connection_limits(RouterSettings(max_inflight=2000), 1024).connections == 768
+    assert "raise the hard limit (ulimit -Hn) to 2256 or more" in caplog.text
+
+
 def test_mistakes_in_tls_settings_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--ssl-keyfile needs --ssl-certfile"):
         tls(RouterSettings(ssl_keyfile="x"))
     assert tls(RouterSettings()) == {}
-    assert connection_limits(RouterSettings()).header_s == 10.0
     empty = tmp_path / "empty.pem"
     empty.write_text("")
     import uvicorn

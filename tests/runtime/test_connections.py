@@ -256,6 +256,16 @@ async def test_headers_and_what_surrounds_a_body_are_bounded() -> None:
         assert not served.seen.open
 
 
+async def test_connections_beyond_the_total_are_rejected_and_leave_their_place() -> None:
+    async with serving(connections=2) as served:
+        kept = [await served.connect() for _ in range(2)]
+        await until(lambda: len(served.server.server_state.connections) == 2)
+        assert error_of(await (await served.connect(GET)).rest())[0] == 429
+        kept[0].close()
+        await until(lambda: len(served.server.server_state.connections) == 1)
+        assert b"200 OK" in await (await served.connect(GET)).until(b"done")
+
+
 @pytest.mark.parametrize("throttle", [None, RejectionThrottle()])
 @pytest.mark.parametrize("announced", [True, False])
 async def test_a_client_that_sends_all_before_it_reads_gets_the_rejection(
