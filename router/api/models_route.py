@@ -38,7 +38,7 @@ def about(pools: ServedModels) -> APIRouter:
         name = request.path_params["id"]
         return model(pools.pool(name), name)
 
-    @router.get("/version", summary="The version")
+    @router.get("/version", summary="Get the version")
     async def version() -> Version:
         return Version(version=VERSION)
 

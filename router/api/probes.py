@@ -69,7 +69,7 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> A
             response.headers.update(retry_headers(503))
         return Ready(status=why or "ready", nodes=nodes, models=models)
 
-    @router.get("/metrics", summary="Prometheus' text format", response_class=PlainTextResponse)
+    @router.get("/metrics", summary="Metrics in Prometheus' text format", response_class=PlainTextResponse)
     async def scrape() -> Response:
         return Response(await scraped(metrics, peers), media_type=CONTENT_TYPE_LATEST)
 

@@ -141,6 +141,10 @@ class FileStore:
         finally:
             os.close(folder)
 
+    def room(self) -> int:
+        """Return the bytes that are left of the tenant's limit."""
+        return max(0, self._limit - sum(file.bytes for file in self.all()))
+
     def _check_room(self, size: int) -> None:
         known = self.all()
         room = self._limit - sum(file.bytes for file in known)

@@ -90,7 +90,7 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
     one: dict[str, Any] = {"openapi_extra": path_parameter("batch_id"), "response_model": BatchAnswer}
 
     @router.post(
-        "/v1/batches", summary="Begin a batch", response_model=BatchAnswer,
+        "/v1/batches", summary="Create a batch", response_model=BatchAnswer,
         responses=errors(400, 404, 413, 415, 429, 500, 507), openapi_extra=takes(BatchBody),
     )  # fmt: skip
     async def begun(request: Request) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal
 
@@ -22,8 +23,10 @@ from kvferry.router.batch.batches import Batches
 from kvferry.router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose, disk_failed
 from kvferry.router.request_context import CALL, RequestContext
 
-UPLOADS = 8
-"""Largest number of files uploaded at the same time."""
+UPLOADS, UPLOADS_PER_TENANT = 64, 8
+"""Largest number of files uploaded at the same time, by all tenants and by one."""
+FRAMING_BYTES = 4096
+"""Bytes of an upload that need not be of the file: names and boundaries of the form."""
 MOST_LISTED = 10_000
 """Largest number of files on one page."""
 _UPLOAD = {
@@ -66,12 +69,38 @@ class FileDeleted(BaseModel):
     deleted: Literal[True]
 
 
+class Reservation:
+    """Bytes of a tenant's `room` that one upload takes, among all that are `reserved` by tenant."""
+
+    def __init__(self, reserved: Counter[str], tenant: str, room: int) -> None:
+        self._reserved, self._tenant, self._room, self._size = reserved, tenant, room, 0
+
+    def grow(self, size: int) -> None:
+        """Reserve `size` bytes in total; raise RequestTooLarge if the room is too small."""
+        more = max(0, size - self._size)
+        if self._reserved[self._tenant] + more > self._room + FRAMING_BYTES:
+            raise RequestTooLarge(
+                f"file: its bytes do not fit into the {self._room} that stored files and other uploads leave; delete "
+                "files that are not needed",
+                param="file",
+            )
+        self._reserved[self._tenant] += more
+        self._size += more
+
+    def release(self) -> None:
+        """Give the bytes back."""
+        self._reserved[self._tenant] -= self._size
+
+
 class Uploads:
-    """Uploads of files as multipart forms of at most `longest` bytes."""
+    """Uploads of files as multipart forms of at most `longest` bytes.
+
+    The bytes of all uploads of a tenant are reserved before they are read, so that what arrives together fits into the
+    tenant's limit."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._arriving = 0
+        self._arriving, self._reserved = Counter[str](), Counter[str]()
 
     async def take(self, request: Request, files: FileStore) -> StoredFile:
         """Receive and store a file.
@@ -81,11 +110,20 @@ class Uploads:
         check_encoding(request)
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise InvalidRequest("the request body must be a multipart form with file and purpose")
-        if self._arriving >= UPLOADS:
-            raise Overloaded(f"{UPLOADS} uploads are already in progress", retry_after=5.0)
-        self._arriving += 1
+        tenant = request.scope[CALL].tenant
+        for arriving, most in (self._arriving[tenant], UPLOADS_PER_TENANT), (self._arriving.total(), UPLOADS):
+            if arriving >= most:
+                raise Overloaded(f"{most} uploads are already in progress", retry_after=5.0)
+        self._arriving[tenant] += 1
         try:
-            form = await self._form(request)
+            return await self._arrived(request, files, tenant)
+        finally:
+            self._arriving[tenant] -= 1
+
+    async def _arrived(self, request: Request, files: FileStore, tenant: str) -> StoredFile:
+        held = Reservation(self._reserved, tenant, await asyncio.to_thread(files.room))
+        try:
+            form = await self._form(request, held)
             try:
                 file, purpose = form.get("file"), form.get("purpose")
                 if not isinstance(file, UploadFile):
@@ -97,13 +135,13 @@ class Uploads:
             finally:
                 await form.close()
         finally:
-            self._arriving -= 1
+            held.release()
 
-    async def _form(self, request: Request) -> FormData:
+    async def _form(self, request: Request, held: Reservation) -> FormData:
         call: RequestContext = request.scope[CALL]
         try:
             async with asyncio.timeout(call.deadline - time.monotonic()):
-                return await self._bounded(request).form(max_files=1, max_fields=16)
+                return await self._bounded(request, held).form(max_files=1, max_fields=16)
         except TimeoutError:
             raise DeadlineExceeded("the upload did not finish before the request's deadline", param="file") from None
         except ClientDisconnect as error:
@@ -111,11 +149,13 @@ class Uploads:
         except OSError as error:
             raise disk_failed("the file cannot be stored", error) from error
 
-    def _bounded(self, request: Request) -> Request:
-        """Return the request, wrapped to fail as soon as more than the longest body has arrived."""
+    def _bounded(self, request: Request, held: Reservation) -> Request:
+        """Return the request, wrapped to fail once it exceeds the longest body or the tenant's room."""
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._longest:
-            raise self._too_large()
+        if declared.isdecimal():
+            if int(declared) > self._longest:
+                raise self._too_large()
+            held.grow(int(declared))
         size = 0
 
         async def receive() -> Message:
@@ -124,6 +164,7 @@ class Uploads:
             size += len(message.get("body", b""))
             if size > self._longest:
                 raise self._too_large()
+            held.grow(size)
             return message
 
         return Request(request.scope, receive)
@@ -142,7 +183,7 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
     one: dict[str, Any] = {"responses": errors(404), "openapi_extra": path_parameter("file_id")}
 
     @router.post(
-        "/v1/files", summary="Keep a file", response_model=FileAnswer,
+        "/v1/files", summary="Upload a file", response_model=FileAnswer,
         responses=errors(400, 413, 415, 429, 500, 504, 507), openapi_extra=_TAKES,
     )  # fmt: skip
     async def keep(request: Request) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 from kvferry.router.batch.batch import Batch, BatchFolder
 from kvferry.router.batch.files import FileStore, StoredFile
 from kvferry.router.batch.rows import InvalidRow, Row, read_rows
+from kvferry.router.tenants.keys import entry
 from tests.api_parts import error_of
 from tests.batch_parts import api, ended, kept
 
@@ -68,6 +69,48 @@ async def test_an_upload_that_does_not_come_gives_up_its_place(tmp_path: Path) -
     headers = {"content-type": "multipart/form-data; boundary=b"}
     answer = await asyncio.wait_for(at.http.post("/v1/files", content=never(), headers=headers), 5)
     assert (answer.status_code, error_of(answer)["code"]) == (504, "deadline_exceeded")
+
+
+async def test_uploads_together_take_no_more_than_a_tenants_room(tmp_path: Path) -> None:
+    """Their bytes are reserved before they are read: what is spooled at once stays within the limit."""
+    at, waiting = api(tmp_path, files_mib=1, request_timeout=3.0), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        yield b"x" * 600_000
+        await waiting.wait()
+
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    first = asyncio.create_task(at.http.post("/v1/files", content=slow(), headers=headers))
+    await asyncio.sleep(0.3)
+    declared = await at.http.post("/v1/files", files={"file": ("a", b"x" * 600_000)}, data={"purpose": "batch"})
+    chunked = await at.http.post("/v1/files", content=slow(), headers=headers)
+    assert [declared.status_code, chunked.status_code] == [413, 413]
+    assert "other uploads" in error_of(chunked)["message"]
+    waiting.set()
+    await first
+    small = await at.http.post("/v1/files", files={"file": ("a", b"x" * 600_000)}, data={"purpose": "batch"})
+    assert small.status_code == 200
+
+
+async def test_slow_uploads_of_one_tenant_leave_places_to_others(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("slow", "s") + entry("other", "o"))
+    at, waiting = api(tmp_path / "data", api_keys=str(keys), request_timeout=5.0), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"--b\r\n"
+        await waiting.wait()
+
+    headers = {"content-type": "multipart/form-data; boundary=b", "authorization": "Bearer s"}
+    many = [asyncio.create_task(at.http.post("/v1/files", content=slow(), headers=headers)) for _ in range(10)]
+    await asyncio.sleep(0.3)
+    one = {"file": ("a", b"x")}
+    other = await at.http.post("/v1/files", files=one, data={"purpose": "batch"}, headers={"authorization": "Bearer o"})
+    own = await at.http.post("/v1/files", files=one, data={"purpose": "batch"}, headers={"authorization": "Bearer s"})
+    assert (other.status_code, own.status_code) == (200, 429)
+    waiting.set()
+    await asyncio.gather(*many)
 
 
 async def test_the_oldest_batches_that_ended_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
