@@ -111,7 +111,7 @@ def _read(path: Path) -> GGUFFile:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
     except Exception as error:  # whatever a damaged or hostile header leads to
-        raise ConfigError(f"{path} is not a complete GGUF file ({error}); download it again", param="model") from error
+        raise ConfigError(f"{path} is not a valid GGUF file ({error}); download it again", param="model") from error
 
 
 class Strings(Sequence[str]):
