@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,13 +14,14 @@ from kvferry.protocol.errors import Cancelled, InvalidRequest, Overloaded, Reque
 from kvferry.router.api.bodies.fields import field_path
 from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.parse_pacing import LONG_BYTES, ParsePacing, cost_s
+from kvferry.router.request_context import CALL
 
 MAX_VALUES = 2**20
 """Largest number of values in a body; parsing that many keeps the event loop busy for 0.1 to 0.2 s."""
 MAX_OBJECTS = 2**15
 """Largest number of lists and objects among the values, most of which are validated one by one."""
-AT_ONCE = 32
-"""Bound of all arriving bodies, as a multiple of the longest body."""
+AT_ONCE, PER_SOURCE = 8, 4
+"""Bounds of all arriving bodies, and of one tenant's (or one address's), as multiples of the longest body."""
 
 READ_AT = "kvferry.read_at"
 """Key in the ASGI scope for the time when the body was read and admitted, in seconds of the monotonic clock."""
@@ -42,7 +44,8 @@ class BodyReader:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._held = 0
+        self._held = Counter[str]()
+        """Bytes of arriving bodies by source."""
         self._pace = ParsePacing()
 
     async def read(self, request: Request) -> bytes:
@@ -54,14 +57,14 @@ class BodyReader:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._longest:
             raise self._too_large()
-        parts, size = [], 0
+        parts, size, source = [], 0, _source(request)
         try:
             async for part in request.stream():
                 size += len(part)
-                self._held += len(part)
+                self._held[source] += len(part)
                 if size > self._longest:
                     raise self._too_large()
-                if self._held > AT_ONCE * self._longest:
+                if self._held[source] > PER_SOURCE * self._longest or self._held.total() > AT_ONCE * self._longest:
                     raise Overloaded("too many large request bodies are arriving", retry_after=1.0)
                 parts.append(part)
             data = b"".join(parts)
@@ -72,10 +75,17 @@ class BodyReader:
         except ClientDisconnect as error:
             raise Cancelled("the client disconnected") from error
         finally:
-            self._held -= size
+            self._held[source] -= size
+            if not self._held[source]:
+                del self._held[source]
 
     def _too_large(self) -> RequestTooLarge:
         return RequestTooLarge(f"the request body is longer than {self._longest} bytes")
+
+
+def _source(request: Request) -> str:
+    """Return whose bytes a request's are: its tenant, or its address where clients need no key."""
+    return request.scope[CALL].tenant or (request.client.host if request.client else "")
 
 
 def parse(kind: type[Body], data: bytes) -> Body:
