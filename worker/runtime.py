@@ -224,7 +224,7 @@ class WorkerRuntime:
         """Withdraw the lease, if Redis answers at once, after a thread has ended or hangs.
 
         Nothing here can be ended in order. The process ends next, which peers and routers notice."""
-        log.critical("%s ends: %s", self._face.node_id, self.fault)
+        log.critical("%s exits at once: %s", self._face.node_id, self.fault)
         await self._membership.leave(LAST_WORD_S)
 
     def set_gauges(self) -> None:

@@ -98,7 +98,7 @@ def test_what_the_hub_did_not_send_is_found_and_fetched_again(hub: FakeHub, tmp_
     env = variables(hub, tmp_path)
     code, told = run("fetch", env)
     assert code == 1
-    assert "model.safetensors is not what the hub has" in told
+    assert "model.safetensors differs from the hub" in told
     assert not (Path(env["MODEL_DIR"]) / ".kvferry-complete").exists()
     hub.files["model.safetensors"] = whole
     code, told = run("fetch", env)

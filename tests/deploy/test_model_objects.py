@@ -100,7 +100,7 @@ def test_a_damaged_file_is_found_and_fetched_again(store: FakeStore, tmp_path: P
     env = variables(store, tmp_path)
     code, told = run("fetch", env)
     assert code == 1
-    assert "model.safetensors is not what the store has" in told
+    assert "model.safetensors differs from the store" in told
     assert not (tmp_path / "chat" / ".kvferry-complete").exists()
     store.files[name] = WEIGHTS
     code, told = run("fetch", env)

@@ -268,10 +268,10 @@ CONFIGS = {
     "DoRA": {"use_dora": True},
     "ranks that differ": {"rank_pattern": {"q_proj": 2}},
     "whole modules": {"modules_to_save": ["lm_head"]},
-    "target lm_head is none of q_proj": {"target_modules": ["q_proj", "lm_head"]},
+    "target lm_head is not one of q_proj": {"target_modules": ["q_proj", "lm_head"]},
     "its rank is 65 and --max-lora-rank is 64": {"r": 65},
     "must be a whole number and a number": {"r": "four"},
-    "shapes ((4, 96), (64, 4)); model takes ((8, 96), (64, 8))": {"r": 8},
+    "shapes ((4, 96), (64, 4)); model needs ((8, 96), (64, 8))": {"r": 8},
 }
 
 
@@ -290,7 +290,7 @@ LAYER = "base_model.model.model.layers"
 TENSORS = {
     "is not a low-rank part": {"base_model.model.lm_head.lora_A.weight": (4, 64)},
     "adapts layer 3, and model has 3": {f"{LAYER}.3.mlp.up_proj.lora_{x}.weight": (4, 64) for x in "AB"},
-    "its target gate is none of": {f"{LAYER}.0.mlp.gate.lora_{x}.weight": (4, 64) for x in "AB"},
+    "its target gate is not one of": {f"{LAYER}.0.mlp.gate.lora_{x}.weight": (4, 64) for x in "AB"},
     "layer 0 down_proj has only one": {f"{LAYER}.0.mlp.down_proj.lora_A.weight": (4, 96)},
 }
 
@@ -305,7 +305,7 @@ def test_tensors_that_do_not_belong_to_the_model(message: str, tiny: Path, tmp_p
 
 
 def test_files_that_are_missing_or_broken(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
         read_adapter(str(tmp_path / "nothing"), 64)
     for odd in ("/" + "x" * 300, "~nobody-of-that-name/x", "a\0b"):
         with pytest.raises(ConfigError, match="adapter"):

@@ -158,9 +158,9 @@ def test_the_dense_module_of_an_encoder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quantization": "int8"}, "--quantization is for decoders"),
-        ({"batch_invariant": True}, "--batch-invariant is for decoders"),
-        ({"enable_expert_parallel": True}, "--enable-expert-parallel is for decoders"),
+        ({"quantization": "int8"}, "--quantization needs a decoder"),
+        ({"batch_invariant": True}, "--batch-invariant needs a decoder"),
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel needs a decoder"),
         ({"max_model_len": 67}, "at most 66 tokens"),
     ],
 )

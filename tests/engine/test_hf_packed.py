@@ -257,7 +257,7 @@ def test_codes_that_are_no_layers_are_named(plain, tmp_path):
     file = tmp_path / "quantised" / "model.safetensors"
     tensors = load_file(file)
     save_file({name.replace("dense_h_to_4h", "up"): each for name, each in tensors.items()}, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"its quantised gpt_neox.layers.0.mlp.up is no dense layer of GPTNeoX"):
+    with pytest.raises(ConfigError, match=r"its quantized gpt_neox.layers.0.mlp.up is not a dense layer of GPTNeoX"):
         load(tmp_path / "quantised")
     save_file(load_file(plain / "model.safetensors"), file, {"format": "pt"})
     with pytest.raises(ConfigError, match="its files hold no codes"):

@@ -150,7 +150,7 @@ def test_weights_of_another_form_are_ones_own(llama, descriptor, caplog) -> None
     load(llama, descriptor)
     with caplog.at_level(logging.INFO):
         model = load(llama, descriptor, "int8")
-    assert "in memory of this process alone: what the others have is another model" in caplog.text
+    assert "not shared with other processes: the other processes have another model" in caplog.text
     assert same_logits(model, load(llama, quantization="int8"))
 
 
@@ -161,7 +161,7 @@ def test_where_there_is_no_room_weights_are_ones_own(llama, descriptor, caplog, 
     monkeypatch.setattr("kvferry.engine.models.shared_weights.write", full)
     with caplog.at_level(logging.INFO):
         model = load(llama, descriptor)
-    assert caplog.text.count("in memory of this process alone: out of memory") == 1
+    assert caplog.text.count("not shared with other processes: out of memory") == 1
     assert same_logits(model, load(llama))
     assert os.fstat(descriptor).st_size == 0
 

@@ -220,7 +220,7 @@ def test_unsupported_variants_are_named_with_what_is_supported(config, words, pl
 def test_experts_of_transformers_modules_are_refused_by_name(tmp_path):
     save_tiny(family("Qwen2MoeConfig", shared_expert_intermediate_size=32, **EXPERTS), tmp_path / "plain")
     quantise(tmp_path / "plain", tmp_path / "quantised", tmp_path / "values", int8, EIGHTS)
-    with pytest.raises(ConfigError, match=r"its quantised model.layers.0.mlp.experts.0.down_proj is no dense layer"):
+    with pytest.raises(ConfigError, match=r"its quantized model.layers.0.mlp.experts.0.down_proj is not a dense layer"):
         load_model(resolve(str(tmp_path / "quantised")), device=CPU, dtype=torch.float32, ops=ReferenceOps())
 
 

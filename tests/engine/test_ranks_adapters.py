@@ -108,7 +108,7 @@ def test_shapes_that_do_not_fit_are_told_as_of_the_whole_model(tmp_path: Path) -
     save_tiny(wide, tmp_path / "wide")
     path = save_adapter(tmp_path / "a", hf(tmp_path / "wide"), targets=("down_proj",))
     files, model = read_adapter(str(path), 64), Threads(tmp_path / "model", 2).model
-    with pytest.raises(ConfigError, match=r"\(\(4, 128\), \(64, 4\)\); model takes \(\(4, 96\), \(64, 4\)\)"):
+    with pytest.raises(ConfigError, match=r"\(\(4, 128\), \(64, 4\)\); model needs \(\(4, 96\), \(64, 4\)\)"):
         load_adapter(files, model)
 
 

@@ -122,7 +122,7 @@ def test_a_group_writes_to_no_file_but_its_own_as_it_ends(closed: bool, tmp_path
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_group, "PATIENCE", device_group.PATIENCE * 0.005)
     meeting = os.memfd_create("meeting")
-    with pytest.raises(ConfigError, match="the 2 ranks do not reach each other") as raised:
+    with pytest.raises(ConfigError, match="the 2 ranks cannot reach each other") as raised:
         DeviceGroup(0, 2, CPU, meeting).connect()
     assert raised.value.param == "tensor_parallel_size"
     os.close(meeting)

@@ -34,7 +34,7 @@ def load(path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (llama4, "chunks"),
+        (llama4, "chunked"),
         (more_experts_than_there_are, "num_experts_per_tok is 8, of 4 experts"),
     ],
 )

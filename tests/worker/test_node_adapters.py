@@ -103,7 +103,7 @@ async def test_adapters_come_and_go_and_the_registry_is_told(saved: tuple[Model,
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_loras": 1}, "1 adapters are loaded, as many as --max-loras allows"),
+        ({"max_loras": 1}, "1 adapters are loaded, the limit of --max-loras"),
         ({"max_lora_rank": 3}, "rank is 4 and --max-lora-rank is 3"),
         ({"batch_invariant": True}, "not batch-invariant"),
     ],

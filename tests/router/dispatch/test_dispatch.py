@@ -144,7 +144,7 @@ async def test_a_wrong_account_is_the_nodes_shame_and_not_the_clients(
         assert ids(await collect(dispatch)) == expected(PROMPT, 4)
         assert str(dispatch.route) == "prefill=p1 decode=d1 reused=0 computed=64"
         assert bench.metrics.account_violations._value.get() == 1
-    assert ["wrong account of 64 tokens from p1" in message for message in caplog.messages].count(True) == 1
+    assert ["wrong reuse accounting of 64 tokens from p1" in message for message in caplog.messages].count(True) == 1
 
 
 async def test_reuse_known_to_the_index_decides_and_is_counted() -> None:

@@ -131,7 +131,7 @@ async def test_a_record_that_is_too_large_is_told_in_the_log(caplog: pytest.LogC
     responses = StoredResponses(MemoryResponses(share=10))
     with caplog.at_level(logging.WARNING, "kvferry.responses"):
         await responses.put("", StoredResponse({"id": "resp_a"}, [], []))
-    assert "resp_a is not kept" in caplog.text
+    assert "resp_a is not stored" in caplog.text
 
 
 async def test_nobody_reads_anothers_responses() -> None:
