@@ -1,7 +1,8 @@
 """Translation of a conversation into the form that gpt-oss's chat template expects.
 
-Reasoning, each tool call with its result, and one message of instructions have separate places. Everything else is
-rejected or dropped."""
+Reasoning, each tool call with its result, and one first message of instructions have separate places. Everything else
+is rejected or dropped. Instructions in mid-conversation therefore pass the template as a marked message of a user, and
+become a developer's message where they stand."""
 
 from __future__ import annotations
 
@@ -10,14 +11,27 @@ from typing import Any
 
 Message = dict[str, Any]
 _INSTRUCTIONS = ("system", "developer")
+_USER, _DEVELOPER = "<|start|>user<|message|>", "<|start|>developer<|message|># Instructions\n\n"
+"""Heads of messages of the harmony format."""
 
 
-def channelled(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages, whose content is text, in the template's form."""
-    told = [each["content"] for each in messages if each.get("role") in _INSTRUCTIONS]
+def channelled(messages: Sequence[Message], mark: str) -> list[Message]:
+    """Return the messages, whose content is text, in the template's form; `mark` begins later instructions."""
+    begun = next((place for place, each in enumerate(messages) if each.get("role") not in _INSTRUCTIONS), len(messages))
+    told = [each["content"] for each in messages[:begun]]
     first = [{"role": "developer", "content": "\n\n".join(filter(None, told))}] if told else []
-    rest = [each for each in messages if each.get("role") not in _INSTRUCTIONS]
-    return first + list(_turns(rest))
+    return first + list(_turns([_marked(each, mark) for each in messages[begun:]]))
+
+
+def with_instructions(text: str, mark: str) -> str:
+    """Return the rendered text with each marked message as a developer's."""
+    return text.replace(_USER + mark, _DEVELOPER).replace(mark, "")
+
+
+def _marked(message: Message, mark: str) -> Message:
+    if message.get("role") not in _INSTRUCTIONS:
+        return message
+    return {"role": "user", "content": mark + message["content"]}
 
 
 def described(tools: Sequence[Any] | None) -> list[Any] | None:

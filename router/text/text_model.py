@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from kvferry.model_files.pooling_config import GENERATES, PoolingConfig
 from kvferry.model_files.source import ModelFacts
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.text.harmony_history import channelled, described
+from kvferry.router.text.harmony_history import channelled, described, with_instructions
 from kvferry.router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.template import ChatTemplate
@@ -110,11 +111,12 @@ class TextModel:
         if taken:
             raise InvalidRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
         self._check_roles(messages, template.roles)
-        shown = [_shaped(message, place) for place, message in enumerate(messages)]
+        shown, mark = [_shaped(message, place) for place, message in enumerate(messages)], ""
         if (tools or any(map(_of_tools, shown))) and not self._shows_tools():
             shown, tools = spelled(shown, tools, takes_system=template.takes_system), None
         elif self.channels:
-            shown, tools = channelled(shown), described(tools)
+            mark = uuid.uuid4().hex
+            shown, tools = channelled(shown, mark), described(tools)
         if template.wants_parts:
             shown = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in shown]
         try:
@@ -127,6 +129,7 @@ class TextModel:
             )
         except Exception as error:  # A template is a program and can fail in any way on unexpected messages.
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+        text = with_instructions(text, mark) if mark else text
         return _up_to_content(text, shown[-1]) if continue_final_message else text
 
     def _shows_tools(self) -> bool:

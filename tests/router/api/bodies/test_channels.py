@@ -299,3 +299,17 @@ def test_parsers_that_do_not_go_together_are_refused() -> None:
     check("hermes", "none")
     with pytest.raises(ConfigError, match="has no token"):
         check("auto", "auto", demo_text().tokenizer)
+
+
+async def test_instructions_in_mid_conversation_stay_where_they_were_said() -> None:
+    """What stands before them stays the same prompt, whose cached prefix serves on."""
+    api, later = channels_api(ANSWER), channels_api(ANSWER)
+    begun = [{"role": "system", "content": "Be brief."}, *MESSAGES, {"role": "assistant", "content": "Hi."}]
+    assert (await api.chat(messages=[*begun, {"role": "user", "content": "And?"}])).status_code == 200
+    history = [*begun, {"role": "developer", "content": "Now rhyme."}, {"role": "user", "content": "And?"}]
+    assert (await later.chat(messages=history)).status_code == 200
+    before = prompt_of(api).removesuffix("<|start|>user<|message|>And?<|end|><|start|>assistant")
+    assert prompt_of(later) == (
+        f"{before}<|start|>developer<|message|># Instructions\n\nNow rhyme.<|end|>"
+        "<|start|>user<|message|>And?<|end|><|start|>assistant"
+    )
