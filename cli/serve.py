@@ -23,6 +23,7 @@ from kvferry.cli import preflight
 from kvferry.cli.bootstrap import worker_threads
 from kvferry.cli.child import Child, Command
 from kvferry.cli.child_commands import Program, kvferry_program, settings_command
+from kvferry.cli.embedded_valkey import private_folder, until_valkey_answers, valkey_command
 from kvferry.cli.progress import Progress, log_through, progress_on
 from kvferry.cli.ready_message import overview, ready_line, stop_line
 from kvferry.cli.resource_plan import WorkerPlan, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
@@ -90,15 +91,6 @@ def check(settings: ServeSettings) -> Checked:
     return Checked(dataclasses.replace(settings, port=port, cluster_secret=secret), tuple(seats))
 
 
-def valkey_command(port: int, log_level: str = "info") -> Command:
-    """Return the command of an in-memory Valkey, silent unless log_level is debug: its warnings concern persistence."""
-    loglevel = "notice" if log_level == "debug" else "nothing"
-    options = {"--port": port, "--bind": LOOPBACK, "--save": "", "--appendonly": "no", "--loglevel": loglevel}
-    words = [str(word) for option in options.items() for word in option]
-    argv = (str(preflight.valkey_binary()), *words)
-    return Command("valkey", argv, reports=False, ends_last=True, address=f"redis://{LOOPBACK}:{port}/0")
-
-
 def cluster_commands(
     settings: ServeSettings,
     seats: Sequence[WorkerPlan],
@@ -154,7 +146,10 @@ async def serve_cluster(checked: Checked, program: Program = kvferry_program) ->
     ending = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
-    life = asyncio.create_task(_live(supervisor, checked, program, progress))
+    settings, folders, valkey = checked.settings, contextlib.ExitStack(), None
+    if not settings.redis_url:
+        valkey = valkey_command(folders.enter_context(private_folder()), settings.log_level)
+    life = asyncio.create_task(_live(supervisor, checked, program, progress, valkey))
     signalled = asyncio.create_task(ending.wait())
     try:
         fates: list[asyncio.Future[Any]] = [life, signalled, supervisor.failure]
@@ -166,14 +161,14 @@ async def serve_cluster(checked: Checked, program: Program = kvferry_program) ->
         life.cancel()
         signalled.cancel()
         await supervisor.stop()
+        folders.close()
 
 
-async def _live(supervisor: Supervisor, checked: Checked, program: Program, progress: Progress) -> None:
+async def _live(
+    supervisor: Supervisor, checked: Checked, program: Program, progress: Progress, valkey: Command | None
+) -> None:
     settings = checked.settings
-    given = bool(settings.redis_url)
-    if not given:
-        port = preflight.free_port(LOOPBACK, 0)
-        valkey = valkey_command(port, settings.log_level)
+    if valkey is not None:
         settings = dataclasses.replace(settings, redis_url=valkey.address)
         supervisor.start(valkey)
     weights = shared_file.make if settings.share_weights else lambda: -1
@@ -181,8 +176,8 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
     children = [supervisor.start(command) for command in commands]
     for child in children:
         _show(progress, child)
-    if not given:
-        await _until_redis_answers(port)
+    if valkey is not None:
+        await until_valkey_answers(valkey)
     await supervisor.ready(children)
     await _until_router_serves(children[0], settings)
     model = children[0].facts.get("model", "")
@@ -192,20 +187,6 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
     print(ready_line(_dialable(settings), model, settings.api_key or settings.api_keys), flush=True)
     progress.echo(stop_line(os.getpid()))
     await asyncio.Event().wait()
-
-
-async def _until_redis_answers(port: int, tries: int = 100) -> None:
-    """Wait until the embedded Valkey answers. Raises ConfigError."""
-    for _ in range(tries):
-        with contextlib.suppress(OSError):
-            async with asyncio.timeout(2.0):
-                reader, writer = await asyncio.open_connection(LOOPBACK, port)
-                with contextlib.closing(writer):
-                    writer.write(b"PING\r\n")
-                    if await reader.readline() == b"+PONG\r\n":
-                        return
-        await asyncio.sleep(0.1)
-    raise ConfigError("the embedded Valkey does not answer; give --redis-url")
 
 
 async def _until_router_serves(router: Child, settings: ServeSettings) -> None:

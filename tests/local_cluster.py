@@ -57,8 +57,7 @@ class LocalCluster:
     @property
     def redis_url(self) -> str:
         (valkey,) = self.children("valkey-server")
-        port = next(c.laddr.port for c in valkey.net_connections() if c.status == psutil.CONN_LISTEN)
-        return f"redis://127.0.0.1:{port}/0"
+        return "unix://" + next(each.laddr for each in valkey.net_connections("unix") if each.laddr)
 
     def leases(self) -> list[NodeLease]:
         """What the registry says, read as any process would."""

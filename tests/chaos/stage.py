@@ -21,7 +21,7 @@ import httpx
 
 from kvferry.cli.child import Child, Command
 from kvferry.cli.child_commands import PREFILL_NICENESS
-from kvferry.cli.serve import valkey_command
+from kvferry.cli.preflight import valkey_binary
 from kvferry.cli.supervisor import Backoff, Supervisor
 from tests.chaos.network import Network
 from tests.chaos.plan import DECODES, NODES, PREFILLS, ROUTERS
@@ -125,6 +125,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def _valkey(port: int) -> Command:
+    """On a port: its clients are cut off by proxies and in other network namespaces."""
+    options = {"--port": port, "--bind": "127.0.0.1", "--save": "", "--appendonly": "no", "--loglevel": "nothing"}
+    words = [str(word) for option in options.items() for word in option]
+    argv = (str(valkey_binary()), *words)
+    return Command("valkey", argv, reports=False, ends_last=True, address=f"redis://127.0.0.1:{port}/0")
+
+
 def command(stage: Stage, name: str, *options: str) -> Command:
     """A router or worker through its test-only door."""
     shape, role = stage.shape, name.rpartition("-")[0]
@@ -180,7 +188,7 @@ async def stage(shape: Shape) -> AsyncIterator[Stage]:
         if shape.network:
             made.network = stack.enter_context(Network.made(NODES))
         redis = free_port()
-        supervisor.start(valkey_command(redis))
+        supervisor.start(_valkey(redis))
         made.ways = Ways((*ROUTERS, *NODES), "0.0.0.0" if made.network else "127.0.0.1", redis)
         stack.callback(made.ways.close)
         children = []

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -129,6 +130,20 @@ def test_one_ready_line_then_a_clean_end(start, tmp_path):
     assert cluster.process.wait(6) == 0
     assert time.monotonic() - began < 5
     assert not [process for process in cluster.family if alive(process)]
+
+
+def test_no_other_user_of_the_machine_reaches_the_embedded_valkey(start):
+    """Who writes a lease redirects prompts: it listens on no port, but in a folder that only its user can enter."""
+    cluster = start()
+    cluster.until_ready()
+    (valkey,) = [process for process in cluster.family if "valkey-server" in process.name()]
+    assert not valkey.net_connections("inet")
+    (socket,) = [Path(each.laddr) for each in valkey.net_connections("unix") if each.laddr]
+    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(socket.stat().st_mode) & 0o077 == 0
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.process.wait(6) == 0
+    assert not socket.parent.exists()
 
 
 def test_ctrl_c_reaches_the_whole_group_and_nothing_is_restarted(start, tmp_path):
