@@ -19,7 +19,7 @@ from kvferry.protocol.layout import blocks_for
 
 log = logging.getLogger("kvferry.kernels")
 
-LADDER = (1, 2, 4, *range(8, 129, 8))
+CAPTURED_ROWS = (1, 2, 4, *range(8, 129, 8))
 """Captured batch sizes. Batches between them are padded; larger ones run layer by layer."""
 NOWHERE = -1
 """Slot of a padding row: its K/V is not written."""
@@ -68,7 +68,7 @@ class _Inputs:
     """Arrays that all graphs read, sized for the largest batch; the first `live` rows belong to the last step."""
 
     def __init__(self, form: DecoderForm, block_size: int, device: torch.device) -> None:
-        rows, self.longest, self.block_size = LADDER[-1], len(form.cos), block_size
+        rows, self.longest, self.block_size = CAPTURED_ROWS[-1], len(form.cos), block_size
         self.ids, self.positions = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self.slots = torch.full((rows,), NOWHERE, dtype=torch.int64, device=device)
         self.total_len = torch.ones(rows, dtype=torch.int32, device=device)
@@ -121,7 +121,7 @@ class GraphStep:
         self._failed = False
 
     def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
-        decodes = plan.num_decodes == plan.num_seqs <= LADDER[-1]
+        decodes = plan.num_decodes == plan.num_seqs <= CAPTURED_ROWS[-1]
         return decodes and not self._failed and max(plan.total_lens) <= len(self._form.cos)
 
     def __call__(
@@ -146,7 +146,7 @@ class GraphStep:
             inputs = self._inputs = _Inputs(self._form, plan.block_size, kv.device)
             self._kv = kv
         inputs.fill(token_ids, plan)
-        size = LADDER[bisect_left(LADDER, len(token_ids))]
+        size = CAPTURED_ROWS[bisect_left(CAPTURED_ROWS, len(token_ids))]
         recorded = self._recorded.get(size)
         if recorded is None:
             recorded = self._record(inputs, size, kv)

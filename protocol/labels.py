@@ -5,7 +5,7 @@ from __future__ import annotations
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 SOURCES = ("computed", "reused_prefill", "reused_decode", "fetched")
 PLACEMENT_KINDS = ("remote", "local")
-RUNGS = (
+RETRY_STEPS = (
     "same_prefill",
     "another_prefill",
     "another_pair",

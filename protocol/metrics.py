@@ -129,7 +129,7 @@ class RouterMetrics:
         self.scaling = RouterScaling(r)
         _exist(self.requests, labels.ENDPOINTS, ("200",))
         _exist(self.placements, labels.PLACEMENT_KINDS)
-        _exist(self.retries, labels.RUNGS)
+        _exist(self.retries, labels.RETRY_STEPS)
         _exist(self.refused, labels.REFUSALS)
         for status, code in labels.ERROR_ANSWERS:
             self.errors.labels(status, code)

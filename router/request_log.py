@@ -117,13 +117,13 @@ class RequestLog:
         record.prefill, record.decode = route.prefill or "", route.decode or ""
         record.cached = route.reuse.cached_len
 
-    def rung(self, record: RequestRecord | None, rung: str, nodes: Sequence[str], told: str = "") -> None:
+    def retried(self, record: RequestRecord | None, step: str, nodes: Sequence[str], told: str = "") -> None:
         """Record a retry, a hedge or a migration of a dispatch."""
         if record is None:
             return
         record.rungs += 1
         self.notes.append(
-            LoggedEvent(self.clock(), rung, tuple(nodes), told[:LONGEST_TOLD], record.request_id, record.tenant)
+            LoggedEvent(self.clock(), step, tuple(nodes), told[:LONGEST_TOLD], record.request_id, record.tenant)
         )
 
     def end(self, record: RequestRecord | None, outcome: str) -> None:

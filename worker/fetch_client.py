@@ -53,7 +53,7 @@ OUTCOMES: tuple[tuple[type[KvferryError], str], ...] = (
     (KvferryError, "lost"),
 )
 """Metric label of a failed fetch: that of the first class that its error is an instance of."""
-BLAMED = ("late", "corrupt", "lost")
+NODE_FAULTS = ("late", "corrupt", "lost")
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +191,7 @@ class PrefixFetcher:
         if number not in self._open:
             return
         fetching, outcome = self._open[number], next(name for kind, name in OUTCOMES if isinstance(error, kind))
-        if outcome in BLAMED:
+        if outcome in NODE_FAULTS:
             now = time.monotonic()
             self._shunned = {holder: until for holder, until in self._shunned.items() if until > now}
             self._shunned[fetching.holder.node] = now + SHUN_S

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvferry.engine.request import Request
 from kvferry.engine.step_slices import Slice
-from kvferry.kernels.cuda_graphs import LADDER
+from kvferry.kernels.cuda_graphs import CAPTURED_ROWS
 
 LONGEST_TILE = 8192
 """Tokens of a chunk from which on all longer ones use the same tiles (kernels/triton/tile_sizes.py).
@@ -28,6 +28,6 @@ def first_steps(stream: Request, prompt: Request, longest: int, most: int) -> It
         yield [Slice(prompt, 0, last)]
     if longest > 2:
         yield [Slice(stream, 0, 1), Slice(prompt, 0, 2)]
-    sizes = [size for below, size in zip((0, *LADDER), LADDER, strict=False) if below < most]
+    sizes = [size for below, size in zip((0, *CAPTURED_ROWS), CAPTURED_ROWS, strict=False) if below < most]
     for size in reversed(sizes):
         yield [Slice(stream, 0, 1)] * size

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.bit_packing import FP8, SPANS, STORED
-from kvferry.kernels.cuda_graphs import LADDER
+from kvferry.kernels.cuda_graphs import CAPTURED_ROWS
 from kvferry.kernels.gpu_weight_layout import CodedForm
 from kvferry.kernels.triton.decode_codes import E4M3, four_bits, level, level_in, number, word_of
 from kvferry.kernels.triton.dequantised_product import product_of_unpacked
 from kvferry.kernels.triton.device_features import hardware_bfloat16, hardware_e4m3
 from kvferry.kernels.triton.tile_sizes import kv_splits, power_of_two, product_tile
 
-ORDERED = LADDER[-1]
+ORDERED = CAPTURED_ROWS[-1]
 """Rows of the largest batch that is summed in the same order as all smaller ones."""
 _SUMS = 32
 """Sums of inputs that a program makes."""

@@ -24,7 +24,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.router.dispatch.background_calls import BackgroundCalls
 from kvferry.router.dispatch.events import Drains, Event
-from kvferry.router.dispatch.failures import blamed, error_of, failure, known
+from kvferry.router.dispatch.failures import error_of, failure, known, nodes_at_fault
 from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
 from kvferry.router.nodes.client import NodeClient
@@ -168,7 +168,7 @@ class Attempt:
         """Post an error that a node reported, unless the prefill node had already done its part."""
         if self._done_by(reporter):
             return
-        culprits = blamed(error, reporter, self.placement, decoding=self.decoding)
+        culprits = nodes_at_fault(error, reporter, self.placement, decoding=self.decoding)
         if len(culprits) == 2 and not self._over:
             prefill, decode = map(node_key, culprits)
             self._breakers.pair_failed(prefill, decode, surely=isinstance(error, NodeLost | Incompatible))

@@ -114,7 +114,7 @@ class AttemptPlanner:
         self.goes_to(others)
         self._failure, self._unpaid = failure.error, not died and not self._delivered
         prefills = self._context.able("prefill", culprit, self._spec.adapter)
-        return self._retry_policy.climb(failure, len(self._delivered), prefills)
+        return self._retry_policy.next_step(failure, len(self._delivered), prefills)
 
     def got_on(self) -> None:
         """Record progress: tokens arrived."""

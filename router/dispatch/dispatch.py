@@ -96,7 +96,7 @@ class RequestDispatch:
                 elif isinstance(event, Failure):
                     self._fail(event)
                 elif isinstance(event, Drains):
-                    await self._bequeath(event.attempt)
+                    await self._hand_over(event.attempt)
                 elif event is Timer.LATE:
                     await self._hedge()
         except Enough:
@@ -152,7 +152,7 @@ class RequestDispatch:
         if not self._over and not self._inbox and placement and self._context.hedges.spend():
             self._context.metrics.retries.labels("hedge").inc()
             late_nodes = [node.node_id for node in (late.placement.prefill, late.placement.decode) if node]
-            self._context.request_log.rung(self._record, "hedge", late_nodes, "its first token is overdue")
+            self._context.request_log.retried(self._record, "hedge", late_nodes, "its first token is overdue")
             self._begin(f"{self._wire_id}-h{self._attempts}", placement)
 
     def _begin(self, name: str, placement: Placement) -> None:
@@ -173,7 +173,7 @@ class RequestDispatch:
         delivered = tuple(self._sequence.tokens)
         return jobs.job(self._spec, name, self._attempts, delivered, self._context.router_id, self._timers.left_s)
 
-    async def _bequeath(self, number: int) -> None:
+    async def _hand_over(self, number: int) -> None:
         """Start a migration: the node of attempt `number` drains."""
         if self._migration is None:
             self._migration = Migration(self._hedged, self._planner, self._context, self._sink.hear)
@@ -181,7 +181,7 @@ class RequestDispatch:
         if await self._migration.begin(number, self._job):
             self._attempts += 1
             ends = [node.node_id for node in (leaves, self._migration.goes_to) if node]
-            self._context.request_log.rung(self._record, "move", ends, "its node drains")
+            self._context.request_log.retried(self._record, "move", ends, "its node drains")
 
     def _fail(self, failure: Failure) -> None:
         """Give up a failed attempt and apply the retry policy; a hedged attempt may still run."""
@@ -191,11 +191,11 @@ class RequestDispatch:
             return
         self._hedged.leave(failure.attempt)
         self._prediction.ended(failure.attempt, failure.error)
-        rung = self._planner.failed(failure, self._hedged.nodes)
-        self._context.metrics.retries.labels(rung).inc()
+        step = self._planner.failed(failure, self._hedged.nodes)
+        self._context.metrics.retries.labels(step).inc()
         culprits = [node.node_id for node in failure.culprits]
-        self._context.request_log.rung(self._record, rung, culprits, f"{failure.error.code}: {failure.error}")
-        log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
+        self._context.request_log.retried(self._record, step, culprits, f"{failure.error.code}: {failure.error}")
+        log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, step)
 
     def _output(self, delta: TokenDelta) -> Output:
         assert self._timers

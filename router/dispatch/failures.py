@@ -30,7 +30,7 @@ class Failure:
     works: frozenset[Work] = frozenset()
 
 
-def blamed(
+def nodes_at_fault(
     error: KvferryError, reporter: NodeLease, placement: Placement, *, decoding: bool = False
 ) -> tuple[NodeLease, ...]:
     """Return the nodes at fault for an error that the live node `reporter` reports.

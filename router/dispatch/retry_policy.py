@@ -45,7 +45,7 @@ class RetryPolicy:
     _step_failures: int = 0
     _delivered: int = 0
 
-    def climb(self, failure: Failure, delivered: int, prefills: Collection[NodeKey]) -> str:
+    def next_step(self, failure: Failure, delivered: int, prefills: Collection[NodeKey]) -> str:
         """Decide the next attempt and return the name of its step.
 
         `delivered` counts the output tokens that the client has; `prefills` are the live nodes that could prefill.

@@ -17,7 +17,7 @@ from kvferry.engine.models.parameters import ParameterLoader
 from kvferry.engine.models.reader import TensorReader
 from kvferry.engine.models.rope import rope_tables
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.cuda_graphs import LADDER, GraphStep
+from kvferry.kernels.cuda_graphs import CAPTURED_ROWS, GraphStep
 from kvferry.kernels.triton import TritonOps
 from tests.device_plans import moved
 from tests.kernels.interpreted import DEVICE
@@ -185,7 +185,7 @@ def test_batches_beyond_the_ladder_and_prompts_are_not_taken() -> None:
     step = model._step
     assert isinstance(step, GraphStep)
     kv = torch.zeros(1)
-    for count, query, taken in ((LADDER[-1], 1, True), (LADDER[-1] + 1, 1, False), (1, 2, False)):
+    for count, query, taken in ((CAPTURED_ROWS[-1], 1, True), (CAPTURED_ROWS[-1] + 1, 1, False), (1, 2, False)):
         plan, _ = make_plan([query] * count, [20] * count, count if query == 1 else 0, BLOCK)
         assert step.takes(plan, kv) is taken
     longer, _ = make_plan([1], [LONGEST + 1], 1, BLOCK)

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.engine.request import Request
 from kvferry.engine.step_slices import Slice
-from kvferry.kernels.cuda_graphs import LADDER
+from kvferry.kernels.cuda_graphs import CAPTURED_ROWS
 from kvferry.kernels.logit_adjustments import Adjusted
 from kvferry.worker import rates
 from kvferry.worker.warmup import first_steps
@@ -50,12 +50,12 @@ def test_a_decode_beside_a_chunk_is_compiled_once() -> None:
     assert [(parts[0].decodes, parts[1].decodes) for parts in mixed] == [(True, False)]
 
 
-@pytest.mark.parametrize(("most", "largest"), [(1, 1), (3, 4), (9, 16), (64, 64), (500, LADDER[-1])])
+@pytest.mark.parametrize(("most", "largest"), [(1, 1), (3, 4), (9, 16), (64, 64), (500, CAPTURED_ROWS[-1])])
 def test_every_size_of_batch_is_captured_that_may_come(most: int, largest: int) -> None:
     rows = [len(parts) for parts in steps(64, most) if parts[0].start == 0 and len(parts) > 1 and parts[-1].decodes]
     singles = [parts for parts in steps(64, most) if len(parts) == 1 and parts[0].decodes]
     assert len(singles) == 1
-    assert [*rows, 1] == [size for size in LADDER[::-1] if size <= largest]
+    assert [*rows, 1] == [size for size in CAPTURED_ROWS[::-1] if size <= largest]
 
 
 def test_an_engine_takes_them_and_its_pool_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ async def test_tenants_see_no_names_of_others_requests(tmp_path: Path) -> None:
     async with Watched(api_keys=str(file), api_key="own") as watched:
         for name in "ab":
             await watched.complete(headers={"authorization": f"Bearer key-{name}", "x-request-id": f"of-{name}"})
-        watched.bench.all.request_log.rung(watched.bench.all.request_log.recent[0], "hedge", ["p1"], "told")
+        watched.bench.all.request_log.retried(watched.bench.all.request_log.recent[0], "hedge", ["p1"], "told")
         for path in ("/dashboard/state", "/dashboard/view"):
             assert (await watched.http.get(path)).status_code == 401
         page = await watched.http.get("/dashboard")
@@ -253,7 +253,7 @@ async def test_what_is_remembered_is_bounded() -> None:
         (record,) = told.recent
         for _ in range(5000):
             told.recent.append(record)
-            told.rung(record, "hedge", ["p1"], "x" * 10_000)
+            told.retried(record, "hedge", ["p1"], "x" * 10_000)
             told.shipped(watched_placement(watched), ShipDone("r", 0, 1, 100, 0.001, 0.0))
         assert (len(told.recent), len(told.notes), len(told.ships)) == (
             request_log.RECENT, request_log.NOTES, request_log.SHIPS,
@@ -290,7 +290,7 @@ async def test_what_clients_named_is_text_on_the_page_and_in_json() -> None:
         dispatch = watched.bench.start()
         record = told.begin(dispatch._spec, nasty, [1])
         record.request_id = record.tenant = record.prefill = record.decode = nasty
-        told.rung(record, nasty, [nasty], nasty)
+        told.retried(record, nasty, [nasty], nasty)
         told.node(nasty, nasty, nasty)
         html = view(watched.board.state())
         told.end(record, nasty)

@@ -140,12 +140,12 @@ def test_a_death_is_heard_of_one_by_one_and_forgotten() -> None:
 def test_failures_are_counted_since_the_request_got_on() -> None:
     retry_policy, node = RetryPolicy(), lease_of("d1", "decode")
     for delivered in range(3 * MAX_FAILURES):
-        retry_policy.climb(Failure(delivered, NodeDied("x"), (node,)), delivered, ())
+        retry_policy.next_step(Failure(delivered, NodeDied("x"), (node,)), delivered, ())
         assert retry_policy.excluded == {("d1", 1)}
     for _ in range(MAX_FAILURES - 1):
-        retry_policy.climb(Failure(0, NodeDied("x"), (node,)), 99, ())
+        retry_policy.next_step(Failure(0, NodeDied("x"), (node,)), 99, ())
     with pytest.raises(NodeDied):
-        retry_policy.climb(Failure(0, NodeDied("x"), (node,)), 99, ())
+        retry_policy.next_step(Failure(0, NodeDied("x"), (node,)), 99, ())
 
 
 async def test_it_takes_two_decode_nodes_and_no_innocent_stream() -> None:
