@@ -161,7 +161,13 @@ async def run_router(
         gc.freeze()
         status.ready(url, model=texts[0].name)
         async with batches:
-            last = draining.answering(sock, server, partial(scraped, metrics, peers), tls(settings), limits)
+            last = draining.answering(
+                sock,
+                server,
+                partial(scraped, metrics, peers, "" if tenant_registry.keyring.guards else None),
+                tls(settings),
+                limits,
+            )
             await _until_ended(server, serving, stop, last)
 
 

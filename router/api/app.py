@@ -147,7 +147,7 @@ def create_app(
         boards = dashboard.DashboardRoutes(board, peers)
         app.include_router(dashboard.shown(boards, tenant_registry.keyring), **guarded)
         app.include_router(dashboard.page(boards, tenant_registry.keyring), responses=ANSWERED)
-    app.include_router(probes(pools, metrics, peers), responses=ANSWERED)
+    app.include_router(probes(pools, metrics, peers, tenant_registry.keyring), responses=ANSWERED)
     batches.serve(app, exchanges, lambda: admission.count, tenant_registry.realm, tenant_registry.exists)
     return across_origins(Ingress(app, settings, tenant_registry, exchanges, throttle), settings)
 

@@ -16,7 +16,6 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.bodies.reader import READ_AT
 from kvferry.router.api.http_errors import error_response
 from kvferry.router.request_context import CALL, RequestContext
-from kvferry.router.tenants.tenant import NOBODY, Tenant
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.runtime.log import REQUEST
 from kvferry.runtime.rejection_throttle import RejectionThrottle
@@ -55,7 +54,7 @@ class Ingress:
             return
         path, scope = self._root.local(scope)
         headers = Headers(scope=scope)
-        tenant = self._tenant(headers)
+        tenant = self._tenant_registry.keyring.presented(headers)
         name = tenant.name if tenant else ""
         given, arrival = headers.get("x-request-id", ""), time.monotonic()
         call = scope[CALL] = RequestContext(
@@ -96,18 +95,6 @@ class Ingress:
             took_s = time.monotonic() - scope.get(READ_AT, call.arrival)
             if delay_s := self._throttle.delay_s(call.tenant or (scope.get("client") or ("",))[0], took_s):
                 await asyncio.sleep(delay_s)
-
-    def _tenant(self, headers: Headers) -> Tenant | None:
-        """Return the tenant of a request; None if a valid key is required and missing.
-
-        The key is in `Authorization: Bearer KEY`, or in `x-api-key`, which clients of the Messages API send. Header
-        values arrive decoded as latin-1."""
-        keyring = self._tenant_registry.keyring
-        if not keyring.guards:
-            return NOBODY
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        key = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
-        return keyring.tenant(key.encode("latin-1")) if key else None
 
 
 def _traceparent(headers: Headers) -> str:

@@ -15,6 +15,7 @@ from kvferry.router.api.answers import Health, Ready, Targets
 from kvferry.router.api.documentation import answers
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.page.page import chat_page
+from kvferry.router.tenants.keyring import Keyring
 from kvferry.router.worker_peers.exposition import scraped
 from kvferry.router.worker_peers.peers import WorkerPeers
 from kvferry.runtime.rejection import retry_headers
@@ -25,8 +26,10 @@ NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "
 """OpenAPI description of the query parameter `nodes`."""
 
 
-def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> APIRouter:
-    """Return the routes, which need no key (OPEN_PATHS); each process answers for all that share its port."""
+def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyring: Keyring) -> APIRouter:
+    """Return the routes, which need no key (OPEN_PATHS); each process answers for all that share its port.
+
+    With keys, a scrape shows tenants only to the key of the settings, and a tenant's key only that tenant."""
     router = APIRouter()
 
     async def own_metrics() -> bytes:
@@ -70,8 +73,9 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers) -> A
         return Ready(status=why or "ready", nodes=nodes, models=models)
 
     @router.get("/metrics", summary="Metrics in Prometheus' text format", response_class=PlainTextResponse)
-    async def scrape() -> Response:
-        return Response(await scraped(metrics, peers), media_type=CONTENT_TYPE_LATEST)
+    async def scrape(request: Request) -> Response:
+        text = await scraped(metrics, peers, keyring.viewer(request.headers))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router
 

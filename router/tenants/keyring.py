@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, nullcontext
 
+from starlette.datastructures import Headers
+
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keys import Keys, key_hash, read_keys
 from kvferry.router.tenants.tenant import NOBODY, Tenant
@@ -24,6 +26,24 @@ class Keyring:
         self._keys: Keys = {}
         self.tenants: dict[str, Tenant] = {}
         self._take(self._file.value if self._file else {})
+
+    def presented(self, headers: Headers) -> Tenant | None:
+        """Return the tenant of a request; None if a valid key is required and missing.
+
+        The key is in `Authorization: Bearer KEY`, or in `x-api-key`, which clients of the Messages API send. Header
+        values arrive decoded as latin-1."""
+        if not self.guards:
+            return NOBODY
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
+        return self.tenant(key.encode("latin-1")) if key else None
+
+    def viewer(self, headers: Headers) -> str | None:
+        """Return the tenant that a request may see, or an empty string; None for one that may see all of them.
+
+        Without keys, and with the key of the settings, a request sees all tenants."""
+        tenant = self.presented(headers)
+        return None if tenant is NOBODY else tenant.name if tenant else ""
 
     def tenant(self, key: bytes) -> Tenant | None:
         """Return the tenant of a key; None for an unknown key."""

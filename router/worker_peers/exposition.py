@@ -6,6 +6,7 @@ take that for a counter reset."""
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import generate_latest
@@ -13,14 +14,25 @@ from prometheus_client import generate_latest
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.worker_peers.peers import WorkerPeers
 
+_TENANT = re.compile(rb'[{,]tenant="((?:[^"\\]|\\.)*)"')
 LABEL = "worker"
 """Label with the process's number."""
 UP = "kvferry_worker_up"
 """Metric added by the merge: 1 for each process that answered, else 0."""
 
 
-async def scraped(metrics: RouterMetrics, peers: WorkerPeers) -> bytes:
-    """Return this process's answer to a scrape: its own metrics and those of its peers."""
+async def scraped(metrics: RouterMetrics, peers: WorkerPeers, viewer: str | None = None) -> bytes:
+    """Return this process's answer to a scrape: its own metrics and those of its peers.
+
+    viewer: the tenant whose samples are shown among those of tenants, or an empty string; None: all of them."""
+    text = await _all(metrics, peers)
+    if viewer is None:
+        return text
+    lines = text.splitlines(keepends=True)
+    return b"".join(line for line in lines if not (found := _TENANT.search(line)) or found[1] in (b"", viewer.encode()))
+
+
+async def _all(metrics: RouterMetrics, peers: WorkerPeers) -> bytes:
     own = generate_latest(metrics.registry)
     if peers.alone:
         return own
