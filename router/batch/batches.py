@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry.protocol.errors import InvalidRequest, NotFound, Overloaded, reason
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch.batch import ENDED, Batch, BatchFolder
+from kvferry.router.batch.disk_threads import on_disk
 from kvferry.router.batch.files import DiskFailed, FileStore, disk_failed, tenant_folder, tenant_folders
 from kvferry.router.batch.runner import Runner, TenantGone
 from kvferry.runtime.private_files import make_private
@@ -76,15 +77,15 @@ class Batches:
         if endpoint not in self._endpoints:
             raise InvalidRequest(f"endpoint must be one of {', '.join(sorted(self._endpoints))}", param="endpoint")
         folder, files = self.folder(tenant), self.files(tenant)
-        await asyncio.to_thread(files.get, file_id, "input_file_id")
-        known = await asyncio.to_thread(folder.all)
+        await on_disk(tenant, files.get, file_id, "input_file_id")
+        known = await on_disk(tenant, folder.all)
         if sum(batch.status not in ENDED for batch in known) >= MOST:
             raise Overloaded(f"{MOST} batches are in progress", retry_after=30.0)
         batch = Batch.new(endpoint, file_id, tenant, metadata)
         try:
-            await asyncio.to_thread(folder.create, batch)
+            await on_disk(tenant, folder.create, batch)
             for old in [batch for batch in known if batch.status in ENDED][MOST_ENDED:]:
-                await asyncio.to_thread(folder.forget, old.id)
+                await on_disk(tenant, folder.forget, old.id)
         except OSError as error:
             folder.forget(batch.id)
             raise disk_failed("the batch cannot be stored", error) from error
@@ -94,16 +95,16 @@ class Batches:
     async def cancel(self, tenant: str, batch_id: str) -> Batch:
         """Cancel a batch; raise NotFound, InvalidRequest if it has ended, or DiskFailed."""
         folder = self.folder(tenant)
-        batch = await asyncio.to_thread(folder.get, batch_id)
+        batch = await on_disk(tenant, folder.get, batch_id)
         if batch.status in ENDED:
             raise InvalidRequest(f"the batch has already ended: its status is {batch.status}", param="batch_id")
         try:
-            await asyncio.to_thread(folder.cancel, batch_id)
+            await on_disk(tenant, folder.cancel, batch_id)
         except OSError as error:
             raise disk_failed("the batch cannot be cancelled", error) from error
         if batch_id not in self._tasks:
             self._start(batch, folder)  # in case no process runs it
-        return await asyncio.to_thread(folder.get, batch_id)
+        return await on_disk(tenant, folder.get, batch_id)
 
     async def __aenter__(self) -> Batches:
         await asyncio.to_thread(make_private, self._root)
@@ -145,7 +146,7 @@ class Batches:
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)
             try:
-                known = await asyncio.to_thread(folder.get, batch.id)
+                known = await on_disk(batch.tenant, folder.get, batch.id)
             except NotFound:
                 logger.warning("%s can no longer be read", batch.id)
                 return
@@ -160,7 +161,7 @@ class Batches:
 
     async def _run_once(self, batch: Batch, folder: BatchFolder) -> None:
         assert self._app is not None
-        lock = await asyncio.to_thread(folder.lock, batch.id)
+        lock = await on_disk(batch.tenant, folder.lock, batch.id)
         if lock is None:
             return
         with lock:

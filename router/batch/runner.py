@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from kvferry.protocol.errors import NotFound
 from kvferry.router.batch.batch import Batch, BatchFolder
+from kvferry.router.batch.disk_threads import on_disk
 from kvferry.router.batch.files import DiskFailed, FileStore
 from kvferry.router.batch.internal_client import ask
 from kvferry.router.batch.rows import MAX_ERRORS, InvalidRow, Row, answer_row, answered, read_rows, unanswered_row
@@ -67,13 +68,13 @@ class Runner:
         run then resumes from the saved state."""
         batch = self._batch
         try:
-            path = await asyncio.to_thread(self._files.path, batch.input_file_id)
-            wrong = await asyncio.to_thread(self._validate, path)
+            path = await on_disk(self._batch.tenant, self._files.path, batch.input_file_id)
+            wrong = await on_disk(self._batch.tenant, self._validate, path)
             if wrong:
                 batch.fail(wrong)
                 await asyncio.shield(self._save())
                 return
-            done = [await asyncio.to_thread(answered, self._outputs[ok]) for ok in (True, False)]
+            done = [await on_disk(self._batch.tenant, answered, self._outputs[ok]) for ok in (True, False)]
             batch.request_counts.update(completed=len(done[0]), failed=len(done[1]))
             if batch.in_progress_at is None:
                 batch.move("in_progress")
@@ -124,7 +125,7 @@ class Runner:
                         async with asyncio.timeout(SAVE_S):  # wait_for may lose a cancellation
                             await self._freed.wait()
                     continue
-                row = await asyncio.to_thread(next, left, None)
+                row = await on_disk(self._batch.tenant, next, left, None)
                 if row is None and not tasks:
                     break
                 if row is None:
@@ -142,7 +143,9 @@ class Runner:
         if self._failure is not None:
             raise self._failure
         if ending == "expired":
-            rest = await asyncio.to_thread(lambda: _unanswered(path, self._batch.endpoint, self._outputs.values()))
+            rest = await on_disk(
+                self._batch.tenant, lambda: _unanswered(path, self._batch.endpoint, self._outputs.values())
+            )
             for custom_id in rest:
                 await self._write(unanswered_row(custom_id, "batch_expired", "not answered within 24 hours"), ok=False)
         return ending or "completed"
@@ -200,7 +203,7 @@ class Runner:
             if not future.cancelled() and future.exception() is None:
                 self._batch.request_counts["completed" if ok else "failed"] += 1
 
-        writing = asyncio.ensure_future(asyncio.to_thread(append))
+        writing = asyncio.ensure_future(on_disk(self._batch.tenant, append))
         self._writes.add(writing)
         writing.add_done_callback(written)
         await asyncio.shield(writing)
@@ -214,7 +217,7 @@ class Runner:
             batch.move("finalizing")
         for ok, field in ((True, "output_file_id"), (False, "error_file_id")):
             if getattr(batch, field) is None:
-                made = await asyncio.to_thread(self._publish, ok)
+                made = await on_disk(self._batch.tenant, self._publish, ok)
                 setattr(batch, field, made)
                 try:
                     await self._save()
@@ -222,7 +225,7 @@ class Runner:
                     if made is not None:  # its id could not be saved
                         setattr(batch, field, None)
                         with contextlib.suppress(OSError, NotFound):
-                            await asyncio.to_thread(self._files.delete, made)
+                            await on_disk(self._batch.tenant, self._files.delete, made)
                     raise
         batch.move(ended)
         await self._save()
@@ -239,7 +242,7 @@ class Runner:
 
     async def _save(self) -> None:
         self._saved = time.monotonic()
-        await asyncio.to_thread(self._folder.save, self._batch)
+        await on_disk(self._batch.tenant, self._folder.save, self._batch)
 
 
 def _unanswered(path: Path, endpoint: str, outputs: Iterable[Path]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -13,6 +12,7 @@ from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.reader import BodyReader, parse
 from kvferry.router.api.documentation import errors, path_parameter, query_parameters, takes
 from kvferry.router.batch.batches import Batches
+from kvferry.router.batch.disk_threads import on_disk
 from kvferry.router.request_context import CALL
 
 MOST_LISTED = 100
@@ -103,13 +103,13 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
         openapi_extra=query_parameters(MOST_LISTED),
     )  # fmt: skip
     async def listed(request: Request) -> dict[str, Any]:
-        found = await asyncio.to_thread(batches.folder(request.scope[CALL].tenant).all)
+        found = await on_disk(request.scope[CALL].tenant, batches.folder(request.scope[CALL].tenant).all)
         return page([batch.shown() for batch in found], request, MOST_LISTED)
 
     @router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", responses=errors(404), **one)
     async def told(request: Request) -> dict[str, Any]:
         folder = batches.folder(request.scope[CALL].tenant)
-        return (await asyncio.to_thread(folder.get, request.path_params["batch_id"])).shown()
+        return (await on_disk(request.scope[CALL].tenant, folder.get, request.path_params["batch_id"])).shown()
 
     @router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=errors(400, 404, 500, 507), **one)
     async def cancelled(request: Request) -> dict[str, Any]:

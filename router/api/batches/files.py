@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from typing import Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -20,6 +20,7 @@ from kvferry.router.api.batches.pages import page
 from kvferry.router.api.bodies.reader import check_encoding
 from kvferry.router.api.documentation import errors, path_parameter, query_parameters
 from kvferry.router.batch.batches import Batches
+from kvferry.router.batch.disk_threads import on_disk
 from kvferry.router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose, disk_failed
 from kvferry.router.request_context import CALL, RequestContext
 
@@ -121,7 +122,7 @@ class Uploads:
             self._arriving[tenant] -= 1
 
     async def _arrived(self, request: Request, files: FileStore, tenant: str) -> StoredFile:
-        held = Reservation(self._reserved, tenant, await asyncio.to_thread(files.room))
+        held = Reservation(self._reserved, tenant, await on_disk(tenant, files.room))
         try:
             form = await self._form(request, held)
             try:
@@ -131,7 +132,7 @@ class Uploads:
                 if not isinstance(purpose, str):
                     raise InvalidRequest("purpose must be given", param="purpose")
                 check_purpose(purpose)
-                return await asyncio.to_thread(files.add, file.file, file.filename or "file", purpose)
+                return await on_disk(tenant, files.add, file.file, file.filename or "file", purpose)
             finally:
                 await form.close()
         finally:
@@ -199,32 +200,34 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
             raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}", param="purpose")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order must be asc or desc", param="order")
-        found = await asyncio.to_thread(files_of(request).all)
+        found = await on_disk(request.scope[CALL].tenant, files_of(request).all)
         kept = [file.shown() for file in found if purpose in (None, file.purpose)]
         return page(kept if order == "desc" else kept[::-1], request, MOST_LISTED)
 
     @router.get("/v1/files/{file_id}", summary="Retrieve a file's metadata", response_model=FileAnswer, **one)
     async def told(request: Request) -> dict[str, Any]:
-        found = await asyncio.to_thread(files_of(request).get, request.path_params["file_id"])
+        found = await on_disk(request.scope[CALL].tenant, files_of(request).get, request.path_params["file_id"])
         return found.shown()
 
     @router.get("/v1/files/{file_id}/content", summary="Retrieve a file's content", response_class=FileResponse, **one)
     async def content(request: Request) -> Response:
-        file, size = await asyncio.to_thread(files_of(request).open, request.path_params["file_id"])
+        file, size = await on_disk(request.scope[CALL].tenant, files_of(request).open, request.path_params["file_id"])
         headers = {"content-length": str(size)}
-        return StreamingResponse(_pieces(file), media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(
+            _pieces(request.scope[CALL].tenant, file), media_type="application/octet-stream", headers=headers
+        )
 
     @router.delete("/v1/files/{file_id}", summary="Delete a file", response_model=FileDeleted, **one)
     async def deleted(request: Request) -> dict[str, Any]:
         file_id = request.path_params["file_id"]
-        await asyncio.to_thread(files_of(request).delete, file_id)
+        await on_disk(request.scope[CALL].tenant, files_of(request).delete, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     return router
 
 
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Yield a file's pieces and close it; blocks."""
+async def _pieces(tenant: str, file: BinaryIO) -> AsyncIterator[bytes]:
+    """Yield a file's pieces and close it."""
     with file:
-        while piece := file.read(2**18):
+        while piece := await on_disk(tenant, file.read, 2**18):
             yield piece

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ def tenants_in(text: str) -> set[str]:
     return set(re.findall(r'tenant="([^"]*)"', text))
 
 
-async def used(tmp_path: Path, **settings: str) -> Api:
+async def used(tmp_path: Path, **settings: Any) -> Api:
     file = tmp_path / "keys.toml"
     file.write_text(entry("acme", "a") + entry("other", "o"))
     api = Api(FakeCluster(says("Yes.")), api_keys=str(file), **settings)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import fcntl
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.router.batch import batch, batches, files, runner
+from kvferry.router.batch import batch, batches, disk_threads, files, runner
+from kvferry.router.tenants.keys import entry
 from tests.api_parts import Api, error_of
 from tests.batch_parts import api, ended
 from tests.waiting import until
@@ -144,3 +148,33 @@ async def test_a_batch_waits_for_room_and_goes_on(
     assert sorted(json.loads(line)["custom_id"] for line in content.splitlines()) == ["0", "1", "2"]
     assert len((await at.http.get("/v1/files")).json()["data"]) == 2
     assert caplog.text.count("waits for the disk") == 1
+
+
+async def test_a_folder_that_hangs_stops_no_other_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network file system does whose server is gone, or a lock that another process holds."""
+    monkeypatch.setattr(disk_threads, "PLACE_S", 0.2)
+    monkeypatch.setattr(disk_threads, "CALL_S", 0.5)
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("hangs", "h") + entry("other", "o"))
+    at = api(tmp_path / "data", api_keys=str(keys))
+    mine, other = {"authorization": "Bearer h"}, {"authorization": "Bearer o"}
+    at.http.headers.update(mine)
+    assert (await upload(at)).status_code == 200
+    (folder,) = {path.parent for path in below(tmp_path / "data", "*.data")}
+    holder = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        stuck = [asyncio.create_task(upload(at)) for _ in range(disk_threads.PER_TENANT)]
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        listed = await at.http.get("/v1/files", headers=other)
+        dashboard = await at.http.get("/dashboard/view", headers=other)
+        assert (listed.status_code, dashboard.status_code) == (200, 200)
+        assert time.monotonic() - began < 0.3, "the other tenant's and the dashboard's do not wait"
+        refused = await at.http.get("/v1/files", headers=mine)
+        assert (refused.status_code, error_of(refused)["code"]) == (500, "storage_failed")
+        assert {answer.status_code for answer in await asyncio.gather(*stuck)} == {500}
+    finally:
+        os.close(holder)
+    await until(lambda: not disk_threads._places)
+    assert (await at.http.get("/v1/files", headers=mine)).status_code == 200

@@ -1,0 +1,46 @@
+"""Threads for calls on clients' files, apart from all other work of the process.
+
+A call may hang, as on a network file system. It then holds one of its tenant's few places. Other tenants' calls, the
+dashboard and the reload of keys do not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from kvferry.router.batch.files import DiskFailed
+
+THREADS, PER_TENANT = 64, 4
+"""Number of threads, and of calls of one tenant at the same time."""
+PLACE_S = 10.0
+"""Longest wait for one of a tenant's places, in seconds."""
+CALL_S = 300.0
+"""Longest wait for a call, in seconds: a file of the longest upload is copied within it."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_threads = ThreadPoolExecutor(THREADS, "disk")
+_places: weakref.WeakValueDictionary[tuple[int, str], asyncio.Semaphore] = weakref.WeakValueDictionary()
+
+
+async def on_disk(tenant: str, call: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
+    """Run a blocking call on a tenant's files. Raises what it raises, and DiskFailed if the disk does not answer."""
+    loop = asyncio.get_running_loop()
+    places = _places.setdefault((id(loop), tenant), asyncio.Semaphore(PER_TENANT))
+    try:
+        async with asyncio.timeout(PLACE_S):
+            await places.acquire()
+    except TimeoutError:
+        raise DiskFailed("the data directory does not answer; other calls of this tenant wait for it") from None
+    running = loop.run_in_executor(_threads, lambda: call(*args, **named))
+    running.add_done_callback(lambda _: places.release())
+    try:
+        async with asyncio.timeout(CALL_S):
+            return await asyncio.shield(running)
+    except TimeoutError:
+        if running.done():
+            raise
+        raise DiskFailed("the data directory does not answer") from None
