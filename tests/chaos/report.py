@@ -210,7 +210,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['of_them_broken']} asked again of the other",
         f"  memory, files, threads  {found['suspects'] or ('steady' if found['growth'] else 'too short to tell')}",
         "  idle after clients left  "
-        + (", ".join(f"{phase} {_told(storm)}" for phase, storm in found["disconnects"].items()) or "not retried"),
+        + (", ".join(f"{phase} {_told(storm)}" for phase, storm in found["disconnects"].items()) or "not tried"),
         f"  machine              {found['machine']['cores']} cores, load {found['machine']['load']}",
         f"  {'fault':<22}{'count':>6}{'recovery p50':>14}{'max':>8}{'longest pause':>15}",
     ]

@@ -114,6 +114,6 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(
     other = float32_model(save_checkpoint(tmp_path / "other", "LlamaConfig", hidden_size=128))
     refused = change(cluster, "load", lora_name="z", lora_path=str(save_adapter(tmp_path / "z", other)))
     assert refused.status_code == 400
-    assert "base takes" in refused.json()["error"]["message"]
+    assert "base needs" in refused.json()["error"]["message"]
     assert change(cluster, "load", lora_name="z", lora_path="/no/such/adapter").status_code == 400
     assert {card.id for card in cluster.client.models.list()} == {"base", "x"}
