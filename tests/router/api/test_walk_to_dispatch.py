@@ -32,7 +32,16 @@ API_HALF = {
 turn; its prompt, within bounds, word by word; the nodes."""
 TENANTS = {
     f"router/tenants/{name}.py"
-    for name in ("tenant_registry", "limits", "tenant", "scheduler_slots", "fair_queue", "arrival_rate", "tenant_queue")
+    for name in (
+        "tenant_registry",
+        "keyring",
+        "limits",
+        "tenant",
+        "scheduler_slots",
+        "fair_queue",
+        "arrival_rate",
+        "tenant_queue",
+    )
 }
 WORDS = "What does a ferry carry? " * 10
 CHAT = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 4}
