@@ -177,5 +177,5 @@ async def test_a_folder_that_hangs_stops_no_other_tenant(tmp_path: Path, monkeyp
     finally:
         os.close(holder)
     async with asyncio.timeout(15):
-        while (await at.http.get("/v1/files", headers=mine)).status_code != 200:
+        while (await at.http.get("/v1/files", headers=mine)).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
