@@ -1,6 +1,6 @@
 """Valkey server of `kvferry serve`: reachable for this user alone, over a Unix socket in a folder of mode 0700.
 
-Whoever can write to it can redirect requests to other nodes, so it must not listen on a port that other users of the
+Anyone who can write to it can redirect requests to other nodes, so it must not listen on a port that other users of the
 machine reach."""
 
 from __future__ import annotations
