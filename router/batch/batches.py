@@ -109,7 +109,7 @@ class Batches:
     async def __aenter__(self) -> Batches:
         await asyncio.to_thread(make_private, self._root)
         for batch, folder in await asyncio.to_thread(self._left_over):
-            logger.info("%s goes on: %d rows", batch.id, batch.request_counts["total"])
+            logger.info("resuming %s: %d rows", batch.id, batch.request_counts["total"])
             self._start(batch, folder)
         return self
 
@@ -136,7 +136,7 @@ class Batches:
             try:
                 return await self._run_once(known, folder)
             except TenantGone:
-                await self._returns(batch)
+                await self._wait_for_tenant(batch)
                 continue
             except (OSError, DiskFailed) as error:
                 if time.monotonic() - began > LONGEST_WAIT_S:
@@ -153,7 +153,7 @@ class Batches:
             if known.status in ENDED:  # ended by another process
                 return
 
-    async def _returns(self, batch: Batch) -> None:
+    async def _wait_for_tenant(self, batch: Batch) -> None:
         """Wait until the batch's tenant has a key again."""
         logger.warning("%s pauses: its tenant %s has no key", batch.id, batch.tenant)
         while not self._exists(batch.tenant):  # noqa: ASYNC110

@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -143,11 +143,14 @@ class FileStore:
 
     def room(self) -> int:
         """Return the bytes that are left of the tenant's limit."""
-        return max(0, self._limit - sum(file.bytes for file in self.all()))
+        return max(0, self._left(self.all()))
+
+    def _left(self, known: Iterable[StoredFile]) -> int:
+        return self._limit - sum(file.bytes for file in known)
 
     def _check_room(self, size: int) -> None:
         known = self.all()
-        room = self._limit - sum(file.bytes for file in known)
+        room = self._left(known)
         if size > room:
             raise RequestTooLarge(
                 f"file: its {size} bytes do not fit into the {max(room, 0)} left of {self._limit}; "

@@ -103,7 +103,8 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
         openapi_extra=query_parameters(MOST_LISTED),
     )  # fmt: skip
     async def listed(request: Request) -> dict[str, Any]:
-        found = await on_disk(request.scope[CALL].tenant, batches.folder(request.scope[CALL].tenant).all)
+        tenant = request.scope[CALL].tenant
+        found = await on_disk(tenant, batches.folder(tenant).all)
         return page([batch.shown() for batch in found], request, MOST_LISTED)
 
     @router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", responses=errors(404), **one)
