@@ -31,14 +31,18 @@ class Result:
     remedy: str = ""
 
 
+PASSWORD = "give it a user and a password as in docs/redis.md: who writes to it can stop all requests"
 Check = Callable[[ServeSettings], Result]
 
 
 def redis(settings: ServeSettings) -> Result:
-    """Check that the Redis of --redis-url answers, or that the embedded Valkey is installed."""
-    if settings.redis_url:
-        return Result("ok", "redis", preflight.redis_answers(settings))
-    return Result("ok", "redis", f"embedded Valkey, {preflight.valkey_binary()}")
+    """Check that the Redis of --redis-url answers and asks for a password, or that the embedded Valkey is installed."""
+    if not settings.redis_url:
+        return Result("ok", "redis", f"embedded Valkey, {preflight.valkey_binary()}")
+    found, writers = preflight.redis_answers(settings)
+    if writers:
+        return Result("warn", "redis", f"{found} takes commands without a password from {writers}", PASSWORD)
+    return Result("ok", "redis", found)
 
 
 def packages(settings: ServeSettings) -> Result:

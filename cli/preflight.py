@@ -76,20 +76,22 @@ def valkey_binary() -> Path:
         raise ConfigError(f"no embedded Valkey for this machine ({error}); give --redis-url") from error
 
 
-def redis_answers(settings: CommonSettings) -> str:
-    """Check that the Redis or Valkey of the settings is usable; return its name, version and address."""
+def redis_answers(settings: CommonSettings) -> tuple[str, str]:
+    """Check that the Redis or Valkey of the settings is usable.
+
+    Returns its name, version and address, and who can write to it without a password (`redis_check.writers`)."""
     from kvferry.cluster_state.redis_store import RedisStore
     from kvferry.cluster_state.redis_url import shown
 
-    async def ask() -> str:
+    async def ask() -> tuple[str, str]:
         store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
         try:
-            return await store.check()
+            return f"{await store.check()} at {shown(settings.redis_url)}", store.open_to
         finally:
             await store.close()
 
     try:
-        return f"{asyncio.run(ask())} at {shown(settings.redis_url)}"
+        return asyncio.run(ask())
     except RegistryRefuses as error:
         raise ConfigError(error.message, param="redis_url") from error
     except RegistryUnavailable as error:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import stat
+from pathlib import Path
 from typing import Any
 
 import redis.asyncio as redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from kvferry.cluster_state import redis_client
+from kvferry.cluster_state import redis_client, redis_url
 from kvferry.cluster_state.redis_scripts import COMMANDS, REHEARSAL
 from kvferry.protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
+from kvferry.runtime.address import is_loopback
 
 log = logging.getLogger("kvferry.redis")
 
 UNFIT_POLICIES = ("volatile-ttl", "volatile-lru", "volatile-lfu", "volatile-random", "allkeys-random")
 """Eviction policies that may evict leases before block rows: leases are few and have the shortest time to live."""
 _NO_DATABASE = re.compile("DB index|SELECT is not allowed")
+
+
+LOCAL, ANYONE = "every user of this machine", "every host that reaches it"
 
 
 class Forbidden(Exception):
@@ -52,6 +58,40 @@ async def checked(client: redis.Redis, prefix: str, shown: str, limit_s: float) 
         log.warning("Redis at %s evicts by %s, including leases: set maxmemory-policy to allkeys-lru", shown, policy)
     name = "Valkey" if "valkey_version" in facts else "Redis"
     return f"{name} {facts.get('valkey_version') or facts.get('redis_version') or 'of unknown version'}"
+
+
+async def writers(url: str, prefix: str, limit_s: float) -> str:
+    """Return who can write to the server without credentials, LOCAL or ANYONE; empty if nobody can.
+
+    prefix: of all keys; nothing is written. Empty, too, if the server gives no answer within the limit."""
+    place = redis_url.read(url).server
+    if "path" in place:
+        return LOCAL if _reached_by_all(Path(place["path"])) and await _takes_writes(url, prefix, limit_s) else ""
+    if not await _takes_writes(url, prefix, limit_s):
+        return ""
+    return LOCAL if is_loopback(place.get("host", "")) else ANYONE
+
+
+async def _takes_writes(url: str, prefix: str, limit_s: float) -> bool:
+    """Return whether the server runs a command that writes, on a key that does not exist."""
+    client = redis_client.connected_without_credentials(url, limit_s)
+    try:
+        async with asyncio.timeout(limit_s):
+            await client.persist(f"{prefix}nobody")
+        return True
+    except Exception:
+        return False
+    finally:
+        await redis_client.close(client)
+
+
+def _reached_by_all(socket: Path) -> bool:
+    """Return whether every local user may connect: writing to the socket, through each of its folders."""
+    try:
+        may_enter = all(folder.stat().st_mode & stat.S_IXOTH for folder in socket.absolute().parents)
+        return may_enter and bool(socket.stat().st_mode & stat.S_IWOTH)
+    except OSError:
+        return False
 
 
 async def _facts(client: redis.Redis) -> dict[str, Any]:

@@ -71,7 +71,15 @@ def connected(url: str, timeout_s: float, password_file: str = "") -> redis.Redi
     """Return a client that connects on first use and reconnects by itself.
 
     timeout_s bounds connecting and every answer. Raises ConfigError for an invalid URL or an unreadable file."""
-    where = redis_url.read(url)
+    return _client(redis_url.read(url), timeout_s, password_file)
+
+
+def connected_without_credentials(url: str, timeout_s: float) -> redis.Redis:
+    """Return a client as `connected` does that shows neither user, password nor certificate."""
+    return _client(redis_url.without_credentials(redis_url.read(url)), timeout_s, "")
+
+
+def _client(where: redis_url.RedisUrl, timeout_s: float, password_file: str) -> redis.Redis:
     options: dict[str, Any] = where.server | _deadlines(timeout_s)
     options |= {"max_connections": _MAX_CONNECTIONS, "timeout": timeout_s}
     # One retry: a pooled connection may belong to a server that has restarted since.

@@ -13,6 +13,7 @@ import hashlib
 from kvferry.cluster_state import redis_client
 from kvferry.cluster_state.redis_client import LONGEST, Script, answered
 from kvferry.cluster_state.responses import MAX_RESPONSES
+from kvferry.cluster_state.seal import Seal
 
 _FORGET = """
 local function forget(id)
@@ -68,6 +69,7 @@ class RedisResponses:
     most           most records of one tenant
     timeout_s      limit on every answer, because a client waits for it
     password_file  see `redis_client.connected`
+    seal           signs records; those that it does not verify count as missing. None: they are believed as they are
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class RedisResponses:
         most: int = MAX_RESPONSES,
         timeout_s: float = 1.0,
         password_file: str = "",
+        seal: Seal | None = None,
     ) -> None:
+        self._seal = seal or Seal()
         self._prefix = f"kvferry:{cluster}:r:"
         self._bounds = [max(1, int(ttl_s * 1000)), share, most]
         self._share = share
@@ -92,15 +96,17 @@ class RedisResponses:
         await redis_client.close(self._client)
 
     async def put(self, tenant: str, response_id: str, record: bytes) -> bool:
-        if len(record) > self._share:
+        keys = self._keys(tenant)
+        wrapped = self._seal.wrap(keys[0] + response_id, record)
+        if len(wrapped) > self._share:
             return False
-        await self._put.run(self._keys(tenant), [response_id, record, *self._bounds])
+        await self._put.run(keys, [response_id, wrapped, *self._bounds])
         return True
 
     async def get(self, tenant: str, response_id: str) -> bytes | None:
-        asked = self._client.get(self._keys(tenant)[0] + response_id)
-        record: bytes | None = await answered(self._client, asked, self._limit_s)
-        return record
+        key = self._keys(tenant)[0] + response_id
+        record: bytes | None = await answered(self._client, self._client.get(key), self._limit_s)
+        return None if record is None else self._seal.unwrap(key, record)
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         return bool(await self._delete.run(self._keys(tenant), [response_id]))

@@ -1,7 +1,7 @@
 """Node registry and block index in Redis or Valkey.
 
 kvferry:<cluster>:nodes         hash  node id → epoch: the members
-kvferry:<cluster>:node:<id>     string, the NodeLease as sealed, expires with the lease
+kvferry:<cluster>:node:<id>     string, the NodeLease in a `lease_seal`, expires with the lease
 kvferry:<cluster>:epoch:<id>    string, the epoch last given to the node's processes, expires EPOCH_TTL_S after that
 kvferry:<cluster>:b:<16 bytes>  hash  node id, or another name of `index` → epoch: holders of the block with this hash,
                                 the first of a chain or the last of a store's group
@@ -18,13 +18,15 @@ from typing import Any
 
 from kvferry.cluster_state import redis_client, redis_scripts, row_scripts
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
+from kvferry.cluster_state.lease_seal import LeaseSeal
 from kvferry.cluster_state.query_batching import QueryBatcher, Question
-from kvferry.cluster_state.redis_check import checked
+from kvferry.cluster_state.redis_check import checked, writers
 from kvferry.cluster_state.redis_client import LONGEST, Script, answered, sensible
 from kvferry.cluster_state.redis_url import shown
 from kvferry.cluster_state.registry import LEASE_S, Announced
+from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.layout import STORE_GROUP
-from kvferry.protocol.lease import IncompatibleLease, NodeLease, sealed, unsealed
+from kvferry.protocol.lease import IncompatibleLease, NodeLease
 from kvferry.protocol.wire import WireError
 
 log = logging.getLogger("kvferry.redis")
@@ -44,6 +46,8 @@ class RedisStore:
     timeout_s      limit on connecting and on every answer, of all calls but lookups
     lookup_s       limit on a whole longest_prefix, because a request waits for it
     password_file  contains the password, read at each connection; empty: the URL's password is used
+    open_to        who can write to the server without a password, as `check` found (`redis_check.writers`)
+    seal           signs leases and verifies those of others; None: they are believed as they are
     """
 
     def __init__(
@@ -56,9 +60,12 @@ class RedisStore:
         lease_s: float = LEASE_S,
         row_ttl_s: float = ROW_TTL_S,
         password_file: str = "",
+        seal: Seal | None = None,
     ) -> None:
         self.incompatible: tuple[IncompatibleLease, ...] = ()
-        self._shown, self._prefix = shown(url), f"kvferry:{cluster}:"
+        self.open_to = ""
+        self._seal = LeaseSeal(cluster, seal or Seal(), lease_s)
+        self._url, self._shown, self._prefix = url, shown(url), f"kvferry:{cluster}:"
         prefix = self._prefix
         self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", [prefix + "b:", prefix + "g:"]
         self._epochs = prefix + "epoch:"
@@ -80,11 +87,15 @@ class RedisStore:
         await redis_client.close(self._client)
 
     async def check(self) -> str:
-        """Check the server and describe it.
+        """Check the server; return its name and version, and warn in the log if others can write to it.
 
         Raises ConfigError for an unsuitable server, RegistryRefuses for one that rejects this process for now, and
         RegistryUnavailable if none answers."""
-        return await checked(self._client, self._prefix, self._shown, CHECK_S)
+        described = await checked(self._client, self._prefix, self._shown, CHECK_S)
+        self.open_to = await writers(self._url, self._prefix, CHECK_S)
+        if self.open_to:
+            log.warning("Redis at %s takes commands without a password from %s", self._shown, self.open_to)
+        return described
 
     async def ping(self) -> None:
         """Raise RegistryUnavailable unless the server answers."""
@@ -98,7 +109,7 @@ class RedisStore:
 
     async def announce(self, lease: NodeLease) -> Announced:
         keys = [self._members, self._leases + lease.node_id]
-        answer = await self._announce.run(keys, [lease.node_id, lease.epoch, sealed(lease), self._lease_ms])
+        answer = await self._announce.run(keys, [lease.node_id, lease.epoch, self._seal.sealed(lease), self._lease_ms])
         with sensible():
             return Announced(answer.decode())
 
@@ -106,9 +117,9 @@ class RedisStore:
         await self._withdraw.run([self._members, self._leases + node_id], [node_id, epoch])
 
     async def nodes(self) -> list[NodeLease]:
-        """Return all live leases that this version can read, since an incompatible node may share the registry.
+        """Return all live leases that this process may use.
 
-        Leases of another version are in `incompatible` afterwards."""
+        Leases of another wire version, or without the seal of this cluster, are in `incompatible` afterwards."""
         leases: list[NodeLease] = []
         incompatible, unreadable = [], ""
         answer = await self._nodes.run([self._members, self._leases], [])
@@ -116,7 +127,7 @@ class RedisStore:
             told = [bytes(packed) for packed in answer]
         for packed in told:
             try:
-                lease = unsealed(packed)
+                lease = self._seal.unsealed(packed)
             except WireError as error:
                 unreadable = str(error)
                 continue

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -67,6 +67,7 @@ PARAMETERS: dict[str, Callable[[str], Any]] = {
     "ssl_cert_reqs": _verification,
     "ssl_check_hostname": _yes,
 }
+_CREDENTIALS = ("username", "password", "ssl_certfile", "ssl_keyfile", "ssl_password")
 _SENTINELS_OWN = {"sentinel_username": "username", "sentinel_password": "password"}
 
 
@@ -136,6 +137,11 @@ def read(url: str) -> RedisUrl:
     if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
         return _of_sentinels(url, given, place, path, tls)
     _refuse(url, "it must begin with redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel://")
+
+
+def without_credentials(url: RedisUrl) -> RedisUrl:
+    """Return the URL without what shows the server who connects; Sentinels, which only name it, are asked as before."""
+    return replace(url, server={name: value for name, value in url.server.items() if name not in _CREDENTIALS})
 
 
 def _of_sentinels(url: str, given: dict[str, Any], place: str, path: str, tls: bool) -> RedisUrl:

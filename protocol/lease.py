@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.protocol.adapters import AdapterName
-from kvferry.protocol.layout import WIRE_VERSION
 from kvferry.protocol.messages import DecodeTarget, Pulse
-from kvferry.protocol.wire import WireError, message, pack, unpack
+from kvferry.protocol.wire import message
 
 
 @message(40)
@@ -110,35 +109,10 @@ class NodeLease:
 
 
 class IncompatibleLease(NamedTuple):
-    """Lease of a node with another wire version; nothing else in it can be relied on."""
+    """Lease of a node that this process must not use; nothing else in the lease can be relied on.
+
+    why: completes the sentence "the node …"."""
 
     node_id: str
     role: str
-    version: int
-
-
-def sealed(lease: NodeLease) -> bytes:
-    """Return the lease as bytes for the registry.
-
-    The part before the packed lease is the same in every wire version."""
-    return pack([WIRE_VERSION, lease.node_id, lease.role, pack(lease)])
-
-
-def unsealed(data: bytes) -> NodeLease | IncompatibleLease:
-    """Parse bytes that `sealed` wrote, in any wire version. Raises WireError."""
-    value = unpack(data)
-    if isinstance(value, NodeLease):
-        return IncompatibleLease(value.node_id, value.role, UNSEALED)
-    if not isinstance(value, list) or [type(part) for part in value] != [int, str, str, bytes]:
-        raise WireError(f"a {type(value).__name__} is no lease")
-    version, node_id, role, packed = value
-    if version != WIRE_VERSION:
-        return IncompatibleLease(node_id, role, version)
-    lease = unpack(packed)
-    if not isinstance(lease, NodeLease):
-        raise WireError(f"a {type(lease).__name__} is no lease")
-    return lease
-
-
-UNSEALED = 4
-"""Last wire version whose leases did not state it."""
+    why: str

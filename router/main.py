@@ -17,6 +17,7 @@ import uvicorn
 from kvferry.cluster_state.redis_responses import RedisResponses
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.responses import ResponseStore
+from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.errors import ConfigError, RegistryUnavailable, reason
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
@@ -79,39 +80,41 @@ async def serve_router(settings: RouterSettings) -> None:
     gc.set_threshold(GARBAGE)
     stop = StopSignal()
     stop.listen()
-    store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
-    kept = kept_responses(settings)
+    secrets = ClusterSecrets(settings)
+    seal = Seal(secrets.registry_keys)
+    store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file, seal=seal)
+    kept = kept_responses(settings, seal)
     try:
         with contextlib.suppress(RegistryUnavailable):
             await store.check()
         with contextlib.closing(bind(settings.host, settings.port, shared=settings.worker >= 0)) as sock:
-            await run_router(settings, store, sock, stop, kept)
+            await run_router(settings, secrets, store, sock, stop, kept)
     finally:
         await store.close()
         if kept is not None:
             await kept.close()
 
 
-def kept_responses(settings: RouterSettings) -> RedisResponses | None:
+def kept_responses(settings: RouterSettings, seal: Seal) -> RedisResponses | None:
     """Return the store of responses; None if responses are not stored."""
     if not settings.response_ttl:
         return None
-    share = settings.response_store_mib * 2**20
-    return RedisResponses(
-        settings.redis_url,
-        settings.cluster,
-        ttl_s=settings.response_ttl,
-        share=share,
-        password_file=settings.redis_password_file,
-    )
+    ttl_s, share = settings.response_ttl, settings.response_store_mib * 2**20
+    url, password_file = settings.redis_url, settings.redis_password_file
+    return RedisResponses(url, settings.cluster, ttl_s=ttl_s, share=share, password_file=password_file, seal=seal)
 
 
 async def run_router(
-    settings: RouterSettings, store: Store, sock: socket.socket, stop: StopSignal, kept: ResponseStore | None = None
+    settings: RouterSettings,
+    secrets: ClusterSecrets,
+    store: Store,
+    sock: socket.socket,
+    stop: StopSignal,
+    kept: ResponseStore | None = None,
 ) -> None:
     """Serve on a bound socket until `stop`."""
     status = SupervisorStatus.from_fd(settings.status_fd)
-    tenant_registry, secrets = TenantRegistry(settings), ClusterSecrets(settings)
+    tenant_registry = TenantRegistry(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
     metrics, batches = RouterMetrics(), Batches(settings)
     nodes = RouterCluster(

@@ -33,12 +33,13 @@ OPEN = frozenset(("/health", "/ready", "/metrics", "/version"))
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecret:
-    """Keys derived from a cluster secret: `link` for handshakes, `token` for the header of HTTP requests to nodes.
+    """Keys derived from a cluster secret; all are empty without one.
 
-    Both are empty without a secret."""
+    link: for handshakes. token: for the header of HTTP requests to nodes. registry: for what is kept in Redis."""
 
     link: bytes = field(default=b"", repr=False)
     token: str = field(default="", repr=False)
+    registry: bytes = field(default=b"", repr=False)
 
 
 NONE: tuple[ClusterSecret, ...] = (ClusterSecret(),)
@@ -76,6 +77,10 @@ class ClusterSecrets:
         """Return the accepted tokens."""
         return tuple(secret.token for secret in self._now)
 
+    def registry_keys(self) -> tuple[bytes, ...]:
+        """Return the accepted keys of what is kept in Redis, the first of which signs; none without a secret."""
+        return tuple(secret.registry for secret in self._now if secret.registry)
+
     def followed(self) -> AbstractAsyncContextManager[None]:
         """Reload the file, if there is one, whenever it changes, until the end of the block."""
         return self._file.followed() if self._file else nullcontext()
@@ -90,7 +95,10 @@ def read_secrets(text: str) -> tuple[ClusterSecret, ...]:
     if short := [len(line) for line in lines if len(line) < least]:
         raise ConfigError(f"a cluster secret must have at least {least} characters, got {short[0]}", param=name)
     return tuple(
-        ClusterSecret(_derived(line, b"kvferry link"), _derived(line, b"kvferry http").hex()) for line in lines
+        ClusterSecret(
+            _derived(line, b"kvferry link"), _derived(line, b"kvferry http").hex(), _derived(line, b"kvferry registry")
+        )
+        for line in lines
     )
 
 

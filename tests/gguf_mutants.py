@@ -30,7 +30,7 @@ def fields_mutated(chance: random.Random, file: Path) -> tuple[bytes, str]:
         place = chance.randrange(3)
         counts[place] = chance.choice((0, 1, 2, counts[place] + 1, 2**31, 2**62))
         done.append(f"counts {counts}")
-    head = b"GGUF" + struct.pack("<IQQ", *counts)
+    head = b"GGUF" + struct.pack("<IQQ", counts[0] % 2**32, *counts[1:])
     head += b"".join(text(name) + value for name, value in fields.items())
     start = min(tensor.offset for tensor in tensors)
     for tensor in tensors:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from enum import Enum, auto
 
 from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.cluster_state.seal import Seal
 from kvferry.model_files.model_name import split_names
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.lease import Rates
@@ -139,7 +140,8 @@ class Node:
 
     def _connected(self) -> RedisStore:
         settings = self._settings
-        return RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
+        seal = Seal(self.face.secrets.registry_keys)
+        return RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file, seal=seal)
 
     def _build(self) -> tuple[EngineParts, Rates, OpenTiers]:
         parts = assemble(self._settings, self._on_progress)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from kvferry.router.nodes.node_table import NodeTable
 
-OTHERS = "nodes of another wire version are running, but no node of this version can decode"
+OTHERS = "no node can decode but those that this router cannot use: of another wire version or cluster secret"
 
 
 class Readiness:
     """Implementation of `Cluster.trouble`: the reason why the router is not ready, or an empty string.
 
-    Nodes of another wire version do not announce their model. One ready decode node of any model shows that nodes of
-    this version have started."""
+    Nodes of another wire version do not announce their model. One ready decode node of any model shows that nodes
+    that this router can use have started."""
 
     def __init__(self, nodes: NodeTable) -> None:
         self._nodes = nodes

@@ -1,4 +1,4 @@
-"""Nodes with another wire version: logged once and never used."""
+"""Nodes with another wire version or without the cluster's seal: logged once and never used."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvferry.protocol.labels import ROLES
-from kvferry.protocol.layout import WIRE_VERSION
 from kvferry.protocol.lease import IncompatibleLease
 
 log = logging.getLogger(__name__)
 
 
 class IncompatibleNodes:
-    """Nodes of another wire version; `roles` counts them by role."""
+    """Nodes whose leases cannot be used; `roles` counts them by role."""
 
     def __init__(self) -> None:
         self.roles: Counter[str] = Counter()
@@ -24,10 +23,7 @@ class IncompatibleNodes:
         """Update the nodes from the registry; return whether anything changed."""
         seen = frozenset(nodes)
         for node in sorted(seen - self._known, key=lambda each: each.node_id):
-            log.error(
-                "node %s speaks wire version %d and this router %d: not used until both run the same release",
-                node.node_id, node.version, WIRE_VERSION,
-            )  # fmt: skip
+            log.error("node %s %s: not used", node.node_id, node.why)
         changed, self._known = seen != self._known, seen
         self.roles = Counter(node.role for node in seen if node.role in ROLES)
         return changed

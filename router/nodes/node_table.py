@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeSource(Protocol):
-    """Node registry, as far as the router needs it; `incompatible` holds nodes of another wire version."""
+    """Node registry, as far as the router needs it; `incompatible` holds nodes that cannot be used."""
 
     incompatible: tuple[IncompatibleLease, ...]
 

@@ -108,8 +108,15 @@ def test_redis():
     assert "hunter2" not in result.found
     with redis_server() as server:
         found = one(doctor.redis, redis_url=server.url)
+        assert (found.level, found.found.split()[0]) == ("warn", "Valkey")
+        assert found.found.endswith(
+            f"at {server.url} takes commands without a password from every user of this machine"
+        )
+        with server.client() as client:
+            client.config_set("requirepass", "hunter2")
+        found = one(doctor.redis, redis_url=server.url.replace("//", "//:hunter2@"))
         assert (found.level, found.found.split()[0]) == ("ok", "Valkey")
-        assert found.found.endswith(f"at {server.url}")
+        assert "hunter2" not in found.found
 
 
 def test_missing_packages_name_the_extra(monkeypatch):

@@ -225,7 +225,7 @@ async def test_a_policy_that_evicts_leases_first_is_told(server, caplog, policy,
         await store.check()
         client.config_set("maxmemory", "0")
         client.config_set("maxmemory-policy", "noeviction")
-    assert [policy in record.getMessage() for record in caplog.records] == [True] * told
+    assert sum(policy in record.getMessage() for record in caplog.records) == told
     await store.close()
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.cluster_state import lease_seal
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.registry import Announced
-from kvferry.protocol import lease as lease_module
 from kvferry.protocol.errors import ConfigError, RegistryUnavailable, from_body
 from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.layout import WIRE_VERSION
@@ -179,10 +179,11 @@ def test_a_bad_url_is_a_config_error():
 async def test_nodes_of_another_wire_version_are_told_apart_and_not_among_the_nodes(redis_store, monkeypatch):
     await redis_store.announce(LEASE)
     with monkeypatch.context() as later:
-        later.setattr(lease_module, "WIRE_VERSION", WIRE_VERSION + 1)
+        later.setattr(lease_seal, "WIRE_VERSION", WIRE_VERSION + 1)
         await redis_store.announce(replace(LEASE, node_id="b", role="prefill"))
     assert await redis_store.nodes() == [LEASE]
-    assert redis_store.incompatible == (IncompatibleLease("b", "prefill", WIRE_VERSION + 1),)
+    told = f"speaks wire version {WIRE_VERSION + 1} and this process {WIRE_VERSION}"
+    assert redis_store.incompatible == (IncompatibleLease("b", "prefill", told),)
     await redis_store.withdraw("b", 5)
     await redis_store.nodes()
     assert redis_store.incompatible == ()

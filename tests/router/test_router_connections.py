@@ -18,6 +18,7 @@ import pytest
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.main import connection_limits, run_router, tls
+from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.http import bind
 from kvferry.runtime.signals import StopSignal
 from tests.fake_workers import Bench, decode, prefill
@@ -98,7 +99,7 @@ def certificate(tmp_path: Path) -> tuple[str, str]:
 
 async def _served(bench: Bench, settings: RouterSettings, ask: object) -> None:
     stop, sock = StopSignal(), bind("127.0.0.1", 0)
-    run = asyncio.create_task(run_router(settings, bench.store, sock, stop))
+    run = asyncio.create_task(run_router(settings, ClusterSecrets(settings), bench.store, sock, stop))
     try:
         await asyncio.wait_for(ask(sock.getsockname()[1]), 30)  # type: ignore[operator]
     finally:

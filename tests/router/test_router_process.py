@@ -17,6 +17,7 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.main import run_router, serve_router
 from kvferry.runtime import graceful_close
+from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.http import bind
 from kvferry.runtime.signals import StopSignal
 from tests.fake_workers import Bench, decode, prefill
@@ -31,7 +32,8 @@ async def router(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Task[None]]]:
     """A router on the bench's registry, its client, and its run."""
     sock = bind("127.0.0.1", 0)
-    run = asyncio.create_task(run_router(RouterSettings(served_model_name=("m",), **settings), bench.store, sock, stop))
+    given = RouterSettings(served_model_name=("m",), **settings)
+    run = asyncio.create_task(run_router(given, ClusterSecrets(given), bench.store, sock, stop))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as client:
         try:

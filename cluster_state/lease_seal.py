@@ -1,0 +1,100 @@
+"""Leases as they stand in the registry: with their wire version, and sealed with the cluster secret if there is one.
+
+A seal covers the lease, its cluster and its time, which grows with each renewal. A recorded lease that is written again
+later is therefore known as such to everyone who saw a later one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvferry.cluster_state.seal import Seal
+from kvferry.protocol.layout import WIRE_VERSION
+from kvferry.protocol.lease import IncompatibleLease, NodeLease
+from kvferry.protocol.wire import WireError, pack, unpack
+
+UNSEALED = 4
+"""Last wire version whose leases did not state it."""
+FORGOTTEN_S = 600.0
+"""Seconds after which a node that was not seen again is forgotten: an older epoch of it would be believed."""
+STALE = 2
+"""Lease durations after which a lease that was not renewed is no longer believed, even if the registry still has it."""
+_UNVERIFIED = "has a lease that is not authenticated with this cluster's secret"
+_REPEATED = "has an old lease that was written again"
+
+
+class _Renewal(NamedTuple):
+    """Latest renewal of a node's lease, and when it was first seen, in seconds of the monotonic clock."""
+
+    epoch: int
+    issued: int
+    seen_s: float
+
+
+class LeaseSeal:
+    """Writes and reads the leases of one cluster.
+
+    seal: without a key, leases are believed as they are. lease_s: seconds after which a lease expires. clock: monotonic
+    seconds."""
+
+    def __init__(self, cluster: str, seal: Seal, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cluster, self._seal, self._stale_s, self._clock = cluster, seal, STALE * lease_s, clock
+        self._latest: dict[str, _Renewal] = {}
+
+    def sealed(self, lease: NodeLease) -> bytes:
+        """Return the lease as bytes for the registry.
+
+        The version, name and role come first in every wire version."""
+        fields = [WIRE_VERSION, lease.node_id, lease.role, pack(lease)]
+        if not self._seal:
+            return pack(fields)
+        issued = time.monotonic_ns()
+        return pack([*fields, issued, self._seal.mac(pack([self._cluster, *fields, issued]))])
+
+    def unsealed(self, data: bytes) -> NodeLease | IncompatibleLease:
+        """Parse bytes that `sealed` wrote, in any wire version. Raises WireError."""
+        value = unpack(data)
+        if isinstance(value, NodeLease):
+            return _of_version(value.node_id, value.role, UNSEALED)
+        if not isinstance(value, list) or [type(part) for part in value[:4]] != [int, str, str, bytes]:
+            raise WireError(f"a {type(value).__name__} is no lease")
+        version, node_id, role, packed, *rest = value
+        if version != WIRE_VERSION:
+            return _of_version(node_id, role, version)
+        if self._seal and not self._verified(value):
+            return IncompatibleLease(node_id, role, _UNVERIFIED)
+        lease = unpack(packed)
+        if not isinstance(lease, NodeLease):
+            raise WireError(f"a {type(lease).__name__} is no lease")
+        if self._seal and not self._renewed(lease, rest[0]):
+            return IncompatibleLease(node_id, role, _REPEATED)
+        return lease
+
+    def _verified(self, value: list[object]) -> bool:
+        *signed, mac = value
+        return (
+            len(value) == 6
+            and type(signed[-1]) is int
+            and isinstance(mac, bytes)
+            and self._seal.verifies(pack([self._cluster, *signed]), mac)
+        )
+
+    def _renewed(self, lease: NodeLease, issued: int) -> bool:
+        """Return whether the lease is the latest of its node, and was renewed lately."""
+        now = self._clock()
+        latest = self._latest.get(lease.node_id)
+        if latest is None or (lease.epoch, issued) > latest[:2] or now - latest.seen_s > FORGOTTEN_S:
+            self._forget(now)
+            self._latest[lease.node_id] = _Renewal(lease.epoch, issued, now)
+            return True
+        return (lease.epoch, issued) == latest[:2] and now - latest.seen_s <= self._stale_s
+
+    def _forget(self, now: float) -> None:
+        """Forget nodes that were not seen again, so that those of a cluster that scales do not add up."""
+        for node_id in [node_id for node_id, latest in self._latest.items() if now - latest.seen_s > FORGOTTEN_S]:
+            del self._latest[node_id]
+
+
+def _of_version(node_id: str, role: str, version: int) -> IncompatibleLease:
+    return IncompatibleLease(node_id, role, f"speaks wire version {version} and this process {WIRE_VERSION}")
