@@ -73,16 +73,17 @@ class Canary:
         """Return whether it holds blocks."""
         return self._look is not None
 
-    def landed(self, request: Request, sender: NodeName) -> None:
+    def landed(self, request: Request, sender: NodeName) -> bool:
         """Note that a transfer brought the K/V of a request's computed tokens, from its first_block on.
 
-        None of these blocks has been replaced by an equal one yet."""
+        None of these blocks has been replaced by an equal one yet. Returns whether they are checked: all are to be
+        registered then, before `hold_chain`."""
         if self._look is not None or request.adapter is not None or not self._chosen(sender):
-            return
+            return False
         known, size = request.computed_len, self._block_size
         landed = request.block_ids[request.first_block : blocks_for(known, size)]
         if not landed:
-            return
+            return False
         keep = max(self._pool.num_blocks // SPARED, self._wanted())
         own = self._pool.acquire(request.key, CANARY, [], blocks_for(known + 1, size) + 1, keep=keep)
         look = CanaryCheck(
@@ -96,12 +97,25 @@ class Canary:
             self._clock(),
             size,
             own or [],
+            landed,
         )
         if own is None:
             self._tell(look, "dropped")
-            return
+            return False
         self._pool.holds.hold(request.key, CANARY, landed)
         self._look = look
+        return True
+
+    def hold_chain(self, request: Request) -> None:
+        """Hold the blocks before the received ones and those that replaced them, too: a chain is held as a whole."""
+        look = self._look
+        if look is None or look.key != request.key:
+            return
+        chain = request.block_ids[: look.first + len(look.landed)]
+        others = [block_id for block_id in chain if block_id not in look.landed]
+        self._pool.holds.hold(look.key, CANARY, others)
+        received = [*chain[: look.first], *look.landed]
+        look.chain = [each for pair in zip(received, chain, strict=True) for each in dict.fromkeys(pair)]
 
     @property
     def holds(self) -> list[tuple[str, Hashable]]:
@@ -161,7 +175,7 @@ class Canary:
             self._pool.forget(look.landed)
             stored, removed = self._pool.changes.drain()
             self._events.append(BlocksChanged(stored, removed))
-        self._pool.release(look.key, CANARY, [*look.landed, *look.own])
+        self._pool.release(look.key, CANARY, [*look.chain, *look.own])
         if outcome == "agreed":
             self._agreed[look.sender] = None
             if len(self._agreed) > KNOWN:

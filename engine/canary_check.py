@@ -38,6 +38,7 @@ class CanaryCheck:
     greedy     the last token was the likeliest when drawn, with nothing else considered
     began      time of the transfer's arrival
     computed   tokens whose K/V is in `own`; `compared` of its blocks were compared
+    chain      blocks that the check holds, parents first: `landed`, those before, and those that replaced some
     distance   largest difference so far; see engine.output_tolerance
     """
 
@@ -51,6 +52,7 @@ class CanaryCheck:
     began: float
     block_size: int
     own: list[int]
+    chain: list[int]
     computed: int = 0
     compared: int = 0
     distance: float = 0.0

@@ -133,9 +133,10 @@ class Engine:
             self._admission.check_first(request.job, first.token_ids, covered, room)
             request.token_ids.extend(first.token_ids)
             request.computed_len = covered or request.computed_len
+            checked = self.canary is not None and self.canary.landed(request, sender)
+            self.stepper.register(request, whole=shared or checked)
             if self.canary is not None:
-                self.canary.landed(request, sender)
-            self.stepper.register(request, whole=shared)
+                self.canary.hold_chain(request)
             widen(self.scheduler, request)
             if request.sample_row is not None and request.sample_row.mask is not None:
                 self.grammars.follow(request)

@@ -37,10 +37,11 @@ SOAK_ROUND_S, SOAK_EVERY_S = 600.0, 120.0
 @click.option("--disconnects", default=1000, help="clients that leave in each phase, after the faults; 0: none")
 @click.option("--kinds", default="", help="names of faults, separated by commas; default: all that can be had here")
 @click.option("--network/--no-network", "wanted", default=False, help="nodes in namespaces, over tcp, with cuts")
+@click.option("--features/--no-features", default=False, help="with canary, fetches, tiers and roles that change")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="default: a new directory")
 def main(
     minutes: float, hours: float, seed: int, streams: int, every: float, calm: float, model: str, step_ms: float,
-    disconnects: int, kinds: str, wanted: bool, out: Path | None,
+    disconnects: int, kinds: str, wanted: bool, features: bool, out: Path | None,
 ) -> None:  # fmt: skip
     if wanted and not network.possible():
         raise click.UsageError("network namespaces cannot be had here: they need root")
@@ -53,7 +54,7 @@ def main(
     if unknown := set(chosen) - set(known):
         raise click.UsageError(f"no such faults: {sorted(unknown)}; there are {sorted(known)}")
     soak = hours > 0
-    shape = Shape(out, model=model, step_ms=step_ms, network=wanted)
+    shape = Shape(out, model=model, step_ms=step_ms, network=wanted, features=features)
     if model != "tiny":
         shape = replace(shape, extra=("--dtype", "float32"))
     settings = Settings(seed, minutes * 60, streams, every, calm, disconnects, chosen)

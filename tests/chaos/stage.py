@@ -33,14 +33,15 @@ START_S = 180.0
 CONTROL_S = 8.0
 RESTART_S = 2.0
 """Between a process's end and its next start: what loading a real model would take, or some of it."""
-MODEL = "chaos"
+MODEL, SECRET = "chaos", "the secret of a disturbed cluster"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How the cluster is run. model: "tiny" (a random one, of which many fit on a small machine) or what --model takes;
     step_ms, token_us: least length of a step, see disturbed.py; kv_blocks: such that one decode node has room for the
-    32 streams of both; network: nodes in namespaces, over tcp alone."""
+    32 streams of both; network: nodes in namespaces, over tcp alone; features: what is off by default is on (canary,
+    fetches, tiers on disk and in a store, roles that change)."""
 
     home: Path
     model: str = "tiny"
@@ -49,6 +50,7 @@ class Shape:
     kv_blocks: int = 1000
     network: bool = False
     extra: tuple[str, ...] = ()
+    features: bool = False
 
 
 @dataclass
@@ -138,6 +140,7 @@ def command(stage: Stage, name: str, *options: str) -> Command:
     shape, role = stage.shape, name.rpartition("-")[0]
     env = {"CHAOS_DIR": str(shape.home), "CHAOS_NAME": name}
     assert stage.ways is not None
+    env |= {"KVFERRY_CLUSTER_SECRET": SECRET}
     env |= {"CHAOS_STEP_MS": str(shape.step_ms), "CHAOS_TOKEN_US": str(shape.token_us), "OMP_WAIT_POLICY": "PASSIVE"}
     words = ["--model", shape.model, "--served-model-name", MODEL, "--log-level", "info", *options]
     redis = f"redis://127.0.0.1:{stage.ways.ports[name]}/0"
@@ -154,7 +157,12 @@ def worker_options(stage: Stage, name: str) -> list[str]:
     words |= {"--kv-blocks": stage.shape.kv_blocks, "--drain-timeout": 2}
     if stage.network is not None:
         words |= {"--ucx-transports": "tcp,self", "--ucx-net-devices": "eth0"}
+    if stage.shape.features:
+        home = stage.shape.home
+        words |= {"--canary-rate": 0.2, "--kv-disk-path": home / f"{name}.tier", "--kv-disk-gib": 0.05}
+        words |= {"--kv-remote-url": f"file://{home}/store", "--kv-remote-gib": 0.2}
     own = [str(word) for pair in words.items() for word in pair]
+    own += ["--elastic"] if stage.shape.features else []
     return own + (["--batch-invariant", "--dtype", "bfloat16"] if not stage.shape.extra else list(stage.shape.extra))
 
 
@@ -199,6 +207,7 @@ async def stage(shape: Shape) -> AsyncIterator[Stage]:
                 data = shape.home / f"{name}.data"
                 data.mkdir(exist_ok=True)
                 options = ["--port", str(port), "--data-dir", str(data), "--max-inflight", "4096"]
+                options += ["--fetch", "--elastic", "--elastic-rest", "10"] if shape.features else []
             else:
                 options = worker_options(made, name)
             children.append(supervisor.fork(command(made, name, *options)))

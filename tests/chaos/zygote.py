@@ -31,6 +31,7 @@ IMPORTED = (
     "kvferry.router.main",
     "kvferry.prefill_worker.main",
     "kvferry.decode_worker.main",
+    "kvferry.elastic_worker.main",
     "kvferry.engine.models.hf",
     "ucxx",
     "uvloop",

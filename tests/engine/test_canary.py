@@ -26,6 +26,7 @@ from kvferry.engine.ledger import Ledger
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.models import load_model
 from kvferry.engine.models.base import ForwardAbandoned, Model, Wanted
+from kvferry.engine.ports import REQUEST
 from kvferry.engine.runner import Runner
 from kvferry.kernels.decoder_step import always
 from kvferry.kernels.ops import select
@@ -290,6 +291,45 @@ def test_landed_blocks_may_be_written_behind_exchanged_or_let_go(checkpoint: Pat
     assert request.block_ids[0] != ways[1][1].block_ids[0]
     pair.finish()
     assert [found.outcome for found in pair.look()] == ["agreed", "agreed"]
+    assert pair.decode.pool.available == BLOCKS
+
+
+def taken(pair: Pair) -> None:
+    """All idle blocks are evicted for others, who leave again."""
+    pool = pair.decode.pool
+    blocks = pool.acquire("others", REQUEST, [], pool.available)
+    assert blocks
+    pair.decode.check_integrity()
+    pool.release("others", REQUEST, blocks)
+
+
+def test_the_blocks_before_the_received_ones_stay_as_long_as_these(checkpoint: Path) -> None:
+    """They were evicted when the request had ended, below blocks that the check still held."""
+    pair = Pair(load(checkpoint), load(checkpoint))
+    assert pair.looks(PROMPT[:32]).outcome == "agreed"
+    job, reserved = pair.reserve(PROMPT)
+    assert reserved.first_block >= 3
+    pair.land(job, reserved)
+    pair.finish()
+    assert pair.canary
+    taken(pair)
+    assert [found.outcome for found in pair.look()][-1:] == ["agreed"]
+    assert pair.decode.pool.available == BLOCKS
+
+
+def test_what_replaces_a_received_block_stays_as_long_as_the_blocks_behind_it(checkpoint: Path) -> None:
+    pair = Pair(load(checkpoint), load(checkpoint))
+    ways = [pair.reserve(PROMPT[: 8 * count], max_tokens=2) for count in (2, 4)]
+    pair.land(*ways[0], sender=("p2", 1))
+    pair.finish()
+    assert len(pair.look()) == 1
+    pair.land(*ways[1])
+    (request,) = pair.decode.request_table.running
+    assert request.block_ids[0] != ways[1][1].block_ids[0], "exchanged, and those behind not"
+    pair.finish()
+    assert pair.canary
+    taken(pair)
+    assert [found.outcome for found in pair.look()][-1:] == ["agreed"]
     assert pair.decode.pool.available == BLOCKS
 
 
