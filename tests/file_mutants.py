@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import struct
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def json_mutated(chance: random.Random, value: Any) -> str:
         if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.8:
             place = place[key]
             continue
-        odd: Any = chance.choice(ODD)
+        odd: Any = deepcopy(chance.choice(ODD))
         if chance.random() < 0.05:
             odd = 0
             for _ in range(400):
