@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kvferry.cli.child import Child
 from kvferry.cli.child_commands import Program, kvferry_program, settings_command
@@ -58,16 +57,9 @@ async def serve_routers(settings: RouterSettings, program: Program = kvferry_pro
         tempfile.TemporaryDirectory(prefix="kvferry-router-") as folder,
     ):
         shared = dataclasses.replace(settings, port=held.getsockname()[1], workers_dir=folder)
-        life = asyncio.create_task(_live(supervisor, shared, program, show))
-        signalled = asyncio.create_task(stop.asked.wait())
         try:
-            fates: list[asyncio.Future[Any]] = [life, signalled, supervisor.failure]
-            await asyncio.wait(fates, return_when=asyncio.FIRST_COMPLETED)
-            if not signalled.done():
-                await (supervisor.failure if supervisor.failure.done() else life)
+            await supervisor.watch(_live(supervisor, shared, program, show), stop.asked)
         finally:
-            life.cancel()
-            signalled.cancel()
             await _ended(supervisor, stop, settings.request_timeout + DRAIN_SPARE_S)
 
 

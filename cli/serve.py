@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvferry.cli import preflight
 from kvferry.cli.bootstrap import worker_threads
@@ -149,17 +149,10 @@ async def serve_cluster(checked: Checked, program: Program = kvferry_program) ->
     settings, folders, valkey = checked.settings, contextlib.ExitStack(), None
     if not settings.redis_url:
         valkey = valkey_command(folders.enter_context(private_folder()), settings.log_level)
-    life = asyncio.create_task(_live(supervisor, checked, program, progress, valkey))
-    signalled = asyncio.create_task(ending.wait())
     try:
-        fates: list[asyncio.Future[Any]] = [life, signalled, supervisor.failure]
-        await asyncio.wait(fates, return_when=asyncio.FIRST_COMPLETED)
-        if not signalled.done():
-            await (supervisor.failure if supervisor.failure.done() else life)
+        await supervisor.watch(_live(supervisor, checked, program, progress, valkey), ending)
     finally:
         progress.close()
-        life.cancel()
-        signalled.cancel()
         await supervisor.stop()
         folders.close()
 

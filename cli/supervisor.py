@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,19 @@ class Supervisor:
             delay = backoff.after(child.healthy_s())
             log.warning("%s ended (%s); restarting it in %.1f s", child.name, describe(status), delay)
             await asyncio.sleep(delay)
+
+    async def watch(self, life: Coroutine[Any, Any, None], asked: asyncio.Event) -> None:
+        """Run `life` beside the children until it ends, `asked` is set, or a child cannot run.
+
+        Raises what `life` raised, or `failure`."""
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(life), asyncio.create_task(asked.wait())]
+        try:
+            await asyncio.wait([*tasks, self.failure], return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[1].done():
+                await (self.failure if self.failure.done() else tasks[0])
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()

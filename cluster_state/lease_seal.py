@@ -16,10 +16,10 @@ from kvferry.protocol.wire import WireError, pack, unpack
 
 UNSEALED = 4
 """Last wire version whose leases did not state it."""
-FORGOTTEN_S = 600.0
-"""Seconds after which a node that was not seen again is forgotten: an older epoch of it would be believed."""
 STALE = 2
 """Lease durations after which a lease that was not renewed is no longer believed, even if the registry still has it."""
+FORGOTTEN = 12
+"""Lease durations after which a node that was not seen again is forgotten."""
 _UNVERIFIED = "has a lease that is not authenticated with this cluster's secret"
 _REPEATED = "has an old lease that was written again"
 
@@ -39,7 +39,7 @@ class LeaseSeal:
     seconds."""
 
     def __init__(self, cluster: str, seal: Seal, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._cluster, self._seal, self._stale_s, self._clock = cluster, seal, STALE * lease_s, clock
+        self._cluster, self._seal, self._lease_s, self._clock = cluster, seal, lease_s, clock
         self._latest: dict[str, _Renewal] = {}
 
     def sealed(self, lease: NodeLease) -> bytes:
@@ -81,18 +81,22 @@ class LeaseSeal:
         )
 
     def _renewed(self, lease: NodeLease, issued: int) -> bool:
-        """Return whether the lease is the latest of its node, and was renewed lately."""
-        now = self._clock()
+        """Return whether the lease is the latest of its node, and was renewed lately.
+
+        A process may have a lower epoch than the one before: its clock was set back while the registry had lost the
+        epochs. It is believed once the other has not renewed its lease for as long as a lease lasts."""
+        now, this = self._clock(), (lease.epoch, issued)
         latest = self._latest.get(lease.node_id)
-        if latest is None or (lease.epoch, issued) > latest[:2] or now - latest.seen_s > FORGOTTEN_S:
+        if latest is None or this > latest[:2] or (this < latest[:2] and now - latest.seen_s > self._lease_s):
             self._forget(now)
-            self._latest[lease.node_id] = _Renewal(lease.epoch, issued, now)
+            self._latest[lease.node_id] = _Renewal(*this, now)
             return True
-        return (lease.epoch, issued) == latest[:2] and now - latest.seen_s <= self._stale_s
+        return this == latest[:2] and now - latest.seen_s <= STALE * self._lease_s
 
     def _forget(self, now: float) -> None:
-        """Forget nodes that were not seen again, so that those of a cluster that scales do not add up."""
-        for node_id in [node_id for node_id, latest in self._latest.items() if now - latest.seen_s > FORGOTTEN_S]:
+        """Forget nodes that have gone, so that those of a cluster that scales do not add up."""
+        gone = [name for name, latest in self._latest.items() if now - latest.seen_s > FORGOTTEN * self._lease_s]
+        for node_id in gone:
             del self._latest[node_id]
 
 

@@ -6,16 +6,16 @@ after a change."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 
 from kvferry.placement.role_balance import Change, Demands, backlog_s, wanted
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.api.served_models import ServedModel
+from kvferry.runtime.background import background
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +47,9 @@ class RoleRebalancer:
                 del self._since[pool.name]
                 await self._make(change)
 
-    @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    def kept(self) -> AbstractAsyncContextManager[None]:
         """Check regularly until the end of the block."""
-        task = asyncio.create_task(self._run(), name="balance")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        return background(self._run(), "balance")
 
     def _wanted(self, pool: ServedModel) -> Change | None:
         info = pool.cluster.info()

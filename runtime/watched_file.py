@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvferry.protocol.errors import ConfigError, reason
+from kvferry.runtime.background import background
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -45,16 +46,9 @@ class WatchedFile(Generic[T]):
         assert found
         self._stamp, self.value = found
 
-    @asynccontextmanager
-    async def followed(self) -> AsyncIterator[None]:
+    def followed(self) -> AbstractAsyncContextManager[None]:
         """Reload the file whenever it changes, until the end of the block."""
-        task = asyncio.create_task(self.follow(), name=f"follow {self._flag}")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        return background(self.follow(), f"follow {self._flag}")
 
     async def follow(self) -> None:
         """Reload the file whenever it changes, until cancelled."""

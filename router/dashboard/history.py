@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections import Counter as Sums
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,6 +15,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.dashboard.state import Counts
+from kvferry.runtime.background import background
 
 EVERY_S, KEPT = 5.0, 121
 """Interval of readings in seconds, and number of readings kept (ten minutes)."""
@@ -64,16 +65,9 @@ class History:
         self._began = clock()
         self._readings: deque[Reading] = deque(maxlen=KEPT)
 
-    @asynccontextmanager
-    async def followed(self) -> AsyncIterator[None]:
+    def followed(self) -> AbstractAsyncContextManager[None]:
         """Take readings until the end of the block."""
-        task = asyncio.create_task(self._follow(), name="history")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        return background(self._follow(), "history")
 
     async def _follow(self) -> None:
         while True:

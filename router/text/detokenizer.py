@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -74,11 +75,8 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", True)
 
 
-class FallbackDetokenizer:
-    """Detokenizer for SentencePiece with byte fallback: an incremental UTF-8 decoder for byte tokens.
-
-    All other tokens are decoded together with the `_CONTEXT` tokens before them, whose text is left out. A character
-    that begins in the prompt's last tokens and ends in the output belongs to the output."""
+class _ContextDetokenizer(ABC):
+    """Detokenizer whose tokens are decoded together with the `_CONTEXT` tokens before them."""
 
     def __init__(
         self,
@@ -89,27 +87,49 @@ class FallbackDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden, self._shown = hidden, shown
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._context = deque[int](maxlen=_CONTEXT)
-        for token_id in prompt[-_CONTEXT:]:
-            if token_id not in hidden:
-                self._next(token_id)
+        self._begin([token_id for token_id in prompt[-_CONTEXT:] if token_id not in hidden])
 
     def feed(self, token_id: int) -> str:
         """Return the text that this token completes."""
-        if token_id in self._hidden:
-            return self._mark(token_id) if token_id in self._shown else ""
-        return self._next(token_id)
+        if token_id not in self._hidden:
+            return self._next(token_id)
+        if token_id not in self._shown:
+            return ""
+        rest = self.finish()
+        self._begin([token_id])
+        return rest + self._shown[token_id]
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Return the rest: a replacement character for an incomplete character."""
+
+    @abstractmethod
+    def _begin(self, context: list[int]) -> None:
+        """Begin behind these tokens, whose text is left out."""
+
+    @abstractmethod
+    def _next(self, token_id: int) -> str:
+        """Return the text that this token, which is not hidden, completes."""
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+
+class FallbackDetokenizer(_ContextDetokenizer):
+    """Detokenizer for SentencePiece with byte fallback: an incremental UTF-8 decoder for byte tokens.
+
+    All other tokens are decoded together with the `_CONTEXT` tokens before them, whose text is left out. A character
+    that begins in the prompt's last tokens and ends in the output belongs to the output."""
 
     def finish(self) -> str:
         """Return the rest: a replacement character for an incomplete character."""
         return self._decoder.decode(b"", True)
 
-    def _mark(self, token_id: int) -> str:
-        """Return the text shown for a hidden token, which stays the context of the following text."""
-        self._context.clear()
-        self._context.append(token_id)
-        return self.finish() + self._shown[token_id]
+    def _begin(self, context: list[int]) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context = deque[int](maxlen=_CONTEXT)
+        for token_id in context:
+            self._next(token_id)
 
     def _next(self, token_id: int) -> str:
         byte = self._tokenizer.byte_tokens.get(token_id, b"")
@@ -117,35 +137,27 @@ class FallbackDetokenizer:
         self._context.append(token_id)
         if byte and (before or not byte.isascii()):
             return self._decoder.decode(byte)
-        text = self._tokenizer.decode([*before, token_id], skip_special_tokens=False)
-        if before:
-            text = text[len(self._tokenizer.decode(before, skip_special_tokens=False)) :]
-        return self.finish() + text
+        text = self._decode([*before, token_id])
+        return self.finish() + text[len(self._decode(before)) :]
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(_ContextDetokenizer):
     """Detokenizer for any other decoder (WordPiece and others).
 
     It decodes a window of recent tokens without and with the new ones, and emits the difference. The text of
     window[:read] is emitted. The tokens window[read:] wait for the rest of a character; after _PATIENCE of them the
     bytes are taken to be no character."""
 
-    def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        hidden: frozenset[int],
-        prompt: Sequence[int] = (),
-        shown: Mapping[int, str] = _NOTHING,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._hidden, self._shown = hidden, shown
-        self._window = [token_id for token_id in prompt[-_CONTEXT:] if token_id not in hidden]
+    def finish(self) -> str:
+        """Return the text of the tokens that still wait."""
+        text = self._fresh()
         self._read = len(self._window)
+        return text
 
-    def feed(self, token_id: int) -> str:
-        """Return the text that this token completes."""
-        if token_id in self._hidden:
-            return self._mark(token_id) if token_id in self._shown else ""
+    def _begin(self, context: list[int]) -> None:
+        self._window, self._read = context, len(context)
+
+    def _next(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._fresh()
         if text.endswith(_REPLACEMENT) and len(self._window) - self._read < _PATIENCE:
@@ -154,21 +166,6 @@ class WindowDetokenizer:
         self._read = len(self._window)
         return text
 
-    def finish(self) -> str:
-        """Return the text of the tokens that still wait."""
-        text = self._fresh()
-        self._read = len(self._window)
-        return text
-
-    def _mark(self, token_id: int) -> str:
-        """Return the text shown for a hidden token, which stays the context of the following text."""
-        rest = self.finish()
-        self._window, self._read = [token_id], 1
-        return rest + self._shown[token_id]
-
     def _fresh(self) -> str:
         before = self._decode(self._window[: self._read])
         return self._decode(self._window)[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""

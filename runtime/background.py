@@ -1,0 +1,31 @@
+"""Background tasks that belong to a block: they start with it and are cancelled at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def background(run: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Run the coroutine as an asyncio task until the end of the block.
+
+    If it fails earlier, the log says so at once, and the end of the block raises its exception."""
+    task = asyncio.create_task(run, name=name)
+    task.add_done_callback(_report)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("background task %s has failed", task.get_name(), exc_info=error)

@@ -1,0 +1,39 @@
+"""Background tasks end with their block, and a failure is told when it happens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvferry.runtime.background import background
+from tests.waiting import until
+
+
+async def test_it_runs_until_the_end_of_the_block() -> None:
+    steps: list[str] = []
+
+    async def run() -> None:
+        try:
+            steps.append("began")
+            await asyncio.sleep(60)
+        finally:
+            steps.append("ended")
+
+    async with background(run(), "the task"):
+        await until(lambda: steps == ["began"])
+    assert steps == ["began", "ended"]
+
+
+async def test_a_failure_is_in_the_log_at_once_and_raised_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """It was raised at the end alone: until then nobody knew that keys were no longer reloaded."""
+
+    async def run() -> None:
+        raise ValueError("no such thing")
+
+    async def block() -> None:
+        async with background(run(), "the task"):
+            await until(lambda: caplog.messages == ["background task the task has failed"])
+
+    with pytest.raises(ValueError, match="no such thing"):
+        await block()
