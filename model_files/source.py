@@ -90,6 +90,9 @@ def read_facts(source: ModelSource) -> ModelFacts:
             f"{source.name} has a vocabulary of {facts.vocab_size} tokens; 1 to {MAX_VOCAB} are supported",
             param="model",
         )
+    if facts.max_model_len == 1 or facts.max_model_len < 0:
+        told = f"{source.name} has a context of {facts.max_model_len} tokens; at least 2 are needed, prompt and answer"
+        raise ConfigError(told, param="model")
     return facts
 
 

@@ -108,7 +108,7 @@ def read(path: Path) -> None:
         LlguidanceBackend(vocabulary_of(text)).compile(Grammar("json_object", ""))
     settings = WorkerSettings(role="decode", model=str(path), kv_blocks=16, threads=1, model_impl="kvferry")
     engine = assemble(settings).engine
-    prompt = tuple(range(20))
+    prompt = tuple(range(min(20, engine.longest - 1)))
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=None)
     engine.add(Job("r", 0, prompt, len(prompt), Generate(params), "t"))
     while engine.has_work():

@@ -211,6 +211,15 @@ def test_context_length(rope, length):
     assert context_length({"max_position_embeddings": 100, "rope_parameters": rope}) == length
 
 
+@pytest.mark.parametrize("length", [1, -5])
+def test_a_context_without_room_for_an_answer_is_refused(length, tmp_path):
+    """Such a model was served, and refused every request: this node takes 1 to 0 tokens."""
+    config = {"vocab_size": 9, "max_position_embeddings": length}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"context of {length} tokens"):
+        read_facts(resolve(str(tmp_path), weights=False))
+
+
 def test_neither_torch_nor_transformers_is_imported():
     code = (
         "import sys; from kvferry.model_files.source import *; read_facts(resolve('smollm2')); "
