@@ -103,7 +103,8 @@ def cluster_commands(
     `settings.redis_url` must be set. Only the router listens beyond this machine, and only if --host says so.
     cores_fd: lock for workers that share cores. weights: makes the shared memory for the weights of a model that has
     several workers on the CPU."""
-    commands = [settings_command("router", "router", _narrow(RouterSettings, settings), program)]
+    router = dataclasses.replace(_narrow(RouterSettings, settings), worker_ca_certs="", worker_server_name="")
+    commands = [settings_command("router", "router", router, program)]
     served = split_names(settings.served_model_name, len(settings.model))
     threads = worker_threads(settings.threads, settings.tensor_parallel_size)
     on_cpu = sum(seat.device == "cpu" for seat in seats)
@@ -125,6 +126,9 @@ def cluster_commands(
                 node_id=name,
                 host=LOOPBACK,
                 port=0,
+                ssl_certfile="",
+                ssl_keyfile="",
+                ssl_ca_certs="",
                 threads=threads,
                 cores_fd=cores_fd if crowded and seat.device == "cpu" else -1,
                 weights_fd=weights_fd if seat.device == "cpu" else -1,

@@ -34,6 +34,9 @@ class CommonSettings:
         "accepted; reloaded when it changes",
     )
     host: str = setting("127.0.0.1", "address to listen on")
+    ssl_keyfile: str = setting("", "PEM file with the private key of --ssl-certfile; default: read from that file")
+    ssl_certfile: str = setting("", "PEM file with this server's certificate and chain; turns TLS on")
+    ssl_ca_certs: str = setting("", "PEM file of certificate authorities that must have signed clients' certificates")
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
     log_format: str = setting(
         "text", "log format: one line of text or one JSON object per record", choices=("text", "json")

@@ -46,9 +46,10 @@ class RouterSettings(CommonSettings):
     allowed_headers: str = setting("*", "allowed CORS headers, separated by commas; *: any")
     allow_credentials: bool = setting(False, "allow CORS requests with credentials (cookies, HTTP authentication)")
     root_path: str = setting("", "path prefix under which a proxy serves this server, such as /llm")
-    ssl_keyfile: str = setting("", "PEM file with the private key of --ssl-certfile; default: read from that file")
-    ssl_certfile: str = setting("", "PEM file with this server's certificate and chain; turns TLS on")
-    ssl_ca_certs: str = setting("", "PEM file of certificate authorities that must have signed clients' certificates")
+    worker_ca_certs: str = setting(
+        "", "PEM file of certificate authorities that must have signed workers' certificates; turns their TLS on"
+    )
+    worker_server_name: str = setting("", "name that workers' certificates must carry; default: each worker's host")
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; one model only")
     tool_call_parser: str = setting(
         "auto",

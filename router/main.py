@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import socket
-import ssl
 import sys
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from kvferry.cluster_state.redis_responses import RedisResponses
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.responses import ResponseStore
 from kvferry.cluster_state.seal import Seal
-from kvferry.protocol.errors import ConfigError, RegistryUnavailable, reason
+from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router import draining
@@ -44,6 +43,7 @@ from kvferry.runtime.loop_lag import watched
 from kvferry.runtime.rejection_throttle import RejectionThrottle
 from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
+from kvferry.runtime.tls import load, server_tls, worker_tls
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,7 @@ async def run_router(
         fetch=settings.fetch,
         patience_s=settings.queue_timeout,
         token=secrets.token,
+        tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
     )
     limits = connection_limits(settings, allow_descriptors())
     board, peers, throttle = SnapshotBuilder(nodes, metrics), WorkerPeers.of(settings), RejectionThrottle()
@@ -144,7 +145,7 @@ async def run_router(
             await stack.enter_async_context(each)
         config = uvicorn.Config(
             app,
-            **tls(settings),
+            **server_tls(settings),
             http=lingering(limits, throttle),
             ws="none",
             lifespan="off",
@@ -168,32 +169,10 @@ async def run_router(
                 sock,
                 server,
                 partial(scraped, metrics, peers, "" if tenant_registry.keyring.guards else None),
-                tls(settings),
+                server_tls(settings),
                 limits,
             )
             await _until_ended(server, serving, stop, last)
-
-
-def tls(settings: RouterSettings) -> dict[str, Any]:
-    """Return uvicorn's TLS options; raise ConfigError for key or CA files without a certificate."""
-    if not settings.ssl_certfile:
-        if given := [name for name in ("ssl_keyfile", "ssl_ca_certs") if getattr(settings, name)]:
-            raise ConfigError(f"--{given[0].replace('_', '-')} needs --ssl-certfile", param=given[0])
-        return {}
-    return {
-        "ssl_certfile": settings.ssl_certfile,
-        "ssl_keyfile": settings.ssl_keyfile or None,
-        "ssl_ca_certs": settings.ssl_ca_certs or None,
-        "ssl_cert_reqs": ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
-    }
-
-
-def load(config: uvicorn.Config) -> None:
-    """Read the files that the configuration names; raise ConfigError."""
-    try:
-        config.load()
-    except OSError as error:
-        raise ConfigError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: {reason(error)}") from error
 
 
 def connection_limits(settings: RouterSettings, descriptors: int) -> Limits:

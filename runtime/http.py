@@ -21,6 +21,7 @@ from kvferry.runtime.address import family_of, host_port
 from kvferry.runtime.cluster_secret import MembersOnly
 from kvferry.runtime.connection_limits import Limits
 from kvferry.runtime.connections import guarded
+from kvferry.runtime.tls import load
 
 T = TypeVar("T")
 
@@ -44,6 +45,10 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
             f"cannot listen on {host_port(host, port)}: {error.strerror}; choose another --port", param="port"
         ) from error
     return sock
+
+
+HANDSHAKE_S = 5.0
+"""Longest TLS handshake with a worker, in seconds."""
 
 
 class Server(uvicorn.Server):
@@ -80,17 +85,16 @@ class Server(uvicorn.Server):
         return protocol
 
 
-def make_server(app: FastAPI) -> Server:
-    """Return a server for `app`.
+def make_server(app: FastAPI, tls: dict[str, Any]) -> Server:
+    """Return a server for `app`; tls: uvicorn's options (`runtime.tls`). Raises ConfigError if they cannot be used.
 
     Run it with `await server.serve(sockets=[sock])`; end it with `server.should_exit = True`."""
     limits = Limits(body_bytes=MAX_FRAME_BYTES)
-    return Server(
-        uvicorn.Config(
-            app, http=guarded(limits), ws="none", log_config=None, access_log=False, lifespan="off",
-            timeout_graceful_shutdown=2,
-        )
+    config = uvicorn.Config(
+        app, **tls, http=guarded(limits), ws="none", log_config=None, access_log=False, lifespan="off",
+        timeout_graceful_shutdown=2,
     )  # fmt: skip
+    return Server(load(config), handshake_s=HANDSHAKE_S)
 
 
 def make_app(

@@ -12,6 +12,7 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.address import host_port, is_loopback
 from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.http import bind, make_app, make_server
+from kvferry.runtime.tls import server_tls
 
 log = logging.getLogger("kvferry.worker")
 UNSPECIFIED = ("0.0.0.0", "::", "[::]", "")
@@ -38,7 +39,7 @@ class NodeAddress:
         self.host = settings.advertise_host or settings.host
         self._socket = bind(settings.host, settings.port)
         port = int(self._socket.getsockname()[1])
-        self.url = f"http://{host_port(self.host, port)}"
+        self.url = f"{'https' if settings.ssl_certfile else 'http'}://{host_port(self.host, port)}"
         self.node_id = settings.node_id or f"{settings.role}-{socket.gethostname()}-{port}"
         self.secrets = ClusterSecrets(settings)
         if not self.secrets and not is_loopback(self.host):
@@ -48,7 +49,7 @@ class NodeAddress:
                 self.host,
             )
         self.app = make_app(health, unready, self.secrets.tokens if self.secrets else None)
-        self._server = make_server(self.app)
+        self._server = make_server(self.app, server_tls(settings))
         self._serving: asyncio.Task[None] | None = None
 
     def start(self) -> None:

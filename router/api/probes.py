@@ -111,4 +111,5 @@ def targets(pools: ServedModels) -> APIRouter:
 
 
 def _labels(node: NodeLease) -> dict[str, str]:
-    return {"component": node.role, "node": node.node_id}
+    encrypted = {"__scheme__": "https"} if node.http_url.startswith("https:") else {}
+    return {"component": node.role, "node": node.node_id, **encrypted}

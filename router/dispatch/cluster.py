@@ -21,6 +21,7 @@ from kvferry.router.nodes.node_table import NodeSource, NodeTable
 from kvferry.router.nodes.token_streams import TokenStreams
 from kvferry.router.request_log import RequestLog
 from kvferry.runtime.suspend_aware_clock import LoopClock
+from kvferry.runtime.tls import PLAIN, WorkerTls
 
 RETRIES, HEDGES = (0.1, 10.0, 100.0), (0.1, 0.5, 10.0)
 """Budgets for retries and hedges: share of all requests, minimum per second, and maximum burst.
@@ -43,6 +44,7 @@ class RouterCluster:
     fetch               see RouterSettings.fetch
     lookup_s            limit of one index lookup, in seconds
     token               returns the secret that authenticates this router to the nodes
+    tls                 of connections to the nodes
     patience_s          how long a request waits when no node can take it, in seconds
 
     nodes, request_log  live nodes, and recent events for the dashboard
@@ -62,11 +64,12 @@ class RouterCluster:
         nodes: NodeTable | None = None,
         client: NodeClient | None = None,
         token: Callable[[], str] = str,
+        tls: WorkerTls = PLAIN,
     ) -> None:
         self.nodes = nodes or NodeTable(source, metrics)
         self.request_log = RequestLog()
         self._clock = LoopClock()
-        self._client = client or NodeClient(f"router-{secrets.token_hex(6)}", token, clock=self._clock.now)
+        self._client = client or NodeClient(f"router-{secrets.token_hex(6)}", token, tls, clock=self._clock.now)
         self._background_calls = BackgroundCalls()
         self._streams = TokenStreams(self._client)
         clock = self.nodes.clock

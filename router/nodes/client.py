@@ -21,6 +21,7 @@ from kvferry.protocol.wire import WireError, pack
 from kvferry.router.nodes.connection import Connection, Told
 from kvferry.router.nodes.message_validation import check_answer, check_frame
 from kvferry.runtime.cluster_secret import HEADER
+from kvferry.runtime.tls import PLAIN, WorkerTls
 
 MAX_IDLE = 64
 """Largest number of idle connections kept per node."""
@@ -36,6 +37,7 @@ class NodeClient:
     connection breaks, and the node's own KvferryError if it refuses.
 
     token      returns the cluster's secret for each call, or an empty string
+    tls        of connections to nodes whose address begins with https
     silence_s  longest silence of a token stream, in seconds
     clock      seconds for silence limits; it stops while this process is suspended
     """
@@ -44,6 +46,7 @@ class NodeClient:
         self,
         router_id: str,
         token: Callable[[], str] = str,
+        tls: WorkerTls = PLAIN,
         *,
         connect_s: float = 1.0,
         answer_s: float = 10.0,
@@ -51,7 +54,7 @@ class NodeClient:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.router_id, self.silence_s, self.clock = router_id, silence_s, clock
-        self._token = token
+        self._token, self._tls = token, tls
         self._connect_s, self._answer_s = connect_s, answer_s
         self._idle: dict[Address, list[Connection]] = {}
 
@@ -120,12 +123,13 @@ class NodeClient:
         method, path = what.split()
         try:
             url = urlsplit(node.http_url)
-            address = (url.hostname or "", url.port or 80)
+            address, encrypted = (url.hostname or "", url.port or 80), self._tls.options(url)
             head = f"{method} {url.path}{path} HTTP/1.1\r\nhost: {url.netloc}\r\ncontent-length: {len(body)}\r\n"
             connection = self._rested(address)
             if connection is None:
+                loop = asyncio.get_running_loop()
                 async with asyncio.timeout(self._connect_s):
-                    _, connection = await asyncio.get_running_loop().create_connection(self._connection, *address)
+                    _, connection = await loop.create_connection(self._connection, *address, **encrypted)
         except (OSError, ValueError) as error:
             raise _lost(node, error) from error
         member = f"{HEADER}: {token}\r\n" if (token := self._token()) else ""

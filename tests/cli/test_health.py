@@ -69,7 +69,7 @@ def test_variables_count_as_they_do_for_the_process(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("KVFERRY_PORT", "8123")
     monkeypatch.setenv("KVFERRY_SSL_CERTFILE", "/tls/chain.pem")
     assert url_of(kvferry, ["router", "--host", "::"]) == "https://[::1]:8123"
-    assert url_of(kvferry, ["decode", "--port", "7"]) == "http://127.0.0.1:7"
+    assert url_of(kvferry, ["decode", "--port", "7"]) == "https://127.0.0.1:7"
 
 
 def test_a_port_that_the_system_chose_is_in_no_command_line(capsys: pytest.CaptureFixture[str]) -> None:

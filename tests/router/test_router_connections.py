@@ -17,10 +17,11 @@ import pytest
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.main import connection_limits, run_router, tls
+from kvferry.router.main import connection_limits, run_router
 from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.http import bind
 from kvferry.runtime.signals import StopSignal
+from kvferry.runtime.tls import load, server_tls
 from tests.fake_workers import Bench, decode, prefill
 from tests.router.test_router_process import BODY, router
 from tests.waiting import until, until_told
@@ -234,14 +235,12 @@ def test_connections_are_fewer_than_the_files_that_may_be_open(caplog: pytest.Lo
 
 def test_mistakes_in_tls_settings_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--ssl-keyfile needs --ssl-certfile"):
-        tls(RouterSettings(ssl_keyfile="x"))
-    assert tls(RouterSettings()) == {}
+        server_tls(RouterSettings(ssl_keyfile="x"))
+    assert server_tls(RouterSettings()) == {}
     empty = tmp_path / "empty.pem"
     empty.write_text("")
     import uvicorn
 
-    from kvferry.router.main import load
-
-    config = uvicorn.Config("x", **tls(RouterSettings(ssl_certfile=str(empty))))
+    config = uvicorn.Config("x", **server_tls(RouterSettings(ssl_certfile=str(empty))))
     with pytest.raises(ConfigError, match="--ssl-certfile"):
         load(config)
