@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -138,15 +138,19 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def local_cluster(*args: str) -> Iterator[LocalCluster]:
-    """`kvferry serve --port 0 …`; ended with SIGTERM, and by id if that does not do."""
-    command = [sys.executable, "-m", "kvferry.cli.main", "serve", "--port", "0", *args]
+def local_cluster(
+    *args: str, inside: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Iterator[LocalCluster]:
+    """`kvferry serve --port 0 …`; ended with SIGTERM, and by id if that does not do.
+
+    inside: a command that becomes the one that follows it, in other surroundings. env: further variables."""
+    command = [*inside, sys.executable, "-m", "kvferry.cli.main", "serve", "--port", "0", *args]
     began = time.monotonic()
     data = tempfile.TemporaryDirectory(prefix="kvferry-")
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=_end_with_parent,
-        env={**_environment(), "KVFERRY_DATA_DIR": data.name},
+        env={**_environment(), "KVFERRY_DATA_DIR": data.name, **(env or {})},
     )  # fmt: skip
     log: list[str] = []
     threading.Thread(target=_collect, args=(process.stderr, log), daemon=True).start()
