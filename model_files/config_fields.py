@@ -6,6 +6,11 @@ from typing import Any
 
 from kvferry.protocol.errors import ConfigError
 
+MAX_LAYERS = 1 << 12
+"""Largest number of layers: thirty times that of the largest model known. Each takes memory before its weights do."""
+LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""Names of the number of layers in a config.json."""
+
 
 def whole(config: dict[str, Any], name: str) -> int:
     """Return a field that must be a positive whole number. Raises ConfigError, or KeyError without it."""
@@ -13,3 +18,9 @@ def whole(config: dict[str, Any], name: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"config.json: {name} must be a whole number of at least 1, got {value!r}", param="model")
     return value
+
+
+def check_layers(value: Any) -> None:
+    """Raise ConfigError if this is a number of layers that no model has."""
+    if isinstance(value, int) and value > MAX_LAYERS:
+        raise ConfigError(f"a model of {value} layers is not supported, the limit is {MAX_LAYERS}", param="model")

@@ -6,6 +6,7 @@ decodes the same header in tens of milliseconds, so that a router can afford it.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -25,6 +26,8 @@ MAX_NUMBERS = 1 << 24
 """Largest number of entries of an array of numbers: four times the largest vocabulary supported."""
 MAX_ALIGNMENT = 1 << 20
 """Largest alignment of tensors, in bytes; files use 32."""
+LARGEST_WEIGHT, MAX_PADDING = 8, 1 << 20
+"""Bytes of a weight in ggml's largest format, and most bytes behind the tensors: all of a file is read at the start."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -175,6 +178,9 @@ class _Cursor:
             raise ValueError(f"general.alignment must be 1 to {MAX_ALIGNMENT}, got {alignment!r:.40}")
         start = -(-self._at // alignment) * alignment
         tensors = {name: GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in infos}
+        ends = (tensor.offset + LARGEST_WEIGHT * math.prod(tensor.shape) for tensor in tensors.values())
+        if (more := len(self._data) - max(ends, default=start)) > MAX_PADDING:
+            raise ValueError(f"it goes on for {more} bytes or more behind its tensors")
         return GGUFFile(path, metadata, tensors, (path,))
 
     def _unpack(self, form: str) -> tuple[Any, ...]:

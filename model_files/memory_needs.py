@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.model_files.config_fields import LAYER_FIELDS
 from kvferry.model_files.gguf import GGUFFile, GGUFTensor, read_gguf
 from kvferry.model_files.gguf_latent import latent_fields
 from kvferry.model_files.latent import LatentSizes, latent_sizes
@@ -62,7 +63,6 @@ _CODED = {
 
 Scales and minima of larger blocks take eight bits, times 16 bits per block."""
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 
@@ -143,7 +143,7 @@ def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_mod
 
     If no tensors are given, it assumes those of a gated decoder with this config. Raises ConfigError."""
     text = text_config(config)
-    hidden, layers, heads = (_whole(text, *names) for names in (_HIDDEN, _LAYERS, _ATTENTION_HEADS))
+    hidden, layers, heads = (_whole(text, *names) for names in (_HIDDEN, LAYER_FIELDS, _ATTENTION_HEADS))
     kv_heads = text.get("num_key_value_heads") or (1 if text.get("multi_query") else heads)
     head_dim, planes = text.get("head_dim") or hidden // heads, 2
     query_size, attention = heads * head_dim, 2 * (heads + kv_heads) * head_dim * hidden

@@ -46,7 +46,7 @@ def safetensors_header(path: Path) -> dict[str, Entry]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"cannot read the header of {path}; download it again", param="model") from error
 
 

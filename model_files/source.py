@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kvferry.model_files.config_fields import LAYER_FIELDS, check_layers
 from kvferry.model_files.context_length import context_length
 from kvferry.model_files.download import download
 from kvferry.model_files.gguf import GGUFFile, gguf_parts, gguf_stem, read_gguf
@@ -101,6 +102,7 @@ def gguf_facts(file: GGUFFile) -> ModelFacts:
     meta, embedding = file.metadata, file.tensors.get("token_embd.weight")
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     eos = dict.fromkeys(id for name in names for id in _ids(meta.get(f"tokenizer.ggml.{name}")))
+    check_layers(file.get("block_count"))
     vocab = embedding.shape[0] if embedding is not None else len(meta.get("tokenizer.ggml.tokens") or ())
     if file.architecture == "gpt-oss":
         eos = _ends_of_messages(meta, eos)
@@ -141,6 +143,8 @@ def _json(path: Path) -> Any:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid JSON: it is nested too deeply", param="model") from error
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -208,6 +212,8 @@ def _hf_facts(path: Path) -> ModelFacts:
     text = text_config(config)
     if not isinstance(text.get("vocab_size"), int):
         raise ConfigError(f"{path}/config.json has no vocab_size", param="model")
+    for name in LAYER_FIELDS:
+        check_layers(text.get(name))
     generation = path / "generation_config.json"
     overrides = read_json(generation) if generation.is_file() else {}
     places = (overrides, config, text)

@@ -5,8 +5,10 @@ nothing. The change time is among them, which no unprivileged process can set.""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -26,7 +28,11 @@ def weights_digest(files: Iterable[Path]) -> bytes:
 
 
 def file_digest(path: Path) -> str:
-    """Return the XXH3 digest of a file as 32 hex digits, from the cache where it has one. Raises OSError."""
+    """Return the XXH3 digest of a file as 32 hex digits, from the cache where it has one.
+
+    Raises OSError, also for a pipe or a device, whose reader would wait or never come to an end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, f"{path.name} is not a regular file")
     kept = kept_digest(path)
     if kept is not None:
         with suppress(OSError):

@@ -9,7 +9,7 @@ from kvferry.engine.models.experts_config import ExpertsConfig, parse_experts, u
 from kvferry.engine.models.families import FAMILIES, LLAMA, Family
 from kvferry.engine.models.rope_config import ROPE_KINDS, RopeConfig, mscale, parse_rope, rope_dicts, rope_kind
 from kvferry.engine.models.windows import rotations_and_windows
-from kvferry.model_files.config_fields import whole
+from kvferry.model_files.config_fields import check_layers, whole
 from kvferry.model_files.latent import LatentSizes, latent_sizes
 from kvferry.model_files.quantisation import quantisation
 from kvferry.protocol.errors import ConfigError
@@ -137,6 +137,7 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
     heads, layers, hidden_size = (
         whole(config, name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
     )
+    check_layers(layers)
     latent = latent_sizes(config) if family.latent else None
     head_dim = latent.head_dim if latent else config.get("head_dim") or family.head_dim or hidden_size // heads
     bias = bool(config.get("attention_bias", family.attention_bias))

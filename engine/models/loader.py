@@ -78,6 +78,8 @@ def load_model(
         raise ConfigError(f"the weights of {source.name} do not fit the memory of {device}", param="model") from error
     except Exception as error:
         log.debug("loading %s", source.path, exc_info=True)
+        if "can't allocate memory" in str(error):  # of PyTorch's allocator, a plain RuntimeError
+            raise ConfigError(f"the weights of {source.name} do not fit the memory of {device}", param="model") from error
         raise ConfigError(f"{source.name} cannot be run: {reason(error)}", param="model") from error
 
 

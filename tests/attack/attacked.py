@@ -27,6 +27,7 @@ class Attacked:
     secret: str
     keys: dict[str, str]
     expected: dict[int, list[int]] = field(default_factory=dict)
+    _client: httpx.Client | None = None
 
     @property
     def secrets(self) -> list[str]:
@@ -35,8 +36,9 @@ class Attacked:
     def ask(self, method: str, path: str, tenant: str | None = "", **more: Any) -> httpx.Response:
         """A request with the key of the tenant; None: with none."""
         headers = {"authorization": f"Bearer {self.keys[tenant]}"} if tenant is not None else {}
-        with httpx.Client(base_url=self.cluster.url, trust_env=False, timeout=60) as client:
-            return client.request(method, path, headers=headers | more.pop("headers", {}), **more)
+        if self._client is None:
+            self._client = httpx.Client(base_url=self.cluster.url, trust_env=False, timeout=60)
+        return self._client.request(method, path, headers=headers | more.pop("headers", {}), **more)
 
     def says(self, text: str, tenant: str = "", tokens: int = 8, **more: Any) -> dict[str, Any]:
         """The answer to a chat of one message."""

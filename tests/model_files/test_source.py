@@ -226,3 +226,22 @@ def test_neither_torch_nor_transformers_is_imported():
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [('{"a":' * 100_000, "nested too deeply"), ('{"vocab_size": 9, "num_hidden_layers": 1000000000}', "1000000000 layers")],
+)
+def test_a_config_that_would_take_all_memory_is_refused(config, says, tmp_path):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=says):
+        read_facts(resolve(str(tmp_path), weights=False))
+
+
+def test_a_gguf_whose_tensors_are_the_least_of_it_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf")
+    resolve(str(path))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + (40 << 20))
+    with pytest.raises(ConfigError, match="behind its tensors"):
+        resolve(str(path))

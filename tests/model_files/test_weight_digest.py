@@ -77,3 +77,10 @@ def test_a_revision_depends_on_weights_in_the_middle_of_a_file(tmp_path: Path) -
         assert len(before) == 32
         flip(changed, changed.stat().st_size - 777)
         assert resolve(str(model)).revision != before
+
+
+def test_nothing_is_read_from_a_pipe_or_a_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="is not a regular file"):
+            file_digest(path)
