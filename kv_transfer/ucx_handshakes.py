@@ -56,7 +56,7 @@ class UcxHandshakes:
         self._listeners: list[socket.socket] = []
         self._guests: dict[UcxPeer, None] = {}
         self._warm = np.zeros(WARM_BYTES, dtype=np.uint8)
-        self._refused = RateLimitedLog(log)
+        self._refused, self._full = RateLimitedLog(log), RateLimitedLog(log)
         self.traffic: UcxTraffic
 
     def listen(self, host: str, port: int) -> int:
@@ -120,7 +120,7 @@ class UcxHandshakes:
             except (BlockingIOError, ConnectionError):
                 break
             except OSError as error:
-                log.warning("connections cannot be accepted: %s", error)
+                self._full.warning("connections cannot be accepted: %s", error)
                 self._loop.unwatch(listener.fileno())
                 self._loop.call_later(AGAIN_S, self._watch_listeners)
                 break
