@@ -35,13 +35,12 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import cache_format
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 from kvferry.runtime import shared_file
-from kvferry.runtime.address import dialable, host_port
+from kvferry.runtime.address import dialable, host_port, loopback
 from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.limits import available_cores
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 ALL_NODES_S = 10.0
 """Longest wait of the ready line for the router to see all nodes; it polls the registry at least twice a second."""
 
@@ -109,6 +108,7 @@ def cluster_commands(
     threads = worker_threads(settings.threads, settings.tensor_parallel_size)
     on_cpu = sum(seat.device == "cpu" for seat in seats)
     crowded = on_cpu > 1 and threads * settings.tensor_parallel_size * on_cpu > available_cores()
+    own_host = loopback()
     roles, left = ("prefill",) * settings.prefill + ("decode",) * settings.decode, iter(seats)
     numbers = {role: count() for role in roles}
     shared = [
@@ -124,7 +124,7 @@ def cluster_commands(
                 served_model_name=names,
                 role=role,
                 node_id=name,
-                host=LOOPBACK,
+                host=own_host,
                 port=0,
                 ssl_certfile="",
                 ssl_keyfile="",

@@ -35,6 +35,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from kvferry.cluster_state import redis_url
+from kvferry.cluster_state.name_lookups import NamedConnection, NamedTlsConnection, NameLookups
 from kvferry.cluster_state.redis_pool import Pool, SentinelPool
 from kvferry.protocol.errors import ConfigError, RegistryFull, RegistryRefuses, RegistryUnavailable, reason
 from kvferry.runtime.log import RateLimitedLog
@@ -90,11 +91,11 @@ def _client(where: redis_url.RedisUrl, timeout_s: float, password_file: str) -> 
         there = where.sentinel | _deadlines(timeout_s / 2) | {"ssl": where.tls, "retry": Retry(NoBackoff(), 0)}
         sentinels = Sentinel(where.sentinels, sentinel_kwargs=there)  # type: ignore[no-untyped-call]
         return redis.Redis(connection_pool=SentinelPool(where.service, sentinels, ssl=where.tls, **options))
-    kind: Any = redis.SSLConnection if where.tls else redis.Connection
     if "path" in options:
-        kind = redis.UnixDomainSocketConnection
         del options["socket_keepalive"]
-    return redis.Redis(connection_pool=Pool(connection_class=kind, **options))
+        return redis.Redis(connection_pool=Pool(connection_class=redis.UnixDomainSocketConnection, **options))
+    kind = NamedTlsConnection if where.tls else NamedConnection
+    return redis.Redis(connection_pool=Pool(connection_class=kind, lookups=NameLookups(), **options))
 
 
 def _deadlines(timeout_s: float) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.tags import block_tag
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.errors import ConfigError
+from kvferry.runtime.address import loopback
 
 BLOCK_BYTES = 1 << 19
 LIMIT_S = 20.0
@@ -77,7 +78,7 @@ def _host(net_devices: str) -> str:
     """Return an address of the named network devices to dial; the loopback address if lo is among them."""
     devices = [name.partition(":")[0] for name in net_devices.split(",") if name]
     if not devices or "lo" in devices:
-        return "127.0.0.1"
+        return loopback()
     known = psutil.net_if_addrs()
     for name in devices:
         for address in known.get(name, ()):

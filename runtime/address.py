@@ -43,6 +43,16 @@ def knows_ipv6() -> bool:
     return True
 
 
+def loopback() -> str:
+    """Return an address that reaches this machine only: 127.0.0.1, or ::1 on a machine without IPv4."""
+    try:
+        with socket.socket(socket.AF_INET) as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError:
+        return "::1"
+    return "127.0.0.1"
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a host name or address names this machine only."""
     if host == "localhost":

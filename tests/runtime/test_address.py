@@ -58,3 +58,14 @@ def test_every_address_is_every_ipv4_address_where_there_is_no_ipv6(monkeypatch:
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "[::1]"])
 def test_loopback_is_known_in_each_form(host: str) -> None:
     assert is_loopback(host)
+
+
+def test_a_machine_without_ipv4_reaches_itself_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert address.loopback() == "127.0.0.1"
+
+    class NoIPv4(socket.socket):
+        def bind(self, where: object) -> None:
+            raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(address.socket, "socket", NoIPv4)
+    assert address.loopback() == "::1"
