@@ -25,6 +25,14 @@ def answer(question: bytes) -> bytes:
     return head + question[12:end] + record
 
 
+def _labels(question: bytes) -> list[str]:
+    at, found = 12, list[str]()
+    while length := question[at]:
+        found.append(question[at + 1 : at + 1 + length].decode(errors="replace"))
+        at += 1 + length
+    return found
+
+
 def serve(host: str, port: int, delay_s: float) -> None:
     """Answer until the parent is gone."""
     parent, waiting = os.getppid(), list[tuple[float, bytes, object]]()
@@ -33,6 +41,7 @@ def serve(host: str, port: int, delay_s: float) -> None:
         while os.getppid() == parent:
             if select.select([sock], [], [], 0.1)[0]:
                 question, asker = sock.recvfrom(1500)
+                print("name server:", ".".join(_labels(question)), file=sys.stderr, flush=True)
                 waiting.append((time.monotonic() + delay_s, question, asker))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, question, asker = waiting.pop(0)

@@ -11,12 +11,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-T = TypeVar("T")
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -37,20 +35,23 @@ def inside(steps: Sequence[str], *flags: str) -> list[str]:
     return [*unshared, "sh", "-c", "\n".join(("set -e", *steps, 'exec "$@"')), "sh"]
 
 
-def in_network_of(pid: int, call: Callable[[], T]) -> T:
-    """What the call returns in the network namespace of the process: a thread enters it and ends there."""
-    libc = ctypes.CDLL(None, use_errno=True)
+@contextlib.contextmanager
+def network_of(pid: int) -> Iterator[None]:
+    """This thread, and those that it starts, are in the network of the process meanwhile."""
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    other = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    try:
+        _enter(other)
+        yield
+    finally:
+        _enter(own)
+        os.close(own)
+        os.close(other)
 
-    def enter() -> None:
-        descriptor = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
-        try:
-            if libc.setns(descriptor, _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
-        finally:
-            os.close(descriptor)
 
-    with ThreadPoolExecutor(1, initializer=enter) as thread:
-        return thread.submit(call).result()
+def _enter(descriptor: int) -> None:
+    if _LIBC.setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 @contextlib.contextmanager
