@@ -91,7 +91,7 @@ serve: $(VENV)/worker.done $(VENV)/model.done
 
 # Tests without clusters run in three processes, the longest files first (tests/longest.py). Tests with clusters run one by
 # one after them and leave half of the cores idle, so those of the kernels run beside them, at idle priority.
-CLUSTERS := $(addprefix tests/,cluster chaos clients)
+CLUSTERS := $(addprefix tests/,cluster chaos clients attack)
 BESIDE   := tests/kernels
 IDLE      = $(if $(shell command -v chrt),chrt --idle 0,nice -n 19)
 test: lint $(VENV)/model.done

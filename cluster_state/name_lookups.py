@@ -73,9 +73,9 @@ class NamedConnection(redis.Connection):
         for address in addresses[:-1]:
             self._address = address
             with contextlib.suppress(OSError):
-                return await super()._connect()  # type: ignore[no-any-return]
+                return await super()._connect()  # type: ignore[no-untyped-call, no-any-return]
         self._address = addresses[-1]
-        return await super()._connect()  # type: ignore[no-any-return]
+        return await super()._connect()  # type: ignore[no-untyped-call, no-any-return]
 
 
 class NamedTlsConnection(NamedConnection, redis.SSLConnection):

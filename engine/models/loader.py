@@ -79,7 +79,9 @@ def load_model(
     except Exception as error:
         log.debug("loading %s", source.path, exc_info=True)
         if "can't allocate memory" in str(error):  # of PyTorch's allocator, a plain RuntimeError
-            raise ConfigError(f"the weights of {source.name} do not fit the memory of {device}", param="model") from error
+            raise ConfigError(
+                f"the weights of {source.name} do not fit the memory of {device}", param="model"
+            ) from error
         raise ConfigError(f"{source.name} cannot be run: {reason(error)}", param="model") from error
 
 

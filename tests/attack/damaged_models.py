@@ -24,7 +24,7 @@ def _directory(home: Path, name: str) -> Path:
     return Path(shutil.copytree(home / WHOLE_DIRECTORY, home / name))
 
 
-def _gguf(home: Path, name: str) -> bytearray:
+def _gguf(home: Path) -> bytearray:
     return bytearray((home / WHOLE_GGUF).read_bytes())
 
 
@@ -39,7 +39,7 @@ def _changed(home: Path, name: str, **fields: object) -> Path:
     return _config(home, name, json.dumps(known | fields))
 
 
-def _file(home: Path, name: str, data: bytes) -> Path:
+def _file(home: Path, name: str, data: bytes | bytearray) -> Path:
     (home / f"{name}.gguf").write_bytes(data)
     return home / f"{name}.gguf"
 
@@ -94,20 +94,20 @@ def empty_file(home: Path, name: str) -> Path:
 
 
 def half_a_file(home: Path, name: str) -> Path:
-    data = _gguf(home, name)
+    data = _gguf(home)
     return _file(home, name, data[: len(data) // 2])
 
 
 def promised_tensors(home: Path, name: str) -> Path:
     """A header that promises 2^63 tensors."""
-    data = _gguf(home, name)
+    data = _gguf(home)
     data[8:16] = struct.pack("<Q", 1 << 63)
     return _file(home, name, data)
 
 
 def sparse_file(home: Path, name: str) -> Path:
     """Four terabytes of zeros behind a right header."""
-    path = _file(home, name, _gguf(home, name))
+    path = _file(home, name, _gguf(home))
     with path.open("r+b") as file:
         file.truncate(4 << 40)
     return path

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import time
+from typing import Any
 
 ANSWERS = {1: socket.inet_aton("127.0.0.1"), 28: socket.inet_pton(socket.AF_INET6, "::1")}
 """Data of A and AAAA records."""
@@ -35,7 +36,7 @@ def _labels(question: bytes) -> list[str]:
 
 def serve(host: str, port: int, delay_s: float) -> None:
     """Answer until the parent is gone."""
-    parent, waiting = os.getppid(), list[tuple[float, bytes, object]]()
+    parent, waiting = os.getppid(), list[tuple[float, bytes, tuple[Any, ...]]]()
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind((host, port))
         while os.getppid() == parent:
@@ -45,7 +46,7 @@ def serve(host: str, port: int, delay_s: float) -> None:
                 waiting.append((time.monotonic() + delay_s, question, asker))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, question, asker = waiting.pop(0)
-                sock.sendto(answer(question), asker)  # type: ignore[arg-type]
+                sock.sendto(answer(question), asker)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def cramped(shared_cramped: Attacked) -> Iterator[Attacked]:
 
 
 def test_a_full_disk_fails_uploads_alone(cramped: Attacked) -> None:
-    """At most: 507 for what needs the disk, in OpenAI's shape and without a path. Room is found again once it is made."""
+    """At most: 507 for what needs the disk, in OpenAI's shape and without a path, until there is room again."""
     disk = Path(f"/proc/{cramped.cluster.process.pid}/root") / str(cramped.home).lstrip("/") / "data"
     assert os.statvfs(disk).f_blocks * os.statvfs(disk).f_frsize == DISK_MIB << 20
     answers = [_upload(cramped, b"x" * (900 << 10)) for _ in range(8)]
@@ -160,8 +160,8 @@ def test_workers_with_few_descriptors_outlive_a_flood(cramped: Attacked) -> None
 
 
 def _upload(cramped: Attacked, content: bytes) -> httpx.Response:
-    form = {"files": {"file": ("in.jsonl", io.BytesIO(content))}, "data": {"purpose": "batch"}}
-    return cramped.ask("POST", "/v1/files", **form)
+    file = ("in.jsonl", io.BytesIO(content))
+    return cramped.ask("POST", "/v1/files", files={"file": file}, data={"purpose": "batch"})
 
 
 def _is_an_error(answer: httpx.Response, status: int, code: str, secret: str) -> None:

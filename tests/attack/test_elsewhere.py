@@ -49,7 +49,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.skip(f"{tool} is not installed")
     made = tmp_path_factory.mktemp("elsewhere")
     source = Path(__file__).with_name("clock_shim.cpp")
-    subprocess.run(["c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-o", made / "clock.so", source, "-ldl"], check=True)
+    subprocess.run(
+        ["c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-o", made / "clock.so", source, "-ldl"], check=True
+    )
     (made / "resolv.conf").write_text("nameserver ::1\noptions timeout:30 attempts:1\n")
     return made
 

@@ -130,7 +130,9 @@ def _paths(pids: set[int]) -> list[str]:
                 found.add(os.readlink(fd))
             except OSError:
                 continue
-        found |= {line.split(maxsplit=5)[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/" in line}
+        found |= {
+            line.split(maxsplit=5)[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/" in line
+        }
     return [path for path in found if path.startswith("/")]
 
 

@@ -1,7 +1,7 @@
 """Attacker: the owner of a model's files, which an operator downloads and starts.
 
-At most `kvferry serve` ends within seconds, with a status that is not zero and one line that says what is wrong. Nothing
-in the files is ever run. KVFERRY_TEST_ATTACK=long tries all kinds of damage instead of a few."""
+At most `kvferry serve` ends within seconds, with a status that is not zero and one line that says what is wrong.
+Nothing in the files is ever run. KVFERRY_TEST_ATTACK=long tries all kinds of damage instead of a few."""
 
 from __future__ import annotations
 

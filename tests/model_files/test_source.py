@@ -230,7 +230,10 @@ def test_neither_torch_nor_transformers_is_imported():
 
 @pytest.mark.parametrize(
     ("config", "says"),
-    [('{"a":' * 100_000, "nested too deeply"), ('{"vocab_size": 9, "num_hidden_layers": 1000000000}', "1000000000 layers")],
+    [
+        ('{"a":' * 100_000, "nested too deeply"),
+        ('{"vocab_size": 9, "num_hidden_layers": 1000000000}', "1000000000 layers"),
+    ],
 )
 def test_a_config_that_would_take_all_memory_is_refused(config, says, tmp_path):
     (tmp_path / "config.json").write_text(config)

@@ -67,5 +67,5 @@ def test_a_machine_without_ipv4_reaches_itself_all_the_same(monkeypatch: pytest.
         def bind(self, where: object) -> None:
             raise OSError(99, "Cannot assign requested address")
 
-    monkeypatch.setattr(address.socket, "socket", NoIPv4)
+    monkeypatch.setattr(socket, "socket", NoIPv4)
     assert address.loopback() == "::1"
