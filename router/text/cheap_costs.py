@@ -13,8 +13,8 @@ from jinja2.utils import Namespace, _PassArg
 from kvferry.router.text.sandbox import BUDGET, CONCATENATED, COUNTED, Budget
 from kvferry.router.text.template_language import raise_exception, strftime_now
 
-MAX_UNITS = 100_000
-"""Budget of one rendering, in nodes of a template's syntax: about ten milliseconds."""
+MAX_UNITS = 30_000
+"""Budget of one rendering, in nodes of a template's syntax: tens of milliseconds at most."""
 CHARS_A_UNIT = 64
 """Characters of a text that cost as much as one node."""
 _CHARS_A_PIECE = 4

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvferry.protocol.errors import InvalidRequest, Overloaded
-from kvferry.router.text import render_frames
 from kvferry.router.text.render_frames import (
     COMMAND,
+    DEADLINE_S,
     ERROR,
     LENGTH,
     LONGEST_ERROR,
@@ -30,6 +33,10 @@ from kvferry.router.text.render_slots import PATIENCE_S, QUICK, Place, RenderSlo
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import START_S, ChatTemplate
 
+T = TypeVar("T")
+
+log = logging.getLogger("kvferry.router.text")
+
 _TRIES = 2
 """Child processes that a prompt may end; something else may have ended the first."""
 _NICENESS = 10
@@ -39,6 +46,7 @@ _NICENESS = 10
 @dataclass(slots=True, eq=False)
 class _Child:
     process: asyncio.subprocess.Process
+    ended: bool = False
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -64,12 +72,13 @@ class _Child:
 class Renderer:
     """Renderer of one model; starts processes at need and ends them in `close`. Call it on the event loop only."""
 
-    def __init__(self, template: ChatTemplate | None) -> None:
+    def __init__(self, template: ChatTemplate | None, deadline_s: float = DEADLINE_S) -> None:
         self._template = template
+        self._deadline_s = deadline_s
         self._slots = RenderSlots()
         self._idle: list[_Child] = []
         self._children: set[_Child] = set()
-        self._tasks: set[asyncio.Task[str]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     async def render(self, rendering: Rendering, tenant: str = "") -> str:
@@ -82,20 +91,29 @@ class Renderer:
         if text is not None:
             return rendering.finished(text)
         place = await self._slots.enter(tenant, len(rendering.frame))
-        task = asyncio.create_task(self._placed(rendering, place))  # a child goes on when its client leaves
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
+        # a child goes on when its client leaves
+        return await asyncio.shield(self._started(self._placed(rendering, place)))
+
+    @property
+    def children(self) -> list[int]:
+        """Return the ids of the processes that run."""
+        return [child.process.pid for child in self._children]
 
     async def close(self) -> None:
         """End all processes. Callers that still wait get an error."""
         self._closed = True
         for child in list(self._children):
             self._end(child)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(child.process.wait() for child in self._children), return_exceptions=True)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _ended(self, task: asyncio.Task[str]) -> None:
+    def _started(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()
@@ -103,8 +121,11 @@ class Renderer:
     async def _placed(self, rendering: Rendering, place: Place) -> str:
         try:
             for _ in range(_TRIES):
-                with contextlib.suppress(EOFError):
+                try:
                     return await self._tried(rendering, place)
+                except EOFError:  # idle processes may have been ended with it
+                    while self._idle:
+                        self._end(self._idle.pop())
             raise rendering.died()
         finally:
             self._slots.leave(place)
@@ -123,15 +144,16 @@ class Renderer:
 
         timer = asyncio.get_running_loop().call_later(PATIENCE_S, slow_down)
         try:
-            async with asyncio.timeout(render_frames.DEADLINE_S):
+            async with asyncio.timeout(self._deadline_s):
                 kind, text = await child.ask(rendering.frame, 4 * longest_text(len(rendering.frame)) + 1)
             kept = kind in (TEXT, ERROR, TOO_LONG) and not place.slow
             return rendering.outcome(kind, text)
         except TimeoutError:
-            raise rendering.late() from None
+            raise rendering.late(self._deadline_s) from None
         except EOFError:
             if refused:
                 raise Overloaded("other prompts that take long are being rendered", retry_after=1) from None
+            log.warning("a process that renders prompts of a chat template ended unexpectedly")
             raise
         finally:
             timer.cancel()
@@ -151,7 +173,12 @@ class Renderer:
             raise Overloaded("this server is ending", retry_after=1)
         assert self._template is not None
         process = await asyncio.create_subprocess_exec(
-            *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=minimal_environment()
+            *COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,  # an error may quote a prompt
+            env=minimal_environment(),
+            process_group=0,
         )
         child = _Child(process)
         self._children.add(child)
@@ -169,6 +196,12 @@ class Renderer:
 
     def _end(self, child: _Child) -> None:
         child.end()
+        if not child.ended:
+            child.ended = True
+            self._started(self._reaped(child))
+
+    async def _reaped(self, child: _Child) -> None:
+        await child.process.wait()
         self._children.discard(child)
 
 

@@ -74,9 +74,9 @@ class Rendering:
         """Return the error of a template that raises one."""
         return InvalidRequest(f"the chat template refused the {self.param}: {why}", param=self.param)
 
-    def late(self) -> InvalidRequest:
+    def late(self, deadline_s: float) -> InvalidRequest:
         """Return the error of a rendering that is too slow."""
-        return self._exceeded(f"takes more than {DEADLINE_S:.0f} s")
+        return self._exceeded(f"takes more than {deadline_s:g} s")
 
     def died(self) -> InvalidRequest:
         """Return the error of a rendering whose process ends each time."""

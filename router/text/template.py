@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -28,13 +28,14 @@ from kvferry.router.text.render_frames import (
 from kvferry.router.text.rendering import WITHIN, Rendering
 from kvferry.router.text.template_language import environment
 
-SMALL = 16 * 1024
+SMALL = 8 * 1024
 """Largest size of the variables for a rendering in this process, in bytes."""
 MAX_SOURCE = 2**20
 """Longest source of a template, in characters."""
 START_S = 30.0
 """Time for the start of a child process, in seconds."""
 _PROBE = "kvferry-probe"
+_PARTS = [{"type": "text", "text": _PROBE}]
 
 
 class ChatTemplate:
@@ -63,11 +64,10 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not parse: {reason(error)}", param="chat_template") from error
         self.knows_tools = any(name.name == "tools" for tree in trees.values() for name in tree.find_all(nodes.Name))
         self.roles = frozenset[str]().union(*map(_roles, trees.values()))
-        contents = (_PROBE, [{"type": "text", "text": _PROBE}])
-        asked = [self._probe(role, content) for role in ("user", "system") for content in contents]
-        shown = [_PROBE in text and "'type'" not in text for text in self._probed(asked)]
-        self.wants_parts = not shown[0] and shown[1]
-        self.takes_system = shown[3] if self.wants_parts else shown[2]
+        self.cheap = self.cheap and self._renders_here()
+        shows = self._shows if self.cheap else self._shown_in_child()
+        self.wants_parts = not shows("user", _PROBE) and shows("user", _PARTS)
+        self.takes_system = shows("system", _PARTS if self.wants_parts else _PROBE)
 
     def render(self, rendering: Rendering) -> str:
         """Return a prompt's text, rendered here or in a child process; blocks. Raises InvalidRequest."""
@@ -98,30 +98,29 @@ class ChatTemplate:
             messages.append({"role": "user", "content": [] if isinstance(content, list) else ""})
         return Rendering("plain", {**self.special_tokens, "messages": messages, "add_generation_prompt": True})
 
-    def _probed(self, asked: list[Rendering]) -> list[str]:
-        """Return what the template writes for each, or nothing; raise ConfigError if it does not compile."""
-        here = []
-        with contextlib.suppress(Costly):
-            here = [self._probed_here(each) for each in asked]
-        if len(here) == len(asked):
-            return here
-        answers = self._in_child(asked)
+    def _renders_here(self) -> bool:
+        with contextlib.suppress(InvalidRequest):
+            return self.render_here(self._probe("user", _PROBE)) is not None
+        return True
+
+    def _shows(self, role: str, content: Any) -> bool:
+        """Return whether the template shows a message of this role and content."""
+        with contextlib.suppress(InvalidRequest):
+            return _shown(self.render(self._probe(role, content)))
+        return False
+
+    def _shown_in_child(self) -> Callable[[str, Any], bool]:
+        """Return `_shows` of one child process; raise ConfigError if the templates do not compile there."""
+        cases = [(role, content) for role in ("user", "system") for content in (_PROBE, _PARTS)]
+        answers = self._in_child([self._probe(*case) for case in cases])
         if not answers or answers[0][0] == MEMORY_SPENT:
             raise ConfigError(f"the chat template cannot be compiled {WITHIN}", param="chat_template")
         kind, text = answers[0]
         if kind != READY:
             raise ConfigError(f"the chat template does not parse: {text}", param="chat_template")
-        texts = [text if kind == TEXT else "" for kind, text in answers[1:]]
-        return texts + [""] * (len(asked) - len(texts))
-
-    def _probed_here(self, rendering: Rendering) -> str:
-        try:
-            text = self.render_here(rendering)
-        except InvalidRequest:
-            return ""
-        if text is None:
-            raise Costly
-        return text
+        answered = zip(cases, answers[1:], strict=False)
+        shown = [case for case, (kind, text) in answered if kind == TEXT and _shown(text)]
+        return lambda role, content: (role, content) in shown
 
     def _in_child(self, asked: list[Rendering]) -> list[tuple[bytes, str]]:
         """Return the answers of a child process to the sources and to these; fewer if it ended before."""
@@ -132,6 +131,7 @@ class ChatTemplate:
                 COMMAND,
                 input=requests,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
                 timeout=patience,
                 env=minimal_environment(),
                 check=False,
@@ -140,6 +140,10 @@ class ChatTemplate:
         except subprocess.TimeoutExpired as error:
             answered = error.stdout or b""
         return list(answers_in(answered))
+
+
+def _shown(text: str) -> bool:
+    return _PROBE in text and "'type'" not in text
 
 
 def _parsed(texts: Mapping[str, str]) -> dict[str, nodes.Template]:
