@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from kvferry.router.text.render_frames import pack
+from kvferry.router.text.template import ChatTemplate
+
 TEMPLATES = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% for a in range(9) recursive %}{{ loop(range(99999)) }}{% endfor %}",
@@ -59,3 +62,10 @@ BOMBS = {
     "set block": _GROWN + "{% set k %}{% for a in range(1000) %}{{ n.x }}{% endfor %}{% endset %}{{ k | length }}",
 }
 """Templates whose memory or time the sandbox alone does not bound."""
+
+
+def template_in_child(source: str) -> ChatTemplate:
+    """A template that is rendered in child processes, and nothing of it at load."""
+    template = ChatTemplate("", {})
+    template.cheap, template.sources = False, pack({"plain": source, "tool_use": source})
+    return template

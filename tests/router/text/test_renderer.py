@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, Overloaded
-from kvferry.router.text.render_frames import longest_text, minimal_environment, pack
+from kvferry.router.text.render_frames import longest_text, minimal_environment
 from kvferry.router.text.render_slots import MAX_WAITING
 from kvferry.router.text.renderer import Renderer
 from kvferry.router.text.rendering import Rendering
-from kvferry.router.text.template import ChatTemplate
-from tests.hostile_templates import BOMBS
+from tests.hostile_templates import BOMBS, template_in_child
 
 DEADLINE_S = 1.5
 """Deadline of a rendering in these tests, in seconds."""
@@ -28,16 +27,9 @@ GOOD = "{{ messages[0].content | list | join('.') }}"
 SPIN = "{% for a in range(700) %}{{ range(100000) | list | sum }}{% endfor %}"
 
 
-def template_of(source: str) -> ChatTemplate:
-    """A template that is rendered in child processes, and nothing of it at load."""
-    template = ChatTemplate("", {})
-    template.cheap, template.sources = False, pack({"plain": source, "tool_use": source})
-    return template
-
-
 @asynccontextmanager
 async def renderer(source: str, deadline_s: float = DEADLINE_S) -> AsyncIterator[Renderer]:
-    made = Renderer(template_of(source), deadline_s)
+    made = Renderer(template_in_child(source), deadline_s)
     try:
         yield made
     finally:
