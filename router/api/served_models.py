@@ -194,16 +194,9 @@ def pool_of(
     turns = SchedulerSlots(cluster.capacity, metrics, shared=tenant_registry.several, most_queued=settings.max_queued)
     backlog = Backlog(lambda: turns.waiting, cluster.held, cluster.capacity)
     metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.held)
-    return ServedModel(
-        text,
-        cluster,
-        metrics.of(text.name),
-        Encoder(text, settings.max_prompt_tokens),
-        Renderer(text.template),
-        turns,
-        Checker(lambda: vocabulary_of(text)),
-        backlog=backlog,
-    )
+    encoder, renderer = Encoder(text, settings.max_prompt_tokens), Renderer(text.template)
+    checker = Checker(lambda: vocabulary_of(text))
+    return ServedModel(text, cluster, metrics.of(text.name), encoder, renderer, turns, checker, backlog=backlog)
 
 
 class ServedModels:

@@ -28,7 +28,7 @@ SOURCE = (
     "{% set said = messages[-1].content %}"
     "{% if said == 'memory' %}" + BOMBS["printed in a loop"] + "{% elif said == 'time' %}" + SPIN
     + "{% elif said == 'long' %}"
-    "{% for a in range(30) %}{{ 'word ' * 20000 }}{% endfor %}{% else %}{{ said }}{% endif %}"
+    "{% for a in range(90000) %}x{{ a * 7919 }} {% endfor %}{% else %}{{ said }}{% endif %}"
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ async def test_others_are_answered_while_a_template_takes_all_time(http: httpx.A
 
 
 async def test_a_long_text_of_a_short_request_is_encoded_beside_the_event_loop(http: httpx.AsyncClient) -> None:
-    """It has three million characters, more than the context can hold."""
+    """It has ninety thousand different words, more than the context can hold."""
     await http.post("/v1/chat/completions", json=chat("hi"))
     task = asyncio.create_task(http.post("/v1/chat/completions", json=chat("long")))
     longest, last = 0.0, time.monotonic()
