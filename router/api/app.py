@@ -54,6 +54,7 @@ from kvferry.router.api.tokenization import DetokenizeBody, TokenizeBody, descri
 from kvferry.router.batch.batches import Batches
 from kvferry.router.dashboard import routes as dashboard
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
+from kvferry.router.request_context import CALL
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.worker_peers.peers import WorkerPeers
 from kvferry.runtime.disconnect import until_disconnect
@@ -197,7 +198,8 @@ def _text(pools: ServedModels, reader: BodyReader) -> APIRouter:
         "/tokenize", summary="Tokenize text or messages", response_model=Tokens, openapi_extra=takes(TokenizeBody)
     )
     async def tokenized(request: Request) -> dict[str, Any]:
-        return await until_disconnect(request.receive, tokenize(pools, await reader.read(request)))
+        tenant = request.scope[CALL].tenant
+        return await until_disconnect(request.receive, tokenize(pools, await reader.read(request), tenant))
 
     @router.post(
         "/detokenize", summary="Detokenize token ids", response_model=Text, openapi_extra=takes(DetokenizeBody)

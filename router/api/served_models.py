@@ -13,6 +13,7 @@ from kvferry.protocol.model_metrics import ModelMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.work import Generate, Grammar, Work
+from kvferry.router.api.bodies.fields import Prompt
 from kvferry.router.api.bodies.generating import GenerationBody
 from kvferry.router.dispatch.interface import Cluster, RequestSpec
 from kvferry.router.request_context import RequestContext
@@ -23,6 +24,8 @@ from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.bad_words import bad_word_ids
 from kvferry.router.text.encoding import LONG_CHARS, Bound, Encoder
 from kvferry.router.text.grammar_vocabulary import vocabulary_of
+from kvferry.router.text.renderer import Renderer
+from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 from kvferry.structured_output.checker import Checker
 
@@ -43,6 +46,7 @@ class ServedModel:
     cluster: Cluster
     metrics: ModelMetrics
     encoder: Encoder
+    renderer: Renderer
     turns: SchedulerSlots = field(default_factory=SchedulerSlots)
     checker: Checker | None = None
     """Tests grammars before nodes compile them; None: grammars are refused."""
@@ -68,9 +72,9 @@ class ServedModel:
         `size` is the body's size in bytes; long ones are processed on another thread."""
         if self.text.task.kind != "generate":
             raise InvalidRequest(f"the model {self.name!r} does not generate: {self.text.task.told}", param="model")
-        long = size >= LONG_CHARS
-        prompts = await self.encoder.beside(body.prompts, self.text, of=size) if long else body.prompts(self.text)
+        prompts = await self.prompts(body, call.tenant, size)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        long = max(size, sum(map(len, texts))) >= LONG_CHARS
         if long:
             bound = Bound(self.max_model_len, body.prompt_field, body.truncate_prompt_tokens is not None)
             encoded = iter(await self.encoder.encode(texts, bound, add_special_tokens=body.marks_texts()))
@@ -86,6 +90,12 @@ class ServedModel:
             if long:
                 await asyncio.sleep(0)
         return specs
+
+    async def prompts(self, body: GenerationBody, tenant: str, size: int = LONG_CHARS) -> list[Prompt]:
+        """Return the body's prompts, rendered; see `specs`."""
+        short = size < LONG_CHARS
+        asked = body.prompts(self.text) if short else await self.encoder.beside(body.prompts, self.text, of=size)
+        return [await self.renderer.render(each, tenant) if isinstance(each, Rendering) else each for each in asked]
 
     def spec(
         self, call: RequestContext, request_id: str, token_ids: Sequence[int], work: Work, cache_salt: str | None
@@ -184,15 +194,9 @@ def pool_of(
     turns = SchedulerSlots(cluster.capacity, metrics, shared=tenant_registry.several, most_queued=settings.max_queued)
     backlog = Backlog(lambda: turns.waiting, cluster.held, cluster.capacity)
     metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.held)
-    return ServedModel(
-        text,
-        cluster,
-        metrics.of(text.name),
-        Encoder(text, settings.max_prompt_tokens),
-        turns,
-        Checker(lambda: vocabulary_of(text)),
-        backlog=backlog,
-    )
+    encoder, renderer = Encoder(text, settings.max_prompt_tokens), Renderer(text.template)
+    checker = Checker(lambda: vocabulary_of(text))
+    return ServedModel(text, cluster, metrics.of(text.name), encoder, renderer, turns, checker, backlog=backlog)
 
 
 class ServedModels:
@@ -207,8 +211,8 @@ class ServedModels:
         return iter(self._pools)
 
     async def aclose(self) -> None:
-        """End the processes that test grammars."""
-        await asyncio.gather(*(pool.checker.close() for pool in self._pools if pool.checker is not None))
+        """End the processes that test grammars and those that render prompts."""
+        await asyncio.gather(*(each.close() for pool in self._pools for each in (pool.checker, pool.renderer) if each))
 
     def ready(self) -> dict[str, dict[str, int]]:
         """Return the usable nodes of each role, by each model's first name."""

@@ -35,14 +35,15 @@ class DetokenizeBody(RequestBody):
     tokens: Detokenized
 
 
-async def tokenize(pools: ServedModels, data: bytes) -> dict[str, Any]:
+async def tokenize(pools: ServedModels, data: bytes, tenant: str) -> dict[str, Any]:
     """Return the token ids of a prompt, or of messages in the chat template; raise InvalidRequest."""
     body = parse(TokenizeBody, data)
     pool = pools.pool(body.model)
     if body.prompt is not None:
         field, text, marked = "prompt", body.prompt, body.add_special_tokens is not False
     else:
-        text = await pool.encoder.beside(body.rendered, pool.text, body.messages or [], body.tools)
+        asked = await pool.encoder.beside(body.rendering, pool.text, body.messages or [], body.tools)
+        text = await pool.renderer.render(asked, tenant)
         field, marked = "messages", bool(body.add_special_tokens)
     bound = Bound(pool.max_model_len, field, truncated=True)
     (tokens,) = await pool.encoder.encode([text], bound, add_special_tokens=marked)

@@ -23,14 +23,32 @@ MAX_NUMBER = 1 << 20
 """Largest number passed to a filter or method, which may be a width or a count."""
 _BYTES_A_TURN = 8192
 _WIDTH = re.compile(r"\d{6}|\*")
-_TURNS, _CONCATENATED = "kvferry turns", "kvferry concatenated"
-"""Names that no template can write."""
+BUDGET, COUNTED, CONCATENATED = "kvferry budget", "kvferry counted", "kvferry concatenated"
+"""Names that no template can write: a variable and two filters."""
+
+
+class Budget:
+    """What one rendering may still spend."""
+
+    def __init__(self, turns: int = MAX_TURNS) -> None:
+        self.left = turns
+
+    def spend(self, turns: int) -> None:
+        """Spend turns; raise TemplateError if none are left."""
+        self.left -= turns
+        if self.left < 0:
+            self.spent()
+
+    def spent(self) -> None:
+        """Raise the error of a budget that is spent."""
+        raise TemplateError(f"it runs more than {MAX_TURNS} loop iterations")
 
 
 class _BoundedTemplate(Template):
     def render(self, *args: Any, **kwargs: Any) -> str:
-        """Render with a budget of turns of its own."""
-        return super().render(*args, **{**kwargs, _TURNS: [MAX_TURNS]})
+        """Render with a budget of its own."""
+        assert isinstance(self.environment, Sandbox)
+        return super().render(*args, **{**kwargs, BUDGET: self.environment.budget()})
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -38,11 +56,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     template_class = _BoundedTemplate
+    budget: type[Budget] = Budget
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.filters = {name: _bounded(each) for name, each in self.filters.items()}
-        self.filters |= {_TURNS: _counted, _CONCATENATED: _concatenated}
+        self.filters |= {COUNTED: _counted, CONCATENATED: _concatenated}
         del self.globals["lipsum"]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -88,24 +107,21 @@ class _Bounding(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, _TURNS, [], [], None, None)
+        node.iter = nodes.Filter(node.iter, COUNTED, [], [], None, None)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), _CONCATENATED, [], [], None, None)
+        return nodes.Filter(nodes.List(node.nodes), CONCATENATED, [], [], None, None)
 
 
 def _spend(context: Context, length: int) -> None:
     """Spend one turn, and those of a text or list of that length."""
     if length > MAX_LENGTH:
         raise TemplateError(f"a string or list of {length} parts is too long; the limit is {MAX_LENGTH}")
-    left = context.get(_TURNS)
-    if left is None:
-        return
-    left[0] -= 1 + length // _BYTES_A_TURN
-    if left[0] < 0:
-        raise TemplateError(f"it runs more than {MAX_TURNS} loop iterations")
+    budget = context.get(BUDGET)
+    if budget is not None:
+        budget.spend(1 + length // _BYTES_A_TURN)
 
 
 @pass_context

@@ -1,71 +1,163 @@
-"""Chat templates: transformers' Jinja dialect in a sandbox."""
+"""A model's chat templates: what their source says, and their rendering in this process or in a child."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from datetime import datetime
+import contextlib
+import subprocess
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2.environment import Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvferry.protocol.errors import ConfigError, reason
-from kvferry.router.text.sandbox import Sandbox
+from kvferry.protocol.errors import ConfigError, InvalidRequest, reason
+from kvferry.router.text.cheap_costs import Costly
+from kvferry.router.text.cheap_templates import cheap_environment, is_cheap
+from kvferry.router.text.render_frames import (
+    COMMAND,
+    DEADLINE_S,
+    MEMORY_SPENT,
+    READY,
+    TEXT,
+    answers_in,
+    framed,
+    minimal_environment,
+    pack,
+)
+from kvferry.router.text.rendering import WITHIN, Rendering
+from kvferry.router.text.template_language import environment
 
+SMALL = 8 * 1024
+"""Largest size of the variables for a rendering in this process, in bytes."""
+MAX_SOURCE = 2**20
+"""Longest source of a template, in characters."""
+START_S = 30.0
+"""Time for the start of a child process, in seconds."""
 _PROBE = "kvferry-probe"
-
-
-class _Generation(Extension):
-    """Prints the body of `{% generation %}…{% endgeneration %}`, which marks assistant text for training."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+_PARTS = [{"type": "text", "text": _PROBE}]
 
 
 class ChatTemplate:
-    """A model's compiled templates, rendered by `TextModel.render`; raises ConfigError on a syntax error.
+    """A model's templates, rendered by `Renderer`; raises ConfigError if they do not compile.
 
-    plain           template of `source`
-    tool_use        template for requests with tools, for models that have both
+    sources         first request to a child process
     roles           roles that the templates compare a message's role with
     special_tokens  bos_token, eos_token, ...: variables of the templates
     wants_parts     a message's content must be a list of parts, not a string
     source          text of the tool template if there is one, else of the plain one
     knows_tools     the template shows tools
     takes_system    the template shows a system message
+    cheap           small prompts are rendered in this process
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
-        environment = _environment()
-        self.source = source
+        texts = {"plain": source, "tool_use": source if tool_use is None else tool_use}
+        self.source = texts["tool_use"]
+        self.special_tokens = dict(special_tokens)
+        self.sources = pack(texts)
         try:
-            self.plain = environment.from_string(source)
-            self.tool_use = environment.from_string(tool_use) if tool_use is not None else self.plain
+            trees = _parsed(texts)
+            self.cheap = all(is_cheap(trees[name], text) for name, text in texts.items())
+            self._compiled = _compiled(texts) if self.cheap else {}
         except (TemplateError, SyntaxError, RecursionError, ValueError) as error:  # jinja compiles to Python
             raise ConfigError(f"the chat template does not parse: {reason(error)}", param="chat_template") from error
-        trees = [environment.parse(source), environment.parse(tool_use or "")]
-        self.source = tool_use or source
-        self.knows_tools = any(name.name == "tools" for tree in trees for name in tree.find_all(nodes.Name))
-        self.roles = _roles(trees[0]) | _roles(trees[1])
-        self.special_tokens = dict(special_tokens)
-        self.wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
-        system: Any = [{"type": "text", "text": _PROBE}] if self.wants_parts else _PROBE
-        self.takes_system = self._shows(system, "system")
+        self.knows_tools = any(name.name == "tools" for tree in trees.values() for name in tree.find_all(nodes.Name))
+        self.roles = frozenset[str]().union(*map(_roles, trees.values()))
+        self.cheap = self.cheap and self._renders_here()
+        shows = self._shows if self.cheap else self._shown_in_child()
+        self.wants_parts = not shows("user", _PROBE) and shows("user", _PARTS)
+        self.takes_system = shows("system", _PARTS if self.wants_parts else _PROBE)
 
-    def _shows(self, content: Any, role: str = "user") -> bool:
+    def render(self, rendering: Rendering) -> str:
+        """Return a prompt's text, rendered here or in a child process; blocks. Raises InvalidRequest."""
+        text = self.render_here(rendering)
+        if text is not None:
+            return rendering.finished(text)
+        answers = self._in_child([rendering])
+        if len(answers) < 2:
+            raise rendering.died()
+        return rendering.outcome(*answers[1])
+
+    def render_here(self, rendering: Rendering) -> str | None:
+        """Return what the template writes; None if rendering it in this process could take long.
+
+        Raises InvalidRequest if the template refuses the variables."""
+        if not self.cheap or len(rendering.frame) > SMALL:
+            return None
+        try:
+            return self._compiled[rendering.name].render(rendering.variables)
+        except (Costly, RecursionError):
+            return None
+        except Exception as error:  # a template is a program and can fail in any way on unexpected messages
+            raise rendering.refused(str(error)) from error
+
+    def _probe(self, role: str, content: Any) -> Rendering:
         messages = [{"role": role, "content": content}]
         if role != "user":
             messages.append({"role": "user", "content": [] if isinstance(content, list) else ""})
+        return Rendering("plain", {**self.special_tokens, "messages": messages, "add_generation_prompt": True})
+
+    def _renders_here(self) -> bool:
+        with contextlib.suppress(InvalidRequest):
+            return self.render_here(self._probe("user", _PROBE)) is not None
+        return True
+
+    def _shows(self, role: str, content: Any) -> bool:
+        """Return whether the template shows a message of this role and content."""
+        with contextlib.suppress(InvalidRequest):
+            return _shown(self.render(self._probe(role, content)))
+        return False
+
+    def _shown_in_child(self) -> Callable[[str, Any], bool]:
+        """Return `_shows` of one child process; raise ConfigError if the templates do not compile there."""
+        cases = [(role, content) for role in ("user", "system") for content in (_PROBE, _PARTS)]
+        answers = self._in_child([self._probe(*case) for case in cases])
+        if not answers or answers[0][0] == MEMORY_SPENT:
+            raise ConfigError(f"the chat template cannot be compiled {WITHIN}", param="chat_template")
+        kind, text = answers[0]
+        if kind != READY:
+            raise ConfigError(f"the chat template does not parse: {text}", param="chat_template")
+        answered = zip(cases, answers[1:], strict=False)
+        shown = [case for case, (kind, text) in answered if kind == TEXT and _shown(text)]
+        return lambda role, content: (role, content) in shown
+
+    def _in_child(self, asked: list[Rendering]) -> list[tuple[bytes, str]]:
+        """Return the answers of a child process to the sources and to these; fewer if it ended before."""
+        requests = b"".join(map(framed, [self.sources, *(each.frame for each in asked)]))
+        patience = START_S + DEADLINE_S * len(asked)
         try:
-            text = self.plain.render(**self.special_tokens, messages=messages, add_generation_prompt=True)
-        except Exception:  # as in TextModel.render: the template does not accept this form of content
-            return False
-        return _PROBE in text and "'type'" not in text
+            done = subprocess.run(
+                COMMAND,
+                input=requests,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=patience,
+                env=minimal_environment(),
+                check=False,
+            )
+            answered = done.stdout
+        except subprocess.TimeoutExpired as error:
+            answered = error.stdout or b""
+        return list(answers_in(answered))
+
+
+def _shown(text: str) -> bool:
+    return _PROBE in text and "'type'" not in text
+
+
+def _parsed(texts: Mapping[str, str]) -> dict[str, nodes.Template]:
+    """Return the syntax of each; raise ValueError for one that is too long."""
+    longest = max(map(len, texts.values()))
+    if longest > MAX_SOURCE:
+        raise ValueError(f"it has {longest} characters; the limit is {MAX_SOURCE}")
+    language = environment(ImmutableSandboxedEnvironment)
+    return {name: language.parse(text) for name, text in texts.items()}
+
+
+def _compiled(texts: Mapping[str, str]) -> dict[str, Template]:
+    sandbox = cheap_environment()
+    return {name: sandbox.from_string(text) for name, text in texts.items()}
 
 
 def _roles(tree: nodes.Template) -> frozenset[str]:
@@ -88,30 +180,3 @@ def _is_role(expression: nodes.Expr) -> bool:
 def _texts(expression: nodes.Expr) -> list[str]:
     constants = [expression] if isinstance(expression, nodes.Const) else expression.find_all(nodes.Const)
     return [constant.value for constant in constants if isinstance(constant.value, str)]
-
-
-def _environment() -> Sandbox:
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Encode as JSON without the HTML escapes of Jinja's own filter, on which no model was trained."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -13,9 +13,10 @@ from kvferry.model_files.pooling_config import GENERATES, PoolingConfig
 from kvferry.model_files.source import ModelFacts
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.text.harmony_history import channelled, described, with_instructions
+from kvferry.router.text.harmony_history import channelled, described
 from kvferry.router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
 from kvferry.router.text.parsers.reasoning import Thinking
+from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.tool_prompt import spelled
 
@@ -95,7 +96,31 @@ class TextModel:
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render messages to the prompt's text; raise InvalidRequest naming the field.
+        """Render messages to the prompt's text; blocks, if need be for a child process.
+
+        Raises InvalidRequest naming the field."""
+        asked = self.rendering(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            extra=extra,
+        )
+        assert self.template is not None
+        return self.template.render(asked)
+
+    def rendering(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Rendering:
+        """Return what the template is to render for these messages; raise InvalidRequest naming the field.
 
         `extra` are further variables (chat_template_kwargs). With continue_final_message the prompt ends with the last
         message's content."""
@@ -119,18 +144,19 @@ class TextModel:
             shown, tools = channelled(shown, mark), described(tools)
         if template.wants_parts:
             shown = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in shown]
-        try:
-            text = (template.tool_use if tools else template.plain).render(
-                **{**template.special_tokens, **extra},
-                messages=shown,
-                tools=tools or None,
-                documents=documents or None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except Exception as error:  # A template is a program and can fail in any way on unexpected messages.
-            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
-        text = with_instructions(text, mark) if mark else text
-        return _up_to_content(text, shown[-1]) if continue_final_message else text
+        return Rendering(
+            "tool_use" if tools else "plain",
+            {
+                **template.special_tokens,
+                **extra,
+                "messages": shown,
+                "tools": tools or None,
+                "documents": documents or None,
+                "add_generation_prompt": add_generation_prompt,
+            },
+            mark,
+            _text(shown[-1]) if continue_final_message else None,
+        )
 
     def _shows_tools(self) -> bool:
         """Return whether the template shows tools in a supported format."""
@@ -198,10 +224,6 @@ def _parsed_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
+def _text(message: Message) -> str:
     content = message["content"]
-    content = (content[-1]["text"] if isinstance(content, list) else content).strip()
-    at = text.rfind(content)
-    if not content or at < 0:
-        raise InvalidRequest("the last message has no content to continue", param="continue_final_message")
-    return text[: at + len(content)]
+    return str(content[-1]["text"] if isinstance(content, list) else content)

@@ -212,6 +212,7 @@ sys.meta_path.insert(0, Absent())
 import kvferry.cli.main
 import kvferry.structured_output.checker_process
 import kvferry.router.main
+import kvferry.router.text.render_process
 kvferry.cli.main.run(["router", "--help"])
 """
 

@@ -18,6 +18,7 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.text.encoding import Encoder
+from kvferry.router.text.renderer import Renderer
 from tests.api_parts import demo_text, error_of
 from tests.fake_workers import BLOCK, PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
 from tests.waiting import until
@@ -32,7 +33,9 @@ class House(Bench):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__([prefill("p1"), decode("d1"), prefill("p2", changes=HOLDS), decode("d2", changes=HOLDS)])
-        pools = ServedModels(ServedModel(text := demo_text(), self.cluster, self.metrics.of(text.name), Encoder(text)))
+        text = demo_text()
+        metrics = self.metrics.of(text.name)
+        pools = ServedModels(ServedModel(text, self.cluster, metrics, Encoder(text), Renderer(text.template)))
         app = create_app(RouterSettings(**settings), pools, self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 

@@ -16,6 +16,7 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.text.encoding import Encoder
+from kvferry.router.text.renderer import Renderer
 from tests.api_parts import demo_text, error_of, events
 from tests.fake_workers import Bench, FakeWorker, decode, prefill
 from tests.waiting import until
@@ -36,7 +37,10 @@ class House(Bench):
         texts = [replace(demo_text(), called=name) for name in NAMES]
         clusters = (self.cluster, self.other)
         pools = ServedModels(
-            *(ServedModel(t, c, self.metrics.of(t.name), Encoder(t)) for t, c in zip(texts, clusters, strict=True))
+            *(
+                ServedModel(t, c, self.metrics.of(t.name), Encoder(t), Renderer(t.template))
+                for t, c in zip(texts, clusters, strict=True)
+            )
         )
         app = create_app(RouterSettings(), pools, self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")

@@ -35,6 +35,7 @@ from kvferry.router.api.bodies.unsupported_fields import (
     UnsupportedForCompletions,
 )
 from kvferry.router.text.parsers.stage import PLAIN, Parsing
+from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 from kvferry.router.text.transcript import TextOptions
 
@@ -85,8 +86,8 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
         if self.best_of is not None or self.use_beam_search:
             self.check_choices(self.sequences(), self.prompt_field, streams=bool(self.stream))
 
-    def prompts(self, text: TextModel) -> list[Prompt]:
-        """Return the prompts: texts, or token ids that need no encoding; raise InvalidRequest."""
+    def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
+        """Return the prompts: texts, token ids that need no encoding, or a rendering; raise InvalidRequest."""
         raise NotImplementedError
 
     def marks_texts(self) -> bool:
@@ -137,7 +138,7 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
 
-    def prompts(self, text: TextModel) -> list[Prompt]:
+    def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
         """Return the prompts as given."""
         return self.prompt
 
@@ -165,15 +166,17 @@ class ChatPrompt(RequestBody):
     reasoning_effort: str | None = None
     tools: Tools | None = None
 
-    def rendered(self, text: TextModel, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> str:
-        """Render the messages to the prompt's text; raise InvalidRequest."""
+    def rendering(
+        self, text: TextModel, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
+    ) -> Rendering:
+        """Return what the template is to render for the messages; raise InvalidRequest."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
         extra = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return text.render(
+        return text.rendering(
             messages,
             tools=tools,
             documents=self.documents,
@@ -220,9 +223,9 @@ class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
         asked = self.tools or self.functions or self.tool_choice or self.function_call
         return self.tool_use() if asked else None
 
-    def prompts(self, text: TextModel) -> list[Prompt]:
-        """Render the messages and tools as the single prompt."""
-        return [self.rendered(text, self.messages, None if self._use() is None else self.usable())]
+    def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
+        """Return the messages and tools as the single prompt."""
+        return [self.rendering(text, self.messages, None if self._use() is None else self.usable())]
 
     def marks_texts(self) -> bool:
         """Return whether to add special tokens; false by default, since templates write them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from kvferry.protocol.errors import InvalidRequest
@@ -12,6 +13,7 @@ from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import build
 from kvferry.router.api.bodies.structured import Asked
 from kvferry.router.text.parsers.stage import Parsing
+from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 
 
@@ -34,10 +36,11 @@ class TranslatedChat(ChatBody):
         with self._renaming():
             super().check()
 
-    def prompts(self, text: TextModel) -> list[Prompt]:
-        """Render the prompt; errors are in the other API's terms."""
+    def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
+        """Return the prompt; errors are in the other API's terms."""
         with self._renaming():
-            return super().prompts(text)
+            found = super().prompts(text)
+        return [replace(each, param=self.prompt_field) if isinstance(each, Rendering) else each for each in found]
 
     def parsing(self, text: TextModel) -> Parsing:
         """Return the parsing of the output; errors are in the other API's terms."""

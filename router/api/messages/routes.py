@@ -13,6 +13,7 @@ from kvferry.router.api.messages.body import CountBody
 from kvferry.router.api.messages.chat import chat
 from kvferry.router.api.messages.errors import PLACE
 from kvferry.router.api.served_models import ServedModels
+from kvferry.router.request_context import CALL
 from kvferry.router.text.encoding import Bound
 from kvferry.runtime.disconnect import until_disconnect
 
@@ -28,17 +29,18 @@ def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -
         openapi_extra=takes(CountBody),
     )
     async def counted(request: Request) -> dict[str, int]:
-        return await until_disconnect(request.receive, count_tokens(pools, await reader.read(request)))
+        tenant = request.scope[CALL].tenant
+        return await until_disconnect(request.receive, count_tokens(pools, await reader.read(request), tenant))
 
     return router
 
 
-async def count_tokens(pools: ServedModels, data: bytes) -> dict[str, int]:
+async def count_tokens(pools: ServedModels, data: bytes, tenant: str) -> dict[str, int]:
     """Count the tokens of the prompt that these messages form; raise InvalidRequest."""
     body = parse(CountBody, data)
     pool = pools.pool(body.model)
     asked = chat(body)
-    (prompt,) = await pool.encoder.beside(asked.prompts, pool.text)
+    (prompt,) = await pool.prompts(asked, tenant)
     assert isinstance(prompt, str)
     bound = Bound(pool.max_model_len, "messages", truncated=True)
     (ids,) = await pool.encoder.encode([prompt], bound, add_special_tokens=asked.marks_texts())

@@ -64,7 +64,7 @@ class StoredResponses:
             history, earlier = previous.conversation(), previous.size
         items, referred = await self._resolved(call.tenant, normal(body.input, name))
         asked = ResponsesRequest(name, body, items, history, partial(self._keep, call.tenant, items, history), kept)
-        chat = await fitted(asked, pool) if body.truncation == "auto" else asked.chat()
+        chat = await fitted(asked, pool, call.tenant) if body.truncation == "auto" else asked.chat()
         chat.earlier = earlier + referred
         return chat
 

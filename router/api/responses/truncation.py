@@ -9,7 +9,7 @@ from kvferry.router.api.served_models import ServedModel
 from kvferry.router.text.encoding import Bound
 
 
-async def fitted(asked: ResponsesRequest, pool: ServedModel) -> ResponsesChat:
+async def fitted(asked: ResponsesRequest, pool: ServedModel, tenant: str) -> ResponsesChat:
     """Return the chat without the fewest oldest turns such that the requested output fits, or at least one token.
 
     System and developer messages and the last turn always stay."""
@@ -20,7 +20,7 @@ async def fitted(asked: ResponsesRequest, pool: ServedModel) -> ResponsesChat:
     low, high = 0, len(cuts) - 1
     while low < high:
         middle = (low + high) // 2
-        if await _fits(asked.chat(_from(whole, cuts[middle])), pool, room):
+        if await _fits(asked.chat(_from(whole, cuts[middle])), pool, room, tenant):
             high = middle
         else:
             low = middle + 1
@@ -32,9 +32,9 @@ def _from(items: list[Item], cut: int) -> list[Item]:
     return [*said, *items[cut:]]
 
 
-async def _fits(chat: ResponsesChat, pool: ServedModel, room: int) -> bool:
+async def _fits(chat: ResponsesChat, pool: ServedModel, room: int, tenant: str) -> bool:
     """Return whether the chat fits; assumes that longer chats give longer prompts, as in all relevant templates."""
-    (prompt,) = await pool.encoder.beside(chat.prompts, pool.text)
+    (prompt,) = await pool.prompts(chat, tenant)
     assert isinstance(prompt, str)
     try:
         (ids,) = await pool.encoder.encode([prompt], Bound(room, "input"), add_special_tokens=chat.marks_texts())

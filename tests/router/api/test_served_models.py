@@ -11,6 +11,7 @@ from kvferry.router.api.bodies.generating import ChatBody, CompletionBody
 from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.encoding import Encoder
+from kvferry.router.text.renderer import Renderer
 from tests.api_parts import FakeCluster, demo_text, ids_of, says
 
 CALL = RequestContext("c", arrival=1.0, deadline=2.0)
@@ -19,7 +20,11 @@ CALL = RequestContext("c", arrival=1.0, deadline=2.0)
 def pool(name: str, max_model_len: int = 4096) -> ServedModel:
     text = replace(demo_text(), called=ModelName(name))
     return ServedModel(
-        text, FakeCluster(says("x"), max_model_len=max_model_len), RouterMetrics().of(name), Encoder(text)
+        text,
+        FakeCluster(says("x"), max_model_len=max_model_len),
+        RouterMetrics().of(name),
+        Encoder(text),
+        Renderer(text.template),
     )
 
 

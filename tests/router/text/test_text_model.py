@@ -17,6 +17,7 @@ from kvferry.router.api.served_models import ServedModel
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.encoding import Encoder
 from kvferry.router.text.load import load_text_model
+from kvferry.router.text.renderer import Renderer
 from kvferry.router.text.text_model import TextModel
 from tests.api_parts import MESSAGES, FakeCluster, says
 
@@ -106,7 +107,11 @@ def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_ou
     def params(settings: RouterSettings, **body: Any) -> SamplingParams:
         asked = CompletionBody(model="m", prompt="p", max_tokens=9, **body)  # type: ignore[arg-type]
         pool = ServedModel(
-            text := load_text_model(settings), FakeCluster(says("x")), RouterMetrics().of(text.name), Encoder(text)
+            text := load_text_model(settings),
+            FakeCluster(says("x")),
+            RouterMetrics().of(text.name),
+            Encoder(text),
+            Renderer(text.template),
         )
         (spec,) = asyncio.run(pool.specs(RequestContext("c", arrival=0.0, deadline=9.0), asked))
         return spec.params

@@ -1,0 +1,54 @@
+"""The Jinja dialect of chat templates, as transformers defines it. Imports Jinja and nothing large."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any, TypeVar
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+
+class _Generation(Extension):
+    """Prints the body of `{% generation %}…{% endgeneration %}`, which marks assistant text for training."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+AnyEnvironment = TypeVar("AnyEnvironment", bound=Environment)
+
+
+def environment(kind: type[AnyEnvironment]) -> AnyEnvironment:
+    """Return an environment of this kind that understands chat templates."""
+    made = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = strftime_now
+    return made
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Encode as JSON without the HTML escapes of Jinja's own filter, on which no model was trained."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message: str) -> None:
+    """Raise the error that a template reports."""
+    raise TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    """Return the current local time in this form."""
+    return datetime.now().strftime(form)
