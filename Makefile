@@ -33,6 +33,7 @@
 # make wheel     build sdist and wheel into dist/, check both, install the wheel into an empty environment and chat with it
 # make images    both images for this machine; all platforms into a registry: make images PUSH=1 REGISTRY=ghcr.io/me/
 # make lock      renew what the images install; the newest that fits: make lock ARGS=--upgrade (also needs torch's CPU index)
+# make audit    known vulnerabilities of what the images install; fails, too, if the service that knows them does not answer
 # make test-images  install what the images install, as they do, measure it, and serve from it; where a Docker engine answers, in it, too
 # make test-deploy  the chart, overlays, alerts, dashboards, scaling and images' lists, and rollouts of the processes they start
 # make clean     remove the virtual environment and all caches
@@ -80,7 +81,7 @@ CHAOS   := $(BIN)/python -m tests.chaos --seed $(SEED) $(if $(NETWORK),--network
 .PHONY: help serve test test-clients test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs site bench bench-accuracy bench-grammars \
   bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
-  bench-gpu wheelhouse wheel images lock test-deploy test-images clean FORCE
+  bench-gpu wheelhouse wheel images lock audit test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -250,6 +251,10 @@ images:
 
 lock: $(VENV)/test.done
 	UV=$(BIN)/uv deploy/docker/lock $(ARGS)
+
+audit: $(VENV)/python.done
+	@test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install --quiet 'pip-audit>=2.9,<3'; }
+	$(VENV)/audit/bin/python deploy/audit.py $(ARGS)
 
 # KVFERRY_TEST_CRDS=FOLDER holds a folder of CRDs (YAML) of projects that are in no package: LWS, KServe, InferencePool.
 test-deploy: $(VENV)/test.done $(VENV)/model.done
