@@ -26,7 +26,8 @@ for line in pathlib.Path(asked).read_text().split():
     name, version = line.split("==")
     names.append(name)
     told = answers.get(name, answers.get("*"))
-    entries.append({"name": name, **({"skip_reason": "unknown"} if told is None else {"version": version, "vulns": told})})
+    found = {"skip_reason": "unknown"} if told is None else {"version": version, "vulns": told}
+    entries.append({"name": name, **found})
 assert len(set(names)) == len(names), "Double requirement given"
 print(json.dumps({"dependencies": entries, "fixes": []}))
 """
