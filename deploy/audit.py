@@ -1,8 +1,8 @@
 """Look up known vulnerabilities of what the images install: `make audit`; arguments are pip-audit's.
 
 pip-audit skips a package that the vulnerability service does not know, and succeeds. Behind a mirror that knows no
-vulnerabilities it skips every package. So a release with known ones is looked up too, and an answer without them is taken
-for none.
+vulnerabilities it skips every package. So a release with known ones is looked up too. An answer without them counts as
+no answer.
 
 Exit status: 0 if no package has a known vulnerability, 1 if one has, 3 if not all of them could be looked up."""
 
