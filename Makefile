@@ -31,8 +31,10 @@
 # make bench-gpu  check and measure the GPU of this machine: make bench-gpu SECONDS=400 KEEP=folder ARGS="--only cases steps"; with its own Python, if that has torch
 # make wheelhouse  the wheels that a machine with torch but without a network lacks: make wheelhouse ARGS='--python 3.12 --slim house'
 # make wheel     build sdist and wheel into dist/, check both, install the wheel into an empty environment and chat with it
+# make sbom     the list of parts of a worker for CPUs, in CycloneDX's format, into dist/
 # make images    both images for this machine; all platforms into a registry: make images PUSH=1 REGISTRY=ghcr.io/me/
 # make lock      renew what the images install; the newest that fits: make lock ARGS=--upgrade (also needs torch's CPU index)
+# make audit    known vulnerabilities of what the images install; fails, too, if the service that knows them does not answer
 # make test-images  install what the images install, as they do, measure it, and serve from it; where a Docker engine answers, in it, too
 # make test-deploy  the chart, overlays, alerts, dashboards, scaling and images' lists, and rollouts of the processes they start
 # make clean     remove the virtual environment and all caches
@@ -69,6 +71,8 @@ EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.
 NATIVE_TESTS := $(filter-out tests/kernels/test_batch_invariance.py tests/engine/%,$(EMULATED_TESTS))
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
 MINUTES ?= 20
 HOURS   ?= 8
 SEED    ?= 1
@@ -80,7 +84,7 @@ CHAOS   := $(BIN)/python -m tests.chaos --seed $(SEED) $(if $(NETWORK),--network
 .PHONY: help serve test test-clients test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs site bench bench-accuracy bench-grammars \
   bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
-  bench-gpu wheelhouse wheel images lock test-deploy test-images clean FORCE
+  bench-gpu wheelhouse wheel sbom images lock audit test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -237,19 +241,30 @@ wheel: $(VENV)/test.done
 	$(BIN)/uv tool run --quiet twine check --strict dist/*.tar.gz dist/*.whl
 	$(BIN)/python deploy/check_wheel.py --torch '$(TORCH)' --extra $(WORKER) dist
 
+# Read from the locks: what a release is tested with. What is inside an image, Debian's packages too, its own list says.
+sbom: $(VENV)/python.done
+	@test -x $(VENV)/sbom/bin/cyclonedx-py || { $(PYTHON) -m venv $(VENV)/sbom && $(VENV)/sbom/bin/pip install --quiet 'cyclonedx-bom>=7,<8'; }
+	@mkdir -p dist
+	cat deploy/docker/locked/torch-cpu.txt deploy/docker/locked/worker.txt | $(VENV)/sbom/bin/cyclonedx-py requirements \
+	  --pyproject pyproject.toml --output-reproducible --output-file dist/kvferry-$(VERSION).cdx.json -
+
 # What a machine keeps for itself has no list of parts; what is pushed has one for each platform, and the times of the
 # commit. REGISTRY, TAG, BASE, DEBIAN_SNAPSHOT, DEMO_MODEL, TORCH_INDEX_URL and SOURCE go to deploy/docker/bake.json as
 # they are given.
 IMAGES ?= default
 
 images:
-	VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
+	VERSION=$(VERSION) \
 	REVISION=$$(git rev-parse HEAD) SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
 	docker buildx bake -f deploy/docker/bake.json $(IMAGES) $(ARGS) \
 	  $(if $(PUSH),--set '*.output=type=registry$(COMMA)rewrite-timestamp=true',--load --set '*.platform=local' --sbom=false --provenance=false)
 
 lock: $(VENV)/test.done
 	UV=$(BIN)/uv deploy/docker/lock $(ARGS)
+
+audit: $(VENV)/python.done
+	@test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install --quiet 'pip-audit>=2.9,<3'; }
+	$(VENV)/audit/bin/python deploy/audit.py $(ARGS)
 
 # KVFERRY_TEST_CRDS=FOLDER holds a folder of CRDs (YAML) of projects that are in no package: LWS, KServe, InferencePool.
 test-deploy: $(VENV)/test.done $(VENV)/model.done

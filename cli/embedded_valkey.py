@@ -24,7 +24,7 @@ def private_folder() -> Iterator[Path]:
     """Create a folder that only this user can enter, and remove it at the end."""
     place = tempfile.gettempdir()
     if len(place.encode()) > LONGEST_FOLDER - 20:
-        place = "/tmp"
+        place = "/tmp"  # noqa: S108 - the folder made there has mode 0700
     with tempfile.TemporaryDirectory(prefix="kvferry-", dir=place, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import random
+import secrets
 from collections.abc import Callable
 from math import inf
 
@@ -80,7 +80,7 @@ class Senders:
 
     def __init__(self, send: Callable[[Peer, Answer], None]):
         self._send = send
-        self._nonces = itertools.count(random.randrange(MAX_NONCE))
+        self._nonces = itertools.count(secrets.randbelow(MAX_NONCE))
         self._known: dict[Peer, SendingProcess] = {}
 
     def of(self, peer: Peer) -> SendingProcess:

@@ -15,7 +15,7 @@ from kvferry.runtime.http import bind, make_app, make_server
 from kvferry.runtime.tls import server_tls
 
 log = logging.getLogger("kvferry.worker")
-UNSPECIFIED = ("0.0.0.0", "::", "[::]", "")
+UNSPECIFIED = ("0.0.0.0", "::", "[::]", "")  # noqa: S104 - binds nothing
 """Listen addresses that other processes cannot dial."""
 
 

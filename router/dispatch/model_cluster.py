@@ -220,7 +220,7 @@ class ModelCluster:
         out = {node_key(decode), *self._shut().nodes}
         others = [e.lease for e in self.group.members if e.key not in out and e.reachable and e.lease.state == "ready"]
         best = [lease for lease in others if lease.role == "prefill"] or others
-        return random.choice(best).target if best else None
+        return random.choice(best).target if best else None  # noqa: S311 - spreads the load
 
     def _parts(self, placement: Placement, hashes: Sequence[bytes]) -> dict[str, Any]:
         """Return the arguments of an attempt on this placement; `hashes` are those of the blocks that it computes."""

@@ -195,7 +195,7 @@ def test_answers_survive_a_storm_and_nothing_stays_behind(tmp_path: Path) -> Non
 
         async def storm() -> Outcomes:
             limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(base_url=cluster.url, timeout=None, limits=limits) as client:
+            async with httpx.AsyncClient(base_url=cluster.url, timeout=None, limits=limits) as client:  # noqa: S113
                 undisturbed = [await ask(client, body) for body in bodies]
                 tempest = Storm(cluster, bodies, undisturbed)
                 await tempest.run(client)

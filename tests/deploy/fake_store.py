@@ -32,7 +32,7 @@ class FakeStore:
         self._thread.start()
 
     def tag(self, name: str) -> str:
-        return self.tags.get(name) or hashlib.md5(self.files[name]).hexdigest()
+        return self.tags.get(name) or hashlib.md5(self.files[name], usedforsecurity=False).hexdigest()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -39,7 +39,7 @@ FULL: dict[str, Any] = {
     "commonLabels": {"cost": "llm"},
     "images": {"registry": "registry.example.org/llm", "pullSecrets": [{"name": "pull"}], "pullPolicy": "Always"},
     "serviceAccount": {"annotations": {"example.org/role": "none"}},
-    "apiKeys": {"existingSecret": "kvferry-keys"},
+    "apiKeys": {"existingSecret": "kvferry-keys", "operatorSecret": {"name": "kvferry-operator"}},
     "network": {"host": "::", "ipFamilyPolicy": "RequireDualStack", "ipFamilies": ["IPv6", "IPv4"]},
     "networkPolicy": {
         "clients": [{"podSelector": {}}],
@@ -65,7 +65,7 @@ INSTALLATIONS: dict[str, Callable[[], Objects]] = {
     "cpu": lambda: render("cpu"),
     "gpu": lambda: render("gpu"),
     "gpu-rdma": lambda: render("gpu", "rdma"),
-    "components": lambda: render("gpu", "api-keys", "external-redis"),
+    "components": lambda: render("gpu", "api-keys", "operator-key", "external-redis"),
     "chart-production": lambda: chart(examples=("gpu", "production")),
     "chart-rdma": lambda: chart(examples=("gpu", "rdma")),
     "chart-full": lambda: chart(**FULL),

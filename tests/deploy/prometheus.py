@@ -23,7 +23,8 @@ SCRAPE_INTERVAL = "1s"
 
 def query(base_url: str, expression: str) -> list[dict[str, Any]]:
     """Series of an instant query. Raises RuntimeError with Prometheus' own words where it refuses the expression."""
-    with httpx.Client(verify=False) as client:  # plain HTTP: loading certificates would take longer than the query
+    # Plain HTTP: loading certificates would take longer than the query.
+    with httpx.Client(verify=False) as client:  # noqa: S501
         response = client.post(f"{base_url}/api/v1/query", data={"query": expression}, timeout=30.0)
     answer = response.json()
     if answer.get("status") != "success":
@@ -52,13 +53,20 @@ def running_prometheus(
     targets: Sequence[str], rules: Sequence[Path] = (), labels: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Base URL of a Prometheus that scrapes `http://{target}/metrics` of each `host:port` and adds the labels; skips
-    the test if there is no binary. Its port is the kernel's choice, its data live in a folder of its own, and it ends
-    with the block."""
+    the test if there is no binary."""
+    with configured_prometheus(_config(targets, rules, labels or {})) as url:
+        yield url
+
+
+@contextmanager
+def configured_prometheus(configuration: Mapping[str, Any]) -> Iterator[str]:
+    """Base URL of a Prometheus with this configuration. Its port is the kernel's choice, its data live in a folder of
+    its own, and it ends with the block. Skips the test if there is no binary."""
     binary = need(prometheus_binary(), "prometheus")
     with tempfile.TemporaryDirectory(prefix="kvferry-prometheus-") as folder:
         port = free_port("127.0.0.1", 0)
         config = Path(folder) / "prometheus.json"
-        config.write_text(json.dumps(_config(targets, rules, labels or {})))
+        config.write_text(json.dumps(configuration))
         with open(Path(folder) / "log", "w+") as log:
             server = subprocess.Popen(_command(binary, config, port), stdout=log, stderr=log)
             try:

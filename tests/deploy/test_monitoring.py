@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,8 +17,8 @@ from tests.deploy.promtool import MONITORING, promtool
 
 async def test_the_local_configuration_is_valid_and_asks_its_router_for_the_nodes() -> None:
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
-    job = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"][0]
-    (router,), (discovery,) = job["static_configs"][0]["targets"], job["http_sd_configs"]
+    nodes, own = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
+    (router,), (discovery,) = own["static_configs"][0]["targets"], nodes["http_sd_configs"]
     asked = urlsplit(discovery["url"])
     assert asked.netloc == router
     answer = await Api(FakeCluster(says("x"))).http.get(asked.path)
@@ -28,24 +29,38 @@ async def test_the_local_configuration_is_valid_and_asks_its_router_for_the_node
 def test_the_kubernetes_configuration_scrapes_our_pods_once_and_names_them(tmp_path: Path) -> None:
     """Debian builds Prometheus without its Kubernetes discovery: what that would find is written out instead."""
     config = yaml.safe_load((MONITORING / "prometheus-kubernetes.yml").read_text())
-    job = config["scrape_configs"][0]
-    assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
-    job["static_configs"] = [
-        {"targets": [f"10.0.0.{number}:{port['containerPort']}"], "labels": labels}
-        for number, name in enumerate((*PROCESSES, "kvferry-redis"))
-        for port, labels in discovered(name, f"10.0.0.{number}")
-    ]
+    for job in config["scrape_configs"]:
+        (discovery,) = job.pop("kubernetes_sd_configs")
+        (selector,) = discovery["selectors"]
+        assert (discovery["role"], selector["role"]) == ("pod", "pod")
+        job["static_configs"] = [
+            {"targets": [f"10.0.0.{number}:{port['containerPort']}"], "labels": labels}
+            for number, name in enumerate((*PROCESSES, "kvferry-redis"))
+            if selected(name, selector["label"])
+            for port, labels in discovered(name, f"10.0.0.{number}")
+        ]
     config["rule_files"] = []
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    promtool("check", "config", tmp_path / "config.json")
-    found = json.loads(promtool("check", "service-discovery", "--timeout=1s", tmp_path / "config.json", "kvferry"))
-    kept = [item["labels"] for item in found if item["labels"]]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    promtool("check", "config", path)
+    names = [job["job_name"] for job in config["scrape_configs"]]
+    assert names == ["kvferry", "kvferry-router"]
+    found = [json.loads(promtool("check", "service-discovery", "--timeout=1s", path, name)) for name in names]
+    kept = [item["labels"] for items in found for item in items if item["labels"]]
+    assert {item["job"] for item in kept} == {"kvferry"}
     assert sorted((item["component"], item["__address__"], item["__metrics_path__"]) for item in kept) == [
         ("decode", "10.0.0.2:9001", "/metrics"),
         ("prefill", "10.0.0.1:9000", "/metrics"),
         ("router", "10.0.0.0:8000", "/metrics"),
     ]
     assert {(item["namespace"], item["pod"]) for item in kept} == {("kvferry", f"{name}-x") for name in PROCESSES}
+
+
+def selected(deployment: str, selector: str) -> bool:
+    """Whether a pod's labels fit a selector of equalities."""
+    labels = of_kind(render("cpu"), "Deployment")[deployment]["spec"]["template"]["metadata"]["labels"]
+    terms = [re.fullmatch(r"([\w./-]+?)(!?=)([\w-]+)", term) for term in selector.split(",")]
+    return all((labels.get(term[1]) == term[3]) == (term[2] == "=") for term in terms)
 
 
 def discovered(deployment: str, pod_ip: str) -> list[tuple[dict[str, Any], dict[str, str]]]:

@@ -90,10 +90,11 @@ def test_it_runs_on_tags_alone(workflow: dict[Any, Any]) -> None:
 def test_a_job_may_do_what_it_needs_and_no_more(workflow: dict[Any, Any]) -> None:
     assert workflow["permissions"] == {}
     pushing = {"contents": "read", "packages": "write"}
+    signing = {"id-token": "write", "attestations": "write"}
     assert {name: job["permissions"] for name, job in workflow["jobs"].items()} == {
         "version": {"contents": "read"},
-        "images": pushing,
-        "wheels": {"contents": "write"},
+        "images": {**pushing, **signing},
+        "wheels": {"contents": "write", **signing},
         "chart": pushing,
     }
     assert all(job["timeout-minutes"] <= 180 for job in workflow["jobs"].values())
@@ -103,8 +104,8 @@ def test_wheels_of_both_processors_are_installed_and_asked_before_they_are_publi
     job = workflow["jobs"]["wheels"]
     assert [each["runner"] for each in job["strategy"]["matrix"]["include"]] == ["ubuntu-24.04", "ubuntu-24.04-arm"]
     commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert commands[0] == "make wheel"
-    assert "gh release upload" in commands[1]
+    assert commands[:2] == ["make wheel", "make sbom"]
+    assert "gh release upload" in commands[2]
 
 
 def test_actions_are_pinned_by_commit(workflow: dict[Any, Any]) -> None:

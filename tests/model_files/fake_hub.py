@@ -115,4 +115,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _etag(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()

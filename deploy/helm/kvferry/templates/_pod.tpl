@@ -191,6 +191,13 @@ env:
   {{- if .root.Values.apiKeys.existingSecret }}
   - {name: KVFERRY_API_KEYS, value: /run/kvferry/api-keys/keys.toml}
   {{- end }}
+  {{- with .root.Values.apiKeys.operatorSecret }}
+  {{- if .name }}
+  - name: KVFERRY_API_KEY
+    valueFrom:
+      secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+  {{- end }}
+  {{- end }}
   {{- if .values.tls.secretName }}
   - {name: KVFERRY_SSL_CERTFILE, value: /run/kvferry/tls/tls.crt}
   - {name: KVFERRY_SSL_KEYFILE, value: /run/kvferry/tls/tls.key}

@@ -35,8 +35,8 @@ async def test_files_have_a_number_too(tmp_path: Path, monkeypatch: pytest.Monke
 def test_room_is_counted_by_one_process_at_a_time(tmp_path: Path) -> None:
     files = FileStore(tmp_path, "", 100)
     files.add(BytesIO(b"x"), "one", "batch")
-    command = f"flock -x {files.folder} sh -c 'echo held; sleep 0.5'"
-    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True) as other:
+    command = ["flock", "-x", str(files.folder), "sh", "-c", "echo held; sleep 0.5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout
         assert other.stdout.readline() == "held\n"
         began = time.monotonic()

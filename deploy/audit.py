@@ -1,0 +1,103 @@
+"""Look up known vulnerabilities of what the images install: `make audit`; arguments are pip-audit's.
+
+pip-audit skips a package that the vulnerability service does not know, and succeeds. Behind a mirror that knows no
+vulnerabilities it skips every package. So a release with known ones is looked up too. An answer without them counts as
+no answer.
+
+Exit status: 0 if no package has a known vulnerability, 1 if one has, 3 if not all of them could be looked up."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LOCKED = Path(__file__).resolve().parent / "docker" / "locked"
+KNOWN_BAD = ("django", "3.2.0")
+"""A release with dozens of published vulnerabilities, which nothing here installs."""
+FOUND, UNANSWERED = 1, 3
+Pins = Mapping[tuple[str, str], Sequence[str]]
+Json = Mapping[str, Any]
+
+
+class Unanswered(Exception):
+    """The vulnerability service did not answer for all packages."""
+
+
+def pins(folder: Path = LOCKED) -> Pins:
+    """Return the names of the locks that hold each package and version. A local version (+cpu) is dropped."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for path in sorted(folder.glob("*.txt")):
+        for name, version in re.findall(r"(?m)^([\w.-]+)==([^\s;+]+)", path.read_text()):
+            found.setdefault((re.sub(r"[-_.]+", "-", name).lower(), version), []).append(path.stem)
+    return found
+
+
+def asked(program: Sequence[str], wanted: Sequence[tuple[str, str]]) -> list[Json]:
+    """Return pip-audit's entry of each package. Raises Unanswered if it gives none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "requirements.txt"
+        path.write_text("".join(f"{name}=={version}\n" for name, version in wanted))
+        command = [*program, "--disable-pip", "--no-deps", "--progress-spinner=off", "--format=json", f"-r{path}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        return list(json.loads(done.stdout)["dependencies"])
+    except (ValueError, KeyError) as error:
+        told = done.stderr.strip().rpartition("\n")[2]
+        raise Unanswered(f"pip-audit ended with status {done.returncode}: {told}") from error
+
+
+def vulnerable(program: Sequence[str], locks: Pins) -> dict[tuple[str, str], list[Json]]:
+    """Return the vulnerabilities of each package that has some. Raises Unanswered if a package was not looked up."""
+    entries: dict[tuple[str, str], list[Json]] = {}
+    lost: dict[str, str] = {}
+    # Several versions of a package, of which each lock holds one, do not fit into one call.
+    for turn in _turns(locks):
+        for entry in asked(program, [KNOWN_BAD, *turn]):
+            if "skip_reason" in entry:
+                lost[entry["name"]] = entry["skip_reason"]
+            else:
+                entries[entry["name"].lower(), entry["version"]] = entry["vulns"]
+    if not entries.get(KNOWN_BAD):
+        raise Unanswered(f"the vulnerability service knows nothing of {'=='.join(KNOWN_BAD)}; is it a mirror?")
+    missing = [f"{name}=={version}" for name, version in locks if (name, version) not in entries]
+    if missing:
+        reason = next(iter(lost.values()), "pip-audit does not mention them")
+        raise Unanswered(f"not looked up: {', '.join(missing)} ({reason})")
+    return {pin: found for pin, found in entries.items() if found and pin != KNOWN_BAD}
+
+
+def _turns(locks: Pins) -> list[list[tuple[str, str]]]:
+    """Split the packages so that none has two versions in one part."""
+    turns: list[dict[str, str]] = [{}]
+    for name, version in locks:
+        free = next((turn for turn in turns if name not in turn), None)
+        if free is None:
+            turns.append(free := {})
+        free[name] = version
+    return [list(turn.items()) for turn in turns]
+
+
+def main(arguments: Sequence[str], folder: Path = LOCKED, program: Sequence[str] = ()) -> int:
+    """Print what was found and return the exit status."""
+    locks = pins(folder)
+    try:
+        found = vulnerable([*(program or (sys.executable, "-m", "pip_audit")), *arguments], locks)
+    except Unanswered as error:
+        print(f"NOT AUDITED: {error}", file=sys.stderr)
+        return UNANSWERED
+    for (name, version), vulnerabilities in found.items():
+        for each in vulnerabilities:
+            fixed = ", ".join(each.get("fix_versions", ())) or "no release yet"
+            print(f"{name}=={version} ({', '.join(locks[name, version])}): {each['id']}, fixed in {fixed}")
+    print(f"{len(locks)} packages looked up, {len(found)} with known vulnerabilities")
+    return FOUND if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
