@@ -44,7 +44,7 @@ def pack(value: Any) -> bytes:
 
 def unpack(content: bytes) -> Any:
     """Decode a request's content, which must come from the own parent."""
-    return marshal.loads(content)
+    return marshal.loads(content)  # noqa: S302 - the router's own child reads what the router has written
 
 
 def framed(content: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """Attacker: one that reads all of Redis, in a dump or live.
 
 At most it reads leases, counts and hashes, and what clients had stored by `/v1/responses`, for as long as it is kept.
-`tests/cluster_state/test_lease_seal.py` is about one that writes."""
+test_redis_writer.py is about one that writes."""
 
 from __future__ import annotations
 
