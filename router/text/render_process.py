@@ -6,6 +6,7 @@ frame. The child answers each frame, and exits at the end of its input. The kern
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -74,7 +75,10 @@ def _rendered(templates: _Templates, frame: bytes) -> tuple[bytes, str]:
 
 
 def _bound_process() -> None:
-    """Limit the address space to what is used now and MEMORY; be the first process that the kernel ends for memory."""
+    """Keep no inherited descriptors; limit the address space to what is used now and MEMORY.
+
+    Be the first process that the kernel ends for memory."""
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     used = 0

@@ -178,7 +178,7 @@ class Renderer:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # an error may quote a prompt
             env=minimal_environment(),
-            process_group=0,
+            start_new_session=True,  # a terminal's interrupt reaches the router alone
         )
         child = _Child(process)
         self._children.add(child)

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, Overloaded
 from kvferry.router.text.render_frames import longest_text, minimal_environment
@@ -201,3 +202,20 @@ async def test_no_prompt_is_rendered_after_the_end() -> None:
         await made.render(asked())
     with pytest.raises(Overloaded, match="ending"):
         await made.render(asked())
+
+
+def test_processes_start_and_end_on_the_event_loop_of_a_router() -> None:
+    async def scenario() -> None:
+        os.set_inheritable(write, True)
+        async with renderer("{% if bomb %}" + SPIN + "{% endif %}" + GOOD) as made:
+            assert await made.render(asked()) == "h.i"
+            assert what_has(made.children[0])[1] == {"0", "1", "2"}
+            assert await made.render(asked("x" * 2**20)) == ".".join("x" * 2**20)
+            with pytest.raises(InvalidRequest, match=r"1\.5 s"):
+                await made.render(asked(bomb=True))
+            assert await made.render(asked()) == "h.i"
+
+    read, write = os.pipe()
+    uvloop.run(scenario())
+    os.close(read)
+    os.close(write)
