@@ -108,11 +108,11 @@ class RenderSlots:
         for name in [name for name, each in self._tenants.items() if not each.waiting and not each.running]:
             del self._tenants[name]
         while self._quick < QUICK:
-            name = next((name for name, each in self._tenants.items() if each.waiting and not each.slow), None)
-            if name is None:
+            chosen = next((name for name, each in self._tenants.items() if each.waiting and not each.slow), None)
+            if chosen is None:
                 return
-            self._tenants.move_to_end(name)
-            tenant = self._tenants[name]
+            self._tenants.move_to_end(chosen)
+            tenant = self._tenants[chosen]
             place = tenant.waiting.popleft()
             self._count(tenant, -place.size)
             if not place.turn.done():

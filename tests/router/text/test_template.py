@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import ConfigError, InvalidRequest
-from kvferry.router.text.template import ChatTemplate
+from kvferry.router.text.template import MAX_SOURCE, ChatTemplate
 from kvferry.router.text.text_model import TextModel
 from tests.api_parts import demo_text
 
@@ -125,6 +125,26 @@ def test_reserved_variables_cannot_be_replaced() -> None:
 def test_a_broken_template_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="does not parse"):
         ChatTemplate("{% if %}", {})
+    with pytest.raises(ConfigError, match="no_such_filter"):
+        ChatTemplate("{{ messages | no_such_filter }}", {})
+    with pytest.raises(ConfigError, match="the limit is"):
+        ChatTemplate("x" * (MAX_SOURCE + 1), {})
+
+
+def test_a_template_that_needs_all_memory_to_compile_is_refused() -> None:
+    constant = "{{ 'x' | center(1048576) | replace('', 'y' | center(60)) | list | list | length }}"
+    with pytest.raises(ConfigError, match="cannot be compiled within 256 MiB of memory"):
+        ChatTemplate(constant, {})
+
+
+def test_a_template_of_costly_operations_is_read_as_others_are() -> None:
+    source = "{% for m in messages %}{{ m.content | list | join }}{% endfor %}"
+    assert not ChatTemplate(source, {}).cheap
+    assert (ChatTemplate(source, {}).wants_parts, ChatTemplate(source, {}).takes_system) == (False, True)
+    assert render(source) == "Hi"
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text | list | join }}{% endfor %}{% endfor %}"
+    assert ChatTemplate(parts, {}).wants_parts
+    assert render(parts) == "Hi"
 
 
 @pytest.mark.parametrize(
