@@ -86,12 +86,13 @@ def charge_call(context: Context, called: Any, args: Args) -> None:
 def charged(function: Callable[..., Any], cost: Callable[[Context, Any, Args], None]) -> Callable[..., Any]:
     """Wrap a filter with its cost, and with that of the text it returns."""
     passed = _PassArg.from_obj(function)
+    assert passed in (None, _PassArg.eval_context)
 
     @pass_context
     def charging(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         cost(context, value, (*args, *kwargs.values()))
-        before = {_PassArg.eval_context: (context.eval_ctx,), _PassArg.environment: (context.environment,)}
-        found = function(*before.get(passed, ()), value, *args, **kwargs)
+        before = (context.eval_ctx,) if passed is _PassArg.eval_context else ()
+        found = function(*before, value, *args, **kwargs)
         spend(context, len(found) if isinstance(found, str) else 0, _CHARS_A_PIECE if cost is _json else CHARS_A_UNIT)
         return found
 

@@ -157,7 +157,7 @@ class Renderer:
             raise
         finally:
             timer.cancel()
-            if kept and len(self._idle) < QUICK:
+            if kept and not self._closed and len(self._idle) < QUICK:
                 self._idle.append(child)
             else:
                 self._end(child)
@@ -172,14 +172,17 @@ class Renderer:
         if self._closed:
             raise Overloaded("this server is ending", retry_after=1)
         assert self._template is not None
-        process = await asyncio.create_subprocess_exec(
-            *COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # an error may quote a prompt
-            env=minimal_environment(),
-            start_new_session=True,  # a terminal's interrupt reaches the router alone
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *COMMAND,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,  # an error may quote a prompt
+                env=minimal_environment(),
+                start_new_session=True,  # a terminal's interrupt reaches the router alone
+            )
+        except OSError as error:
+            raise _unstarted() from error
         child = _Child(process)
         self._children.add(child)
         try:
@@ -190,7 +193,7 @@ class Renderer:
         except BaseException as error:
             self._end(child)
             if isinstance(error, TimeoutError | EOFError):
-                raise Overloaded("the process that renders prompts did not start", retry_after=1) from error
+                raise _unstarted() from error
             raise
         return child
 
@@ -203,6 +206,10 @@ class Renderer:
     async def _reaped(self, child: _Child) -> None:
         await child.process.wait()
         self._children.discard(child)
+
+
+def _unstarted() -> Overloaded:
+    return Overloaded("the process that renders prompts did not start", retry_after=1)
 
 
 def _yield_cores(child: _Child) -> None:

@@ -177,7 +177,7 @@ async def test_a_text_that_grows_beyond_its_bound_is_refused() -> None:
 
 async def test_a_long_prompt_in_any_script_is_rendered() -> None:
     long = "\U0001f600 é \ud800" + "x" * (16 * 2**20 - 20)
-    async with renderer("<{{ messages[0].content }}>") as made:
+    async with renderer("<{{ messages[0].content }}>", 30) as made:
         assert await made.render(asked(long)) == f"<{long}>"
 
 
@@ -195,6 +195,16 @@ async def test_a_child_has_no_secrets_and_no_descriptors_of_its_parent(monkeypat
         assert "/pydantic_core/" not in mapped
     os.close(read)
     os.close(write)
+
+
+async def test_a_process_that_starts_at_the_end_is_ended_too() -> None:
+    async with renderer(GOOD) as made:
+        starting = asyncio.create_task(made.render(asked()))
+        while not made.children:
+            await asyncio.sleep(0)
+        await made.close()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert not made.children
 
 
 async def test_no_prompt_is_rendered_after_the_end() -> None:
