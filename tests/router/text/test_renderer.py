@@ -19,6 +19,7 @@ from kvferry.router.text.render_slots import MAX_WAITING
 from kvferry.router.text.renderer import Renderer
 from kvferry.router.text.rendering import Rendering
 from tests.hostile_templates import BOMBS, template_in_child
+from tests.waiting import until
 
 DEADLINE_S = 1.5
 """Deadline of a rendering in these tests, in seconds."""
@@ -200,8 +201,7 @@ async def test_a_child_has_no_secrets_and_no_descriptors_of_its_parent(monkeypat
 async def test_a_process_that_starts_at_the_end_is_ended_too() -> None:
     async with renderer(GOOD) as made:
         starting = asyncio.create_task(made.render(asked()))
-        while not made.children:  # noqa: ASYNC110 - at the first turn of the loop at which one has started
-            await asyncio.sleep(0)
+        await until(lambda: bool(made.children), 5.0)
         await made.close()
         await asyncio.gather(starting, return_exceptions=True)
         assert not made.children
