@@ -26,7 +26,7 @@ def _attacked() -> Iterator[Attacked]:
     operator, secret = new_key(), secrets.token_hex(24)
     options = {
         "--api-keys": home / "keys.toml", "--kv-disk-path": home / "tier", "--kv-disk-gib": 0.2,
-        "--kv-blocks": 100, "--max-model-len": 1024,
+        "--kv-blocks": 100, "--max-model-len": 1024, "--workers": 2,
     }  # fmt: skip
     words = [str(word) for option in options.items() for word in option]
     env = {"KVFERRY_CLUSTER_SECRET": secret, "KVFERRY_API_KEY": operator, "KVFERRY_DATA_DIR": str(home / "data")}

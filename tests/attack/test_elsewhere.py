@@ -111,7 +111,6 @@ def test_a_collector_whose_name_takes_ten_seconds_delays_no_request(elsewhere: A
         began = time.monotonic()
         elsewhere.tokens()
         assert time.monotonic() - began < LOOKUP_S / 2
-    assert elsewhere.cluster.seconds_to_ready < 100
 
 
 def test_redis_whose_name_takes_seconds_is_found_in_the_end(home: Path, tmp_path: Path) -> None:
