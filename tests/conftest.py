@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from tests.alone import mark
 from tests.crowded import SecondTries
 from tests.longest import begin_first
 
@@ -38,7 +39,10 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before -m selects."""
+    mark(items)
     begin_first(items)
     tries = SecondTries()
     for item in items:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import ALONE
 from tests.longest import LONGEST
 
 ROOT = Path(__file__).parents[1]
@@ -78,5 +79,5 @@ def test_tests_that_are_named_are_there(tmp_path: Path) -> None:
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
-def test_files_that_begin_first_are_there() -> None:
-    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONGEST
+def test_files_that_begin_first_or_run_alone_are_there() -> None:
+    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONGEST | ALONE
