@@ -10,7 +10,7 @@ set -uo pipefail
 python=$1 logs=$2
 shift 2
 
-BESIDE="tests/kernels tests/virtual"
+BESIDE="tests/kernels tests/virtual tests/engine/test_local_parity.py"
 CLUSTERS="tests/cluster tests/chaos tests/clients tests/attack"
 SELECTED="not clients and not images"
 idle="nice -n 19"
