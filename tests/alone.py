@@ -24,10 +24,12 @@ ALONE = frozenset(
         "test_top_live.py",
     }
 )
+FOLDERS = frozenset({"attack"})
+"""Folders of such files: the attackers share one cluster."""
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Mark the tests of these files: `pytest -m alone` selects them."""
+    """Mark the tests of these files and folders: `pytest -m alone` selects them."""
     for item in items:
-        if item.path.name in ALONE:
+        if item.path.name in ALONE or item.path.parent.name in FOLDERS:
             item.add_marker(pytest.mark.alone)
