@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tests.chaos.zygote import IMPORT_S, IMPORTED, LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, Forked
+from tests.chaos.zygote import IMPORT_S, IMPORTED, LIBC, PR_SET_PDEATHSIG, Forked, adopt_orphans
 
 ROOT = Path(__file__).parents[1]
 PR_SET_NAME = 15
@@ -31,36 +31,45 @@ TITLE_BYTES = 8192
 """Room for the command line that a forked process shows in `ps`."""
 
 
-class ForkedServe(Forked):
+class ForkedServe:
     """A forked `kvferry serve`: what tests use of a Popen."""
 
     def __init__(self, pid: int, stdout: IO[str], stderr: IO[str]) -> None:
-        super().__init__(pid)
-        self.stdout, self.stderr = stdout, stderr  # type: ignore[assignment]
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)  # type: ignore[assignment]
+                self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
         until = time.monotonic() + timeout if timeout is not None else float("inf")
-        while self.poll() is None:
+        while (status := self.poll()) is None:
             if time.monotonic() > until:
                 raise subprocess.TimeoutExpired("kvferry serve", timeout or 0.0)
             time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Nursery:
-    """The process that is forked. Its forks become children of this one, which adopts orphans from here on."""
+    """The process that is forked. Its forks become children of this one, which adopts no other orphans: a process that
+    nobody waits for would seem to run for ever."""
 
     def __init__(self) -> None:
-        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
         argv = [sys.executable, "-m", "tests.forked_cluster", str(theirs.fileno()), " " * TITLE_BYTES]
@@ -73,10 +82,13 @@ class Nursery:
         """Run `kvferry serve` with these words."""
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         asked = {"words": words, "env": env, "parent": os.getpid()}
+        before = adopt_orphans(True)
         socket.send_fds(self._socket, [json.dumps(asked).encode()], [out_end, err_end])
+        pid = int(self._socket.recv(16))  # it is adopted by then
+        adopt_orphans(before)
         os.close(out_end)
         os.close(err_end)
-        return ForkedServe(int(self._socket.recv(16)), os.fdopen(out), os.fdopen(err))
+        return ForkedServe(pid, os.fdopen(out), os.fdopen(err))
 
 
 @functools.cache
