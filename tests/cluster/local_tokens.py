@@ -20,6 +20,9 @@ SOME = 8
 """Of the prompts, the shortest, whose continuations are sampled, too."""
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, top_k=50, seed=1234, ignore_eos=True)
 
+DAY_S = 86_400.0
+"""Deadline of a request: at idle priority it may take longer than a client would wait."""
+
 
 def make_engine(budget: int, *, caching: bool = True, blocks: int = 1200) -> Engine:
     settings = WorkerSettings(
@@ -40,7 +43,7 @@ def run(
     count: int = len(LENGTHS),
 ) -> list[list[int]]:
     for i, prompt in enumerate(prompts()[:count]):
-        engine.add(Job(f"r{i}", 0, prompt, len(prompt), Generate(params), "router"))
+        engine.add(Job(f"r{i}", 0, prompt, len(prompt), Generate(params), "router", deadline_s=DAY_S))
     step = 0
     while engine.has_work():
         assert engine.step()
