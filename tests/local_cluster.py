@@ -146,7 +146,7 @@ def local_cluster(
     """`kvferry serve --port 0 …`; ended with SIGTERM, and by id if that does not do.
 
     inside: a command that becomes the one that follows it, in other surroundings. env: further variables. forked: its
-    processes are forks of one that has imported what they need; with `inside` or `env` each starts as users start it."""
+    processes are forks of one that has imported what they need; with `inside` or `env` each starts as for users."""
     words = ["serve", "--port", "0", *args]
     began = time.monotonic()
     data = tempfile.TemporaryDirectory(prefix="kvferry-")
