@@ -56,6 +56,9 @@ EXTRA  ?=
 # What takes long says so, and then how long it took: $(call shown,what,commands)
 shown = printf '%s ... ' '$(1)'; begun=$$(date +%s); { $(2); } || { echo failed; exit 2; }; echo "$$(($$(date +%s) - begun)) s"
 
+# Each process of a cluster would compile the sources anew, and each process of the tests the tests as well.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 UV     := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --reinstall-package kvferry
@@ -93,20 +96,14 @@ help:
 serve: $(VENV)/worker.done $(VENV)/model.done
 	@exec $(BIN)/kvferry serve $(ARGS)
 
-# Tests without clusters run in three processes, the longest files first (tests/longest.py). Tests with clusters run one by
-# one after them and leave half of the cores idle, so those of the kernels run beside them, at idle priority.
-CLUSTERS := $(addprefix tests/,cluster chaos clients attack)
-BESIDE   := tests/kernels
-IDLE      = $(if $(shell command -v chrt),chrt --idle 0,nice -n 19)
-test: lint $(VENV)/model.done
+# tests/all.sh says what runs beside what. With arguments of pytest, the linters come first. Under a name of its own,
+# because make -n runs what names MAKE.
+LINT = $(MAKE) --no-print-directory lint
+test: $(VENV)/test.done $(VENV)/model.done $(if $(PYTEST_ARGS),lint)
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(CLUSTERS) $(BESIDE))
-	@log=$(VENV)/beside.log; $(IDLE) $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3000 $(BESIDE) > $$log 2>&1 & beside=$$!; \
-	trap "kill $$beside 2> /dev/null" EXIT; trap 'exit 130' INT TERM; \
-	$(BIN)/python -m pytest $(CLUSTERS); clusters=$$?; echo 'waiting for $(BESIDE)'; wait $$beside; kernels=$$?; \
-	tail -n 200 $$log; exit $$((clusters + kernels))
+	@tests/all.sh $(BIN)/python $(VENV) $(LINT)
 endif
 
 # Node's clients need npm. What cannot be installed is skipped, and says why; CLIENTS_TABLE=FILE keeps the table.

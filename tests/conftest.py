@@ -7,8 +7,10 @@ OMP_WAIT_POLICY is set before any of them imports torch: OpenMP threads that spi
 processes of a test on a small machine. Nothing that is tried with drawn examples is timed. Some failures are tried
 again (crowded.py): the summary tells what each of them said."""
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from tests.alone import mark
 from tests.crowded import SecondTries
 from tests.longest import begin_first
 
@@ -24,7 +27,22 @@ settings.register_profile("kvferry", deadline=None, suppress_health_check=[Healt
 settings.load_profile("kvferry")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector off what collecting tests makes: modules and tests stay to the end, and searching
+    through them again and again takes more than a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before -m selects."""
+    mark(items)
     begin_first(items)
     tries = SecondTries()
     for item in items:

@@ -23,19 +23,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.protocol.lease import NodeLease
+from tests.forked_cluster import ForkedServe, nursery
 from tests.waiting import wait_for
 
 START_S = 120.0
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 MODEL = "SmolLM2-135M-Instruct"
+Served = subprocess.Popen[str] | ForkedServe
 
 
 @dataclass
 class LocalCluster:
     """A running cluster. `log` collects its stderr lines."""
 
-    process: subprocess.Popen[str]
+    process: Served
     url: str
     ready_line: str
     seconds_to_ready: float
@@ -139,18 +141,20 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def local_cluster(
-    *args: str, inside: Sequence[str] = (), env: Mapping[str, str] | None = None
+    *args: str, inside: Sequence[str] = (), env: Mapping[str, str] | None = None, forked: bool = True
 ) -> Iterator[LocalCluster]:
     """`kvferry serve --port 0 …`; ended with SIGTERM, and by id if that does not do.
 
-    inside: a command that becomes the one that follows it, in other surroundings. env: further variables."""
-    command = [*inside, sys.executable, "-m", "kvferry.cli.main", "serve", "--port", "0", *args]
+    inside: a command that becomes the one that follows it, in other surroundings. env: further variables. forked: its
+    processes are forks of one that has imported what they need; with `inside` or `env` each starts as for users."""
+    words = ["serve", "--port", "0", *args]
     began = time.monotonic()
     data = tempfile.TemporaryDirectory(prefix="kvferry-")
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=_end_with_parent,
-        env={**_environment(), "KVFERRY_DATA_DIR": data.name, **(env or {})},
+    given = {**_environment(), "KVFERRY_DATA_DIR": data.name, **(env or {})}
+    forks = forked and not inside and not env
+    process: Served = nursery().serve(words, given) if forks else subprocess.Popen(
+        [*inside, sys.executable, "-m", "kvferry.cli.main", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True, preexec_fn=_end_with_parent, env=given,
     )  # fmt: skip
     log: list[str] = []
     threading.Thread(target=_collect, args=(process.stderr, log), daemon=True).start()
@@ -197,7 +201,7 @@ def streams_running(cluster: LocalCluster, model: str, count: int) -> Iterator[N
             thread.join(30)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: Served) -> None:
     children = []
     if process.poll() is None:
         children = psutil.Process(process.pid).children(recursive=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.alone import ALONE
 from tests.longest import LONGEST
 
 ROOT = Path(__file__).parents[1]
@@ -78,5 +79,27 @@ def test_tests_that_are_named_are_there(tmp_path: Path) -> None:
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
-def test_files_that_begin_first_are_there() -> None:
-    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONGEST
+def test_files_that_begin_first_or_run_alone_are_there() -> None:
+    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONGEST | ALONE
+
+
+PARTS = {"without clusters": "--ignore", "two at a time": "not alone", "alone": "and alone", "beside": "--timeout"}
+
+
+@pytest.mark.parametrize("broken", [None, "linters", *PARTS])
+def test_each_part_runs_once_and_any_that_fails_fails_the_whole(tmp_path: Path, broken: str | None) -> None:
+    python = tmp_path / "python"
+    failing = PARTS.get(broken or "", "nothing at all")
+    python.write_text(f'#!/bin/sh\necho "run: $*"\ncase "$*" in *\'{failing}\'*) exit 1;; esac\n')
+    python.chmod(0o755)
+    command = ["tests/all.sh", str(python), str(tmp_path), "false" if broken == "linters" else "true"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == bool(broken), done.stdout + done.stderr
+    runs = [line for line in done.stdout.splitlines() if line.startswith("run:")]
+    assert len(runs) == len(PARTS)
+    for words in PARTS.values():
+        assert sum(words in run for run in runs) == 1
+    (first,), (beside,) = ([run for run in runs if PARTS[part] in run] for part in ("without clusters", "beside"))
+    left_out = re.findall(r"--ignore=(\S+)", first)
+    elsewhere = [run for run in runs if "alone" in run]
+    assert all(name in beside or all(name in run for run in elsewhere) for name in left_out)

@@ -23,7 +23,7 @@ from typing import IO, Any
 from kvferry.cli.child import Child, Command
 
 TESTS = Path(__file__).parents[1]
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, CLONE_NEWNET = 1, 36, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, CLONE_NEWNET = 1, 36, 37, 0x40000000
 LIBC = ctypes.CDLL(None, use_errno=True)
 IMPORT_S = 120.0
 IMPORTED = (
@@ -38,11 +38,19 @@ IMPORTED = (
 )
 
 
+def adopt_orphans(adopt: bool) -> bool:
+    """Whether orphans among what this process started become its children, and no longer init's; returns what was."""
+    before = ctypes.c_int()
+    LIBC.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+    return bool(before.value)
+
+
 class Zygote:
-    """The one that is forked. Its forks become children of this process, which adopts orphans from here on."""
+    """The one that is forked. Its forks become children of this process, which adopts orphans until it is closed."""
 
     def __init__(self) -> None:
-        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._adopted = adopt_orphans(True)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_WAIT_POLICY": "PASSIVE"}
         argv = [sys.executable, "-m", "tests.chaos.zygote", str(theirs.fileno())]
@@ -60,6 +68,7 @@ class Zygote:
     def close(self) -> None:
         self._socket.close()
         self._process.wait(10)
+        adopt_orphans(self._adopted)
 
 
 class ForkedChild(Child):

@@ -11,8 +11,9 @@ from tests.local_cluster import LocalCluster, local_cluster
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[LocalCluster]:
-    """`kvferry serve` with one prefill and one decode process on the demo model."""
-    with local_cluster() as cluster:
+    """`kvferry serve` with one prefill and one decode process on the demo model, each process started as
+    users start it."""
+    with local_cluster(forked=False) as cluster:
         yield cluster
 
 

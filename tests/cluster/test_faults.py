@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with local_cluster("--dtype", "float32", "--prefill", "1", "--decode", "2", "--kv-cache-gib", "0.5") as running:
+    arguments = ("--dtype", "float32", "--prefill", "1", "--decode", "2", "--kv-cache-gib", "0.5")
+    with local_cluster(*arguments, forked=False) as running:
         yield running
 
 

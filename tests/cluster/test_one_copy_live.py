@@ -25,7 +25,7 @@ AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (?P<rights>\S+) \S+ \S+ (?P<inode>\d+)(
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[LocalCluster]:
-    with local_cluster("--device", "cpu") as cluster:
+    with local_cluster("--device", "cpu", forked=False) as cluster:
         yield cluster
 
 
@@ -66,7 +66,7 @@ def test_both_map_one_copy_and_a_restarted_worker_maps_it_again(own: LocalCluste
 
 
 def test_without_sharing_each_has_its_own() -> None:
-    with local_cluster("--device", "cpu", "--no-share-weights") as cluster:
+    with local_cluster("--device", "cpu", "--no-share-weights", forked=False) as cluster:
         for role in ("prefill", "decode"):
             (process,) = cluster.children(role)
             assert weights(process) == {}

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# What `make test` runs: linters and all tests, so that two cores always have something to do.
+#   tests/all.sh PYTHON LOGS LINT...    Python of the environment, an existing folder for logs, command of the linters
+#
+# beside    tests that only compute: at idle priority, from the beginning to the end
+# linters   beside the first tests, which are long and time nothing
+# tests without clusters, in three processes, the longest files first (tests/longest.py)
+# clusters  two at a time: they mostly wait; then, one by one, those that tests/alone.py names
+set -uo pipefail
+python=$1 logs=$2
+shift 2
+
+BESIDE="tests/kernels tests/virtual tests/engine/test_local_parity.py"
+CLUSTERS="tests/cluster tests/chaos tests/clients tests/attack"
+SELECTED="not clients and not images"
+idle="nice -n 19"
+command -v chrt > /dev/null && idle="chrt --idle 0"
+failed=0
+
+run() { "$python" -m pytest "$@" || { echo "failed: pytest $*"; failed=1; }; }
+
+# As soon as a job in the background has ended, its output comes at once and whole.
+job() {
+  local log="$logs/$1.log"
+  shift
+  "$@" > "$log" 2>&1 &
+  local child=$! status
+  trap "kill $child 2> /dev/null" TERM
+  wait $child
+  status=$?
+  cat "$log"
+  return $status
+}
+
+# shellcheck disable=SC2086
+job beside $idle "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 3000 $BESIDE & beside=$!
+job lint "$@" & lint=$!
+trap 'kill $beside $lint 2> /dev/null' EXIT
+trap 'exit 130' INT TERM
+
+# shellcheck disable=SC2086
+run -n 3 --dist loadfile --no-loadscope-reorder $(printf -- '--ignore=%s ' $CLUSTERS $BESIDE)
+wait $lint || { echo "failed: $*"; failed=1; }
+# shellcheck disable=SC2086
+run -n 2 --dist loadfile --no-loadscope-reorder -m "$SELECTED and not alone" $CLUSTERS
+# shellcheck disable=SC2086
+run -m "$SELECTED and alone" $CLUSTERS
+echo "waiting for $BESIDE"
+wait $beside || { echo "failed: $BESIDE"; failed=1; }
+exit $failed
