@@ -82,13 +82,14 @@ def written(client: redis.Redis, rows: dict[str, bytes]) -> Iterator[None]:
             client.delete(key)
 
 
-def redirected(sealed: bytes, url: str, **changed: str) -> bytes:
+def redirected(sealed: bytes, url: str, node_id: str = "") -> bytes:
     """The lease as it was written, but for the addresses; the seal is the old one."""
-    version, node_id, role, packed, *seal = unpack(sealed)
+    version, name, role, packed, *seal = unpack(sealed)
     lease = unpack(packed)
     assert isinstance(lease, NodeLease)
-    lease = replace(lease, http_url=url, link_address=url.removeprefix("http://"), **changed)
-    return pack([version, changed.get("node_id", node_id), role, pack(lease), *seal])
+    name = node_id or name
+    lease = replace(lease, node_id=name, http_url=url, link_address=url.removeprefix("http://"))
+    return pack([version, name, role, pack(lease), *seal])
 
 
 def test_a_rewritten_or_invented_lease_brings_no_prompt_to_the_attacker(attacked: Attacked) -> None:
