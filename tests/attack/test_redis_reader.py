@@ -54,6 +54,12 @@ def test_redis_holds_no_text_no_tokens_and_no_secret(attacked: Attacked) -> None
     """At most: hashes of blocks, sizes, and addresses. Nothing that was said or answered, in no spelling."""
     tokens = attacked.ask("POST", "/tokenize", json={"model": MODEL, "prompt": MARKER * 4}).json()["tokens"]
     assert len(tokens) > 40
+    for held in (
+        msgpack.packb(["job", tokens]),
+        json.dumps({"ids": tokens}).encode(),
+        struct.pack(f"<{len(tokens)}I", *tokens),
+    ):
+        assert [run for run in spellings(tokens) if run in held], "they would be found"
     said = attacked.says(MARKER * 6, TENANTS[0], 24, return_token_ids=True, temperature=0)
     output = said["choices"][0]["message"]["content"]
     body = {"model": MODEL, "prompt": MARKER * 4, "max_tokens": 4, "user": "user-marker"}
