@@ -8,14 +8,21 @@ reports itself."""
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.runtime.address import is_loopback
 
 HOST_TRANSPORTS = "tcp,posix,self"
 CUDA_TRANSPORTS = "cuda_copy,cuda_ipc"
+INTERFACES = Path("/sys/class/net")
+TUNNEL_TYPE = 65534
+"""The kernel's type of interfaces without a link layer (ARPHRD_NONE): WireGuard's and other tunnels."""
 INSTALLED_BY = "install it with: pip install ucxx-cu13 (beside a torch that is built for CUDA 12: ucxx-cu12)"
 
 
@@ -45,7 +52,8 @@ def context_options(host: str, transports: str = "", net_devices: str = "", cuda
     """Return UCX options, without their UCX_ prefix.
 
     transports and net_devices are UCX_TLS and UCX_NET_DEVICES. Empty transports: tcp and shared memory, with cuda also
-    the CUDA lanes. Empty net_devices: `lo` for a loopback host, else UCX's own choice. An IPv6 host is reached over
+    the CUDA lanes. Empty net_devices: `lo` for a loopback host, the tunnel for the address of one, else
+    UCX's own choice: among all interfaces UCX would pass the tunnel by. An IPv6 host is reached over
     IPv6 even if the machine has other addresses. POSIX_ERROR_HANDLING is set because endpoints that ask for error
     handling otherwise get tcp only. KEEPALIVE_INTERVAL is infinite because the link itself notices when a process ends.
     The tcp segment sizes raise a loopback stream from 1.5 to 5 GB/s. With cuda the rendezvous scheme is UCX's own
@@ -64,4 +72,19 @@ def context_options(host: str, transports: str = "", net_devices: str = "", cuda
     if ":" in host:
         options["TCP_AF_PRIO"] = "inet6,inet"
     devices = net_devices or ("lo" if is_loopback(host) else "")
+    if not devices and "UCX_NET_DEVICES" not in os.environ:
+        devices = tunnel_of(host)
     return options | ({"NET_DEVICES": devices} if devices else {})
+
+
+def tunnel_of(host: str) -> str:
+    """Return the tunnel of this machine that has the address of a host; empty if none has it."""
+    try:
+        found = {item[4][0] for item in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if found & {address.address.partition("%")[0] for address in addresses}:
+            kind = INTERFACES / name / "type"
+            return name if kind.exists() and int(kind.read_text()) == TUNNEL_TYPE else ""
+    return ""

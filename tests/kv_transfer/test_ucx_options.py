@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import socket
+from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from kvferry.kv_transfer import ucx_library
 from kvferry.kv_transfer.ucx_library import context_options, load
 from kvferry.protocol.errors import ConfigError
 
@@ -29,3 +34,47 @@ def test_a_machine_without_ucx_is_told_the_package_of_its_cuda(monkeypatch: pyte
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ConfigError, match=r"pip install ucxx-cu13 .*CUDA 12: ucxx-cu12"):
         load()
+
+
+Address = namedtuple("Address", ["family", "address"])
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One with an Ethernet interface (type 1) and a WireGuard tunnel (type 65534)."""
+    interfaces = {
+        "eth0": (1, [Address(socket.AF_INET, "10.9.0.1"), Address(socket.AF_INET6, "fe80::1%eth0")]),
+        "wg0": (65534, [Address(socket.AF_INET, "10.77.0.1"), Address(socket.AF_INET6, "fd77::1")]),
+    }
+    for name, (kind, _) in interfaces.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "type").write_text(f"{kind}\n")
+    monkeypatch.setattr(ucx_library, "INTERFACES", tmp_path)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {name: found for name, (_, found) in interfaces.items()})
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("host", "devices"),
+    [
+        ("10.77.0.1", "wg0"),
+        ("fd77::1", "wg0"),
+        ("[fd77::1]", "wg0"),
+        ("10.9.0.1", None),
+        ("fe80::1", None),
+        ("10.1.1.1", None),
+        ("no-such-name.invalid", None),
+        ("127.0.0.1", "lo"),
+    ],
+)
+def test_blocks_stay_in_the_tunnel_whose_address_is_advertised(host: str, devices: str | None) -> None:
+    """UCX chooses among all interfaces otherwise, and takes the faster one beneath the tunnel, in clear."""
+    assert context_options(host).get("NET_DEVICES") == devices
+
+
+@pytest.mark.usefixtures("machine")
+def test_an_operator_s_devices_come_before_the_tunnel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert context_options("10.77.0.1", net_devices="eth0")["NET_DEVICES"] == "eth0"
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    assert "NET_DEVICES" not in context_options("10.77.0.1")
