@@ -120,8 +120,9 @@ def test_prometheus_sees_tenants_with_the_key_alone(tmp_path: Path) -> None:
         api = keyed_router(keyed, tmp_path / "keys.toml", node)
         with served(api.app) as router:
             for tenant in ("a", "o"):
-                headers, url = {"authorization": f"Bearer {tenant}"}, f"http://{router}/v1/completions"
-                assert httpx.post(url, headers=headers, json={"prompt": "x"}).status_code == 200
+                headers = {"authorization": f"Bearer {tenant}"}
+                answer = httpx.post(f"http://{router}/v1/completions", headers=headers, json={"prompt": "x"})
+                assert answer.status_code == 200
             with_key = endpoints(apiKeys=KEYED, monitoring=MONITORED)
             jobs = [
                 as_job("chart-key", with_key["router"], router),
