@@ -10,6 +10,9 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+AGAIN_S = 1.0
+"""Seconds after which a task that has not ended is cancelled again."""
+
 
 @asynccontextmanager
 async def background(run: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
@@ -21,9 +24,19 @@ async def background(run: Coroutine[Any, Any, None], name: str) -> AsyncIterator
     try:
         yield
     finally:
+        await end(task)
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait until it has ended; raise its exception if it failed.
+
+    A task may miss a cancellation, and is then cancelled again: before Python 3.12 `asyncio.wait_for`, through which the
+    Redis client writes, drops one that arrives in the moment in which it completes."""
+    while not task.done():
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait((task,), timeout=AGAIN_S)
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -8,7 +8,6 @@ and a registry that returned to an older state does not override a live stream."
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -30,6 +29,7 @@ from kvferry.router.nodes.lease_validation import is_same, is_sound
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry, node_key
 from kvferry.router.nodes.registry_health import RegistryHealth
+from kvferry.runtime.background import end
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +90,7 @@ class NodeTable:
     async def stop(self) -> None:
         """Stop polling the registry."""
         if self._task:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end(self._task)
 
     def add(self, group: ModelNodes) -> ModelNodes:
         """Add a served model; call before `start`."""

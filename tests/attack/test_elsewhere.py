@@ -129,18 +129,21 @@ def test_redis_whose_name_takes_seconds_is_found_in_the_end(home: Path, tmp_path
     finally:
         children = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
-        process.wait(20)
-        for child in children:
-            child.kill()
+        try:
+            process.wait(20)
+        finally:
+            for each in (process, *children):
+                each.kill()
 
 
 def test_streams_go_on_when_the_clock_jumps(elsewhere: Attacked) -> None:
-    """At most: nothing. No token changes, no pause is longer than a second or so, and both nodes stay."""
+    """At most: leases are missing in Redis until they are renewed. No token changes, and no node is lost to routers."""
     expected = _streamed(elsewhere, [])
     for seconds in (HOUR, -HOUR, 0):
         assert _streamed(elsewhere, [seconds]) == expected, seconds
         elsewhere.goes_on()
-        assert {lease.node_id for lease in elsewhere.cluster.leases()} == {"prefill-0", "decode-0"}
+        wait_for(lambda: len(elsewhere.cluster.leases()) == 2, 10)
+    assert not [line for line in elsewhere.cluster.log if "is lost" in line]
 
 
 def test_leases_do_not_last_longer_after_a_jump_back(elsewhere: Attacked) -> None:

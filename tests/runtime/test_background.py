@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvferry.runtime import background as runtime_background
 from kvferry.runtime.background import background
 from tests.waiting import until
 
@@ -37,3 +38,23 @@ async def test_a_failure_is_in_the_log_at_once_and_raised_at_the_end(caplog: pyt
 
     with pytest.raises(ValueError, match="no such thing"):
         await block()
+
+
+async def test_a_task_that_misses_a_cancellation_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router did not end: its poll of Redis was cancelled in the moment in which a write completed."""
+    monkeypatch.setattr(runtime_background, "AGAIN_S", 0.01)
+    missed: list[str] = []
+
+    async def run() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                if missed:
+                    raise
+                missed.append("one")
+
+    async with asyncio.timeout(5):
+        async with background(run(), "the task"):
+            await asyncio.sleep(0)
+    assert missed == ["one"]
