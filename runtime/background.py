@@ -30,8 +30,8 @@ async def background(run: Coroutine[Any, Any, None], name: str) -> AsyncIterator
 async def end(task: asyncio.Task[None]) -> None:
     """Cancel a task and wait until it has ended; raise its exception if it failed.
 
-    A task may miss a cancellation, and is then cancelled again: before Python 3.12 `asyncio.wait_for`, through which the
-    Redis client writes, drops one that arrives in the moment in which it completes."""
+    A task may miss a cancellation, and is then cancelled again: before Python 3.12 `asyncio.wait_for`, through which
+    the Redis client writes, drops one that arrives in the moment in which it completes."""
     while not task.done():
         task.cancel()
         await asyncio.wait((task,), timeout=AGAIN_S)
