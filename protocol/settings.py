@@ -47,7 +47,7 @@ class RouterSettings(CommonSettings):
     allow_credentials: bool = setting(False, "allow CORS requests with credentials (cookies, HTTP authentication)")
     root_path: str = setting("", "path prefix under which a proxy serves this server, such as /llm")
     worker_ca_certs: str = setting(
-        "", "PEM file of certificate authorities that must have signed workers' certificates; turns their TLS on"
+        "", "PEM file of authorities that must have signed workers' certificates; asks for TLS"
     )
     worker_server_name: str = setting("", "name that workers' certificates must carry; default: each worker's host")
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; one model only")
