@@ -231,9 +231,7 @@ class WorkerSettings(CommonSettings):
         most=1,
     )
     ucx_transports: str = setting("", "UCX_TLS for the link; default: tcp,posix,self and what the device adds")
-    ucx_net_devices: str = setting(
-        "", "UCX_NET_DEVICES for the link; default: lo on loopback, the advertised tunnel, else UCX's own choice"
-    )
+    ucx_net_devices: str = setting("", "UCX_NET_DEVICES of the link; default: lo, an advertised tunnel or UCX's choice")
     grant_timeout: float = setting(30.0, "seconds a prefill waits for a grant", least=0)
     drain_timeout: float = setting(30.0, "seconds running requests may take to finish after SIGTERM", least=0)
 
