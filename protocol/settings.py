@@ -46,9 +46,7 @@ class RouterSettings(CommonSettings):
     allowed_headers: str = setting("*", "allowed CORS headers, separated by commas; *: any")
     allow_credentials: bool = setting(False, "allow CORS requests with credentials (cookies, HTTP authentication)")
     root_path: str = setting("", "path prefix under which a proxy serves this server, such as /llm")
-    worker_ca_certs: str = setting(
-        "", "PEM file of authorities that must have signed workers' certificates; asks for TLS"
-    )
+    worker_ca_certs: str = setting("", "PEM file of authorities that sign workers' certificates, which all must have")
     worker_server_name: str = setting("", "name that workers' certificates must carry; default: each worker's host")
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; one model only")
     tool_call_parser: str = setting(
@@ -231,9 +229,7 @@ class WorkerSettings(CommonSettings):
         most=1,
     )
     ucx_transports: str = setting("", "UCX_TLS for the link; default: tcp,posix,self and what the device adds")
-    ucx_net_devices: str = setting(
-        "", "UCX_NET_DEVICES for the link; default: lo on loopback, the advertised tunnel, else UCX's own choice"
-    )
+    ucx_net_devices: str = setting("", "UCX_NET_DEVICES of the link; default: lo, an advertised tunnel or UCX's choice")
     grant_timeout: float = setting(30.0, "seconds a prefill waits for a grant", least=0)
     drain_timeout: float = setting(30.0, "seconds running requests may take to finish after SIGTERM", least=0)
 

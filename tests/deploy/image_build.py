@@ -86,7 +86,7 @@ class ImageBuild:
             if reaches_build(path, rules) and (source == "." or below != path):
                 copy = self._here(target) / below
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / path, copy)
+                shutil.copy2(ROOT / path, copy, follow_symlinks=False)
 
     def _here(self, path: str) -> Path:
         return self.root / path.lstrip("/") if path.startswith("/") else self._folder / path
