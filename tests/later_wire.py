@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
-from subprocess import Popen
 
-from tests.chaos.zygote import IMPORT_S, TESTS, Zygote, serve
+from tests.chaos.zygote import Zygote, serve
 
 
 class LaterZygote(Zygote):
     """Its forks speak the wire version after this one."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_WAIT_POLICY": "PASSIVE"}
-        argv = [sys.executable, "-m", "tests.later_wire", str(theirs.fileno())]
-        self._process = Popen(argv, pass_fds=(theirs.fileno(),), env=env)
-        theirs.close()
-        self._socket.settimeout(IMPORT_S)
-        assert self._socket.recv(16) == b"imported", "the zygote did not start"
+        super().__init__("tests.later_wire")
 
 
 def later() -> None:

@@ -49,11 +49,11 @@ def adopt_orphans(adopt: bool) -> bool:
 class Zygote:
     """The one that is forked. Its forks become children of this process, which adopts orphans until it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.chaos.zygote") -> None:
         self._adopted = adopt_orphans(True)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_WAIT_POLICY": "PASSIVE"}
-        argv = [sys.executable, "-m", "tests.chaos.zygote", str(theirs.fileno())]
+        argv = [sys.executable, "-m", module, str(theirs.fileno())]
         self._process = Popen(argv, pass_fds=(theirs.fileno(),), env=env)
         theirs.close()
         self._socket.settimeout(IMPORT_S)

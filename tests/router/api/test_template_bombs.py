@@ -23,7 +23,7 @@ from tests.api_parts import MESSAGES, FakeCluster, demo_text, error_of, says, un
 from tests.hostile_templates import BOMBS, template_in_child
 from tests.memory_responses import MemoryResponses
 
-SPIN = "{% for a in range(700) %}{{ range(100000) | list | sum }}{% endfor %}"
+SPIN = "{% for a in range(3500) %}{{ range(100000) | list | sum }}{% endfor %}"
 SOURCE = (
     "{% set said = messages[-1].content %}"
     "{% if said == 'memory' %}" + BOMBS["printed in a loop"] + "{% elif said == 'time' %}" + SPIN
