@@ -86,27 +86,11 @@ class TextModel:
         ids, places = found.ids, found.sequence_ids
         return ids, places.index(1) if 1 in places else len(ids)
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        extra: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render messages to the prompt's text; blocks, if need be for a child process.
+    def render(self, messages: Sequence[Message], **given: Any) -> str:
+        """Render messages to the prompt's text; blocks, if need be for a child process. given: see `rendering`.
 
         Raises InvalidRequest naming the field."""
-        asked = self.rendering(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            extra=extra,
-        )
+        asked = self.rendering(messages, **given)
         assert self.template is not None
         return self.template.render(asked)
 
