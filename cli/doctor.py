@@ -31,7 +31,7 @@ class Result:
     remedy: str = ""
 
 
-PASSWORD = "give it a user and a password as in docs/redis.md: who writes to it can stop all requests"
+PASSWORD = "give it a user and a password as in docs/redis.md: a client that writes to it can stop all requests"
 Check = Callable[[ServeSettings], Result]
 
 

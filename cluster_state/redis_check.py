@@ -22,9 +22,8 @@ log = logging.getLogger("kvferry.redis")
 UNFIT_POLICIES = ("volatile-ttl", "volatile-lru", "volatile-lfu", "volatile-random", "allkeys-random")
 """Eviction policies that may evict leases before block rows: leases are few and have the shortest time to live."""
 _NO_DATABASE = re.compile("DB index|SELECT is not allowed")
-
-
 LOCAL, ANYONE = "every user of this machine", "every host that reaches it"
+"""Who can write to a server that asks for no credentials."""
 
 
 class Forbidden(Exception):
@@ -65,11 +64,10 @@ async def writers(url: str, prefix: str, limit_s: float) -> str:
 
     prefix: of all keys; nothing is written. Empty, too, if the server gives no answer within the limit."""
     place = redis_url.read(url).server
-    if "path" in place:
-        return LOCAL if _reached_by_all(Path(place["path"])) and await _takes_writes(url, prefix, limit_s) else ""
-    if not await _takes_writes(url, prefix, limit_s):
+    path = place.get("path")
+    if (path and not _reached_by_all(Path(path))) or not await _takes_writes(url, prefix, limit_s):
         return ""
-    return LOCAL if is_loopback(place.get("host", "")) else ANYONE
+    return LOCAL if path or is_loopback(place.get("host", "")) else ANYONE
 
 
 async def _takes_writes(url: str, prefix: str, limit_s: float) -> bool:

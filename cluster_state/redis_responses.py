@@ -13,7 +13,7 @@ import hashlib
 from kvferry.cluster_state import redis_client
 from kvferry.cluster_state.redis_client import LONGEST, Script, answered
 from kvferry.cluster_state.responses import MAX_RESPONSES
-from kvferry.cluster_state.seal import Seal
+from kvferry.cluster_state.seal import NO_SEAL, Seal
 
 _FORGET = """
 local function forget(id)
@@ -69,7 +69,7 @@ class RedisResponses:
     most           most records of one tenant
     timeout_s      limit on every answer, because a client waits for it
     password_file  see `redis_client.connected`
-    seal           signs records; those that it does not verify count as missing. None: they are believed as they are
+    seal           signs records; those that it does not verify count as missing
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class RedisResponses:
         most: int = MAX_RESPONSES,
         timeout_s: float = 1.0,
         password_file: str = "",
-        seal: Seal | None = None,
+        seal: Seal = NO_SEAL,
     ) -> None:
-        self._seal = seal or Seal()
+        self._seal = seal
         self._prefix = f"kvferry:{cluster}:r:"
         self._bounds = [max(1, int(ttl_s * 1000)), share, most]
         self._share = share

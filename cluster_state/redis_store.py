@@ -24,7 +24,7 @@ from kvferry.cluster_state.redis_check import checked, writers
 from kvferry.cluster_state.redis_client import LONGEST, Script, answered, sensible
 from kvferry.cluster_state.redis_url import shown
 from kvferry.cluster_state.registry import LEASE_S, Announced
-from kvferry.cluster_state.seal import Seal
+from kvferry.cluster_state.seal import NO_SEAL, Seal
 from kvferry.protocol.layout import STORE_GROUP
 from kvferry.protocol.lease import IncompatibleLease, NodeLease
 from kvferry.protocol.wire import WireError
@@ -47,7 +47,7 @@ class RedisStore:
     lookup_s       limit on a whole longest_prefix, because a request waits for it
     password_file  contains the password, read at each connection; empty: the URL's password is used
     open_to        who can write to the server without a password, as `check` found (`redis_check.writers`)
-    seal           signs leases and verifies those of others; None: they are believed as they are
+    seal           signs leases and verifies those of others
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class RedisStore:
         lease_s: float = LEASE_S,
         row_ttl_s: float = ROW_TTL_S,
         password_file: str = "",
-        seal: Seal | None = None,
+        seal: Seal = NO_SEAL,
     ) -> None:
         self.incompatible: tuple[IncompatibleLease, ...] = ()
         self.open_to = ""
-        self._seal = LeaseSeal(cluster, seal or Seal(), lease_s)
+        self._seal = LeaseSeal(cluster, seal, lease_s)
         self._url, self._shown, self._prefix = url, shown(url), f"kvferry:{cluster}:"
         prefix = self._prefix
         self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", [prefix + "b:", prefix + "g:"]

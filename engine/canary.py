@@ -112,10 +112,9 @@ class Canary:
         if look is None or look.key != request.key:
             return
         chain = request.block_ids[: look.first + len(look.landed)]
-        others = [block_id for block_id in chain if block_id not in look.landed]
-        self._pool.holds.hold(look.key, CANARY, others)
-        received = [*chain[: look.first], *look.landed]
+        received, held = [*chain[: look.first], *look.landed], set(look.landed)
         look.chain = [each for pair in zip(received, chain, strict=True) for each in dict.fromkeys(pair)]
+        self._pool.holds.hold(look.key, CANARY, [block_id for block_id in look.chain if block_id not in held])
 
     @property
     def holds(self) -> list[tuple[str, Hashable]]:

@@ -25,6 +25,9 @@ from kvferry.runtime.tls import load
 
 T = TypeVar("T")
 
+HANDSHAKE_S = 5.0
+"""Longest TLS handshake with a worker, in seconds."""
+
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     """Return a bound TCP socket; port 0 lets the kernel choose.
@@ -45,10 +48,6 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
             f"cannot listen on {host_port(host, port)}: {error.strerror}; choose another --port", param="port"
         ) from error
     return sock
-
-
-HANDSHAKE_S = 5.0
-"""Longest TLS handshake with a worker, in seconds."""
 
 
 class Server(uvicorn.Server):

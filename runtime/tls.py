@@ -40,19 +40,17 @@ def load(config: uvicorn.Config) -> uvicorn.Config:
 class WorkerTls:
     """How connections to workers are encrypted.
 
-    context      verifies certificates of workers whose address begins with https; None: such workers are not trusted
+    context      verifies workers' certificates, and every worker must have one; None: no worker is dialled over TLS
     server_name  name that their certificates must carry; empty: the host of each address
-    only         connections without TLS are refused
     """
 
     context: ssl.SSLContext | None = None
     server_name: str = ""
-    only: bool = False
 
     def options(self, url: SplitResult) -> dict[str, Any]:
         """Return options of asyncio's `create_connection`; raise OSError if the address may not be dialled."""
         if url.scheme != "https":
-            if self.only:
+            if self.context is not None:
                 raise OSError("its address has no TLS, which --worker-ca-certs asks for")
             return {}
         if self.context is None:
@@ -73,4 +71,4 @@ def worker_tls(ca_certs: str, server_name: str) -> WorkerTls:
         context = ssl.create_default_context(cafile=ca_certs)
     except OSError as error:
         raise ConfigError(f"--worker-ca-certs {ca_certs}: {reason(error)}", param="worker_ca_certs") from error
-    return WorkerTls(context, server_name, only=True)
+    return WorkerTls(context, server_name)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tests.chaos.zygote import IMPORT_S, IMPORTED, LIBC, PR_SET_PDEATHSIG, Forked, adopt_orphans
+from tests.chaos.zygote import IMPORT_S, IMPORTED, LIBC, PR_SET_PDEATHSIG, Forked, adopt_orphans, fork_for_requests
 
 ROOT = Path(__file__).parents[1]
 PR_SET_NAME = 15
@@ -65,7 +65,7 @@ class ForkedServe:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """The process that is forked. Its forks become children of this one, which adopts no other orphans: a process that
     nobody waits for would seem to run for ever."""
 
@@ -92,9 +92,9 @@ class Nursery:
 
 
 @functools.cache
-def nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """The one of this process, started when it is first needed."""
-    return Nursery()
+    return ForkServer()
 
 
 def wait_for_work(descriptor: int) -> None:
@@ -109,25 +109,7 @@ def wait_for_work(descriptor: int) -> None:
     cli.set_threads = lambda threads: (sized(threads), torch.set_num_threads(threads))  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
-    with socket.socket(fileno=descriptor) as asked:
-        asked.send(b"imported")
-        while True:
-            data, fds, _, _ = socket.recv_fds(asked, 1 << 17, 2)
-            if not data:
-                return
-            read, write = os.pipe()
-            if not (middle := os.fork()):
-                if child := os.fork():
-                    os.write(write, str(child).encode())
-                    os._exit(0)
-                for each in (asked.detach(), read, write):
-                    os.close(each)
-                _serve(json.loads(data), *fds)
-            os.close(write)
-            os.waitpid(middle, 0)
-            asked.send(os.read(read, 16))
-            for each in (read, *fds):
-                os.close(each)
+    fork_for_requests(descriptor, _serve)
 
 
 def _serve(asked: dict[str, Any], stdout: int, stderr: int) -> None:

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.protocol.lease import NodeLease
-from tests.forked_cluster import ForkedServe, nursery
+from tests.forked_cluster import ForkedServe, fork_server
 from tests.waiting import wait_for
 
 START_S = 120.0
@@ -152,7 +152,7 @@ def local_cluster(
     data = tempfile.TemporaryDirectory(prefix="kvferry-")
     given = {**_environment(), "KVFERRY_DATA_DIR": data.name, **(env or {})}
     forks = forked and not inside and not env
-    process: Served = nursery().serve(words, given) if forks else subprocess.Popen(
+    process: Served = fork_server().serve(words, given) if forks else subprocess.Popen(
         [*inside, sys.executable, "-m", "kvferry.cli.main", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True, preexec_fn=_end_with_parent, env=given,
     )  # fmt: skip

@@ -74,15 +74,13 @@ def load_model(
         if error.param != "model" or source.name in error.message:
             raise
         raise ConfigError(f"{source.name}: {error.message}", param="model") from error
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise ConfigError(f"the weights of {source.name} do not fit the memory of {device}", param="model") from error
     except Exception as error:
         log.debug("loading %s", source.path, exc_info=True)
-        if "can't allocate memory" in str(error):  # of PyTorch's allocator, a plain RuntimeError
-            raise ConfigError(
-                f"the weights of {source.name} do not fit the memory of {device}", param="model"
-            ) from error
-        raise ConfigError(f"{source.name} cannot be run: {reason(error)}", param="model") from error
+        told = f"{source.name} cannot be run: {reason(error)}"
+        # PyTorch's allocator on a CPU raises a plain RuntimeError.
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            told = f"the weights of {source.name} do not fit the memory of {device}"
+        raise ConfigError(told, param="model") from error
 
 
 def _load(

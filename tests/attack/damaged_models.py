@@ -44,6 +44,13 @@ def _file(home: Path, name: str, data: bytes | bytearray) -> Path:
     return home / f"{name}.gguf"
 
 
+def _with_pipe(home: Path, name: str, file: str) -> Path:
+    path = _directory(home, name)
+    (path / file).unlink()
+    os.mkfifo(path / file)
+    return path
+
+
 def pipe_for_a_file(home: Path, name: str) -> Path:
     """Whoever opens it waits for a writer that never comes."""
     os.mkfifo(home / f"{name}.gguf")
@@ -51,24 +58,15 @@ def pipe_for_a_file(home: Path, name: str) -> Path:
 
 
 def pipe_for_weights(home: Path, name: str) -> Path:
-    path = _directory(home, name)
-    (path / "model.safetensors").unlink()
-    os.mkfifo(path / "model.safetensors")
-    return path
+    return _with_pipe(home, name, "model.safetensors")
 
 
 def pipe_for_a_config(home: Path, name: str) -> Path:
-    path = _directory(home, name)
-    (path / "config.json").unlink()
-    os.mkfifo(path / "config.json")
-    return path
+    return _with_pipe(home, name, "config.json")
 
 
 def pipe_for_a_tokenizer(home: Path, name: str) -> Path:
-    path = _directory(home, name)
-    (path / "tokenizer.json").unlink()
-    os.mkfifo(path / "tokenizer.json")
-    return path
+    return _with_pipe(home, name, "tokenizer.json")
 
 
 def endless_file(home: Path, name: str) -> Path:

@@ -121,10 +121,18 @@ def serve(descriptor: int) -> None:
     importlib.import_module("kvferry.kv_transfer.ucx_library").load()
     gc.collect()
     gc.freeze()
+    fork_for_requests(descriptor, _live)
+
+
+def fork_for_requests(descriptor: int, live: Callable[..., None]) -> None:
+    """Say "imported" on the socket, then fork for every request on it, until its other side ends.
+
+    A request is JSON with two descriptors; the answer is the id of the new process, an orphan, in which `live` is
+    called with the three and does not return."""
     with socket.socket(fileno=descriptor) as asked:
         asked.send(b"imported")
         while True:
-            data, fds, _, _ = socket.recv_fds(asked, 1 << 16, 2)
+            data, fds, _, _ = socket.recv_fds(asked, 1 << 17, 2)
             if not data:
                 return
             read, write = os.pipe()
@@ -132,8 +140,9 @@ def serve(descriptor: int) -> None:
                 if child := os.fork():
                     os.write(write, str(child).encode())
                     os._exit(0)
-                asked.close()
-                _live(json.loads(data), *fds)
+                for each in (asked.detach(), read, write):
+                    os.close(each)
+                live(json.loads(data), *fds)
             os.close(write)
             os.waitpid(middle, 0)
             asked.send(os.read(read, 16))

@@ -294,13 +294,17 @@ def test_landed_blocks_may_be_written_behind_exchanged_or_let_go(checkpoint: Pat
     assert pair.decode.pool.available == BLOCKS
 
 
-def taken(pair: Pair) -> None:
-    """All idle blocks are evicted for others, who leave again."""
+def ends_well_though_idle_blocks_are_taken(pair: Pair) -> None:
+    """The request ends, all idle blocks are evicted for others, who leave again, and then the check ends."""
+    pair.finish()
+    assert pair.canary
     pool = pair.decode.pool
     blocks = pool.acquire("others", REQUEST, [], pool.available)
     assert blocks
     pair.decode.check_integrity()
     pool.release("others", REQUEST, blocks)
+    assert [found.outcome for found in pair.look()][-1:] == ["agreed"]
+    assert pool.available == BLOCKS
 
 
 def test_the_blocks_before_the_received_ones_stay_as_long_as_these(checkpoint: Path) -> None:
@@ -310,11 +314,7 @@ def test_the_blocks_before_the_received_ones_stay_as_long_as_these(checkpoint: P
     job, reserved = pair.reserve(PROMPT)
     assert reserved.first_block >= 3
     pair.land(job, reserved)
-    pair.finish()
-    assert pair.canary
-    taken(pair)
-    assert [found.outcome for found in pair.look()][-1:] == ["agreed"]
-    assert pair.decode.pool.available == BLOCKS
+    ends_well_though_idle_blocks_are_taken(pair)
 
 
 def test_what_replaces_a_received_block_stays_as_long_as_the_blocks_behind_it(checkpoint: Path) -> None:
@@ -326,11 +326,7 @@ def test_what_replaces_a_received_block_stays_as_long_as_the_blocks_behind_it(ch
     pair.land(*ways[1])
     (request,) = pair.decode.request_table.running
     assert request.block_ids[0] != ways[1][1].block_ids[0], "exchanged, and those behind not"
-    pair.finish()
-    assert pair.canary
-    taken(pair)
-    assert [found.outcome for found in pair.look()][-1:] == ["agreed"]
-    assert pair.decode.pool.available == BLOCKS
+    ends_well_though_idle_blocks_are_taken(pair)
 
 
 def test_nobody_waits(checkpoint: Path) -> None:
