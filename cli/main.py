@@ -10,15 +10,16 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from kvferry.cli.bootstrap import StartupFailed, complain, set_encoding, set_threads, set_up_traces, worker_threads
-from kvferry.cli.options import SERVE_FIXED, router_options, settings_options
+from kvferry.cli.client_commands import batch, top
+from kvferry.cli.options import SERVE_FIXED, settings_options
 from kvferry.cli.simulate import plan, simulate
 from kvferry.protocol.errors import ConfigError, KvferryError
+from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 from kvferry.runtime.log import set_up_log
 from kvferry.runtime.tracing import TRACER
@@ -97,6 +98,17 @@ def decode(settings: WorkerSettings) -> None:
 
 
 @kvferry.command()
+@settings_options(AdapterSettings)
+def adapt(settings: AdapterSettings) -> None:
+    """Run one node beside an engine server: vLLM, SGLang, llama.cpp or any OpenAI server."""
+    set_up_log(settings.log_level, settings.log_format)
+    set_up_traces("adapter")
+    from kvferry.engine_adapter.main import serve_adapter
+
+    _run(serve_adapter(settings))
+
+
+@kvferry.command()
 @settings_options(ServeSettings, SERVE_FIXED)
 def doctor(settings: ServeSettings) -> int:
     """Check what a cluster needs of this machine.
@@ -108,41 +120,6 @@ def doctor(settings: ServeSettings) -> int:
     from kvferry.cli.doctor import all_checks, report
 
     return report(all_checks(settings))
-
-
-@kvferry.command()
-@click.argument("source", type=click.Path(dir_okay=False, path_type=Path), metavar="INPUT")
-@click.argument("target", type=click.Path(dir_okay=False, path_type=Path), metavar="OUTPUT")
-@router_options
-@click.option("--concurrency", type=click.IntRange(1, 4096), default=32, show_default=True, help="concurrent requests")
-@click.option("--timeout", type=click.FloatRange(0.1), default=600.0, show_default=True, help="seconds per request")
-@click.option("--patience", type=click.FloatRange(0), default=60.0, show_default=True,
-              help="seconds to wait for a router that is unreachable, full or without nodes")  # fmt: skip
-def batch(source: Path, target: Path, **options: Any) -> int:
-    """Answer the requests of INPUT through a running server.
-
-    Both are JSON lines as of OpenAI's batches. A row that OUTPUT already answers is not asked again, so
-    that a run that was interrupted can be repeated; rows that failed are. Exit status 1 if any row failed."""
-    set_up_log("warning")
-    from kvferry.cli.batch import BatchClient, run_batch
-
-    gc.enable()
-    return asyncio.run(run_batch(source, target, BatchClient(**options)))
-
-
-@kvferry.command()
-@router_options
-@click.option("--interval", type=click.FloatRange(0.2), default=1.0, show_default=True, help="seconds between updates")
-@click.option("--once", is_flag=True, help="print the state once and exit, as without a terminal")
-def top(url: str, api_key: str, interval: float, once: bool) -> int:
-    """Watch a running cluster in the terminal; q leaves.
-
-    Nodes with their load and block pools, what was reused and what was missed, transfers, requests with their routes,
-    recoveries: what the page at /dashboard shows."""
-    from kvferry.cli.top import Watching, run_top
-
-    gc.enable()
-    return run_top(Watching(url, api_key, interval), once=once)
 
 
 @kvferry.command()
@@ -182,6 +159,8 @@ def version() -> None:
     click.echo(f"kvferry {VERSION} (wire version {WIRE_VERSION})")
 
 
+kvferry.add_command(batch)
+kvferry.add_command(top)
 kvferry.add_command(simulate)
 kvferry.add_command(plan)
 

@@ -16,6 +16,7 @@ from docs.markdown import markdown_table
 from kvferry.cli.options import flag
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
 
@@ -49,6 +50,7 @@ def tables() -> dict[str, str]:
         "common": settings_table(CommonSettings),
         "router": settings_table(RouterSettings, CommonSettings),
         "worker": settings_table(WorkerSettings, CommonSettings),
+        "adapter": settings_table(AdapterSettings, CommonSettings),
         "serve": settings_table(ServeSettings, CommonSettings, RouterSettings, WorkerSettings),
         "router_metrics": metrics_table(RouterMetrics().registry),
         "worker_metrics": metrics_table(WorkerMetrics("decode").registry),

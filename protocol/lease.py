@@ -69,7 +69,9 @@ class NodeLease:
     unknown. adapters: those that the node holds. pulse: of its threads. leaving: the node was asked to end or change
     its role, and works on until another node is ready. sent: transfers by target node, the most bytes first. elastic:
     the node can change its role. role_s: seconds since it last did, 0: never. pressure: decode nodes that its streams
-    would fill, 0 for prefill."""
+    would fill, 0 for prefill. engine: kind and version of the server behind an adapter, such as "vllm 0.32.0"; empty:
+    kvferry's own engine. engine_url: of that server's OpenAI API. guarantees: what an adapter measured that its engine
+    keeps (GUARANTEES)."""
 
     node_id: str
     role: str
@@ -93,6 +95,9 @@ class NodeLease:
     elastic: bool = False
     role_s: float = 0.0
     pressure: float = 0.0
+    engine: str = ""
+    engine_url: str = ""
+    guarantees: tuple[str, ...] = ()
 
     @property
     def target(self) -> DecodeTarget:
@@ -106,6 +111,14 @@ class NodeLease:
     def relieved_by(self, other: NodeLease) -> bool:
         """Return whether the other node, of the same model, is ready in the same role and stays."""
         return other.role == self.role and other.state == "ready" and not other.leaving
+
+
+GUARANTEES = ("greedy_resume", "seeded_resume", "greedy_replay", "seeded_replay", "kv_events")
+"""What an engine behind an adapter may keep.
+
+greedy_resume, seeded_resume  a stream continues behind its delivered tokens with the same tokens
+greedy_replay, seeded_replay  the prompt computed again gives the same tokens
+kv_events                     the engine reports each block that it caches or evicts"""
 
 
 class IncompatibleLease(NamedTuple):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.layout import CACHE_DTYPES
+from kvferry.protocol.node_settings import NodeSettings
 from kvferry.protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
@@ -105,15 +106,11 @@ class RouterSettings(CommonSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(CommonSettings):
+class WorkerSettings(NodeSettings):
     """Settings of `kvferry prefill` and `kvferry decode`."""
 
     model: str = setting(DEMO, MODEL)
-    role: str = setting("decode", "set by the command line", choices=("prefill", "decode"))
-    node_id: str = setting("", "stable name of the node; default: role, host name and port")
-    port: int = setting(0, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
     link_port: int = setting(0, "port for KV transfer; 0 lets the kernel choose", least=0, most=65535)
-    advertise_host: str = setting("", "address at which other processes reach this one; default: --host")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting(
         "auto",
@@ -231,7 +228,6 @@ class WorkerSettings(CommonSettings):
     ucx_transports: str = setting("", "UCX_TLS for the link; default: tcp,posix,self and what the device adds")
     ucx_net_devices: str = setting("", "UCX_NET_DEVICES of the link; default: lo, an advertised tunnel or UCX's choice")
     grant_timeout: float = setting(30.0, "seconds a prefill waits for a grant", least=0)
-    drain_timeout: float = setting(30.0, "seconds running requests may take to finish after SIGTERM", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

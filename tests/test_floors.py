@@ -26,6 +26,7 @@ FLOORS = {
     "worker": 3,
     "prefill_worker": 4,
     "decode_worker": 4,
+    "engine_adapter": 4,
     "router": 4,
     "elastic_worker": 5,
     "simulate": 5,
@@ -39,6 +40,7 @@ TORCHLESS = [
     "placement",
     "cluster_state",
     "router",
+    "engine_adapter",
     "simulate",
 ]
 WORKERS = ["torch", "transformers", "safetensors", "ucxx", "libucx", "triton", "accelerate", "numpy", "gguf"]

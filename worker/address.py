@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.node_settings import NodeSettings
 from kvferry.runtime.address import host_port, is_loopback
 from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.http import bind, make_app, make_server
@@ -27,7 +27,7 @@ class NodeAddress:
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        settings: NodeSettings,
         health: Callable[[], tuple[int, dict[str, object]]],
         unready: Callable[[], str],
     ) -> None:

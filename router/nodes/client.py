@@ -17,10 +17,10 @@ import httptools
 from kvferry.protocol.errors import KvferryError, NodeDied, NodeLost
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, MoveRequest, PrefillRequest, Seen, StepFrame
-from kvferry.protocol.wire import WireError, pack
-from kvferry.router.nodes.connection import Connection, Told
-from kvferry.router.nodes.message_validation import check_answer, check_frame
+from kvferry.protocol.wire import FrameReader, WireError, pack
+from kvferry.router.nodes.message_validation import check_answer, check_frame, refusal_of
 from kvferry.runtime.cluster_secret import HEADER
+from kvferry.runtime.http_connection import Connection, Told
 from kvferry.runtime.tls import PLAIN, WorkerTls
 
 MAX_IDLE = 64
@@ -142,7 +142,7 @@ class NodeClient:
         self._rest(address, connection)
 
     def _connection(self) -> Connection:
-        return Connection(self.clock)
+        return Connection(FrameReader, refusal_of, self.clock)
 
     def _rested(self, address: Address) -> Connection | None:
         while idle := self._idle.get(address):

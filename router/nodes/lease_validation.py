@@ -11,7 +11,7 @@ from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.lease import Load, NodeLease, Rates, Sent
 from kvferry.protocol.messages import Pulse
 
-_TEXTS = attrgetter("node_id", "http_url", "link_address", "fingerprint", "model")
+_TEXTS = attrgetter("node_id", "http_url", "link_address", "fingerprint", "model", "engine", "engine_url")
 _COUNTS = attrgetter("epoch", "max_model_len", "block_bytes")
 _LOAD = attrgetter(*(field.name for field in fields(Load)))
 _RATES = attrgetter(*(field.name for field in fields(Rates)))
@@ -40,6 +40,8 @@ def is_sound(lease: NodeLease) -> bool:
         and type(lease.leaving) is type(lease.elastic) is bool
         and _is_rate(lease.role_s)
         and _is_rate(lease.pressure)
+        and type(lease.guarantees) is tuple
+        and all(type(name) is str for name in lease.guarantees)
         and type(lease.sent) is tuple
         and all(map(_is_sent, lease.sent))
     )

@@ -10,7 +10,7 @@ from tests.fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expec
 from tests.walk import Walk
 
 
-async def test_twenty_nine_files_from_a_spec_to_the_post_to_prefill() -> None:
+async def test_twenty_eight_files_from_a_spec_to_the_post_to_prefill() -> None:
     walk = Walk("router", "placement")
 
     async def arrived(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -43,7 +43,6 @@ async def test_twenty_nine_files_from_a_spec_to_the_post_to_prefill() -> None:
         "router/nodes/reservations.py",
         "router/nodes/client.py",
         "router/nodes/model_nodes.py",
-        "router/nodes/connection.py",
         "placement/place.py",
         "placement/pairs.py",
         "placement/costs.py",

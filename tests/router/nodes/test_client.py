@@ -24,7 +24,7 @@ from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import pack
 from kvferry.protocol.work import Generate
 from kvferry.router.nodes.client import MAX_IDLE, NodeClient
-from kvferry.router.nodes.connection import Connection
+from kvferry.runtime.http_connection import Connection
 from tests.fake_workers import Bench, decode, first_token, lease_of, prefill
 from tests.waiting import until
 
@@ -225,7 +225,7 @@ async def test_a_call_given_up_at_any_moment_leaves_no_error_unread(
 
 
 async def test_calls_share_a_connection_until_it_has_rested_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.nodes.connection.KEEPALIVE_S", 0.2)
+    monkeypatch.setattr("kvferry.runtime.http_connection.KEEPALIVE_S", 0.2)
     opened = [0]
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,32 +1,49 @@
-"""HTTP/1.1 connection to a node, with the parser of its answers."""
+"""Client side of an HTTP/1.1 connection whose answers are streams of messages."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, cast
 
 import httptools
 
-from kvferry.protocol.wire import FrameReader
-from kvferry.router.nodes.message_validation import refusal_of
+from kvferry.protocol.errors import KvferryError
 
 KEEPALIVE_S = 2.0
 """Idle time after which a connection closes, in seconds.
 
-It is below the node server's limit of 5 s, so that no call uses a connection while the server closes it."""
+It is below the limit of 5 s that uvicorn sets, so that no call uses a connection while the server closes it."""
 MAX_REFUSAL_BYTES = MAX_HEAD_BYTES = 65_536
 
 Told = Callable[..., None] | None
 """Optional callback."""
 
 
-class Connection(asyncio.Protocol):
-    """A connection to a node, for one exchange at a time; `clock` returns seconds for the silence limit."""
+class Decoder(Protocol):
+    """Decoder of one answer's body."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def feed(self, data: bytes) -> Iterable[Any]:
+        """Return the messages that are complete with these bytes."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """A connection to a server, for one exchange at a time.
+
+    decoder   makes the decoder of an answer's body
+    refusal   makes the error of a refusal, from its status, body and Retry-After header
+    clock     seconds for the silence limit"""
+
+    def __init__(
+        self,
+        decoder: Callable[[], Decoder],
+        refusal: Callable[[int, bytes, str | None], KvferryError],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._loop, self._clock = asyncio.get_running_loop(), clock
+        self._decoder, self._refusal_of = decoder, refusal
         self._ended: asyncio.Future[BaseException | None] | None = None
         self._left: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -34,12 +51,12 @@ class Connection(asyncio.Protocol):
     async def exchange(self, request: bytes, silence_s: float | None, opened: Told, deliver: Told) -> None:
         """Send a request and read its answer to the end.
 
-        Calls `opened` when the node accepts and `deliver` for every message. Raises the node's KvferryError if it
-        refuses, a callback's exception, OSError (including TimeoutError) if the connection breaks or is silent for
-        `silence_s`, and HttpParserError if the answer is not HTTP. After an error or a cancel the connection is closed
-        and calls nothing more."""
+        Calls `opened` when the server accepts and `deliver` for every message. Raises the error of a refusal, a
+        callback's exception, OSError (including TimeoutError) if the connection breaks or is silent for `silence_s`,
+        and HttpParserError if the answer is not HTTP. After an error or a cancel the connection is closed and calls
+        nothing more."""
         self._silence_s, self._opened, self._deliver = silence_s, opened, deliver
-        self._parser, self._frames = httptools.HttpResponseParser(self), FrameReader()
+        self._parser, self._frames = httptools.HttpResponseParser(self), self._decoder()
         self._headers: dict[str, str] = {}
         self._refused, self._refusal = False, b""
         self._head_bytes: int | None = 0
@@ -136,7 +153,7 @@ class Connection(asyncio.Protocol):
         self._stays = self._parser.should_keep_alive()
         error = None
         if self._refused:
-            error = refusal_of(self._parser.get_status_code(), self._refusal, self._headers.get("retry-after"))
+            error = self._refusal_of(self._parser.get_status_code(), self._refusal, self._headers.get("retry-after"))
         self._end(error)
 
     def _watch(self) -> None:

@@ -1,0 +1,120 @@
+"""Interface between an adapter and the engine server beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.protocol.messages import Job, TokenLogprobs
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventSource:
+    """ZeroMQ addresses of an engine's KV events: of its publisher and of its replay socket (empty: none)."""
+
+    endpoint: str
+    replay: str = ""
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine server says about itself.
+
+    kind, version   such as "vllm", "0.32.0"
+    process         differs for every start of the engine; empty: it cannot be told
+    model           the name that the engine's requests carry
+    max_model_len   longest prompt plus output in tokens
+    block_size      tokens per block of its prefix cache
+    total_blocks    blocks of its cache; 0: unknown
+    max_num_seqs    requests that it runs at once; 0: unknown
+    arithmetic      what else two engines must share to give the same tokens, such as dtypes, in any form
+    adapters        names of its LoRA adapters
+    kv_events       where it publishes KV events; None: nowhere"""
+
+    kind: str
+    version: str
+    process: str
+    model: str
+    max_model_len: int
+    block_size: int
+    total_blocks: int = 0
+    max_num_seqs: int = 0
+    arithmetic: str = ""
+    adapters: tuple[str, ...] = ()
+    kv_events: KvEventSource | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Current load of an engine. cache_usage: share of its blocks that running requests hold, 0 to 1."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    cache_usage: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """One request to an engine, in tokens.
+
+    request_id   unique among all calls of this adapter
+    token_ids    the prompt, then output tokens that the engine is to continue
+    adapter      name of a LoRA adapter; empty: none
+    cache_salt   separates the cached prefixes of tenants; empty: shared"""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    grammar: Grammar | None = None
+    adapter: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(slots=True)
+class EngineDelta:
+    """New output of a call; treat it as immutable.
+
+    token_ids       new tokens; a token that ends the output is among them
+    finish_reason   None, "stop" or "length"
+    cached_tokens   prompt tokens that the engine reused, as soon as it says so; None: not yet
+    prompt_logprobs with the first delta if asked for; entry 0 is None"""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    cached_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+class Engine(Protocol):
+    """Client of one engine server.
+
+    Every call raises NodeDied if the server's connection breaks or is refused, NodeLost if it does not answer,
+    InvalidRequest if it refuses the request for its contents, and StepFailed for any other refusal or failure of one
+    request alone."""
+
+    async def facts(self) -> EngineFacts:
+        """Return what the engine says about itself; it may change only with `process`."""
+        ...
+
+    async def load(self) -> EngineLoad:
+        """Return the engine's current load."""
+        ...
+
+    def check(self, job: Job) -> None:
+        """Raise InvalidRequest, naming the field, if the engine cannot do what the job asks for."""
+        ...
+
+    async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
+        """Run a call; deliver its output as it comes. Returns after the delta that has a finish_reason.
+
+        If it is cancelled, the engine drops the request."""
+        ...
+
+    async def close(self) -> None:
+        """Close all connections."""
+        ...

@@ -1,0 +1,36 @@
+"""Settings that all nodes share, and those of nodes whose engine is another server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings(CommonSettings):
+    """Settings of every node: its name, role and address."""
+
+    role: str = setting("decode", "role of the node", choices=("prefill", "decode"))
+    node_id: str = setting("", "stable name of the node; default: role, host name and port")
+    port: int = setting(0, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
+    advertise_host: str = setting("", "address at which other processes reach this one; default: --host")
+    drain_timeout: float = setting(30.0, "seconds running requests may take to finish after SIGTERM", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings(NodeSettings):
+    """Settings of `kvferry adapt`, a node whose engine is another server."""
+
+    engine: str = setting("vllm", "kind of the engine", choices=("vllm", "sglang", "llamacpp", "openai"))
+    url: str = setting("http://127.0.0.1:8001", "URL of the engine's HTTP server")
+    engine_api_key: str = setting(
+        "", "API key of the engine; pass it by the environment variable, which other users cannot see"
+    )
+    engine_revision: str = setting(
+        "", "name of the weights' version; nodes of one model continue each other's streams only if it is the same"
+    )
+    engine_timeout: float = setting(600.0, "seconds to wait for the engine to be ready", least=0)
+    kv_events: str = setting("", "ZeroMQ address of the engine's KV events; default: as the engine says")
+    kv_events_replay: str = setting("", "ZeroMQ address that replays KV events; default: as the engine says")
