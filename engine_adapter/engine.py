@@ -26,7 +26,8 @@ class EngineFacts:
 
     kind, version   such as "vllm", "0.32.0"
     process         differs for every start of the engine; empty: it cannot be told
-    model           the name that the engine's requests carry
+    model           name or path of the model that the engine loaded
+    served_names    names that its clients use
     max_model_len   longest prompt plus output in tokens
     block_size      tokens per block of its prefix cache
     total_blocks    blocks of its cache; 0: unknown
@@ -39,6 +40,7 @@ class EngineFacts:
     version: str
     process: str
     model: str
+    served_names: tuple[str, ...]
     max_model_len: int
     block_size: int
     total_blocks: int = 0
@@ -50,8 +52,11 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Current load of an engine. cache_usage: share of its blocks that running requests hold, 0 to 1."""
+    """Current load of an engine.
 
+    process: see EngineFacts. cache_usage: share of its blocks that running requests hold, 0 to 1."""
+
+    process: str = ""
     running_requests: int = 0
     waiting_requests: int = 0
     cache_usage: float = 0.0
@@ -99,6 +104,10 @@ class Engine(Protocol):
 
     async def facts(self) -> EngineFacts:
         """Return what the engine says about itself; it may change only with `process`."""
+        ...
+
+    async def health(self) -> None:
+        """Return if the engine is well; raise NodeDied if it is not, or is gone."""
         ...
 
     async def load(self) -> EngineLoad:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
+
+from kvferry.engine_adapter.engine import Engine
+from kvferry.engine_adapter.engines.vllm import VllmEngine
+from kvferry.engine_adapter.http_client import EngineHttp
+from kvferry.engine_adapter.node import AdapterNode
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.node_settings import AdapterSettings
+from kvferry.runtime.signals import StopSignal
+
+ENGINES: dict[str, Callable[[EngineHttp], Engine]] = {"vllm": VllmEngine}
+"""Clients by the value of --engine."""
 
 
 async def serve_adapter(settings: AdapterSettings) -> None:
-    """Run an adapter until SIGTERM or SIGINT, or until its engine ends. Raises ConfigError when it cannot start."""
-    raise ConfigError(f"no protocol is known for engine {settings.engine}", param="engine")
+    """Run an adapter until SIGTERM or SIGINT, or until its engine ends. Raises ConfigError when it cannot start.
+
+    If the engine ends, the process ends with exit status 1 at once: to routers its node has died."""
+    if settings.engine not in ENGINES:
+        raise ConfigError(f"no protocol is known for engine {settings.engine}", param="engine")
+    stop = StopSignal()
+    stop.listen()
+    engine = ENGINES[settings.engine](EngineHttp(settings.url, settings.engine_api_key))
+    if not await AdapterNode(settings, engine).run(stop):
+        logging.shutdown()
+        os._exit(1)

@@ -4,6 +4,7 @@ KvferryError                 500 server_error
 ├─ ConfigError               the process cannot start as configured; the command exits with status 2
 ├─ ModelFailed               500 model_failed (its logits are no numbers: the same on every node)
 ├─ GrammarFailed             500 grammar_failed (of grammar and tokens alone: the same on every node)
+├─ ReplayDiffers             500 replay_differs (an engine that is not deterministic cannot continue the stream)
 ├─ FatalRequest              500 fatal_request (processes of nodes ended while they worked on it)
 ├─ InvalidRequest            400 invalid_request_error (names the field)
 │  ├─ ContextLengthExceeded  400 context_length_exceeded
@@ -81,6 +82,10 @@ class ModelFailed(KvferryError):
 
 class GrammarFailed(KvferryError):
     code, retryable = "grammar_failed", False
+
+
+class ReplayDiffers(KvferryError):
+    code, retryable = "replay_differs", False
 
 
 class FatalRequest(KvferryError):

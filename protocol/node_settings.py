@@ -32,5 +32,8 @@ class AdapterSettings(NodeSettings):
         "", "name of the weights' version; nodes of one model continue each other's streams only if it is the same"
     )
     engine_timeout: float = setting(600.0, "seconds to wait for the engine to be ready", least=0)
+    accept_inexact: bool = setting(
+        False, "continue streams of lost nodes even where the engine may give other tokens than the lost node would have"
+    )
     kv_events: str = setting("", "ZeroMQ address of the engine's KV events; default: as the engine says")
     kv_events_replay: str = setting("", "ZeroMQ address that replays KV events; default: as the engine says")

@@ -1,0 +1,88 @@
+"""Watch over an engine server: its health, its load, and whether it is still the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from kvferry.engine_adapter.engine import Engine, EngineLoad
+from kvferry.protocol.errors import KvferryError, NodeDied
+
+log = logging.getLogger("kvferry.adapter")
+
+HEALTH_S, LOAD_S = 0.4, 1.0
+"""Seconds between two checks of the engine's health and of its load."""
+STANDS_S = 1.0
+"""Seconds without an answer after which the engine counts as standing."""
+SILENT_S = 15.0
+"""Seconds without an answer after which the engine counts as gone."""
+
+
+class EngineWatch:
+    """Watches an engine until it ends. fault: why it counts as gone; `gone` is set then."""
+
+    def __init__(self, engine: Engine, process: str) -> None:
+        self._engine, self._process = engine, process
+        self.load = EngineLoad()
+        self.fault = ""
+        self.gone = asyncio.Event()
+        self._answered_at = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def still_s(self) -> float:
+        """Return the seconds since the engine's last answer, if it stands; 0 if it is well."""
+        silent_s = time.monotonic() - self._answered_at
+        return silent_s if silent_s > STANDS_S else 0.0
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._task = asyncio.create_task(self._watch(), name="engine-watch")
+
+    def stop(self) -> None:
+        """End the watch."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def confirm(self, error: KvferryError) -> None:
+        """Return once the engine is known to be well after this error. Does not return if it is gone."""
+        try:
+            await self._check()
+        except KvferryError as found:
+            log.info("after %s: %s", error.message, found.message)
+        if self.fault:
+            await asyncio.Event().wait()
+
+    async def _watch(self) -> None:
+        load_at = 0.0
+        while not self.fault:
+            try:
+                await self._check()
+                if (now := time.monotonic()) >= load_at:
+                    self.load, load_at = await self._engine.load(), now + LOAD_S
+                    if self.load.process != self._process:
+                        self._end("it is another process now")
+            except KvferryError as error:
+                log.debug("the engine does not answer: %s", error)
+            except Exception as error:
+                log.exception("the engine's state cannot be read")
+                self._end(f"its state cannot be read: {type(error).__name__}")
+            await asyncio.sleep(HEALTH_S)
+
+    async def _check(self) -> None:
+        try:
+            await self._engine.health()
+        except NodeDied as error:
+            self._end(error.message)
+            raise
+        except KvferryError:
+            if time.monotonic() - self._answered_at > SILENT_S:
+                self._end(f"it has not answered for {SILENT_S:g} s")
+            raise
+        self._answered_at = time.monotonic()
+
+    def _end(self, why: str) -> None:
+        if not self.fault:
+            self.fault = why
+            self.gone.set()

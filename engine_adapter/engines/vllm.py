@@ -1,0 +1,137 @@
+"""Client of vLLM's token interface (`--enable-scale-out`), as of vLLM 0.32."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource
+from kvferry.engine_adapter.engines import vllm_params
+from kvferry.engine_adapter.http_client import EngineHttp
+from kvferry.engine_adapter.prometheus_text import labels, value
+from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDied, Overloaded, StepFailed
+from kvferry.protocol.messages import Job
+
+log = logging.getLogger("kvferry.adapter")
+
+GENERATE = "/inference/v1/generate"
+DEFAULT_BLOCK_SIZE = 16
+HEALTH_S = 2.0
+"""Longest silence of a health check, in seconds."""
+
+
+class VllmEngine:
+    """Client of one vLLM server. Implements `engine.Engine`."""
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+        self._model = ""
+
+    async def facts(self) -> EngineFacts:
+        """Return the server's version, models, cache layout and where it publishes KV events."""
+        version = (await self._http.get("/version"))["version"]
+        models = (await self._http.get("/v1/models"))["data"]
+        metrics = await self._http.text("/metrics")
+        base = [each for each in models if not each.get("parent")]
+        if not base:
+            raise ConfigError("the engine serves no model")
+        self._model = base[0]["id"]
+        cache = labels(metrics, "vllm:cache_config_info")
+        return EngineFacts(
+            kind="vllm",
+            version=version,
+            process=_process(metrics),
+            model=base[0].get("root") or self._model,
+            served_names=tuple(each["id"] for each in base),
+            max_model_len=int(base[0].get("max_model_len") or 0),
+            block_size=_count(cache.get("block_size")) or DEFAULT_BLOCK_SIZE,
+            total_blocks=_count(cache.get("num_gpu_blocks")),
+            arithmetic=f"cache {cache.get('cache_dtype', '')}",
+            adapters=tuple(each["id"] for each in models if each.get("parent")),
+            kv_events=await self._event_source(),
+        )
+
+    async def health(self) -> None:
+        """Return if the server and its engine core are well."""
+        try:
+            await self._http.text("/health", HEALTH_S)
+        except (Overloaded, StepFailed) as error:
+            raise NodeDied(f"the engine is not well: {error.message}") from error
+
+    async def load(self) -> EngineLoad:
+        """Return the numbers of requests and the share of blocks in use, from the server's metrics."""
+        metrics = await self._http.text("/metrics")
+        return EngineLoad(
+            process=_process(metrics),
+            running_requests=int(value(metrics, "vllm:num_requests_running")),
+            waiting_requests=int(value(metrics, "vllm:num_requests_waiting")),
+            cache_usage=value(metrics, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        )
+
+    def check(self, job: Job) -> None:
+        """Raise InvalidRequest for what vLLM cannot do."""
+        vllm_params.check(job)
+
+    async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
+        """Run a call. The delta with the finish_reason waits for the usage behind it, which tells the cached tokens."""
+        body = vllm_params.body(call, call.adapter or self._model)
+        if call.params.prompt_logprobs is not None:
+            deliver(vllm_params.whole(await self._http.post(GENERATE, body, None), call.params))
+            return
+        last: EngineDelta | None = None
+
+        def event(chunk: dict[str, Any]) -> None:
+            nonlocal last
+            if (error := chunk.get("error")) is not None:
+                raise failure(error)
+            for choice in chunk["choices"]:
+                delta = vllm_params.delta(choice, call.params)
+                if delta.finish_reason is not None:
+                    last = delta
+                else:
+                    deliver(delta)
+            if last is not None and (usage := chunk.get("usage")):
+                last.cached_tokens = vllm_params.cached_tokens(usage)
+
+        await self._http.stream(GENERATE, body, event)
+        if last is None:
+            raise StepFailed("the engine's answer ended without a finish reason")
+        deliver(last)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.close()
+
+    async def _event_source(self) -> KvEventSource | None:
+        sources = await self._http.get("/kv_event_sources") or {}
+        for source in sources.values():
+            if source.get("enable_kv_cache_events") and source.get("publisher") == "zmq":
+                host = self._http.host
+                replay = source.get("replay_endpoint") or ""
+                return KvEventSource(
+                    reachable(source["endpoint"], host), reachable(replay, host), source.get("topic", "")
+                )
+        return None
+
+
+def failure(error: Any) -> Exception:
+    """Return the error for one that the engine sends inside an answer with status 200."""
+    told = error if isinstance(error, dict) else {"message": str(error)}
+    kind = InvalidRequest if told.get("code") == 400 else StepFailed
+    return kind(f"the engine failed: {str(told.get('message', ''))[:500]}")
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """Return the address to connect to for an endpoint that the engine bound to all addresses."""
+    for wildcard in ("*", "0.0.0.0", "[::]"):  # noqa: S104 - binds nothing
+        endpoint = endpoint.replace(f"tcp://{wildcard}:", f"tcp://{host}:")
+    return endpoint
+
+
+def _process(metrics: str) -> str:
+    return str(value(metrics, "process_start_time_seconds") or "")
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0

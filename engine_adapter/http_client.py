@@ -1,0 +1,166 @@
+"""HTTP client of one engine server: JSON in, JSON or server-sent events out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+
+from kvferry.protocol.errors import (
+    ConfigError,
+    InvalidRequest,
+    KvferryError,
+    NodeDied,
+    NodeLost,
+    Overloaded,
+    StepFailed,
+)
+from kvferry.runtime.http_connection import Connection, Decoder
+from kvferry.runtime.tls import PLAIN
+
+log = logging.getLogger("kvferry.adapter")
+
+CONNECT_S, ANSWER_S = 2.0, 10.0
+"""Longest time to connect and longest silence of a short answer, in seconds."""
+MAX_IDLE = 64
+"""Largest number of idle connections."""
+MAX_EVENT_BYTES = 64 * 2**20
+"""Longest event or answer in bytes."""
+
+
+class EventDecoder:
+    """Decoder of server-sent events: the data of each event, without the final [DONE]."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Sequence[bytes]:
+        """Return the data of the events that are complete now. Raises ValueError for one that is too long."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ValueError("an event is too long")
+        found = (line[5:].strip() for line in lines if line.startswith(b"data:"))
+        return [each for each in found if each and each != b"[DONE]"]
+
+
+class WholeBody:
+    """Decoder of an answer that is no stream: its parts as they come."""
+
+    def feed(self, data: bytes) -> Sequence[bytes]:
+        """Return the bytes."""
+        return (data,)
+
+
+class EngineHttp:
+    """Calls to one engine server at `url`.
+
+    Every call raises NodeDied if the connection breaks or is refused, NodeLost if the server does not answer, and the
+    error of `refusal` if it refuses. A cancelled call closes its connection. api_key: sent as a bearer token."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"url must be http://host:port of the engine, got {url!r}", param="url")
+        self.url, self.host = url.rstrip("/"), parts.hostname
+        self._path, self._netloc = parts.path.rstrip("/"), parts.netloc
+        self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+        self._encrypted = PLAIN.options(parts)
+        self._key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._idle: dict[type, list[Connection]] = {EventDecoder: [], WholeBody: []}
+
+    async def stream(self, path: str, body: Any, deliver: Callable[[dict[str, Any]], None]) -> None:
+        """POST a JSON body and deliver each event of the answer. Without a limit on silence."""
+
+        def event(data: bytes) -> None:
+            deliver(json.loads(data))
+
+        await self._call(f"POST {self._path}{path}", body, EventDecoder, None, event)
+
+    async def post(self, path: str, body: Any, silence_s: float | None = ANSWER_S) -> Any:
+        """POST a JSON body and return the JSON of the answer; None if it is empty."""
+        return _json(await self._whole(f"POST {self._path}{path}", body, silence_s))
+
+    async def get(self, path: str, silence_s: float = ANSWER_S) -> Any:
+        """Return the JSON of a path."""
+        return _json(await self._whole(f"GET {self._path}{path}", None, silence_s))
+
+    async def text(self, path: str, silence_s: float = ANSWER_S) -> str:
+        """Return the text of a path."""
+        return (await self._whole(f"GET {self._path}{path}", None, silence_s)).decode("utf-8", "replace")
+
+    async def close(self) -> None:
+        """Close the idle connections."""
+        for idle in self._idle.values():
+            for connection in list(idle):
+                connection.close()
+
+    async def _whole(self, what: str, body: Any, silence_s: float | None) -> bytes:
+        parts: list[bytes] = []
+        await self._call(what, body, WholeBody, silence_s, parts.append)
+        return b"".join(parts)
+
+    async def _call(
+        self, what: str, body: Any, decoder: type[Decoder], silence_s: float | None, deliver: Callable[..., None]
+    ) -> None:
+        data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        head = (
+            f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{self._key}content-type: application/json\r\n"
+            f"content-length: {len(data)}\r\n\r\n"
+        )
+        try:
+            connection = await self._connection(decoder)
+            await connection.exchange(head.encode() + data, silence_s, None, deliver)
+        except ConnectionError as error:
+            raise NodeDied(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
+        except (OSError, httptools.HttpParserError, ValueError) as error:
+            raise NodeLost(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
+        self._rest(decoder, connection)
+
+    async def _connection(self, decoder: type[Decoder]) -> Connection:
+        while idle := self._idle[decoder]:
+            if (connection := idle[-1]).wake():
+                return connection
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_S):
+            _, connection = await loop.create_connection(
+                lambda: Connection(decoder, refusal), *self._address, **self._encrypted
+            )
+        return connection
+
+    def _rest(self, decoder: type[Decoder], connection: Connection) -> None:
+        idle = self._idle[decoder]
+        idle.append(connection)
+        connection.rest(lambda: idle.remove(connection))
+        if len(idle) > MAX_IDLE:
+            idle[0].close()
+
+
+def refusal(status: int, body: bytes, retry_after: str | None) -> KvferryError:
+    """Return the error for an engine's refusal: of the request's contents, for now, or of this request alone."""
+    told = f"the engine answered {status}: {_message(body)}"
+    if status in (400, 413, 422):
+        return InvalidRequest(told)
+    return Overloaded(told, retry_after=1.0) if status in (429, 503) else StepFailed(told)
+
+
+def _message(body: bytes) -> str:
+    """Return the message of an error's body in any engine's form, shortened."""
+    try:
+        found = json.loads(body)
+        found = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
+        found = found.get("message", found) if isinstance(found, dict) else found
+    except ValueError:
+        found = body.decode("utf-8", "replace")
+    return str(found)[:500]
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data) if data else None
+    except ValueError as error:
+        raise NodeLost(f"the engine's answer is no JSON: {error}") from error

@@ -1,0 +1,34 @@
+"""Identity of an engine in the cluster: its fingerprint, and the ids of its LoRA adapters."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import PurePath
+
+from kvferry.engine_adapter.engine import EngineFacts
+from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.layout import WIRE_VERSION
+
+
+def model_name(facts: EngineFacts) -> str:
+    """Return the model's name without the directories before it."""
+    return PurePath(facts.model).name or facts.model
+
+
+def fingerprint(facts: EngineFacts, revision: str) -> str:
+    """Return the fingerprint: engines that share it continue each other's streams.
+
+    It is 32 hex digits over kind and version of the engine, model, revision, arithmetic, block size and wire version.
+    An engine does not tell what weights it loaded, so `revision` comes from the operator."""
+    fields = (
+        facts.kind, facts.version, model_name(facts), revision, facts.arithmetic, facts.block_size, WIRE_VERSION
+    )  # fmt: skip
+    return hashlib.sha256("|".join(("engine", *map(str, fields))).encode()).hexdigest()[:32]
+
+
+def adapter_names(facts: EngineFacts, revision: str) -> tuple[AdapterName, ...]:
+    """Return the engine's LoRA adapters. An engine does not tell their contents: the id covers name and revision."""
+    return tuple(
+        AdapterName(name, hashlib.sha256(f"{facts.kind}|{revision}|{name}".encode()).hexdigest()[:32])
+        for name in facts.adapters
+    )

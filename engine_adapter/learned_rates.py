@@ -1,0 +1,37 @@
+"""Rates of an engine, learned from its answers."""
+
+from __future__ import annotations
+
+from kvferry.protocol.lease import Rates
+
+WEIGHT = 0.1
+"""Weight of a new observation in the moving averages."""
+LEAST_TOKENS = 64
+"""Prompts that compute fewer tokens say nothing about the speed of prefill."""
+
+
+class LearnedRates:
+    """Moving averages of prompt tokens per second and of seconds per step."""
+
+    def __init__(self, first: Rates | None = None) -> None:
+        self.rates = first or Rates()
+
+    def first_token(self, computed: int, seconds: float, *, alone: bool) -> None:
+        """Learn from a prompt of which `computed` tokens were computed, until its first token.
+
+        alone: nothing else ran or waited; otherwise the time says more about the others."""
+        if alone and computed >= LEAST_TOKENS and seconds > 0:
+            self._learn(computed / seconds, self.rates.step_s)
+
+    def stream(self, tokens: int, seconds: float) -> None:
+        """Learn from the tokens of a stream behind its first one."""
+        if tokens > 0 and seconds > 0:
+            self._learn(self.rates.prefill_tokens_per_s, seconds / tokens)
+
+    def _learn(self, prefill: float, step_s: float) -> None:
+        old = self.rates
+        self.rates = Rates(
+            old.prefill_tokens_per_s + WEIGHT * (prefill - old.prefill_tokens_per_s),
+            old.step_s + WEIGHT * (step_s - old.step_s),
+            old.ship_bytes_per_s,
+        )

@@ -1,0 +1,107 @@
+"""State of an adapter whose engine is known: its parts, and the lease that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.engine_adapter.attempts import Attempts
+from kvferry.engine_adapter.engine import EngineFacts
+from kvferry.engine_adapter.engine_watch import EngineWatch
+from kvferry.engine_adapter.identity import adapter_names, fingerprint, model_name
+from kvferry.model_files.model_name import split_names
+from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.lease import Load, NodeLease
+from kvferry.protocol.messages import Pulse
+from kvferry.protocol.node_settings import AdapterSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
+from kvferry.worker.address import NodeAddress
+from kvferry.worker.membership import Membership
+from kvferry.worker.streams import RouterStreams
+
+ASSUMED_SEQS = 256
+"""Requests that an engine is taken to run at once if it does not say."""
+
+
+@dataclass
+class NodeState:
+    """Parts of an adapter that has found its engine.
+
+    cached_blocks: blocks that the engine is known to keep."""
+
+    settings: AdapterSettings
+    address: NodeAddress
+    facts: EngineFacts
+    guarantees: tuple[str, ...]
+    epoch: int
+    watch: EngineWatch
+    attempts: Attempts = field(init=False)
+    streams: RouterStreams = field(init=False)
+    membership: Membership = field(init=False)
+    draining: Callable[[], bool] = field(init=False)
+    cached_blocks: Callable[[], int] = int
+
+    def __post_init__(self) -> None:
+        self.adapters: tuple[AdapterName, ...] = adapter_names(self.facts, self.settings.engine_revision)
+        (given,) = split_names(self.settings.served_model_name, 1)
+        self.served_names = given or self.facts.served_names
+        self.fingerprint = fingerprint(self.facts, self.settings.engine_revision)
+        seqs = self.facts.max_num_seqs or ASSUMED_SEQS
+        self.total_blocks = self.facts.total_blocks or seqs * blocks_for(
+            min(self.facts.max_model_len, 4096), self.facts.block_size
+        )
+
+    @property
+    def load(self) -> Load:
+        """Return the load in kvferry's terms. What the engine runs for others counts, too."""
+        told, total = self.watch.load, self.total_blocks
+        active = min(total, round(told.cache_usage * total))
+        cached = min(self.cached_blocks(), total - active)
+        running = max(told.running_requests, self.attempts.running - told.waiting_requests)
+        return Load(
+            waiting_requests=told.waiting_requests,
+            waiting_tokens=self.attempts.waiting_tokens,
+            running_requests=running,
+            free_blocks=total - active - cached,
+            active_blocks=active,
+            cached_blocks=cached,
+            total_blocks=total,
+        )
+
+    def lease(self) -> NodeLease:
+        """Return the node's current lease."""
+        facts = self.facts
+        return NodeLease(
+            node_id=self.address.node_id,
+            role=self.settings.role,
+            epoch=self.epoch,
+            state="draining" if self.draining() else "ready",
+            http_url=self.address.url,
+            link_address="",
+            fingerprint=self.fingerprint,
+            model=model_name(facts),
+            max_model_len=facts.max_model_len,
+            block_size=facts.block_size,
+            block_bytes=0,
+            load=self.load,
+            rates=self.attempts.rates.rates,
+            served_names=self.served_names,
+            max_num_seqs=facts.max_num_seqs or ASSUMED_SEQS,
+            adapters=self.adapters,
+            pulse=Pulse(engine_s=self.watch.still_s),
+            engine=f"{facts.kind} {facts.version}".strip(),
+            engine_url=self.settings.url,
+            guarantees=self.guarantees,
+        )
+
+    def set_gauges(self, metrics: WorkerMetrics) -> None:
+        """Set the gauges of load and index rows."""
+        load = self.load
+        metrics.requests_waiting.set(load.waiting_requests)
+        metrics.waiting_tokens.set(load.waiting_tokens)
+        metrics.requests_running.set(load.running_requests)
+        for state in ("free", "active", "cached", "granted"):
+            metrics.kv_blocks[state].set(getattr(load, f"{state}_blocks"))
+        metrics.kv_blocks_total.set(load.total_blocks)
+        self.membership.set_gauges()

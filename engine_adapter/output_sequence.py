@@ -1,0 +1,85 @@
+"""Output of one attempt: numbers the engine's tokens, and swallows those that were delivered before.
+
+An attempt that continues a stream gets the prompt and the delivered tokens. Where the engine keeps it, it goes on
+behind them. Otherwise the engine computes the whole output again; what it repeats is compared and swallowed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvferry.engine_adapter.engine import EngineCall, EngineDelta
+from kvferry.protocol.errors import ReplayDiffers
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.protocol.prefix_reuse import Reuse
+
+
+def resumes(job: Job, guarantees: tuple[str, ...]) -> bool:
+    """Return whether the engine can go on behind the delivered tokens with the tokens of an undisturbed run.
+
+    Penalties on the output's tokens forget what was delivered, and a grammar starts at its root: those are replayed."""
+    params = job.params
+    if job.grammar is not None or params.frequency_penalty or params.presence_penalty:
+        return False
+    return ("greedy_resume" if params.temperature == 0 else "seeded_resume") in guarantees
+
+
+def call_of(job: Job, request_id: str, adapter: str, *, resumed: bool) -> EngineCall:
+    """Return the engine call of an attempt. adapter: name of the LoRA adapter, empty: none."""
+    params, tokens = job.params, job.token_ids
+    if resumed:
+        delivered = len(tokens) - job.prompt_len
+        params = replace(
+            params,
+            max_tokens=params.max_tokens - delivered,
+            min_tokens=max(0, params.min_tokens - delivered),
+        )
+    else:
+        tokens = tokens[: job.prompt_len]
+    return EngineCall(request_id, tokens, params, job.grammar, adapter, job.namespace)
+
+
+class OutputSequence:
+    """Translates an attempt's engine output into deltas of its request."""
+
+    def __init__(self, job: Job, *, resumed: bool) -> None:
+        delivered = job.token_ids[job.prompt_len :]
+        self._job, self._index = job, len(delivered) if resumed else 0
+        self._expected = () if resumed else delivered
+        self._prompt_len = len(job.token_ids) if resumed else job.prompt_len
+        self._ending = frozenset(job.params.ending_token_ids)
+
+    def push(self, delta: EngineDelta) -> TokenDelta | None:
+        """Return the delta for the router; None if it brings nothing new.
+
+        Raises ReplayDiffers where a repeated token differs from the delivered one, or the output ends before it."""
+        tokens, logprobs, start = delta.token_ids, delta.logprobs, self._index
+        if start < len(self._expected):
+            due = self._expected[start : start + len(tokens)]
+            same = next((at for at, pair in enumerate(zip(tokens, due, strict=False)) if pair[0] != pair[1]), len(due))
+            ends = delta.finish_reason is not None and start + len(tokens) < len(self._expected)
+            if same < len(due) or ends:
+                raise ReplayDiffers(f"the engine gives another output token {start + same} than the lost node gave")
+            tokens, logprobs = tokens[len(due) :], logprobs and logprobs[len(due) :]
+            start += len(due)
+        self._index = start + len(tokens)
+        if not tokens and delta.finish_reason is None and delta.prompt_logprobs is None:
+            return None
+        stops = delta.finish_reason == "stop" and tokens and tokens[-1] in self._ending
+        return TokenDelta(
+            self._job.request_id,
+            self._job.attempt,
+            start,
+            tokens,
+            logprobs,
+            delta.finish_reason,
+            tokens[-1] if stops else None,
+            self._reuse(delta.cached_tokens),
+            delta.prompt_logprobs,
+        )
+
+    def _reuse(self, cached: int | None) -> Reuse | None:
+        """Return the account of the tokens that the router sent; a replay computes the delivered ones."""
+        if cached is None:
+            return None
+        cached, total = min(cached, self._prompt_len), len(self._job.token_ids)
+        return Reuse(total, reused_decode=cached, computed=total - cached)
