@@ -1,0 +1,203 @@
+"""A server that speaks vLLM's protocol with a toy in the place of the model, as a process that can be killed.
+
+    python -m tests.engine_adapter.mock_vllm PORT '{"step_s": 0.01}'
+
+A token depends on all tokens before it and, with a temperature, on seed and position, so a stream can be resumed; with
+`noise: "call"` seeded noise depends on the number of tokens of the call, as vLLM's on a CPU. Penalties and grammars look
+at the tokens of the call alone, as every engine's do. `POST /mock` changes how it behaves."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+LEAST_ID, IDS = 1000, 20_000
+"""First and number of the token ids that are drawn."""
+
+
+@dataclasses.dataclass
+class Behaviour:
+    """How the mock behaves.
+
+    fault: "" or what befalls each new request: error_event (an error behind status 200, the engine stays well),
+    dead_core (the same, and /health answers 503), hang (no token), refuse (503). loose: greedy tokens depend on the
+    requests that run beside."""
+
+    step_s: float = 0.0
+    noise: str = "position"
+    fault: str = ""
+    fault_at: int = 3
+    loose: bool = False
+    details: bool = True
+    model: str = "/models/toy"
+    version: str = "0.32.0"
+    block_size: int = 16
+    blocks: int = 4096
+    max_model_len: int = 4096
+    loras: tuple[str, ...] = ()
+
+
+class Toy:
+    """The toy model with its prefix cache: hashes of the full blocks of all prompts and outputs."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour, self.running, self.asked = behaviour, 0, list[dict[str, Any]]()
+        self.cached: set[bytes] = set()
+        self.aborted = 0
+
+    def next_token(self, tokens: list[int], start: int, params: dict[str, Any]) -> int:
+        own = tokens[start:]
+        parts: list[object] = [tokens]
+        if params["temperature"] > 0:
+            parts += [params["seed"], len(own) if self.behaviour.noise == "call" else len(tokens)]
+        if params["frequency_penalty"] or params["presence_penalty"] or params.get("structured_outputs"):
+            parts += [own]
+        if self.behaviour.loose:
+            parts += [self.running]
+        drawn = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
+        return LEAST_ID + drawn % IDS
+
+    def reused(self, tokens: list[int], salt: str) -> int:
+        """Tokens of leading blocks that are cached; the last token is always computed."""
+        found = 0
+        for key in self.chain(tokens[:-1], salt):
+            if key not in self.cached:
+                break
+            found += self.behaviour.block_size
+        return found
+
+    def chain(self, tokens: list[int], salt: str) -> list[bytes]:
+        size, keys, key = self.behaviour.block_size, list[bytes](), salt.encode()
+        for start in range(0, len(tokens) - size + 1, size):
+            key = hashlib.sha256(key + repr(tokens[start : start + size]).encode()).digest()
+            keys.append(key)
+        return keys
+
+
+def row(token: int, most: int) -> dict[str, Any]:
+    top = [{"token_id": token + at, "logprob": -0.5 - at, "rank": at + 1} for at in range(max(most, 1))]
+    return {"token_id": token, "logprob": -0.5, "rank": 1, "top_logprobs": top}
+
+
+def app_of(behaviour: Behaviour) -> FastAPI:
+    app, toy, began = FastAPI(), Toy(behaviour), time.time()
+    dead = False
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=503 if dead else 200)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": behaviour.version}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        base = {"id": "toy", "root": behaviour.model, "parent": None, "max_model_len": behaviour.max_model_len}
+        return {"data": [base, *({"id": name, "root": name, "parent": "toy"} for name in behaviour.loras)]}
+
+    @app.get("/kv_event_sources")
+    async def sources() -> dict[str, Any]:
+        return {}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        usage = min(1.0, toy.running * 8 / behaviour.blocks)
+        return Response(
+            f"process_start_time_seconds {began}\n"
+            f'vllm:num_requests_running{{engine="0",model_name="toy"}} {toy.running}.0\n'
+            f'vllm:num_requests_waiting{{engine="0",model_name="toy"}} 0.0\n'
+            f'vllm:kv_cache_usage_perc{{engine="0",model_name="toy"}} {usage}\n'
+            f'vllm:cache_config_info{{block_size="{behaviour.block_size}",cache_dtype="auto",'
+            f'num_gpu_blocks="{behaviour.blocks}"}} 1.0\n'
+        )
+
+    @app.post("/mock")
+    async def change(request: Request) -> dict[str, Any]:
+        for name, value in (await request.json()).items():
+            setattr(behaviour, name, value)
+        return {"asked": toy.asked, "running": toy.running, "aborted": toy.aborted, "pid": os.getpid()}
+
+    @app.post("/inference/v1/generate")
+    async def generate(request: Request) -> Response:
+        nonlocal dead
+        body = await request.json()
+        toy.asked.append(body)
+        if behaviour.fault == "refuse":
+            return JSONResponse({"error": {"message": "overloaded", "code": 503}}, 503)
+        if len(body["token_ids"]) >= behaviour.max_model_len:
+            return JSONResponse({"error": {"message": "too long", "code": 400}}, 400)
+        chunks = stream(body)
+        if body["stream"]:
+            return StreamingResponse(chunks, media_type="text/event-stream")
+        told = [json.loads(chunk[6:]) async for chunk in chunks if chunk[6:10] != "[DON"]
+        choice = {
+            **told[0]["choices"][0],
+            "token_ids": [t for c in told for ch in c["choices"] for t in ch["token_ids"]],
+        }
+        ended = [ch["finish_reason"] for c in told for ch in c["choices"]][-1]
+        rows = [None, *({str(token): {"logprob": -1.0, "rank": 1}} for token in body["token_ids"][1:])]
+        return JSONResponse(
+            {"choices": [{**choice, "finish_reason": ended, "logprobs": None}], "prompt_logprobs": rows,
+             "usage": told[-1].get("usage")}
+        )  # fmt: skip
+
+    async def stream(body: dict[str, Any]) -> AsyncIterator[str]:
+        nonlocal dead
+        params, tokens = body["sampling_params"], list(body["token_ids"])
+        start, salt, name = len(tokens), body.get("cache_salt") or "", f"generate-tokens-{body['request_id']}"
+        cached = toy.reused(tokens, salt)
+        toy.running += 1
+        try:
+            for step in range(params["max_tokens"]):
+                await asyncio.sleep(behaviour.step_s)
+                if behaviour.fault in ("error_event", "dead_core") and step == behaviour.fault_at:
+                    dead = behaviour.fault == "dead_core"
+                    yield f"data: {json.dumps({'error': {'message': 'EngineCore died', 'code': 500}})}\n\n"
+                    yield "data: [DONE]\n\n"
+                    return
+                while behaviour.fault == "hang":
+                    await asyncio.sleep(0.05)
+                token = toy.next_token(tokens, start, params)
+                tokens.append(token)
+                ends = token in params["stop_token_ids"] and step + 1 > params["min_tokens"]
+                reason = "stop" if ends else "length" if step + 1 == params["max_tokens"] else None
+                told = {"content": [row(token, params["logprobs"])]} if "logprobs" in params else None
+                choice = {"index": 0, "token_ids": [token], "finish_reason": reason, "logprobs": told,
+                          "stop_reason": token if ends else None}  # fmt: skip
+                yield f"data: {json.dumps({'request_id': name, 'choices': [choice]})}\n\n"
+                if reason:
+                    break
+            usage: dict[str, Any] = {"prompt_tokens": start, "completion_tokens": len(tokens) - start}
+            if behaviour.details:
+                usage["prompt_tokens_details"] = {"cached_tokens": cached}
+            yield f"data: {json.dumps({'request_id': name, 'choices': [], 'usage': usage})}\n\n"
+            yield "data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            toy.aborted += 1
+            raise
+        finally:
+            toy.running -= 1
+            toy.cached.update(toy.chain(tokens[:-1], salt))
+
+    return app
+
+
+def main() -> None:
+    behaviour = Behaviour(**json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})
+    uvicorn.run(app_of(behaviour), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+
+
+if __name__ == "__main__":
+    main()
