@@ -148,7 +148,12 @@ class Generation:
         if not self._started:
             self._started = True
             self.metrics.ttft.observe(now - self.prompts[0].call.arrival)
-        if route is not None:
+        if route is not None and not route.late:
+            count_prompt(self.metrics, route)
+
+    def count_late(self, choice: Choice) -> None:
+        """Count a prompt whose account came with the last token."""
+        if choice.dispatch is not None and (route := choice.dispatch.route) is not None:
             count_prompt(self.metrics, route)
 
 

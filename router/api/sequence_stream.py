@@ -18,7 +18,8 @@ from kvferry.router.text.transcript import Piece, Transcript
 class Choice:
     """One sequence of a response: `index` in the response, made from prompt number `prompt`.
 
-    Its transcript is created at the first output, so that the nodes do not wait for that work."""
+    Its transcript is created at the first output, so that the nodes do not wait for that work. uncounted: its prompt's
+    account comes with the last token."""
 
     index: int
     prompt: int
@@ -26,6 +27,7 @@ class Choice:
     dispatch: Dispatch | None = None
     transcript: Transcript | Stage | None = None
     ended: bool = False
+    uncounted: bool = False
 
 
 ChoicePiece = tuple[Choice, Piece]
@@ -53,6 +55,9 @@ class Whole(Protocol):
 
     def count_first(self, now: float, route: Route | None) -> None:
         """Count the first output of a choice."""
+
+    def count_late(self, choice: Choice) -> None:
+        """Count a prompt whose account came with the last token."""
 
     async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
         """Cancel a choice's dispatch."""
@@ -114,13 +119,17 @@ class SequenceStream:
         if transcript is None:
             assert choice.dispatch
             transcript = choice.transcript = self._whole.transcript(choice.spec)
-            self._whole.count_first(now, choice.dispatch.route)
+            route = choice.dispatch.route
+            self._whole.count_first(now, route)
+            choice.uncounted = route is not None and route.late
         elif tokens := len(output.token_ids):
             metrics.itl.observe((now - self._last) / tokens, tokens)
         self._last = now
         piece = transcript.add(output)
         metrics.output_tokens.inc(len(piece.token_ids))
         choice.ended = output.finish_reason is not None
+        if choice.ended and choice.uncounted:
+            self._whole.count_late(choice)
         self._finished = piece.finish_reason is not None
         return piece
 

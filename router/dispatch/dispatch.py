@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from math import inf
 
 from kvferry.placement.types import Placement
@@ -22,7 +23,7 @@ from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.hedging import HedgedAttempts
 from kvferry.router.dispatch.interface import Enough, Fork, Output, RequestSpec, Route
 from kvferry.router.dispatch.migration import Migration
-from kvferry.router.dispatch.prediction import Prediction
+from kvferry.router.dispatch.prediction import ReuseAccount
 from kvferry.router.dispatch.timers import EventQueue, Timer, Timers
 from kvferry.router.dispatch.token_order import OrderedTokens
 from kvferry.router.dispatch.token_sink import TokenSink
@@ -46,7 +47,7 @@ class RequestDispatch:
         self._spec, self._context = spec, context
         self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
         self._inbox: EventQueue[Event | Timer | Exception | None] = EventQueue()
-        self._sequence, self._hedged, self._prediction = OrderedTokens(), HedgedAttempts(), Prediction()
+        self._sequence, self._hedged, self._prediction = OrderedTokens(), HedgedAttempts(), ReuseAccount(context)
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
         self._planner = AttemptPlanner(spec, context, self._sequence.tokens)
@@ -86,9 +87,8 @@ class RequestDispatch:
                     await self._launch()
                 event = await self._next()
                 if isinstance(event, TokenDelta):
-                    if event.reuse is not None and self._sequence.tokens:
-                        self._context.metrics.recovered["cached"].inc(event.reuse.cached_len)
-                        self._context.metrics.recovered["computed"].inc(event.reuse.computed)
+                    if event.reuse is not None:
+                        self._take_account(event)
                     if len(self._hedged.runners) > 1:
                         self._hedged.win(event.attempt)
                     for delta in self._sequence.push(event):
@@ -214,12 +214,17 @@ class RequestDispatch:
         assert computed_by
         ended_on_prefill = place.prefill is not None and delta.finish_reason is not None
         self._planner.computed(computed_by, place.decode if place.prefill and not ended_on_prefill else None)
-        reuse = self._context.account(delta.reuse, attempt.job, computed_by)
         decode_id = place.decode.node_id if place.decode and not ended_on_prefill else None
-        self.route = Route(place.prefill.node_id if place.prefill else None, decode_id, reuse)
-        missed = self._prediction.missed(attempt.job.attempt, reuse)
-        self._context.record(place, self._prediction.tokens, missed, reuse, attempt.age_s)
+        reuse, late = self._prediction.first(delta, attempt, computed_by)
+        self.route = Route(place.prefill.node_id if place.prefill else None, decode_id, reuse, late)
         self._context.request_log.first(self._record, self.route)
+
+    def _take_account(self, delta: TokenDelta) -> None:
+        """Take the account of an attempt after the first token: of one that continues the output, or a late one."""
+        attempt = self._hedged.runners.get(delta.attempt)
+        if attempt and self.route and self._record and (reuse := self._prediction.later(delta, attempt, self.route)):
+            self.route = replace(self.route, reuse=reuse, late=False)
+            self._record.cached = reuse.cached_len
 
     def _ring(self, alarm: Timer) -> None:
         if alarm is Timer.DEADLINE:

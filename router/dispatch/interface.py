@@ -75,18 +75,19 @@ class Route:
 
     `prefill` and `decode` are node ids. `prefill` is None if the decode node computed the prompt; `decode` is None if
     the request finished on the prefill node. `reuse` counts the tokens that were reused, computed, and fetched from a
-    third node."""
+    third node. `late`: the node tells that only with the last token; until then all count as computed."""
 
     prefill: str | None
     decode: str | None
     reuse: Reuse
+    late: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"prefill={self.prefill or 'none'} decode={self.decode or 'none'} "
-            f"reused={self.reuse.cached_len} computed={self.reuse.computed}"
-            + (f" fetched={self.reuse.fetched}" if self.reuse.fetched else "")
-        )
+        nodes = f"prefill={self.prefill or 'none'} decode={self.decode or 'none'}"
+        if self.late:
+            return nodes
+        fetched = f" fetched={self.reuse.fetched}" if self.reuse.fetched else ""
+        return f"{nodes} reused={self.reuse.cached_len} computed={self.reuse.computed}{fetched}"
 
 
 class Enough(Exception):

@@ -6,7 +6,12 @@ from collections import Counter
 
 from kvferry.placement.types import Placement
 from kvferry.protocol.errors import Fenced, Incompatible, KvferryError, NodeLost, StreamGone, TransferFailed
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.router.dispatch.attempt import Attempt
+from kvferry.router.dispatch.context import DispatchContext
+from kvferry.router.dispatch.interface import Route
 
 REASONS: tuple[tuple[type[KvferryError], str], ...] = (
     (Fenced, "fenced"),
@@ -17,6 +22,40 @@ REASONS: tuple[tuple[type[KvferryError], str], ...] = (
     (KvferryError, "refused"),
 )
 """Reason for an attempt's missed prefix reuse, by the first matching type of the error that ended it."""
+
+
+class ReuseAccount:
+    """Predicted and actual reuse of a request.
+
+    An attempt's account comes with its first token, or with the last one from an engine that tells it only then."""
+
+    def __init__(self, context: DispatchContext) -> None:
+        self._context, self._prediction, self._waited_s = context, Prediction(), 0.0
+        self.began, self.ended = self._prediction.began, self._prediction.ended
+
+    def first(self, delta: TokenDelta, attempt: Attempt, node: NodeLease) -> tuple[Reuse, bool]:
+        """Return the account at the request's first token, and whether the node's own comes later."""
+        late = delta.reuse is None and bool(node.engine)
+        reuse, self._waited_s = self._context.account(delta.reuse, attempt.job, node), attempt.age_s
+        if not late:
+            self._record(attempt, reuse)
+        return reuse, late
+
+    def later(self, delta: TokenDelta, attempt: Attempt, route: Route) -> Reuse | None:
+        """Take an account that comes after the request's first token; return it if it replaces the route's."""
+        told, recovers = delta.reuse, len(attempt.job.token_ids) > attempt.job.prompt_len
+        if recovers and told is not None:
+            self._context.metrics.recovered["cached"].inc(told.cached_len)
+            self._context.metrics.recovered["computed"].inc(told.computed)
+        if recovers or not route.late:
+            return None
+        reuse = self._context.account(told, attempt.job, attempt.placement.decode)
+        self._record(attempt, reuse)
+        return reuse
+
+    def _record(self, attempt: Attempt, reuse: Reuse) -> None:
+        missed = self._prediction.missed(attempt.job.attempt, reuse)
+        self._context.record(attempt.placement, self._prediction.tokens, missed, reuse, self._waited_s)
 
 
 class Prediction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -135,7 +136,7 @@ class Answer:
 
     @property
     def longest_pause_s(self) -> float:
-        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+        return max((b - a for a, b in itertools.pairwise(self.times)), default=0.0)
 
 
 def ask(fleet: Fleet, prompt: list[int], max_tokens: int = 16, **more: Any) -> Answer:

@@ -3,8 +3,8 @@
     python -m tests.engine_adapter.mock_vllm PORT '{"step_s": 0.01}'
 
 A token depends on all tokens before it and, with a temperature, on seed and position, so a stream can be resumed; with
-`noise: "call"` seeded noise depends on the number of tokens of the call, as vLLM's on a CPU. Penalties and grammars look
-at the tokens of the call alone, as every engine's do. `POST /mock` changes how it behaves."""
+`noise: "call"` seeded noise depends on the number of tokens of the call, as vLLM's on a CPU. Penalties and grammars
+look at the tokens of the call alone, as every engine's do. `POST /mock` changes how it behaves."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def app_of(behaviour: Behaviour) -> FastAPI:
                     yield f"data: {json.dumps({'error': {'message': 'EngineCore died', 'code': 500}})}\n\n"
                     yield "data: [DONE]\n\n"
                     return
-                while behaviour.fault == "hang":
+                while behaviour.fault == "hang":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 token = toy.next_token(tokens, start, params)
                 tokens.append(token)

@@ -31,6 +31,9 @@ class Whole:
     def count_first(self, now: float, route: Any) -> None:
         pass
 
+    def count_late(self, choice: Choice) -> None:
+        raise AssertionError("no account came late")
+
     async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
         self.cancels.append(enough)
 
