@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 
 from kvferry.engine_adapter.engine import Engine
+from kvferry.engine_adapter.engines.llamacpp import LlamaCppEngine
+from kvferry.engine_adapter.engines.sglang import SglangEngine
 from kvferry.engine_adapter.engines.vllm import VllmEngine
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.node import AdapterNode
@@ -14,7 +16,11 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.runtime.signals import StopSignal
 
-ENGINES: dict[str, Callable[[EngineHttp], Engine]] = {"vllm": VllmEngine}
+ENGINES: dict[str, Callable[[EngineHttp], Engine]] = {
+    "vllm": VllmEngine,
+    "sglang": SglangEngine,
+    "llamacpp": LlamaCppEngine,
+}
 """Clients by the value of --engine."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource
 from kvferry.engine_adapter.engines import vllm_params
+from kvferry.engine_adapter.engines.addresses import reachable
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.prometheus_text import labels, value
 from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDied, Overloaded, StepFailed
@@ -120,13 +121,6 @@ def failure(error: Any) -> Exception:
     told = error if isinstance(error, dict) else {"message": str(error)}
     kind = InvalidRequest if told.get("code") == 400 else StepFailed
     return kind(f"the engine failed: {str(told.get('message', ''))[:500]}")
-
-
-def reachable(endpoint: str, host: str) -> str:
-    """Return the address to connect to for an endpoint that the engine bound to all addresses."""
-    for wildcard in ("*", "0.0.0.0", "[::]"):  # noqa: S104 - binds nothing
-        endpoint = endpoint.replace(f"tcp://{wildcard}:", f"tcp://{host}:")
-    return endpoint
 
 
 def _process(metrics: str) -> str:

@@ -1,0 +1,197 @@
+"""Client of SGLang's `/generate`, in tokens, as of SGLang 0.5.23."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource
+from kvferry.engine_adapter.engines.addresses import reachable
+from kvferry.engine_adapter.http_client import EngineHttp
+from kvferry.engine_adapter.prometheus_text import value
+from kvferry.protocol.errors import InvalidRequest, NodeDied, Overloaded, StepFailed
+from kvferry.protocol.messages import Job, TokenLogprobs
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate, Grammar
+
+GRAMMARS = {"json_schema": "json_schema", "json_object": "json_schema", "regex": "regex", "ebnf": "ebnf",
+            "structural_tag": "structural_tag"}  # fmt: skip
+"""Kinds of grammars, and SGLang's names for them."""
+UNSUPPORTED = ("bad_words", "allowed_token_ids", "prompt_logprobs")
+"""Parameters that SGLang's token interface lacks."""
+HEALTH_S = 2.0
+"""Longest silence of a health check, in seconds."""
+
+
+class SglangEngine:
+    """Client of one SGLang server. Implements `engine.Engine`."""
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    async def facts(self) -> EngineFacts:
+        """Return the server's version, model, page size and where it publishes KV events."""
+        told = await self._http.get("/server_info")
+        loads = await self._http.get("/v1/models")
+        metrics = await self._metrics()
+        page = int(told.get("page_size") or 1)
+        tokens = int(told.get("max_total_num_tokens") or 0)
+        return EngineFacts(
+            kind="sglang",
+            version=str(told.get("version", "")),
+            process=_process(metrics),
+            model=str(told.get("model_path", "")),
+            served_names=tuple(each["id"] for each in loads["data"] if not each.get("parent")),
+            max_model_len=int(told.get("context_length") or loads["data"][0].get("max_model_len") or 0),
+            block_size=page,
+            total_blocks=tokens // page,
+            max_num_seqs=int(told.get("max_running_requests") or 0),
+            arithmetic=f"{told.get('dtype', '')} cache {told.get('kv_cache_dtype', '')} "
+            f"deterministic {bool(told.get('enable_deterministic_inference'))}",
+            adapters=tuple(each["id"] for each in loads["data"] if each.get("parent")),
+            kv_events=event_source(told.get("kv_events"), self._http.host),
+        )
+
+    async def health(self) -> None:
+        """Return if the server is well."""
+        try:
+            await self._http.text("/health", HEALTH_S)
+        except (Overloaded, StepFailed) as error:
+            raise NodeDied(f"the engine is not well: {error.message}") from error
+
+    async def load(self) -> EngineLoad:
+        """Return the numbers of requests and the share of tokens in use, from the server's metrics."""
+        metrics = await self._metrics()
+        return EngineLoad(
+            process=_process(metrics),
+            running_requests=int(value(metrics, "sglang:num_running_reqs")),
+            waiting_requests=int(value(metrics, "sglang:num_queue_reqs")),
+            cache_usage=min(1.0, value(metrics, "sglang:token_usage")),
+        )
+
+    def check(self, job: Job) -> None:
+        """Raise InvalidRequest for what SGLang cannot do with tokens alone."""
+        if not isinstance(job.work, Generate):
+            raise InvalidRequest("this model's engine only generates", param="model")
+        for name in UNSUPPORTED:
+            if getattr(job.params, name) not in (None, ()):
+                raise InvalidRequest(f"{name} is not supported by this model's engine", param=name)
+        if job.grammar is not None and job.grammar.kind not in GRAMMARS:
+            raise InvalidRequest(
+                f"a grammar of kind {job.grammar.kind} is not supported by this model's engine", param="grammar"
+            )
+
+    async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
+        """Run a call. The server's `output_ids` may be cumulative: only what is new is delivered."""
+        seen, ended = 0, False
+
+        def event(chunk: dict[str, Any]) -> None:
+            nonlocal seen, ended
+            if (error := chunk.get("error")) is not None:
+                raise StepFailed(f"the engine failed: {str(error)[:500]}")
+            meta, ids = chunk["meta_info"], chunk["output_ids"]
+            total = int(meta["completion_tokens"])
+            new = ids[len(ids) - (total - seen) :] if total > seen else []
+            reason = finish_reason(meta.get("finish_reason"))
+            ended = ended or reason is not None
+            if new or reason is not None:
+                deliver(
+                    EngineDelta(
+                        tuple(new), _logprobs(meta, seen, len(new), call.params), reason, meta.get("cached_tokens")
+                    )
+                )
+            seen = total
+
+        await self._http.stream("/generate", body(call), event)
+        if not ended:
+            raise StepFailed("the engine's answer ended without a finish reason")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.close()
+
+    async def _metrics(self) -> str:
+        """Return the server's metrics; empty if it was started without --enable-metrics."""
+        try:
+            return await self._http.text("/metrics")
+        except StepFailed:
+            return ""
+
+
+def body(call: EngineCall) -> dict[str, Any]:
+    """Return the body of a request."""
+    built: dict[str, Any] = {
+        "rid": call.request_id,
+        "input_ids": call.token_ids,
+        "sampling_params": sampling(call.params, call.grammar),
+        "stream": True,
+    }
+    if call.params.logprobs is not None:
+        built |= {"return_logprob": True, "top_logprobs_num": call.params.logprobs}
+    if call.adapter:
+        built["lora_path"] = call.adapter
+    if call.cache_salt:
+        built["cache_salt"] = call.cache_salt
+    return built
+
+
+def sampling(params: SamplingParams, grammar: Grammar | None) -> dict[str, Any]:
+    """Return SGLang's sampling_params. Its own end-of-sequence tokens are off: the router says what ends an output."""
+    built: dict[str, Any] = {
+        "max_new_tokens": max(1, params.max_tokens),
+        "min_new_tokens": params.min_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k if params.top_k > 0 else -1,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "sampling_seed": params.seed % 2**31,
+        "stop_token_ids": params.ending_token_ids,
+        "ignore_eos": True,
+    }
+    if params.logit_bias:
+        built["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
+    if grammar is not None:
+        built[GRAMMARS[grammar.kind]] = grammar.source or '{"type": "object"}'
+    return built
+
+
+def finish_reason(told: Any) -> str | None:
+    """Return stop, length or None. Raises StepFailed if the engine aborted the request."""
+    if told is None:
+        return None
+    kind = told.get("type") if isinstance(told, dict) else told
+    if kind not in ("stop", "length"):
+        raise StepFailed(f"the engine ended the request: {told}")
+    return str(kind)
+
+
+def event_source(told: Any, host: str) -> KvEventSource | None:
+    """Return where the server publishes KV events, from its `kv_events`; None: nowhere."""
+    if not isinstance(told, dict) or told.get("publisher") != "zmq":
+        return None
+    at = reachable(f"tcp://{told.get('endpoint_host', '*')}:", host)
+    replay = told.get("replay_endpoint_port_base")
+    return KvEventSource(
+        f"{at}{told['endpoint_port_base']}", f"{at}{replay}" if replay else "", str(told.get("topic") or "")
+    )
+
+
+def _logprobs(meta: dict[str, Any], seen: int, new: int, params: SamplingParams) -> tuple[TokenLogprobs, ...] | None:
+    """Return the entries of the new tokens; SGLang's lists hold (logprob, token, text) and may be cumulative."""
+    if params.logprobs is None or not new:
+        return None
+    own = meta["output_token_logprobs"][-new:]
+    top = (meta.get("output_top_logprobs") or [])[-new:] or [()] * new
+    found = []
+    for (logprob, token, *_), likely in zip(own, top, strict=True):
+        rows = tuple((each[1], each[0]) for each in likely or ())
+        rank = next((at for at, row in enumerate(rows, start=1) if row[0] == token), len(rows) + 1)
+        found.append(TokenLogprobs(token, logprob, rank, rows))
+    return tuple(found)
+
+
+def _process(metrics: str) -> str:
+    return str(value(metrics, "process_start_time_seconds") or "")
