@@ -24,12 +24,14 @@ from kvferry.cli.bootstrap import worker_threads
 from kvferry.cli.child import Child, Command
 from kvferry.cli.child_commands import Program, kvferry_program, settings_command
 from kvferry.cli.embedded_valkey import private_folder, until_valkey_answers, valkey_command
+from kvferry.cli.engines import attached, checked_engines, engine_commands
 from kvferry.cli.progress import Progress, log_through, progress_on
 from kvferry.cli.ready_message import overview, ready_line, stop_line
 from kvferry.cli.resource_plan import WorkerPlan, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
 from kvferry.cli.supervisor import Supervisor
 from kvferry.engine.shared_cores import core_lock
 from kvferry.model_files.model_name import ModelName, require_distinct, split_names
+from kvferry.model_files.source import resolve
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import cache_format
@@ -64,7 +66,10 @@ def check(settings: ServeSettings) -> Checked:
 
     cache_format(settings.kv_cache_dtype, batch_invariant=settings.batch_invariant)
     port = preflight.free_port(settings.host, settings.port)
-    preflight.worker_packages()
+    if attached(settings):
+        settings = checked_engines(settings)
+    else:
+        preflight.worker_packages()
     for name in ("chat_template", "api_keys", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "cluster_secret_file"):
         preflight.readable(getattr(settings, name), name.replace("_", "-"))
     if settings.redis_url:
@@ -76,14 +81,18 @@ def check(settings: ServeSettings) -> Checked:
     if settings.lora and len(settings.model) > 1:
         raise ConfigError("--lora needs a single model; with several, start the workers separately", param="lora")
     served = split_names(settings.served_model_name, len(settings.model))
-    sources = [resolve_runnable(model, settings.load_format) for model in settings.model]
-    require_distinct([ModelName(source.name, names) for source, names in zip(sources, served, strict=True)])
-    for source in sources:
-        resolve_draft(settings, source)
-    needs = [needs_of(source) for source in sources]
-    seats = take_seats(settings, needs, gpus())
-    preflight.ranks(settings, needs)
-    require_memory(settings, needs, seats)
+    if attached(settings):
+        resolve(settings.model[0])
+        seats: Sequence[WorkerPlan] = ()
+    else:
+        sources = [resolve_runnable(model, settings.load_format) for model in settings.model]
+        require_distinct([ModelName(source.name, names) for source, names in zip(sources, served, strict=True)])
+        for source in sources:
+            resolve_draft(settings, source)
+        needs = [needs_of(source) for source in sources]
+        seats = take_seats(settings, needs, gpus())
+        preflight.ranks(settings, needs)
+        require_memory(settings, needs, seats)
     secret = settings.cluster_secret
     if not ClusterSecrets(settings):
         secret = secrets.token_hex(32)
@@ -105,6 +114,9 @@ def cluster_commands(
     router = dataclasses.replace(_narrow(RouterSettings, settings), worker_ca_certs="", worker_server_name="")
     commands = [settings_command("router", "router", router, program)]
     served = split_names(settings.served_model_name, len(settings.model))
+    if attached(settings):
+        source = resolve(settings.model[0])
+        return commands + engine_commands(settings, str(source.path), (served[0] or (source.name,))[0], program)
     threads = worker_threads(settings.threads, settings.tensor_parallel_size)
     on_cpu = sum(seat.device == "cpu" for seat in seats)
     crowded = on_cpu > 1 and threads * settings.tensor_parallel_size * on_cpu > available_cores()
@@ -170,7 +182,7 @@ async def _live(
         supervisor.start(valkey)
     weights = shared_file.make if settings.share_weights else lambda: -1
     commands = cluster_commands(settings, checked.seats, program, core_lock.make(), weights)
-    children = [supervisor.start(command) for command in commands]
+    children = [child for child in map(supervisor.start, commands) if child.command.reports]
     for child in children:
         _show(progress, child)
     if valkey is not None:

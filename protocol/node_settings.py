@@ -20,11 +20,9 @@ class NodeSettings(CommonSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterSettings(NodeSettings):
-    """Settings of `kvferry adapt`, a node whose engine is another server."""
+class EngineSettings(CommonSettings):
+    """Settings of `kvferry adapt` and `kvferry serve` about an engine of others."""
 
-    engine: str = setting("vllm", "kind of the engine", choices=("vllm", "sglang", "llamacpp", "openai"))
-    url: str = setting("http://127.0.0.1:8001", "URL of the engine's HTTP server")
     engine_api_key: str = setting(
         "", "API key of the engine; pass it by the environment variable, which other users cannot see"
     )
@@ -33,7 +31,30 @@ class AdapterSettings(NodeSettings):
     )
     engine_timeout: float = setting(600.0, "seconds to wait for the engine to be ready", least=0)
     accept_inexact: bool = setting(
-        False, "continue streams of lost nodes even where the engine may give other tokens than the lost node would have"
+        False,
+        "continue streams of lost nodes even where the engine may give other tokens than the lost node would have",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings(NodeSettings, EngineSettings):
+    """Settings of `kvferry adapt`, a node whose engine is another server."""
+
+    engine: str = setting("vllm", "kind of the engine", choices=("vllm", "sglang", "llamacpp", "openai"))
+    url: str = setting("http://127.0.0.1:8001", "URL of the engine's HTTP server")
     kv_events: str = setting("", "ZeroMQ address of the engine's KV events; default: as the engine says")
     kv_events_replay: str = setting("", "ZeroMQ address that replays KV events; default: as the engine says")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachSettings(EngineSettings):
+    """Settings of `kvferry serve` for nodes whose engines are other servers."""
+
+    engine: str = setting(
+        "kvferry",
+        "engine of the nodes; kvferry: its own workers",
+        choices=("kvferry", "vllm", "sglang", "llamacpp", "openai"),
+    )
+    attach: tuple[str, ...] = setting((), "URL of an engine server that runs already, repeatable; none is started then")
+    engine_python: str = setting("python3", "interpreter that has the engine installed; llamacpp: its llama-server")
+    engine_args: str = setting("", "further arguments for each engine that is started, as in a shell")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.layout import CACHE_DTYPES
-from kvferry.protocol.node_settings import NodeSettings
+from kvferry.protocol.node_settings import AttachSettings, NodeSettings
 from kvferry.protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
@@ -231,7 +231,7 @@ class WorkerSettings(NodeSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(RouterSettings, WorkerSettings):
+class ServeSettings(RouterSettings, WorkerSettings, AttachSettings):
     """Settings of `kvferry serve`, a whole local cluster; children receive the router and worker settings."""
 
     model: tuple[str, ...] = setting((DEMO,), MODELS)  # type: ignore[assignment]

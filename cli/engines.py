@@ -1,0 +1,109 @@
+"""Engines of others in `kvferry serve`: their command lines, and an adapter beside each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable, Sequence
+
+from kvferry.cli.child import Command
+from kvferry.cli.child_commands import Program, settings_command
+from kvferry.cli.preflight import free_port
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.node_settings import AdapterSettings
+from kvferry.protocol.settings import ServeSettings
+from kvferry.runtime.address import host_port, loopback
+
+NICENESS = 5
+"""Niceness of an engine: one that spins on all cores must not cost router and adapter their signs of life."""
+EVENTS_KEPT = 10_000
+"""Batches of KV events that an engine keeps for a reader that lost some."""
+
+
+def attached(settings: ServeSettings) -> bool:
+    """Return whether the nodes are engines of others."""
+    return bool(settings.attach) or settings.engine != "kvferry"
+
+
+def checked_engines(settings: ServeSettings) -> ServeSettings:
+    """Return the settings with the number of nodes that follows from --attach. Raises ConfigError."""
+    if len(settings.model) > 1:
+        raise ConfigError("other engines need a single model; start the adapters of several separately", param="model")
+    if settings.attach and settings.engine == "kvferry":
+        raise ConfigError("--attach needs --engine: vllm, sglang or llamacpp", param="engine")
+    if not settings.attach and settings.engine == "openai":
+        raise ConfigError("--engine openai needs --attach with the server's URL", param="attach")
+    return dataclasses.replace(settings, prefill=0, decode=len(settings.attach) or settings.decode)
+
+
+def engine_commands(settings: ServeSettings, model: str, name: str, program: Program) -> list[Command]:
+    """Return the commands of the engines that `serve` starts itself, and of an adapter for each engine.
+
+    model: directory or file of the model. name: by which requests call it."""
+    host, commands = loopback(), []
+    urls = list(settings.attach)
+    if not urls:
+        for number in range(settings.decode):
+            port = free_port(host, 0)
+            argv = (*ENGINES[settings.engine](settings, model, name, host, port), *shlex.split(settings.engine_args))
+            url = f"http://{host_port(host, port)}"
+            commands.append(Command(f"engine-{number}", argv, reports=False, niceness=NICENESS, address=url))
+            urls.append(url)
+    for number, url in enumerate(urls):
+        adapter = AdapterSettings(
+            **{
+                field.name: getattr(settings, field.name)
+                for field in dataclasses.fields(AdapterSettings)
+                if hasattr(settings, field.name)
+            }
+        )
+        adapter = dataclasses.replace(
+            adapter, url=url, role="decode", node_id=f"adapter-{number}", host=host, port=0, served_model_name=(name,),
+            ssl_certfile="", ssl_keyfile="", ssl_ca_certs="",
+        )  # fmt: skip
+        commands.append(settings_command(f"adapter-{number}", "adapt", adapter, program))
+    return commands
+
+
+def _vllm(settings: ServeSettings, model: str, name: str, host: str, port: int) -> Sequence[str]:
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://{host}:{free_port(host, 0)}",
+        "replay_endpoint": f"tcp://{host}:{free_port(host, 0)}",
+        "buffer_steps": EVENTS_KEPT,
+    }
+    return (
+        settings.engine_python, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port),
+        "--model", model, "--served-model-name", name, "--enable-scale-out", "--enable-prompt-tokens-details",
+        "--kv-events-config", json.dumps(events),
+    )  # fmt: skip
+
+
+def _sglang(settings: ServeSettings, model: str, name: str, host: str, port: int) -> Sequence[str]:
+    events = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://{host}:{free_port(host, 0)}",
+        "replay_endpoint": f"tcp://{host}:{free_port(host, 0)}",
+    }
+    return (
+        settings.engine_python, "-m", "sglang.launch_server", "--host", host, "--port", str(port), "--model-path",
+        model, "--served-model-name", name, "--page-size", "16", "--enable-metrics",
+        "--kv-events-config", json.dumps(events),
+    )  # fmt: skip
+
+
+def _llamacpp(settings: ServeSettings, model: str, name: str, host: str, port: int) -> Sequence[str]:
+    return (
+        settings.engine_python, "--host", host, "--port", str(port), "-m", model, "--alias", name, "--slots",
+        "--cache-reuse", "0",
+    )  # fmt: skip
+
+
+ENGINES: dict[str, Callable[[ServeSettings, str, str, str, int], Sequence[str]]] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "llamacpp": _llamacpp,
+}
+"""Command lines of engines by kind."""
