@@ -117,9 +117,10 @@ def doctor(settings: ServeSettings) -> int:
     settings = dataclasses.replace(settings, threads=worker_threads(settings.threads, settings.tensor_parallel_size))
     set_threads(settings.threads)
     set_up_log("error")
-    from kvferry.cli.doctor import all_checks, report
+    from kvferry.cli.doctor import CHECKS, all_checks, report
+    from kvferry.cli.engine_doctor import engine_checks
 
-    return report(all_checks(settings))
+    return report(all_checks(settings, engine_checks(settings) if settings.attach else CHECKS))
 
 
 @kvferry.command()

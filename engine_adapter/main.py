@@ -28,11 +28,16 @@ async def serve_adapter(settings: AdapterSettings) -> None:
     """Run an adapter until SIGTERM or SIGINT, or until its engine ends. Raises ConfigError when it cannot start.
 
     If the engine ends, the process ends with exit status 1 at once: to routers its node has died."""
-    if settings.engine not in ENGINES:
-        raise ConfigError(f"no protocol is known for engine {settings.engine}", param="engine")
     stop = StopSignal()
     stop.listen()
-    engine = ENGINES[settings.engine](EngineHttp(settings.url, settings.engine_api_key))
+    engine = engine_client(settings.engine, settings.url, settings.engine_api_key)
     if not await AdapterNode(settings, engine).run(stop):
         logging.shutdown()
         os._exit(1)
+
+
+def engine_client(kind: str, url: str, api_key: str = "") -> Engine:
+    """Return the client of an engine server. Raises ConfigError for an unknown kind or an invalid URL."""
+    if kind not in ENGINES:
+        raise ConfigError(f"no protocol is known for engine {kind}", param="engine")
+    return ENGINES[kind](EngineHttp(url, api_key))

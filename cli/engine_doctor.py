@@ -1,0 +1,76 @@
+"""Checks of `kvferry doctor` for engines of others: whether each server was started with what its adapter needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from kvferry.cli.doctor import Check, Result, port, redis
+from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts
+from kvferry.engine_adapter.main import engine_client
+from kvferry.protocol.errors import ConfigError, KvferryError
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import ServeSettings
+
+REFUSED = {
+    "vllm": "start it with --enable-scale-out",
+    "sglang": "start it without --disaggregation-mode, and with a model that generates",
+    "llamacpp": "start llama-server with a model that generates, and with --slots",
+}
+"""Remedies by kind, for an engine that refuses requests in tokens."""
+EVENTS = {
+    "vllm": """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", """
+    """"replay_endpoint": "tcp://*:5558"}'""",
+    "sglang": """--page-size 16 --kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", """
+    """"replay_endpoint": "tcp://*:5558"}'""",
+}
+"""Flags by kind that make the engine publish KV events."""
+DETAILS = {"vllm": "--enable-prompt-tokens-details"}
+"""Flags by kind that make the engine tell the reused tokens."""
+PROMPT = tuple(range(40, 56))
+
+
+def engine_checks(settings: ServeSettings) -> list[tuple[str, Check]]:
+    """Return the checks of a cluster whose nodes are engines that run already."""
+    return [("redis", redis), ("port", port), *((f"engine {url}", _of(url)) for url in settings.attach)]
+
+
+def _of(url: str) -> Check:
+    return lambda settings: asyncio.run(check_engine(settings, url))
+
+
+async def check_engine(settings: ServeSettings, url: str) -> Result:
+    """Check one engine: what it is, and each flag that it lacks. Raises ConfigError if it does not answer."""
+    kind, engine = settings.engine, engine_client(settings.engine, url, settings.engine_api_key)
+    try:
+        try:
+            await engine.health()
+            facts = await engine.facts()
+        except KvferryError as error:
+            raise ConfigError(f"{error.message}; start it, or correct the URL and --engine") from error
+        deltas: list[EngineDelta] = []
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        try:
+            await engine.generate(EngineCall("kvferry-doctor", PROMPT, params), deltas.append)
+        except KvferryError as error:
+            return Result("fail", "engine", f"{url} refuses token ids: {error.message}", REFUSED[kind])
+        missing = list(_missing(kind, facts, deltas))
+        found = f"{url} is {facts.kind} {facts.version} with {facts.model}, blocks of {facts.block_size} tokens"
+        if missing:
+            told = "; ".join(why for why, _ in missing)
+            return Result("warn", "engine", f"{found}: {told}", "add " + " ".join(flag for _, flag in missing))
+        return Result("ok", "engine", found)
+    finally:
+        await engine.close()
+
+
+def _missing(kind: str, facts: EngineFacts, deltas: list[EngineDelta]) -> Iterator[tuple[str, str]]:
+    """Yield what the engine does not tell, and the flag that mends it."""
+    if kind in EVENTS and facts.kv_events is None:
+        yield "it publishes no KV events, so its cache is unknown", EVENTS[kind]
+    elif facts.kv_events is not None and not facts.kv_events.replay:
+        yield "it replays no KV events, so each lost one empties the map of its cache", "a replay_endpoint to them"
+    if kind in DETAILS and deltas[-1].cached_tokens is None:
+        yield "it does not tell the reused tokens, so accounts are empty", DETAILS[kind]
+    if kind == "sglang" and facts.block_size < 16:
+        yield f"its pages have {facts.block_size} tokens, so its map is large", "--page-size 16"

@@ -1,0 +1,71 @@
+"""What `kvferry doctor` says about engines of others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvferry.cli.doctor import all_checks
+from kvferry.cli.engine_doctor import check_engine, engine_checks
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import ServeSettings
+from kvferry.runtime.http import bind, make_server
+from tests.engine_adapter.mock_vllm import Behaviour, app_of
+from tests.redis_servers import free_ports
+
+
+@asynccontextmanager
+async def served(**behaviour: Any) -> AsyncIterator[str]:
+
+    socket = bind("127.0.0.1", 0)
+    server = make_server(app_of(Behaviour(**behaviour)), None)
+    task = asyncio.create_task(server.serve(sockets=[socket]))
+    try:
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+SETTINGS = ServeSettings(engine="vllm")
+
+
+async def test_an_engine_without_events_is_named_with_the_flag() -> None:
+    async with served() as url:
+        found = await check_engine(SETTINGS, url)
+    assert found.level == "warn"
+    assert "vllm 0.32.0 with /models/toy, blocks of 16 tokens" in found.found
+    assert "publishes no KV events" in found.found
+    assert "--kv-events-config" in found.remedy
+    assert "--enable-prompt-tokens-details" not in found.remedy
+
+
+async def test_missing_token_details_are_named_with_the_flag() -> None:
+    async with served(details=False) as url:
+        found = await check_engine(SETTINGS, url)
+    assert "--enable-prompt-tokens-details" in found.remedy
+
+
+async def test_an_engine_that_takes_no_tokens_fails_with_the_flag() -> None:
+    async with served(fault="refuse") as url:
+        found = await check_engine(SETTINGS, url)
+    assert found.level == "fail"
+    assert "--enable-scale-out" in found.remedy
+
+
+async def test_an_engine_that_is_not_there_is_a_failure() -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(ConfigError, match="start it, or correct the URL"):
+        await check_engine(SETTINGS, f"http://127.0.0.1:{port}")
+
+
+def test_each_attached_engine_has_a_line() -> None:
+    first, second = (f"http://127.0.0.1:{port}" for port in free_ports(2))
+    settings = ServeSettings(engine="vllm", attach=(first, second), port=0)
+    results = list(all_checks(settings, engine_checks(settings)))
+    assert [result.name for result in results] == ["redis", "port", f"engine {first}", f"engine {second}"]
+    assert [result.level for result in results[2:]] == ["fail", "fail"]
