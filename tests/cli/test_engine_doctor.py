@@ -22,7 +22,7 @@ from tests.redis_servers import free_ports
 async def served(**behaviour: Any) -> AsyncIterator[str]:
 
     socket = bind("127.0.0.1", 0)
-    server = make_server(app_of(Behaviour(**behaviour)), None)
+    server = make_server(app_of(Behaviour(**behaviour)), {})
     task = asyncio.create_task(server.serve(sockets=[socket]))
     try:
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"
