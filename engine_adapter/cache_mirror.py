@@ -101,7 +101,8 @@ class CacheMirror:
         full = (len(token_ids) - 1) // size
         for start in range(0, full, HELD_SLICE):
             end = min(full, start + HELD_SLICE)
-            for at, before in enumerate(chain(before, token_ids[start * size : end * size], size), start):
+            hashes = chain(before, token_ids[start * size : end * size], size)
+            for at, before in enumerate(hashes, start):
                 row = behind(row, before)
                 if row not in self._cached.rows:
                     return at * size

@@ -16,13 +16,12 @@ class _Block:
     place   its place among the blocks behind its parent
     hash    kvferry's own hash, known once the block was reachable; empty: not yet
     row     its row in the block index; empty while the block before it is not cached
-    tokens  kept while the hash is unknown
-    root    the hash before a chain's first block; empty for others"""
+    tokens  kept while the hash is unknown"""
 
-    __slots__ = ("copies", "hash", "key", "parent", "place", "root", "row", "tokens")
+    __slots__ = ("copies", "hash", "key", "parent", "place", "row", "tokens")
 
-    def __init__(self, key: BlockKey, parent: BlockKey | None, tokens: array[int], root: bytes) -> None:
-        self.key, self.parent, self.tokens, self.root = key, parent, tokens, root
+    def __init__(self, key: BlockKey, parent: BlockKey | None) -> None:
+        self.key, self.parent, self.tokens = key, parent, _NO_TOKENS
         self.copies, self.place = 1, 0
         self.hash = self.row = b""
 
@@ -68,17 +67,14 @@ class CachedBlocks:
                     block.copies += 1
                     self.copies += 1
             else:
-                tokens = _NO_TOKENS if reached else token_ids[at * size : (at + 1) * size]
-                block = self._blocks[key] = _Block(key, parent, tokens, root if parent is None else b"")
-                self.copies += 1
-                if parent is not None:
-                    siblings = self._behind.setdefault(parent, [])
-                    block.place = len(siblings)
-                    siblings.append(block)
-                if reached:
+                block = self._add(key, parent)
+                if reached and hashes:
                     block.hash = hashes[at]
-                    self._reach(block, row)
-            parent, row, reached = key, block.row, bool(block.row)
+                else:
+                    block.tokens = token_ids[at * size : (at + 1) * size]
+                if reached:
+                    self._reach(block, row, before)
+            parent, row, before, reached = key, block.row, block.hash, bool(block.row)
 
     def remove(self, key: BlockKey) -> bool:
         """Remove one copy of a block; return False if it is not known."""
@@ -114,9 +110,18 @@ class CachedBlocks:
         self._changed = {}
         return added, removed
 
-    def _reach(self, top: _Block, row_before: bytes) -> None:
-        """Give a block its row, whose parent has one, and all cached blocks behind it theirs."""
-        found = [(top, row_before, top.root)]
+    def _add(self, key: BlockKey, parent: BlockKey | None) -> _Block:
+        block = self._blocks[key] = _Block(key, parent)
+        self.copies += 1
+        if parent is not None:
+            siblings = self._behind.setdefault(parent, [])
+            block.place = len(siblings)
+            siblings.append(block)
+        return block
+
+    def _reach(self, top: _Block, row_before: bytes, hash_before: bytes) -> None:
+        """Give a block its row, behind one that has a row, and all cached blocks behind it theirs."""
+        found = [(top, row_before, hash_before)]
         for block, row, before in found:
             if not block.hash:
                 block.hash, block.tokens = block_hash(before, block.tokens), _NO_TOKENS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,7 +33,7 @@ class EventWire(Protocol):
         """Return the next published batch; None if none came in time."""
         ...
 
-    def ask(self, start: int) -> AsyncIterator[tuple[int, bytes] | None]:
+    def ask(self, start: int) -> AsyncGenerator[tuple[int, bytes] | None, None]:
         """Yield batches from `start` on that the engine still has; None stands behind a whole answer."""
         ...
 
@@ -85,7 +85,7 @@ class KvEvents:
         self._last_at = self._first_at = 0.0  # times of the newest batch, and of number 0
         self._repeated = False  # whether the engine ever repeated a batch
 
-    async def batches(self) -> AsyncIterator[EventBatch | Reset]:
+    async def batches(self) -> AsyncGenerator[EventBatch | Reset, None]:
         """Yield batches in the order of their numbers, from the oldest that the engine still has.
 
         A batch that is lost for good gives a Reset. So does one that cannot be read, because it may have removed
@@ -94,6 +94,7 @@ class KvEvents:
             async for item in self._catch_up():
                 yield item
             while True:
+                await asyncio.sleep(0)  # Other tasks get a turn, however many batches wait.
                 message = await self._wire.receive(self._poll_s)
                 if message is None or (self._next is not None and message[0] > self._next):
                     self.counters.gaps += message is not None
@@ -140,17 +141,18 @@ class KvEvents:
             )
         return [batch]
 
-    async def _catch_up(self) -> AsyncIterator[EventBatch | Reset]:
+    async def _catch_up(self) -> AsyncGenerator[EventBatch | Reset, None]:
         """Ask for everything behind the newest batch until the engine has no more; yield it.
 
         The newest one is asked for, too: it shows whether the numbers are still the same engine's."""
         while self._wire.repeats:
             begun, answered, ended = self._next, False, False
-            async with aclosing(self._wire.ask(max(0, (begun or 0) - 1))) as answer:  # type: ignore[type-var]
+            async with aclosing(self._wire.ask(max(0, (begun or 0) - 1))) as answer:
                 async for found in answer:
                     if found is None:
                         ended = True
                         break
+                    await asyncio.sleep(0)
                     number, payload = found
                     due = number if self._next is None else self._next
                     if number > due and answered and self._next != begun:
@@ -164,6 +166,8 @@ class KvEvents:
                         yield item
                     self.counters.repeated += self.counters.batches - known
                     self.counters.old = old
+                    if self._next is None:
+                        break  # Another engine answers: ask for all that it has.
             if ended and not answered and begun is not None and self._repeated:
                 yield self._begin_again(f"the engine does not know its batch {begun - 1} any more")
             elif ended or self._next == begun:
@@ -197,10 +201,8 @@ class Mirror(Protocol):
 
 
 async def follow(events: KvEvents, mirror: Mirror, restarted: Callable[[], None]) -> None:
-    """Apply all batches to a mirror until cancelled. restarted: called when another engine publishes.
-
-    Other tasks of the loop get a turn after each batch."""
-    async with aclosing(events.batches()) as batches:  # type: ignore[type-var]
+    """Apply all batches to a mirror until cancelled. restarted: called when another engine publishes."""
+    async with aclosing(events.batches()) as batches:
         async for item in batches:
             if isinstance(item, EventBatch):
                 mirror.take(item)
@@ -208,7 +210,6 @@ async def follow(events: KvEvents, mirror: Mirror, restarted: Callable[[], None]
                 mirror.forget()
                 if item.restarted:
                     restarted()
-            await asyncio.sleep(0)
 
 
 def _zmq_wire(source: KvEventSource) -> EventWire:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import zmq
 import zmq.asyncio
 
 from kvferry.engine_adapter.engine import KvEventSource
+from kvferry.protocol.errors import ConfigError
 
 MAX_QUEUED_BATCHES = 20_000
 """Most batches that wait in a socket: more than an engine keeps for repeating, so it need not drop any."""
@@ -23,14 +24,18 @@ Numbered = tuple[int, bytes]
 class ZmqEvents:
     """Connection to one engine's KV events. Belongs to one asyncio loop. Implements `kv_events.EventWire`.
 
-    answer_s: longest wait for the next part of an answer, in seconds."""
+    answer_s: longest wait for the next part of an answer, in seconds. Raises ConfigError for an unusable address."""
 
     def __init__(self, source: KvEventSource, answer_s: float = 2.0) -> None:
         self._source, self._answer_s = source, answer_s
         self._context = zmq.asyncio.Context()
         self._live = self._socket(zmq.SUB)
         self._live.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
-        self._live.connect(source.endpoint)
+        try:
+            self._live.connect(source.endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot connect to KV events at {source.endpoint}: {error}", param="engine") from error
 
     @property
     def repeats(self) -> bool:
@@ -38,14 +43,15 @@ class ZmqEvents:
         return bool(self._source.replay)
 
     async def receive(self, timeout_s: float) -> Numbered | None:
-        """Return the next published batch; None if none came in time, or for a message of another form."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return _numbered(await self._live.recv_multipart())
-        except TimeoutError:
-            return None
+        """Return the next published batch; None if none came in time. Messages of another form are dropped."""
+        while await self._live.poll(int(timeout_s * 1000)):
+            found = _numbered(await self._live.recv_multipart())
+            if found is not None and found[0] != END:
+                return found
+            await asyncio.sleep(0)
+        return None
 
-    async def ask(self, start: int) -> AsyncIterator[Numbered | None]:
+    async def ask(self, start: int) -> AsyncGenerator[Numbered | None, None]:
         """Yield batches from sequence number `start` on that the engine still has; None stands behind a whole answer.
 
         The engine drops what a slow connection cannot take, also inside an answer. Each question has a socket of its
@@ -63,7 +69,7 @@ class ZmqEvents:
                     yield None
                     return
                 yield found
-        except TimeoutError:
+        except (TimeoutError, zmq.ZMQError):
             return
         finally:
             socket.close(linger=0)
@@ -77,6 +83,8 @@ class ZmqEvents:
         socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_BATCHES)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
+        if "[" in self._source.endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
         return socket
 
 
