@@ -157,14 +157,16 @@ class MirroredEngine(RuleBasedStateMachine):
         if self.events.counters.resets > resets:
             self.exact = False
 
-    @precondition(lambda self: self.number and not self.lost)
+    @precondition(lambda self: self.events.counters.batches and not self.lost)
     @rule(missed=st.booleans())
     def restart(self, missed: bool) -> None:
+        """missed: the new engine's first batch; the second one must not have the number that is next by chance."""
+        missed = missed and self.wire.repeats and self.number > 1
         self.model = ModelCache(BLOCKS, SIZE)
         self.wire.ring.clear()
         self.number = 0
         self.model.run([0, 1, 0])
-        self.publish(drop=missed and self.wire.repeats, times=1)
+        self.publish(drop=missed, times=1)
         self.model.run([1, 1, 0])
         self.publish(drop=False, times=1)
         self.restarts += 1
@@ -198,5 +200,5 @@ class MirroredEngine(RuleBasedStateMachine):
             self.loop.close()
 
 
-MirroredEngine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+MirroredEngine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestMirroredEngine = MirroredEngine.TestCase
