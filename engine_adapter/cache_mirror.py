@@ -1,0 +1,150 @@
+"""Mirror of an engine's prefix cache: KV events become rows of the block index, under kvferry's own hashes."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvferry.engine_adapter.cached_blocks import CachedBlocks
+from kvferry.engine_adapter.kv_event_batch import AllBlocksCleared, BlocksRemoved, BlocksStored, EventBatch
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.index_rows import behind
+from kvferry.runtime.log import RateLimitedLog
+
+log = logging.getLogger("kvferry.adapter")
+
+FULL_ATTENTION = {"", "full_attention", "mla_attention", "sink_full_attention"}
+"""Kinds of attention whose blocks are reused from a chain's first block on; empty: not told."""
+DEVICE_MEDIA = {"", "GPU"}
+"""Media whose blocks are in the engine's own cache, also on other devices than GPUs."""
+MAX_BLOCKS = 1 << 20
+"""Most blocks mirrored if the engine does not tell how many it has."""
+MAX_OVERCOUNT = 2
+"""Copies per block of the engine at which the count of copies must be wrong; engines tell sizes in several ways."""
+HELD_SLICE = 64
+"""Blocks that are hashed at once while a prompt is compared."""
+
+
+class CacheMirror:
+    """Blocks that the engine is known to cache, and their rows. Belongs to one asyncio loop.
+
+    fingerprint    of the node, see `protocol.hashing.root_hash`
+    block_size     tokens per block of the engine
+    total_blocks   blocks of the engine; 0: unknown
+    adapter_id     returns kvferry's id of a LoRA adapter by the engine's name; None: unknown
+    note           called with rows added and rows removed, see `IndexWriter.note`
+    counts_copies  see `CachedBlocks`
+
+    Blocks of other groups, media and sizes are skipped, and so are those whose hash covers more than tokens, adapter
+    and salt. `skipped` counts them by reason. Nothing that an engine sends raises an error."""
+
+    def __init__(
+        self,
+        fingerprint: str,
+        block_size: int,
+        *,
+        total_blocks: int = 0,
+        adapter_id: Callable[[str], str | None] = lambda name: None,
+        note: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda stored, removed: None,
+        counts_copies: bool = True,
+    ) -> None:
+        self._fingerprint, self._block_size, self._adapter_id = fingerprint, block_size, adapter_id
+        self._note, self._max_copies = note, (total_blocks or MAX_BLOCKS) * MAX_OVERCOUNT
+        self._cached = CachedBlocks(block_size, counts_copies=counts_copies)
+        self._warn = RateLimitedLog(log)
+        self.stored = self.removed = self.forgotten = 0
+        self.skipped: Counter[str] = Counter()
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of distinct blocks known."""
+        return len(self._cached)
+
+    def rows(self) -> list[bytes]:
+        """Return the rows of all blocks that can be reused, parents before children."""
+        return list(self._cached.rows)
+
+    def take(self, batch: EventBatch) -> None:
+        """Apply a batch of events."""
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self._cached.clear()
+            elif event.group or event.medium not in DEVICE_MEDIA:
+                self._skip("group" if event.group else "medium", len(event.keys))
+            elif isinstance(event, BlocksRemoved):
+                known = sum(map(self._cached.remove, event.keys))
+                self.removed += known
+                self._skip("unknown", len(event.keys) - known)
+            else:
+                self._store(event)
+        if self._cached.copies > self._max_copies:
+            self._warn.warning(
+                "the engine announced %d copies of blocks, more than it has blocks: its cache is learned anew",
+                self._cached.copies,
+            )
+            self.forgotten += 1
+            self._cached.clear()
+        self._tell()
+
+    def forget(self) -> None:
+        """Forget all blocks, because the engine did or because events were lost."""
+        self.forgotten += 1
+        self._cached.clear()
+        self._tell()
+
+    def held(self, token_ids: Sequence[int], namespace: str = "", adapter: str = "") -> int:
+        """Return how many leading tokens of a prompt the engine can reuse. adapter: kvferry's id of it.
+
+        The last token is always computed, so a prompt that is cached as a whole counts less than a block more."""
+        size, row, before = self._block_size, b"", root_hash(self._fingerprint, namespace, adapter)
+        full = (len(token_ids) - 1) // size
+        for start in range(0, full, HELD_SLICE):
+            end = min(full, start + HELD_SLICE)
+            hashes = chain(before, token_ids[start * size : end * size], size)
+            for at, before in enumerate(hashes, start):
+                row = behind(row, before)
+                if row not in self._cached.rows:
+                    return at * size
+        return max(0, full) * size
+
+    def _store(self, event: BlocksStored) -> None:
+        keys, size = event.keys, self._block_size
+        if event.kind not in FULL_ATTENTION:
+            return self._skip("group", len(keys))
+        if event.block_size != size:
+            self._warn.warning("the engine stores blocks of %d tokens, not %d", event.block_size, size)
+            return self._skip("block_size", len(keys))
+        if len(event.token_ids) != len(keys) * size:
+            return self._skip("shape", len(keys))
+        adapter = self._adapter_id(event.lora) if event.lora else ""
+        if adapter is None:
+            return self._skip("adapter", len(keys))
+        salt, plain = self._read_extra_keys(event)
+        if plain:
+            root = root_hash(self._fingerprint, salt, adapter) if event.parent is None else b""
+            self._cached.store(keys[:plain], event.parent, event.token_ids[: plain * size], root)
+        self.stored += plain
+        return self._skip("extra_keys", len(keys) - plain)
+
+    def _read_extra_keys(self, event: BlocksStored) -> tuple[str, int]:
+        """Return the chain's salt, and the number of leading blocks whose hash covers nothing unknown."""
+        salt = event.salt
+        for at, told in enumerate(event.extra_keys[: len(event.keys)]):
+            keys = told or []
+            if event.lora and keys and str(keys[0]) == event.lora:
+                keys = keys[1:]
+            if at == 0 and event.parent is None and len(keys) == 1 and isinstance(keys[0], str):
+                salt, keys = keys[0], []
+            if keys:
+                return salt, at
+        return salt, len(event.keys)
+
+    def _skip(self, reason: str, blocks: int) -> None:
+        if blocks:
+            self.skipped[reason] += blocks
+
+    def _tell(self) -> None:
+        added, removed = self._cached.changes()
+        if added or removed:
+            self._note(added, removed)
