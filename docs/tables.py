@@ -14,8 +14,10 @@ from prometheus_client import CollectorRegistry
 from docs.api_tables import endpoints_table, errors_table, wire_table
 from docs.markdown import markdown_table
 from kvferry.cli.options import flag
+from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.model_metrics import ModelRegistry
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
@@ -44,6 +46,12 @@ def metrics_table(registry: CollectorRegistry) -> str:
     return markdown_table(("metric", "type", "meaning"), rows)
 
 
+def _of_adapter() -> ModelRegistry:
+    registry = ModelRegistry()
+    AdapterMetrics(registry)
+    return registry
+
+
 def tables() -> dict[str, str]:
     """Returns all tables by name."""
     return {
@@ -54,6 +62,7 @@ def tables() -> dict[str, str]:
         "serve": settings_table(ServeSettings, CommonSettings, RouterSettings, WorkerSettings),
         "router_metrics": metrics_table(RouterMetrics().registry),
         "worker_metrics": metrics_table(WorkerMetrics("decode").registry),
+        "adapter_metrics": metrics_table(_of_adapter()),
         "endpoints": endpoints_table(),
         "errors": errors_table(),
         "wire": wire_table(),

@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.engine_adapter.engine import Engine, EngineDelta
+from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta
 from kvferry.engine_adapter.learned_rates import LearnedRates
 from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, resumes
 from kvferry.protocol.errors import (
@@ -60,6 +60,7 @@ class Attempts:
     guarantees  what the engine keeps, see `protocol.lease.GUARANTEES`
     adapters    names of the engine's LoRA adapters by their ids
     suspect     called when a call failed: it returns once the engine is known to be well, or never
+    sent        called before each call to the engine
     ended       called after each attempt with its job and the engine's account of cached tokens (None: unknown)
     counted     called with the outcome of each attempt: done, cancelled or failed"""
 
@@ -71,11 +72,12 @@ class Attempts:
         adapters: Mapping[str, str],
         *,
         suspect: Callable[[KvferryError], Awaitable[None]],
+        sent: Callable[[Job, EngineCall], None] = lambda job, call: None,
         ended: Callable[[Job, int | None], None] = lambda job, cached: None,
         counted: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         self._engine, self._streams, self._guarantees, self._names = engine, streams, guarantees, adapters
-        self._suspect, self._ended, self._counted = suspect, ended, counted
+        self._suspect, self._sent, self._ended, self._counted = suspect, sent, ended, counted
         self.rates = LearnedRates()
         self._running: dict[tuple[str, int], _Running] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()
@@ -168,6 +170,7 @@ class Attempts:
             if (told := sequence.push(delta)) is not None:
                 self._to_router(job).deltas.append(told)
 
+        self._sent(job, call)
         await self._engine.generate(call, deliver)
 
     def _learn(self, running: _Running) -> None:

@@ -62,27 +62,28 @@ class EngineWatch:
                 if (now := time.monotonic()) >= load_at:
                     self.load, load_at = await self._engine.load(), now + LOAD_S
                     if self.load.process != self._process:
-                        self._end("it is another process now")
+                        self.end("it is another process now")
             except KvferryError as error:
                 log.debug("the engine does not answer: %s", error)
             except Exception as error:
                 log.exception("the engine's state cannot be read")
-                self._end(f"its state cannot be read: {type(error).__name__}")
+                self.end(f"its state cannot be read: {type(error).__name__}")
             await asyncio.sleep(HEALTH_S)
 
     async def _check(self) -> None:
         try:
             await self._engine.health()
         except NodeDied as error:
-            self._end(error.message)
+            self.end(error.message)
             raise
         except KvferryError:
             if time.monotonic() - self._answered_at > SILENT_S:
-                self._end(f"it has not answered for {SILENT_S:g} s")
+                self.end(f"it has not answered for {SILENT_S:g} s")
             raise
         self._answered_at = time.monotonic()
 
-    def _end(self, why: str) -> None:
+    def end(self, why: str) -> None:
+        """Count the engine as gone."""
         if not self.fault:
             self.fault = why
             self.gone.set()

@@ -22,6 +22,7 @@ from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import model_name
 from kvferry.engine_adapter.measured_guarantees import Measurement
 from kvferry.engine_adapter.node_state import NodeState
+from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.errors import ConfigError, Draining, KvferryError, RegistryUnavailable
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, Pulse
 from kvferry.protocol.node_settings import AdapterSettings
@@ -50,6 +51,7 @@ class AdapterNode:
     def __init__(self, settings: AdapterSettings, engine: Engine) -> None:
         self._settings, self._engine = settings, engine
         self.metrics = WorkerMetrics(settings.role)
+        self.mirror_metrics = AdapterMetrics(self.metrics.registry)
         self.address = NodeAddress(settings, self._health, self._unready)
         self._status = SupervisorStatus.from_fd(settings.status_fd)
         self._store = RedisStore(
@@ -114,11 +116,14 @@ class AdapterNode:
             guarantees,
             {each.id: each.name for each in state.adapters},
             suspect=watch.confirm,
+            sent=state.sent,
+            ended=state.ended,
             counted=lambda outcome: self.metrics.attempts[outcome].inc(),
         )
         state.attempts.rates.rates = rates
         state.draining = lambda: self.draining
-        state.membership = Membership(self._store, state.lease, lambda: (), self.metrics)
+        state.membership = Membership(self._store, state.lease, state.rows, self.metrics)
+        state.follow_events()
         self.metrics.registry.model_name = state.served_names[0]
         streams.mount(self.address.app)
         watch.start()
@@ -160,6 +165,8 @@ class AdapterNode:
             await asyncio.sleep(0.05)
         gone.cancel()
         state.watch.stop()
+        if state.mirroring is not None:
+            await state.mirroring.stop()
         await state.membership.leave()
         state.streams.stop()
         await self.address.stop()
@@ -208,4 +215,4 @@ class AdapterNode:
 
     def _set_gauges(self) -> None:
         if self.state is not None:
-            self.state.set_gauges(self.metrics)
+            self.state.set_gauges(self.metrics, self.mirror_metrics)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.engine_adapter.attempts import Attempts
-from kvferry.engine_adapter.engine import EngineFacts
+from kvferry.engine_adapter.engine import EngineCall, EngineFacts, KvEventSource
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import adapter_names, fingerprint, model_name
+from kvferry.engine_adapter.mirroring import Mirroring
 from kvferry.model_files.model_name import split_names
+from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import Load, NodeLease
-from kvferry.protocol.messages import Pulse
+from kvferry.protocol.messages import Job, Pulse
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.worker.address import NodeAddress
 from kvferry.worker.membership import Membership
 from kvferry.worker.streams import RouterStreams
+
+log = logging.getLogger("kvferry.adapter")
 
 ASSUMED_SEQS = 256
 """Requests that an engine is taken to run at once if it does not say."""
@@ -26,9 +31,7 @@ ASSUMED_SEQS = 256
 
 @dataclass
 class NodeState:
-    """Parts of an adapter that has found its engine.
-
-    cached_blocks: blocks that the engine is known to keep."""
+    """Parts of an adapter that has found its engine. mirroring: None for an engine without KV events."""
 
     settings: AdapterSettings
     address: NodeAddress
@@ -40,7 +43,7 @@ class NodeState:
     streams: RouterStreams = field(init=False)
     membership: Membership = field(init=False)
     draining: Callable[[], bool] = field(init=False)
-    cached_blocks: Callable[[], int] = int
+    mirroring: Mirroring | None = None
 
     def __post_init__(self) -> None:
         self.adapters: tuple[AdapterName, ...] = adapter_names(self.facts, self.settings.engine_revision)
@@ -53,11 +56,48 @@ class NodeState:
         )
 
     @property
+    def kv_events(self) -> KvEventSource | None:
+        """Return where the engine publishes KV events: as the settings say, else as the engine does."""
+        if self.settings.kv_events:
+            return KvEventSource(self.settings.kv_events, self.settings.kv_events_replay)
+        return self.facts.kv_events
+
+    def follow_events(self) -> None:
+        """Begin to mirror the engine's cache, if it publishes KV events. Raises ConfigError without pyzmq."""
+        if (source := self.kv_events) is None:
+            log.warning("the engine publishes no KV events: only what was sent to it is known of its cache")
+            return
+        self.mirroring = Mirroring(
+            self.facts,
+            source,
+            self.fingerprint,
+            {each.name: each.id for each in self.adapters},
+            note=self.membership.note,
+            lost=self.watch.end,
+        )
+        self.guarantees = (*self.guarantees, "kv_events")
+        self.mirroring.start()
+
+    def rows(self) -> Sequence[bytes]:
+        """Return the rows of all blocks that the engine is known to cache."""
+        return self.mirroring.mirror.rows() if self.mirroring else ()
+
+    def sent(self, job: Job, call: EngineCall) -> None:
+        """Note a call that goes to the engine."""
+        if self.mirroring:
+            self.mirroring.sent(job, call)
+
+    def ended(self, job: Job, cached: int | None) -> None:
+        """Note the end of a call."""
+        if self.mirroring:
+            self.mirroring.ended(job, cached)
+
+    @property
     def load(self) -> Load:
         """Return the load in kvferry's terms. What the engine runs for others counts, too."""
         told, total = self.watch.load, self.total_blocks
         active = min(total, round(told.cache_usage * total))
-        cached = min(self.cached_blocks(), total - active)
+        cached = min(self.mirroring.mirror.blocks if self.mirroring else 0, total - active)
         running = max(told.running_requests, self.attempts.running - told.waiting_requests)
         return Load(
             waiting_requests=told.waiting_requests,
@@ -95,8 +135,10 @@ class NodeState:
             guarantees=self.guarantees,
         )
 
-    def set_gauges(self, metrics: WorkerMetrics) -> None:
-        """Set the gauges of load and index rows."""
+    def set_gauges(self, metrics: WorkerMetrics, of_mirror: AdapterMetrics) -> None:
+        """Set the gauges of load, index rows and mirror."""
+        if self.mirroring:
+            self.mirroring.set_gauges(of_mirror)
         load = self.load
         metrics.requests_waiting.set(load.waiting_requests)
         metrics.waiting_tokens.set(load.waiting_tokens)

@@ -35,7 +35,7 @@ SETTINGS = ServeSettings(engine="vllm")
 
 
 async def test_an_engine_without_events_is_named_with_the_flag() -> None:
-    async with served() as url:
+    async with served(events=False) as url:
         found = await check_engine(SETTINGS, url)
     assert found.level == "warn"
     assert "vllm 0.32.0 with /models/toy, blocks of 16 tokens" in found.found

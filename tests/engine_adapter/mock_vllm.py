@@ -22,6 +22,9 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from tests.engine_adapter.mock_kv_events import MockKvEvents
+from tests.engine_adapter.model_cache import ModelCache
+
 LEAST_ID, IDS = 1000, 20_000
 """First and number of the token ids that are drawn."""
 
@@ -40,6 +43,7 @@ class Behaviour:
     fault_at: int = 3
     loose: bool = False
     details: bool = True
+    events: bool = True
     model: str = "/models/toy"
     version: str = "0.32.0"
     block_size: int = 16
@@ -49,12 +53,20 @@ class Behaviour:
 
 
 class Toy:
-    """The toy model with its prefix cache: hashes of the full blocks of all prompts and outputs."""
+    """The toy model with its prefix cache."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour, self.running, self.asked = behaviour, 0, list[dict[str, Any]]()
-        self.cached: set[bytes] = set()
+        self.cache = ModelCache(behaviour.blocks, behaviour.block_size)
         self.aborted = 0
+        self.events: MockKvEvents | None = None
+
+    def run(self, tokens: list[int], salt: str) -> int:
+        """Cache the full blocks; return the tokens that were reused."""
+        reused = self.cache.run(tokens, salt)
+        if (events := self.cache.take()) and self.events is not None:
+            self.events.publish(events)
+        return reused
 
     def next_token(self, tokens: list[int], start: int, params: dict[str, Any]) -> int:
         own = tokens[start:]
@@ -67,22 +79,6 @@ class Toy:
             parts += [self.running]
         drawn = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
         return LEAST_ID + drawn % IDS
-
-    def reused(self, tokens: list[int], salt: str) -> int:
-        """Tokens of leading blocks that are cached; the last token is always computed."""
-        found = 0
-        for key in self.chain(tokens[:-1], salt):
-            if key not in self.cached:
-                break
-            found += self.behaviour.block_size
-        return found
-
-    def chain(self, tokens: list[int], salt: str) -> list[bytes]:
-        size, keys, key = self.behaviour.block_size, list[bytes](), salt.encode()
-        for start in range(0, len(tokens) - size + 1, size):
-            key = hashlib.sha256(key + repr(tokens[start : start + size]).encode()).digest()
-            keys.append(key)
-        return keys
 
 
 def row(token: int, most: int) -> dict[str, Any]:
@@ -109,7 +105,10 @@ def app_of(behaviour: Behaviour) -> FastAPI:
 
     @app.get("/kv_event_sources")
     async def sources() -> dict[str, Any]:
-        return {}
+        if not behaviour.events:
+            return {}
+        toy.events = toy.events or MockKvEvents()
+        return toy.events.kv_event_sources()
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -157,7 +156,7 @@ def app_of(behaviour: Behaviour) -> FastAPI:
         nonlocal dead
         params, tokens = body["sampling_params"], list(body["token_ids"])
         start, salt, name = len(tokens), body.get("cache_salt") or "", f"generate-tokens-{body['request_id']}"
-        cached = toy.reused(tokens, salt)
+        cached = toy.run(tokens, salt)
         toy.running += 1
         try:
             for step in range(params["max_tokens"]):
@@ -189,7 +188,7 @@ def app_of(behaviour: Behaviour) -> FastAPI:
             raise
         finally:
             toy.running -= 1
-            toy.cached.update(toy.chain(tokens[:-1], salt))
+            toy.run(tokens[:-1], salt)
 
     return app
 

@@ -1,0 +1,78 @@
+"""An adapter's view of its engine's cache: the mirror, the task that feeds it, and how near it was."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.engine_adapter.cache_mirror import CacheMirror
+from kvferry.engine_adapter.engine import EngineCall, EngineFacts, KvEventSource
+from kvferry.engine_adapter.kv_events import KvEvents, follow
+from kvferry.engine_adapter.mirror_accuracy import MirrorAccuracy
+from kvferry.protocol.adapter_metrics import AdapterMetrics
+from kvferry.protocol.messages import Job
+from kvferry.runtime import background
+
+log = logging.getLogger("kvferry.adapter")
+
+
+class Mirroring:
+    """Mirror of an engine that publishes KV events. Belongs to one asyncio loop.
+
+    adapters   kvferry's ids of LoRA adapters by the engine's names
+    note       called with rows added and removed
+    lost       called with the reason when the engine must count as gone
+
+    Raises ConfigError if pyzmq is not installed."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        source: KvEventSource,
+        fingerprint: str,
+        adapters: Mapping[str, str],
+        *,
+        note: Callable[[Sequence[bytes], Sequence[bytes]], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._events, self._lost = KvEvents(source), lost
+        self.mirror = CacheMirror(
+            fingerprint, facts.block_size, total_blocks=facts.total_blocks, adapter_id=adapters.get, note=note
+        )
+        self.accuracy = MirrorAccuracy(self.mirror)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to follow the engine's events."""
+        self._task = asyncio.create_task(self._follow(), name="kv-events")
+
+    async def stop(self) -> None:
+        """End the reader and its sockets."""
+        if self._task is not None:
+            await background.end(self._task)
+
+    async def _follow(self) -> None:
+        try:
+            await follow(self._events, self.mirror, lambda: self._lost("another process publishes its KV events"))
+        except Exception as error:
+            log.exception("the engine's KV events cannot be read")
+            self._lost(f"its KV events cannot be read: {type(error).__name__}")
+
+    def sent(self, job: Job, call: EngineCall) -> None:
+        """Note a call that goes to the engine."""
+        self.accuracy.sent((job.request_id, job.attempt), call.token_ids, job.namespace, job.adapter)
+
+    def ended(self, job: Job, cached: int | None) -> None:
+        """Compare a call's end with what the mirror held."""
+        self.accuracy.ended((job.request_id, job.attempt), cached)
+
+    def set_gauges(self, metrics: AdapterMetrics) -> None:
+        """Set the gauges of the mirror."""
+        accuracy, counters = self.accuracy, self._events.counters
+        metrics.predicted.set(accuracy.predicted)
+        metrics.actual.set(accuracy.actual)
+        metrics.difference.set(accuracy.difference)
+        metrics.blocks.set(self.mirror.blocks)
+        metrics.resets.set(counters.resets)
+        metrics.gaps.set(counters.gaps)
