@@ -18,6 +18,7 @@ log = logging.getLogger("kvferry.adapter")
 
 GENERATE = "/inference/v1/generate"
 DEFAULT_BLOCK_SIZE = 16
+"""Tokens per block of a server that does not say."""
 HEALTH_S = 2.0
 """Longest silence of a health check, in seconds."""
 
