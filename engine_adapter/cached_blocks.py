@@ -121,16 +121,23 @@ class CachedBlocks:
 
     def _reach(self, top: _Block, row_before: bytes, hash_before: bytes) -> None:
         """Give a block its row, behind one that has a row, and all cached blocks behind it theirs."""
-        found = [(top, row_before, hash_before)]
-        for block, row, before in found:
-            if not block.hash:
-                block.hash, block.tokens = block_hash(before, block.tokens), _NO_TOKENS
-            block.row = behind(row, block.hash)
-            count = self.rows.get(block.row, 0)
-            self.rows[block.row] = count + 1
-            if not count:
-                self._note(block.row, present=True)
-            found += [(each, block.row, block.hash) for each in self._behind.get(block.key, ())]
+        self._show(top, row_before, hash_before)
+        if top.key not in self._behind:
+            return
+        found = [top]
+        for block in found:
+            for each in self._behind.get(block.key, ()):
+                self._show(each, block.row, block.hash)
+                found.append(each)
+
+    def _show(self, block: _Block, row_before: bytes, hash_before: bytes) -> None:
+        if not block.hash:
+            block.hash, block.tokens = block_hash(hash_before, block.tokens), _NO_TOKENS
+        block.row = row = behind(row_before, block.hash)
+        count = self.rows.get(row, 0)
+        self.rows[row] = count + 1
+        if not count:
+            self._note(row, present=True)
 
     def _lose(self, top: _Block) -> None:
         """Take the row of a block, and those of all blocks behind it."""

@@ -12,6 +12,7 @@ import msgpack
 
 BlockKey = int | bytes
 """An engine's own hash of a block. Nothing is read from it: it is a name."""
+_KEYS, _LISTS = {int, bytes}, {list, type(None)}
 _ARRAY_FIELDS = {
     "BlockStored": (
         "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
@@ -120,15 +121,17 @@ def _named(event: Any) -> tuple[Any, dict[str, Any]]:
 def _stored(fields: dict[str, Any]) -> BlocksStored:
     keys, parent, tokens = _keys(fields["block_hashes"]), fields.get("parent_block_hash"), fields["token_ids"]
     extra_keys, block_size = fields.get("extra_keys") or [], fields["block_size"]
-    if not (parent is None or isinstance(parent, int | bytes)) or not isinstance(tokens, list):
+    if not (parent is None or type(parent) in _KEYS) or not isinstance(tokens, list):
         raise TypeError("parent_block_hash or token_ids")
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError("block_size")
-    if not isinstance(extra_keys, list) or not all(each is None or isinstance(each, list) for each in extra_keys):
+    if not isinstance(extra_keys, list) or not _LISTS.issuperset(map(type, extra_keys)):
         raise TypeError("extra_keys")
     lora = fields.get("lora_name")
     if lora is None and fields.get("lora_id") is not None:
         lora = str(fields["lora_id"])
+    salt, kind = _text(fields.get("cache_salt")), _text(fields.get("kv_cache_spec_kind"))
+    group, medium = _place(fields)
     return BlocksStored(
         keys,
         parent,
@@ -136,14 +139,15 @@ def _stored(fields: dict[str, Any]) -> BlocksStored:
         block_size,
         _text(lora),
         extra_keys,
-        _text(fields.get("cache_salt")),
-        kind=_text(fields.get("kv_cache_spec_kind")),
-        **dict(zip(("group", "medium"), _place(fields), strict=True)),
+        salt,
+        kind=kind,
+        group=group,
+        medium=medium,
     )
 
 
 def _keys(keys: Any) -> list[BlockKey]:
-    if not isinstance(keys, list) or not all(isinstance(key, int | bytes) for key in keys):
+    if not isinstance(keys, list) or not _KEYS.issuperset(map(type, keys)):
         raise TypeError("block_hashes")
     return keys
 

@@ -200,5 +200,5 @@ class MirroredEngine(RuleBasedStateMachine):
             self.loop.close()
 
 
-MirroredEngine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+MirroredEngine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestMirroredEngine = MirroredEngine.TestCase
