@@ -16,6 +16,7 @@ from kvferry.protocol.settings import ServeSettings
 from kvferry.runtime.http import bind, make_server
 from tests.engine_adapter.mock_vllm import Behaviour, app_of
 from tests.redis_servers import free_ports
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -24,6 +25,7 @@ async def served(**behaviour: Any) -> AsyncIterator[str]:
     socket = bind("127.0.0.1", 0)
     server = make_server(app_of(Behaviour(**behaviour)), {})
     task = asyncio.create_task(server.serve(sockets=[socket]))
+    await until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"
     finally:

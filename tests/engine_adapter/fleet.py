@@ -19,7 +19,7 @@ import httpx
 from tests.redis_servers import RedisServer, free_ports, redis_server
 from tests.waiting import wait_for
 
-START_S = 60.0
+START_S = 120.0
 SERVED = "toy"
 
 
