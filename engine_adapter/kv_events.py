@@ -82,7 +82,7 @@ class KvEvents:
         self.counters = KvEventCounters()
         self._warn = RateLimitedLog(log)
         self._next: int | None = None  # None: nothing was read yet
-        self._last_at = self._first_at = 0.0  # times of the newest batch, and of number 0
+        self._last_at = self._first_at = 0.0  # times of the newest batch, and of number 0; 0: none
         self._repeated = False  # whether the engine ever repeated a batch
 
     async def batches(self) -> AsyncGenerator[EventBatch | Reset, None]:
@@ -168,14 +168,16 @@ class KvEvents:
                     self.counters.old = old
                     if self._next is None:
                         break  # Another engine answers: ask for all that it has.
-            if ended and not answered and begun is not None and self._repeated:
+            if ended and not answered and begun and self._repeated:
                 yield self._begin_again(f"the engine does not know its batch {begun - 1} any more")
             elif ended or self._next == begun:
+                if ended and self._next is None:
+                    self._next = 0  # It published nothing yet, so its first batch can be missed.
                 return
 
     def _restarted(self, number: int, sent_at: float) -> bool:
         """Return whether a batch with an old number is a new one: then another process counts."""
-        return sent_at > self._last_at or (number == 0 and sent_at != self._first_at)
+        return sent_at > self._last_at or (number == 0 and self._first_at not in (0.0, sent_at))
 
     def _begin_again(self, reason: str) -> Reset:
         self.counters.restarts += 1

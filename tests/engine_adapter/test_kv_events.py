@@ -34,6 +34,10 @@ def removed(key: int) -> list[dict[str, Any]]:
     return [{"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU"}]
 
 
+def keys_of(batch: EventBatch) -> list[Any]:
+    return [key for event in batch.events if isinstance(event, BlocksRemoved) for key in event.keys]
+
+
 class Reading:
     """Reads in the background. items: keys of removed blocks, "reset" and "restart"."""
 
@@ -48,7 +52,7 @@ class Reading:
                 if isinstance(item, Reset):
                     self.items.append("restart" if item.restarted else "reset")
                 else:
-                    self.items += [key for event in item.events for key in event.keys]
+                    self.items += keys_of(item)
 
     async def has(self, *items: int | str) -> None:
         try:
@@ -126,6 +130,18 @@ async def test_a_gap_is_filled(publish, read):
     await reader.has(0, 1, 2, 3, 4)
     counters = reader.events.counters
     assert (counters.gaps, counters.repeated, counters.resets, counters.batches) == (1, 3, 0, 5)
+
+
+async def test_a_missing_first_batch_is_a_gap(publish, read):
+    engine = publish()
+    reader = read(engine.source, poll_s=30.0)
+    await engine.subscribed()
+    await until(lambda: engine.asked)
+    await asyncio.sleep(0.2)
+    engine.publish(removed(0), drop=True)
+    engine.publish(removed(1))
+    await reader.stays(0, 1)
+    assert (reader.events.counters.gaps, reader.events.counters.resets) == (1, 0)
 
 
 async def test_the_last_batch_before_silence_is_found(publish, read):
@@ -285,7 +301,7 @@ async def test_a_slow_mirror_does_not_stop_the_engine_or_the_loop(publish):
 
     class Slow:
         def take(self, batch: EventBatch) -> None:
-            seen.extend(key for event in batch.events if isinstance(event, BlocksRemoved) for key in event.keys)
+            seen.extend(keys_of(batch))
 
         def forget(self) -> None:
             seen.clear()
@@ -396,7 +412,7 @@ async def test_a_wire_that_never_ends_a_hole_cannot_hold_the_reader():
     wire, items = Holes(), list[object]()
     async with aclosing(kv_events_module.KvEvents(KvEventSource("none"), wire).batches()) as batches:
         async for item in batches:
-            items.append("reset" if isinstance(item, Reset) else item.events[0].keys[0])
+            items.append("reset" if isinstance(item, Reset) else keys_of(item)[0])
             if item == items or items[-1] == 3:
                 break
     assert items == [0, "reset", 2, 3]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -85,7 +85,7 @@ class MirroredEngine(RuleBasedStateMachine):
     def _restarted(self) -> None:
         self.seen_restarts += 1
 
-    def _note(self, stored: list[bytes], removed: list[bytes]) -> None:
+    def _note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self.noted -= set(removed)
         self.noted |= set(stored)
 
@@ -106,6 +106,8 @@ class MirroredEngine(RuleBasedStateMachine):
             return
         resets = self.events.counters.resets
         self.settle()
+        if self.lost and not self.wire.repeats:
+            self.exact = False
         self.lost = False
         if self.events.counters.resets > resets:
             self.exact = False
@@ -200,5 +202,5 @@ class MirroredEngine(RuleBasedStateMachine):
             self.loop.close()
 
 
-MirroredEngine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+MirroredEngine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestMirroredEngine = MirroredEngine.TestCase
