@@ -50,7 +50,7 @@ def read_kv_events_config(text: str) -> KvEventsConfig | None:
     if not config.enable_kv_cache_events or config.publisher == "null":
         return None
     if importlib.util.find_spec("zmq") is None:
-        raise ConfigError("--kv-events-config needs pyzmq: pip install 'kvferry[kv-events]'", param=PARAM)
+        raise ConfigError("--kv-events-config needs pyzmq: pip install 'kvferry[adapter]'", param=PARAM)
     return config
 
 
