@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -52,6 +54,18 @@ async def test_counters_and_gauges_tell_what_the_node_did() -> None:
         assert 'vllm:cache_config_info{block_size="4",model_name="toy",num_gpu_blocks="64"} 1.0' in text
         await node.settle()
         assert node.service._vllm_metrics._last == {}
+
+
+async def test_the_guide_names_them_all() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "own-nodes-as-engines.md").read_text()
+    async with worker("decode", make_engine(), vllm_metrics=True) as node, client_of(node) as client:
+        families = text_string_to_metric_families((await client.http.get("/metrics")).text)
+        exposed = {
+            each.name + ("_total" if each.type == "counter" else "")
+            for each in families
+            if each.name.startswith("vllm:") and not each.name.endswith("_created")
+        }
+    assert set(re.findall(r"`(vllm:\w+)`", page)) == exposed
 
 
 async def test_without_the_flag_there_are_none() -> None:
