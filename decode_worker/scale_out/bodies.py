@@ -48,7 +48,8 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of vLLM's body that only these values leave to us."""
 
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenIds = Annotated[list[Number], Field(fail_fast=True)]
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -58,19 +59,19 @@ class SamplingBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    min_tokens: int | None = None
+    min_tokens: Number | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Number | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: Number | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Number | None = None
+    prompt_logprobs: Number | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
@@ -98,7 +99,7 @@ class GenerateBody(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
-    priority: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = 0
+    priority: Number | None = 0
     return_token_ids: bool | None = None
     token_offsets: list[Any] | None = None
 

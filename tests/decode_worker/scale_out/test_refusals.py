@@ -90,6 +90,21 @@ async def test_values_out_of_their_bounds_are_named(client: Client) -> None:
     await refused(client, f"{structured}.grammer", params={"structured_outputs": {"grammer": "a"}})
 
 
+async def test_numbers_of_any_length_and_none_are_refused(client: Client) -> None:
+    huge = 10**400
+    for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "temperature", "top_p"):
+        await refused(client, f"sampling_params.{name}", params={name: huge})
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        await refused(client, f"sampling_params.{name}[0]", params={name: [huge]})
+    await refused(client, "token_ids[0]", [huge])
+    for text in ("NaN", "Infinity", "-Infinity", "1e400"):
+        for field in (f'"temperature": {text}', f'"logit_bias": {{"1": {text}}}', f'"min_p": {text}'):
+            content = f'{{"token_ids": [1], "sampling_params": {{{field}}}}}'
+            answer = await client.http.post(GENERATE, content=content)
+            assert answer.status_code == 400, content
+            assert "sampling_params" in answer.json()["error"]["param"]
+
+
 async def test_prompts_that_do_not_fit_are_refused(client: Client) -> None:
     for token_ids in ([], [VOCAB], [-1], list(range(100)) * 3, "text"):
         await refused(client, "token_ids", token_ids)
