@@ -1,4 +1,4 @@
-"""HTTP endpoints of vLLM's API of token ids: generate and abort.
+"""HTTP endpoints of vLLM's API of token ids: generate, abort and the list of models.
 
 The node's engine runs their requests as it runs a router's, under a router id of this process's own."""
 
@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Callable
+from dataclasses import asdict
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -24,10 +25,12 @@ from kvferry.runtime.disconnect import until_disconnect
 from kvferry.runtime.http import read_body
 from kvferry.structured_output.checker import Checker
 from kvferry.worker.grammar_masks import read_vocabulary
+from kvferry.worker.kv_events.config import read_kv_events_config
 from kvferry.worker.message_stream import MessageStreamResponse
 from kvferry.worker.service import Base
 
 GENERATE = "/inference/v1/generate"
+MODELS, EVENT_SOURCES = "/v1/models", "/kv_event_sources"
 ABORTS = ("/abort_requests", "/inference/v1/abort_requests")
 BODY_BYTES, BYTES_PER_TOKEN = 2 * 2**20, 12
 """Longest body in bytes: a constant part, and a part for each token of the longest prompt."""
@@ -54,8 +57,10 @@ class ScaleOut:
         self._closing: asyncio.Future[None] | None = None
         base.streams.set_sink(router_id, self._open.publish)
         if self._key:
-            base.keyed.update((GENERATE, *ABORTS))
+            base.keyed.update((GENERATE, MODELS, EVENT_SOURCES, *ABORTS))
         base.app.post(GENERATE)(self.post_generate)
+        base.app.get(MODELS)(self.get_models)
+        base.app.get(EVENT_SOURCES)(self.get_event_sources)
         for path in ABORTS:
             base.app.post(path)(self.post_abort)
 
@@ -82,6 +87,17 @@ class ScaleOut:
         finally:
             if not streams:
                 self._close(opened)
+
+    async def get_models(self, request: Request) -> dict[str, object]:
+        """List the model and the adapters under their names."""
+        self._authorize(request)
+        return {"object": "list", "data": self._jobs.cards()}
+
+    async def get_event_sources(self, request: Request) -> dict[str, object]:
+        """Return where KV events are published, under the only rank 0; empty if nowhere."""
+        self._authorize(request)
+        config = read_kv_events_config(self._base.settings.kv_events_config)
+        return {} if config is None else {"0": asdict(config)}
 
     async def post_abort(self, request: Request) -> Response:
         """End requests by the ids that clients sent or that answers show; unknown ids are ignored."""

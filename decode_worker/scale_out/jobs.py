@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvferry.decode_worker.scale_out.bodies import GenerateBody, SamplingBody
 from kvferry.engine.admission import Admission
@@ -60,6 +61,12 @@ class Jobs:
         """Return the model's first name."""
         return self._names[0]
 
+    def cards(self) -> list[dict[str, Any]]:
+        """Return the entries of a list of models: the model's names, then the adapters with the model as parent."""
+        root = {"object": "model", "owned_by": "kvferry", "root": self._names[-1], "max_model_len": self._longest}
+        models = [{"id": name, **root, "parent": None} for name in dict.fromkeys(self._names)]
+        return models + [{"id": each.name, **root, "parent": self._names[0]} for each in self._adapters()]
+
     def make(self, body: GenerateBody, name: str) -> Job:
         """Return the job of this request id. Raises the error with which the engine would refuse it."""
         prompt = tuple(body.token_ids)
@@ -99,7 +106,7 @@ class Jobs:
 
     def _adapter(self, model: str | None) -> str:
         """Return the id of the adapter of this name; empty for the model's own names."""
-        if model is None or model in self._names:
+        if not model or model in self._names:
             return ""
         held = {each.name: each.id for each in self._adapters()}
         if model not in held:

@@ -37,6 +37,8 @@ async def test_members_or_holders_of_the_key(settings: dict[str, str], headers: 
             assert answer.json()["choices"][0]["token_ids"] == expected(PROMPT, 8)
         abort = await client.http.post("/abort_requests", json={"request_ids": []}, headers=headers)
         assert abort.status_code == status
+        for path in ("/v1/models", "/kv_event_sources"):
+            assert (await client.http.get(path, headers=headers)).status_code == status
 
 
 async def test_the_key_opens_nothing_else() -> None:

@@ -152,5 +152,7 @@ async def test_an_adapter_is_chosen_by_its_name() -> None:
             assert (await client.whole(PROMPT, model="b"))["model"] == "b"
             answer = await client.post(PROMPT, model="style")
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_not_loaded")
+            cards = {each["id"]: each["parent"] for each in (await client.http.get("/v1/models")).json()["data"]}
+            assert cards == {"a": None, "b": None, "toy": None, "style": "a"}
             assert "'style'" in await refused(client, "model", status=404, model="other")
         await node.settle()
