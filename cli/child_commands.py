@@ -30,7 +30,9 @@ def settings_command(name: str, subcommand: str, settings: CommonSettings, progr
     env = {variable("cluster_secret"): settings.cluster_secret}
     if isinstance(settings, RouterSettings) and settings.api_key:
         env[variable("api_key")] = settings.api_key
-    skip = {"api_key", "cluster_secret", "role", "status_fd"}
+    if isinstance(settings, WorkerSettings) and settings.scale_out_api_key:
+        env[variable("scale_out_api_key")] = settings.scale_out_api_key
+    skip = {"api_key", "cluster_secret", "role", "scale_out_api_key", "status_fd"}
     if has_password(settings.redis_url):
         env[variable("redis_url")] = settings.redis_url
         skip.add("redis_url")

@@ -31,6 +31,7 @@ SERVE_FIXED = {
     "weights_fd": -1,
     "pools_apart": False,
     "respawned": False,
+    "kv_events_config": "",
     "worker": -1,
     "workers_dir": "",
 }

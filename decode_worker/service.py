@@ -16,6 +16,8 @@ from kvferry.decode_worker.canary_log import CanaryLog
 from kvferry.decode_worker.grants import Grants
 from kvferry.decode_worker.migration_sender import MigrationSender
 from kvferry.decode_worker.replication import Replication
+from kvferry.decode_worker.scale_out.api import ScaleOut
+from kvferry.decode_worker.scale_out.vllm_metrics import VllmMetrics
 from kvferry.decode_worker.trace_spans import TraceSpans
 from kvferry.engine.events import CanaryChecked, Event, Failed, Generated
 from kvferry.protocol.errors import Moved
@@ -24,6 +26,7 @@ from kvferry.protocol.messages import (
     CancelRequest,
     Deviation,
     GenerateRequest,
+    Job,
     MoveRequest,
     StepFrame,
     TokenDelta,
@@ -47,12 +50,17 @@ class DecodeService:
         self._grants = Grants(base, self.endpoints.arrivals, self._spans.begin)
         self._departures = MigrationSender(base, self.endpoints.sender)
         self._buddies = Replication(base, self.endpoints.sender)
+        self._scale_out = ScaleOut(base, self.accept) if base.settings.enable_scale_out else None
+        self._vllm_metrics = VllmMetrics(base) if base.settings.vllm_metrics else None
         base.app.post("/attempts/generate", status_code=202)(self.post_generate)
         base.app.post("/attempts/move", status_code=202)(self.post_move)
 
     async def post_generate(self, request: Request) -> None:
         """Prefill an attempt locally and generate; its output goes to the router's stream."""
-        job = (await read_message(request, GenerateRequest)).job
+        self.accept((await read_message(request, GenerateRequest)).job)
+
+    def accept(self, job: Job) -> None:
+        """Submit a job that is prefilled here; raise Draining unless it may begin."""
         self._base.require("decode")
         self._spans.begin(job)
         self._base.engine.submit(lambda engine: self.endpoints.tiers.add(engine, job), urgent=job.newcomer)
@@ -65,13 +73,17 @@ class DecodeService:
         """Ignored: the engine reports the attempts that end."""
 
     def busy(self) -> bool:
-        return bool(self._base.engine.load.open_grants) or self._departures.busy()
+        answers = self._scale_out is not None and self._scale_out.busy()
+        return answers or bool(self._base.engine.load.open_grants) or self._departures.busy()
 
     def router_lost(self, router_id: str) -> None:
         self._base.engine.submit(lambda engine: engine.cancel_router(router_id))
 
     def stop(self) -> None:
-        """Ignored: the token streams end with the node."""
+        """End the answers of the API of token ids; the token streams end with the node."""
+        if self._scale_out is not None:
+            self._scale_out.stop()
+        self.endpoints.stop()
 
     def to_link(self, events: Sequence[Event]) -> None:
         self._grants.take(events)
@@ -82,6 +94,8 @@ class DecodeService:
     def to_routers(self, events: Sequence[Event]) -> None:
         """Send each router its output of one engine turn as one frame."""
         outputs: defaultdict[str, _Output] = defaultdict(_Output)
+        if self._vllm_metrics is not None:
+            self._vllm_metrics.take(events)
         for event in events:
             if isinstance(event, Generated | Failed):
                 self._spans.take(event)

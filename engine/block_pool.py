@@ -10,6 +10,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.engine import audit
+from kvferry.engine.block_contents import BlockContents
 from kvferry.engine.eviction import PROTECTED, SegmentedLru
 from kvferry.engine.free_list import FreeList
 from kvferry.engine.index_changes import IndexChanges
@@ -42,6 +43,7 @@ class BlockPool:
         self._free = FreeList(num_blocks)
         self._by_hash: dict[bytes, int] = {}
         self.changes = IndexChanges()
+        self.contents: BlockContents | None = None
         self._recounts: list[audit.Children] = []
 
     @property
@@ -213,6 +215,8 @@ class BlockPool:
         del self._by_hash[block.hash]
         self.miss_reasons.note((block.hash,), reason)
         self.changes.went(block.hash)
+        if self.contents is not None:
+            self.contents.forget(block.hash)
         if block.parent is not None:
             self._blocks[block.parent].children -= 1
             self._changed(block_id, block.parent, -1)

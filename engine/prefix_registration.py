@@ -16,3 +16,5 @@ def make_findable(pool: BlockPool, request: Request, until: int, holders: Sequen
         parent = request.block_ids[i - 1] if i else None
         request.block_ids[i] = pool.register(holders, request.block_ids[i], request.hashes[i], parent)
         request.registered = i + 1
+    if pool.contents is not None and until and pool.match(request.hashes[until - 1 : until]):
+        pool.contents.note(request.job, request.token_ids, request.hashes[:until], request.block_size)

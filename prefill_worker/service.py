@@ -77,6 +77,7 @@ class PrefillService:
     def stop(self) -> None:
         for answer in list(self._answers.values()):
             self._fail(answer, Draining("the node is stopping"))
+        self.endpoints.stop()
 
     def to_link(self, events: Sequence[Event]) -> None:
         self._ships.take(events)

@@ -12,6 +12,16 @@ HASH_BYTES = 16
 """Bytes of a block hash: the first 128 bits of a SHA-256."""
 
 
+def namespace(tenant: str, salt: str) -> str:
+    """Return the namespace that roots block hashes in addition to the model."""
+    return f"{len(tenant)}:{tenant}{salt}" if tenant or salt else ""
+
+
+def salt_of(namespace: str) -> str:
+    """Return the salt of a namespace without a tenant; the whole namespace of a tenant."""
+    return namespace.removeprefix("0:")
+
+
 @lru_cache(maxsize=1024)
 def root_hash(fingerprint: str, namespace: str = "", adapter: str = "") -> bytes:
     """Return the parent hash of a sequence's first block.

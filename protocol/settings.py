@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.layout import CACHE_DTYPES
-from kvferry.protocol.node_settings import AttachSettings, NodeSettings
+from kvferry.protocol.node_settings import AttachSettings
+from kvferry.protocol.scale_out_settings import ScaleOutSettings
 from kvferry.protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
@@ -106,7 +107,7 @@ class RouterSettings(CommonSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(NodeSettings):
+class WorkerSettings(ScaleOutSettings):
     """Settings of `kvferry prefill` and `kvferry decode`."""
 
     model: str = setting(DEMO, MODEL)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -109,14 +109,15 @@ def _derived(text: str, use: bytes) -> bytes:
 class MembersOnly:
     """ASGI middleware of a node that rejects requests without a token of its cluster, except on OPEN paths.
 
-    tokens: returns the tokens that are accepted now."""
+    tokens: returns the tokens that are accepted now. keyed: paths whose endpoints check a key of their own instead."""
 
-    def __init__(self, app: ASGIApp, tokens: Callable[[], Sequence[str]]):
-        self._app, self._tokens = app, tokens
+    def __init__(self, app: ASGIApp, tokens: Callable[[], Sequence[str]], keyed: Container[str] = ()):
+        self._app, self._tokens, self._keyed = app, tokens, keyed
         self._refused = RateLimitedLog(log)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN and not self._shows_token(scope):
+        guarded = scope["type"] == "http" and scope["path"] not in OPEN and scope["path"] not in self._keyed
+        if guarded and not self._shows_token(scope):
             client = scope.get("client") or ("an unknown address",)
             self._refused.warning("%s is rejected: its request does not carry the cluster secret", client[0])
             error = OtherCluster("the request does not carry the secret of this node's cluster")

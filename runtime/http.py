@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -21,6 +21,7 @@ from kvferry.runtime.address import family_of, host_port
 from kvferry.runtime.cluster_secret import MembersOnly
 from kvferry.runtime.connection_limits import Limits
 from kvferry.runtime.connections import guarded
+from kvferry.runtime.rejection import retry_headers
 from kvferry.runtime.tls import load
 
 T = TypeVar("T")
@@ -100,6 +101,7 @@ def make_app(
     health: Callable[[], tuple[int, dict[str, object]]],
     unready: Callable[[], str],
     tokens: Callable[[], Sequence[str]] | None = None,
+    keyed: Container[str] = (),
 ) -> FastAPI:
     """Return an application with /health, /ready and /version, and errors in the OpenAI format.
 
@@ -109,14 +111,15 @@ def make_app(
     unready   returns the reason why the node takes no work; empty if it takes work
     tokens    returns the tokens of which a request must show one, except on those paths and /metrics
               (runtime/cluster_secret.py); None: no check
+    keyed     paths that check a key of their own instead
     """
     app = FastAPI(openapi_url=None)
     if tokens is not None:
-        app.add_middleware(MembersOnly, tokens=tokens)
+        app.add_middleware(MembersOnly, tokens=tokens, keyed=keyed)
 
     @app.exception_handler(KvferryError)
     async def failed(_: Request, error: KvferryError) -> JSONResponse:
-        return JSONResponse(error.body(), status_code=error.status)
+        return JSONResponse(error.body(), error.status, retry_headers(error.status, error.retry_after))
 
     @app.get("/health")
     async def get_health() -> JSONResponse:
@@ -146,19 +149,26 @@ def serve_metrics(app: FastAPI, registry: CollectorRegistry, refresh: Callable[[
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-async def read_message(request: Request, cls: type[T]) -> T:
-    """Return the message in a request's body.
+async def read_body(request: Request, longest: int) -> bytearray:
+    """Return a request's body of at most `longest` bytes.
 
-    Raises InvalidRequest, RequestTooLarge, or Cancelled if the sender disconnects meanwhile."""
+    Raises RequestTooLarge, or Cancelled if the sender disconnects meanwhile."""
     data = bytearray()
     try:
         async for part in request.stream():
             data += part
-            if len(data) > MAX_FRAME_BYTES:
-                raise RequestTooLarge(f"the message is longer than {MAX_FRAME_BYTES} bytes", param="body")
-        message = unpack(data)
+            if len(data) > longest:
+                raise RequestTooLarge(f"the message is longer than {longest} bytes", param="body")
     except ClientDisconnect as error:
         raise Cancelled("the sender went away before its message was read") from error
+    return data
+
+
+async def read_message(request: Request, cls: type[T]) -> T:
+    """Return the message in a request's body.
+
+    Raises InvalidRequest, RequestTooLarge, or Cancelled if the sender disconnects meanwhile."""
+    message = unpack(await read_body(request, MAX_FRAME_BYTES))
     if not isinstance(message, cls):
         raise InvalidRequest(f"the body must be a {cls.__name__}, got a {type(message).__name__}", param="body")
     return message

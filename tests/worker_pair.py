@@ -267,7 +267,8 @@ class Router:
                     await self._http.post(f"{url}/seen", content=pack(Seen(self.seen)))
 
 
-def _of_toy(engine: Engine) -> EngineParts:
+def of_toy(engine: Engine) -> EngineParts:
+    """All that is assembled around an engine of the toy model."""
     layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
     kv = cast(Runner, engine.runner).kv
     return EngineParts(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
@@ -280,7 +281,7 @@ async def worker(
     """A node of its own registry, once it is in this state; ended with SIGINT. It drains though it is the last one.
     engine: of a toy model, or all that was assembled around another one."""
     settings.setdefault("respawned", True)
-    parts = engine if isinstance(engine, EngineParts) else _of_toy(engine)
+    parts = engine if isinstance(engine, EngineParts) else of_toy(engine)
     stop = StopSignal()
     with (
         patch.object(node_module, "assemble", lambda settings, progress: parts),

@@ -23,7 +23,8 @@ class NodeAddress:
     """HTTP server of a node, with its name, URL and cluster secrets.
 
     The constructor binds the socket, so the port is known at once; the server answers between `start` and `stop`. Roles
-    add their endpoints to `app`. Raises ConfigError when the address cannot be used."""
+    add their endpoints to `app`, and to `keyed` the paths that check a key of their own in place of the secret. Raises
+    ConfigError when the address cannot be used."""
 
     def __init__(
         self,
@@ -48,7 +49,8 @@ class NodeAddress:
                 "requests",
                 self.host,
             )
-        self.app = make_app(health, unready, self.secrets.tokens if self.secrets else None)
+        self.keyed: set[str] = set()
+        self.app = make_app(health, unready, self.secrets.tokens if self.secrets else None, self.keyed)
         self._server = make_server(self.app, server_tls(settings))
         self._serving: asyncio.Task[None] | None = None
 

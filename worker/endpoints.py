@@ -9,6 +9,7 @@ from kvferry.kv_transfer.sender import Sender
 from kvferry.worker.fetch_client import PrefixFetcher
 from kvferry.worker.fetch_server import PrefixSupplier
 from kvferry.worker.grant_dispatch import GrantDispatch
+from kvferry.worker.kv_events.publisher import open_kv_events
 from kvferry.worker.replica_store import ReplicaStore
 from kvferry.worker.service import Base
 from kvferry.worker.tiers import Tiers
@@ -26,8 +27,16 @@ class Endpoints:
         self.fetches = PrefixFetcher(base, self.arrivals)
         self.tiers = Tiers(base, self.fetches)
         self.supplies = PrefixSupplier(base, self.sender)
+        self._kv_events = open_kv_events(base)
 
     def take(self, events: Sequence[Event]) -> None:
-        """Handle engine events for fetches and tiers, on the engine thread."""
+        """Handle engine events for fetches, tiers and KV events, on the engine thread."""
         self.fetches.take(events)
         self.tiers.take(events)
+        if self._kv_events is not None:
+            self._kv_events.take(events)
+
+    def stop(self) -> None:
+        """Stop publishing KV events. The dock and the tiers belong to the node."""
+        if self._kv_events is not None:
+            self._kv_events.stop()

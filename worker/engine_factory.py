@@ -25,6 +25,7 @@ from kvferry.kernels.cpu import CpuOps
 from kvferry.kernels.ops import select
 from kvferry.model_files.draft_model import resolve_draft
 from kvferry.model_files.pooling_config import read_task
+from kvferry.model_files.source import read_facts
 from kvferry.model_files.unsupported_models import resolve_runnable
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
@@ -114,7 +115,8 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         f"{ops.name} ({ops.instruction_set}, {ops.threads} threads)" if isinstance(ops, CpuOps) else ops.name,
     )
     names = tuple(name for name, _ in adapters)
-    return EngineParts(engine, kv, model.info, layout, fingerprint, max_model_len, names, ranks)
+    eos = read_facts(source).eos_token_ids if settings.enable_scale_out else ()
+    return EngineParts(engine, kv, model.info, layout, fingerprint, max_model_len, names, ranks, eos)
 
 
 def choose_device(name: str) -> torch.device:

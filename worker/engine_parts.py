@@ -22,7 +22,8 @@ from kvferry.worker.ranks import Ranks
 class EngineParts:
     """Engine that is ready to run, and what the node announces about it.
 
-    kv: the pool of this process. ranks: the other ranks, if several compute the model."""
+    kv: the pool of this process. ranks: the other ranks, if several compute the model. eos_token_ids: tokens that end
+    an output by themselves; known with --enable-scale-out only, since routers name them otherwise."""
 
     engine: Engine
     kv: torch.Tensor
@@ -32,6 +33,7 @@ class EngineParts:
     max_model_len: int
     adapters: tuple[AdapterName, ...] = ()
     ranks: Ranks | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def apart(self) -> DeviceRankPool | None:

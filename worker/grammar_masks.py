@@ -23,6 +23,13 @@ These threads compute the masks that would hold up the engine thread: first mask
 complete the output."""
 
 
+def read_vocabulary(source: ModelSource, vocab_size: int) -> Vocabulary:
+    """Return the vocabulary of a model's tokenizer, for logits of that width. Raises ConfigError."""
+    tokenizer, facts = load_tokenizer(source), read_facts(source)
+    size = max(vocab_size, tokenizer.vocab_size)
+    return Vocabulary(tokenizer.library.to_str(), size, facts.eos_token_ids, tokenizer.special_texts)
+
+
 def make_masks(source: ModelSource, vocab_size: int) -> GrammarMasks:
     """Return grammar masks; for an unreadable tokenizer, masks that refuse every grammar and say why.
 
@@ -30,9 +37,7 @@ def make_masks(source: ModelSource, vocab_size: int) -> GrammarMasks:
     grammar."""
     began = time.monotonic()
     try:
-        tokenizer, facts = load_tokenizer(source), read_facts(source)
-        size = max(vocab_size, tokenizer.vocab_size)
-        vocabulary = Vocabulary(tokenizer.library.to_str(), size, facts.eos_token_ids, tokenizer.special_texts)
+        vocabulary = read_vocabulary(source, vocab_size)
         library = LlguidanceBackend(vocabulary)
     except ConfigError as error:
         log.info("no grammars: %s", error.message)
@@ -40,5 +45,8 @@ def make_masks(source: ModelSource, vocab_size: int) -> GrammarMasks:
     log.info("the tokenizer was prepared for grammars in %.1f s", time.monotonic() - began)
     threads = max(1, available_cores() // CORES_PER_THREAD)
     return GrammarMasks(
-        library, size, CompileThreads("grammar-compile", bound=1024), CompileThreads("grammar-mask", threads)
+        library,
+        vocabulary.vocab_size,
+        CompileThreads("grammar-compile", bound=1024),
+        CompileThreads("grammar-mask", threads),
     )

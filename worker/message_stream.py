@@ -17,12 +17,14 @@ MEDIA_TYPE = "application/msgpack"
 
 
 class MessageStreamResponse(Response):
-    """Streaming response of packed `messages`.
+    """Streaming response of packed `messages`, or of server-sent events.
 
     `on_close` runs exactly once, however the response ends, even before the first message."""
 
-    def __init__(self, messages: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
-        super().__init__(media_type=MEDIA_TYPE)
+    def __init__(
+        self, messages: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str = MEDIA_TYPE
+    ) -> None:
+        super().__init__(media_type=media_type)
         del self.headers["content-length"]
         self._messages = messages
         self._on_close = on_close

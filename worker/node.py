@@ -25,6 +25,7 @@ from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.worker.address import NodeAddress
 from kvferry.worker.engine_factory import assemble
 from kvferry.worker.engine_parts import EngineParts, describe
+from kvferry.worker.kv_events.config import read_kv_events_config
 from kvferry.worker.membership import new_epoch, withdraw_now
 from kvferry.worker.rates import warm_up
 from kvferry.worker.runtime import WorkerRuntime
@@ -54,6 +55,7 @@ class Node:
     def __init__(
         self, settings: WorkerSettings, make_service: MakeService, die: Callable[[], None] | None = None
     ) -> None:
+        read_kv_events_config(settings.kv_events_config)  # a mistake ends the process before the model is loaded
         self.metrics = WorkerMetrics(settings.role)
         self.face = NodeAddress(settings, self._health, self._unready)
         self.metrics.registry.model_name = _first_name(settings)

@@ -96,6 +96,8 @@ class WorkerRuntime:
                 require_ready=self.require_ready,
                 roles=self.roles,
                 call_soon=self.call_soon,
+                keyed=face.keyed,
+                adapters=lambda: self._adapters.held,
             )
         )
         self._dock.start()

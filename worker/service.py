@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -12,6 +12,7 @@ from kvferry.engine.events import Event
 from kvferry.engine.loop import EngineLoop
 from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.ports import ShipStats
+from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.errors import BlocksCorrupt, Cancelled, DeadlineExceeded, KvferryError
 from kvferry.protocol.messages import CancelRequest
 from kvferry.protocol.settings import WorkerSettings
@@ -58,7 +59,9 @@ class Base:
 
     require_ready   raises Draining unless new work may begin; from any thread
     roles           current role of the node
-    call_soon       runs a call on the asyncio loop; from any thread, ignored once the loop is closed"""
+    call_soon       runs a call on the asyncio loop; from any thread, ignored once the loop is closed
+    keyed           paths that check a key of their own in place of the cluster secret
+    adapters        returns the LoRA adapters that the node holds now"""
 
     settings: WorkerSettings
     epoch: int
@@ -74,6 +77,8 @@ class Base:
     require_ready: Callable[[], None]
     roles: Roles
     call_soon: Callable[[Callable[[], None]], None]
+    keyed: set[str] = field(default_factory=set)
+    adapters: Callable[[], Sequence[AdapterName]] = tuple
 
     def require(self, role: str) -> None:
         """Raise Draining unless new work of this role may begin.

@@ -93,6 +93,7 @@ class RouterStreams:
     ) -> None:
         self._epoch, self._pulse, self._on_lost, self._clock = epoch, pulse, on_lost, clock
         self._routers: dict[str, Kept] = {}
+        self._sinks: dict[str, Callable[[StepFrame], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
 
@@ -100,6 +101,10 @@ class RouterStreams:
         """Add the stream endpoints to the app."""
         app.get("/streams/{router_id}")(self.get_stream)
         app.post("/streams/{router_id}/seen", status_code=202)(self.post_seen)
+
+    def set_sink(self, router_id: str, sink: Callable[[StepFrame], None]) -> None:
+        """Pass the frames of a router id of this process to `sink`; it has no stream."""
+        self._sinks[router_id] = sink
 
     async def get_stream(self, router_id: str, epoch: int, after: int | None = None) -> Response:
         """Serve the standing token stream of a router."""
@@ -155,6 +160,9 @@ class RouterStreams:
 
     def publish(self, router_id: str, frame: StepFrame) -> None:
         """Queue one frame for a router; for an unknown router, cancel what runs for it."""
+        if (sink := self._sinks.get(router_id)) is not None:
+            sink(frame)
+            return
         kept = self._routers.get(router_id)
         if kept is None:
             self._on_lost(router_id)

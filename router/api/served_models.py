@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from kvferry.protocol.hashing import namespace
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.model_metrics import ModelMetrics
 from kvferry.protocol.sampling import SamplingParams
@@ -19,7 +20,6 @@ from kvferry.router.dispatch.interface import Cluster, RequestSpec
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants.backlog import Backlog
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots
-from kvferry.router.tenants.tenant import namespace
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.bad_words import bad_word_ids
 from kvferry.router.text.encoding import LONG_CHARS, Bound, Encoder

@@ -30,8 +30,3 @@ class Tenant:
 
 NOBODY = Tenant("")
 """Tenant of all clients of a router without keys, or with the single key of its settings."""
-
-
-def namespace(tenant: str, salt: str) -> str:
-    """Return the namespace that roots block hashes in addition to the model."""
-    return f"{len(tenant)}:{tenant}{salt}" if tenant or salt else ""

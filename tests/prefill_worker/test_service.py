@@ -49,7 +49,7 @@ class Engine:
 
 def service_on(app: FastAPI, engine: Engine) -> PrefillService:
     base: Any = SimpleNamespace(
-        settings=SimpleNamespace(role="prefill", grant_timeout=30.0),
+        settings=SimpleNamespace(role="prefill", grant_timeout=30.0, kv_events_config=""),
         parts=SimpleNamespace(kv=torch.zeros(2, 4), fingerprint="f"),
         epoch=1,
         metrics=WorkerMetrics("prefill"),

@@ -15,14 +15,10 @@ from kvferry.protocol.work import Grammar
 from kvferry.router.text.parsers.stage import PLAIN, Parsing
 from kvferry.router.text.parsers.syntax import closed
 from kvferry.router.text.text_model import TextModel
-from kvferry.structured_output.to_lark import MAX_CHOICES
+from kvferry.structured_output.requested import of_kind, structured_outputs
 
 Asked = tuple[str, Grammar]
 """Name of the field, for errors, and its grammar."""
-OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
-"""Options of structured_outputs that are supported."""
-IGNORED = ("disable_fallback", "disable_additional_properties", "backend")
-"""Options of structured_outputs that are ignored."""
 FORMATS = ("text", "json_object", "json_schema", "structural_tag", "regex", "grammar")
 """Supported types of response_format."""
 JsonText = Annotated[dict[str, Any] | str | StrictBool | None, Field(description="A JSON schema, or its text")]
@@ -59,10 +55,10 @@ class StructuredFields(BaseModel):
         if formatted is not None:
             return "response_format", formatted
         if self.structured_outputs is not None:
-            return "structured_outputs", _structured(self.structured_outputs)
+            return "structured_outputs", structured_outputs(self.structured_outputs)
         if guided:
             value = getattr(self, f"guided_{guided[0]}")
-            return fields[0], _of_kind(guided[0], value, self.guided_whitespace_pattern, fields[0])
+            return fields[0], of_kind(guided[0], value, self.guided_whitespace_pattern, fields[0])
         return None
 
 
@@ -81,9 +77,9 @@ def format_grammar(value: Mapping[str, Any] | None, param: str) -> Grammar | Non
     if kind == "structural_tag":
         return Grammar("structural_tag", json.dumps(value))
     if kind == "regex":
-        return _of_kind("regex", value.get("pattern"), None, f"{param}.pattern")
+        return of_kind("regex", value.get("pattern"), None, f"{param}.pattern")
     if kind == "grammar":
-        return _of_kind("grammar", value.get("grammar"), None, f"{param}.grammar")
+        return of_kind("grammar", value.get("grammar"), None, f"{param}.grammar")
     raise InvalidRequest(f"{param}.type must be one of {', '.join(FORMATS)}; got {kind!r}", param=f"{param}.type")
 
 
@@ -101,49 +97,3 @@ def _schema(inner: Mapping[str, Any], param: str) -> Grammar:
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequest(f"{param}.strict must be true or false", param=f"{param}.strict")
     return Grammar("json_schema", json.dumps(schema if strict else closed(schema)), lenient=not strict)
-
-
-def _structured(value: Mapping[str, Any]) -> Grammar:
-    """Return the grammar of vLLM's structured_outputs."""
-    known = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-    given = [name for name in known if value.get(name) not in (None, False)]
-    unknown = [name for name in value if name not in (*known, *OPTIONS, *IGNORED) and not name.startswith("_")]
-    if unknown:
-        raise InvalidRequest(
-            f"structured_outputs has no field {unknown[0]!r}", param=f"structured_outputs.{unknown[0]}"
-        )
-    if len(given) != 1:
-        got = " and ".join(given) or "none of them"
-        raise InvalidRequest(
-            f"structured_outputs must have exactly one of {', '.join(known)}; got {got}", param="structured_outputs"
-        )
-    blanks = "" if value.get("disable_any_whitespace") else value.get("whitespace_pattern")
-    return _of_kind(given[0], value[given[0]], blanks, f"structured_outputs.{given[0]}")
-
-
-def _of_kind(kind: str, value: Any, whitespace: Any, param: str) -> Grammar:
-    if whitespace is not None and not isinstance(whitespace, str):
-        raise InvalidRequest("whitespace_pattern must be a regular expression", param="whitespace_pattern")
-    match kind:
-        case "json" if isinstance(value, dict | bool | str):
-            source = value if isinstance(value, str) else json.dumps(value)
-            return Grammar("json_schema", source, whitespace=whitespace)
-        case "json_object" if value is True:
-            return Grammar("json_object", "", whitespace=whitespace)
-        case "regex" if isinstance(value, str) and value:
-            return Grammar("regex", value)
-        case "choice" if isinstance(value, list) and len(value) > MAX_CHOICES:
-            raise InvalidRequest(f"{param} has {len(value)} choices; the limit is {MAX_CHOICES}", param=param)
-        case "choice" if isinstance(value, list) and value and all(isinstance(text, str) and text for text in value):
-            return Grammar("choice", json.dumps(value))
-        case "grammar" if isinstance(value, str) and value:
-            return Grammar("ebnf" if "::=" in value else "lark", value)
-        case "structural_tag" if isinstance(value, dict | str):
-            source = value if isinstance(value, str) else json.dumps(value)
-            return Grammar("structural_tag", source, whitespace=whitespace)
-    wanted = {
-        "choice": "a list of texts, none of them empty",
-        "json": "a JSON schema or its text",
-        "json_object": "true",
-    }
-    raise InvalidRequest(f"{param} must be {wanted.get(kind, 'a text that is not empty')}", param=param)

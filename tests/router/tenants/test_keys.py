@@ -9,10 +9,11 @@ import pytest
 
 from kvferry.cli.main import run
 from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.hashing import namespace
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keyring import Keyring
 from kvferry.router.tenants.keys import HASH_PREFIX, entry, key_hash, new_key, read_keys
-from kvferry.router.tenants.tenant import NOBODY, Tenant, namespace
+from kvferry.router.tenants.tenant import NOBODY, Tenant
 from kvferry.runtime import watched_file
 from tests.waiting import until
 

@@ -1,0 +1,29 @@
+"""Settings of a node that works as an engine of other projects' routers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.protocol.node_settings import NodeSettings
+from kvferry.protocol.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOutSettings(NodeSettings):
+    """Settings of vLLM's API of token ids, KV events and metric names on a node of our own."""
+
+    enable_scale_out: bool = setting(
+        False, "let a decode node serve POST /inference/v1/generate, vLLM's API of token ids, to other routers"
+    )
+    scale_out_api_key: str = setting(
+        "",
+        "API key of that API, sent as a bearer token in place of the cluster secret; pass it by the environment "
+        "variable, which other users cannot see",
+    )
+    scale_out_timeout: float = setting(600.0, "seconds that a request of that API may take at most", least=0.001)
+    kv_events_config: str = setting(
+        "",
+        "KV events over ZeroMQ in vLLM's form, as a JSON object: enable_kv_cache_events, publisher, endpoint, "
+        "replay_endpoint, buffer_steps, topic. Anyone who can read them can read clients' prompts",
+    )
+    vllm_metrics: bool = setting(False, "add metrics under vLLM's names to /metrics of a decode node")

@@ -1,0 +1,1 @@
+"""KV events of a node over ZeroMQ, in vLLM's form."""
