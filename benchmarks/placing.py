@@ -78,7 +78,7 @@ async def cluster(count: int, kind: str) -> ModelCluster:
 async def choices_ms(count: int, kind: str, times: int = CHOICES) -> list[float]:
     """Return CPU milliseconds of each placement, with reservations on the chosen nodes."""
     model, source = await cluster(count, kind), random.Random(1)
-    ids = [entry.key[0] for entry in model.group.members]
+    ids = [entry.key[0] for entry in model.model.members]
     taken = []
     for _ in range(times):
         held = {node_id: 4 * (place + 1) for place, node_id in enumerate(source.sample(ids, min(HOLDERS, count)))}

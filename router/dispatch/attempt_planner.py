@@ -44,7 +44,7 @@ class AttemptPlanner:
 
     async def reuse(self) -> dict[str, int]:
         """Return the leading blocks of all tokens so far that nodes hold, by node id."""
-        group = self._context.group.members
+        group = self._context.model.members
         token_ids = self._spec.token_ids + tuple(self._delivered)
         self._hashes = jobs.hashes(self._spec, token_ids, group[0].lease) if group else ()
         return await self._context.reuse(self._hashes, self._held)
@@ -88,7 +88,7 @@ class AttemptPlanner:
 
         Nodes of another fingerprint cannot read its blocks, as in a rollout that changes the fingerprint."""
         assert leaving.decode
-        if all(entry.lease.fingerprint != leaving.decode.fingerprint for entry in self._context.group.members):
+        if all(entry.lease.fingerprint != leaving.decode.fingerprint for entry in self._context.model.members):
             return None
         demand, source = self._demand(), node_key(leaving.decode)
         moves = replace(

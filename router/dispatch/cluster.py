@@ -11,10 +11,11 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.roles import ChangeRole
 from kvferry.protocol.wire import pack
 from kvferry.router.dispatch.background_calls import BackgroundCalls
-from kvferry.router.dispatch.model_cluster import ModelCluster, Shared
+from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import BlockLookup, Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.dispatch.shared import Shared
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_table import NodeSource, NodeTable

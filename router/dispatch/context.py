@@ -30,7 +30,7 @@ class DispatchContext(Protocol):
     request_log   recent requests and events for the dashboard
     """
 
-    group: ModelNodes
+    model: ModelNodes
     metrics: RouterMetrics
     router_id: str
     patience_s: float

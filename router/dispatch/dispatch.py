@@ -80,7 +80,7 @@ class RequestDispatch:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:
-            self._timers, model = Timers(self._spec.call.deadline, self._ring), self._context.group.name.first
+            self._timers, model = Timers(self._spec.call.deadline, self._ring), self._context.model.name.first
             self._record = self._context.request_log.begin(self._spec, model, self._sequence.tokens)
             while not self._sequence.finished:
                 if not self._hedged.runners:

@@ -123,12 +123,10 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterInfo:
-    """Facts on which all live nodes of a model agree; `fingerprint` roots the block hashes."""
+    """Facts that hold for every node of a model."""
 
     model: str
     max_model_len: int
-    block_size: int
-    fingerprint: str
 
 
 class Adapters(Protocol):

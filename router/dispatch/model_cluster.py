@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kvferry.placement.blocks import crowded
@@ -17,28 +17,21 @@ from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.errors import NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import DecodeTarget, Job
-from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.attempt import Attempt
-from kvferry.router.dispatch.background_calls import BackgroundCalls
 from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.inflight_prefixes import InflightPrefixes
 from kvferry.router.dispatch.interface import ClusterInfo, RequestSpec
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
 from kvferry.router.dispatch.pending_requests import PendingRequests
-from kvferry.router.dispatch.poison_requests import PoisonRequests
-from kvferry.router.dispatch.prefixes import Prefixes
 from kvferry.router.dispatch.readiness import Readiness
-from kvferry.router.dispatch.retry_budget import RetryBudget
-from kvferry.router.nodes.adapters import GroupAdapters
+from kvferry.router.dispatch.shared import Shared
+from kvferry.router.nodes.adapters import ModelAdapters
 from kvferry.router.nodes.circuit_breakers import OpenBreakers
-from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes, holds
 from kvferry.router.nodes.node_entry import NodeEntry, node_key
-from kvferry.router.nodes.node_table import NodeTable
-from kvferry.router.request_log import RequestLog
 
 log = logging.getLogger(__name__)
 
@@ -46,32 +39,13 @@ CAPACITY_S = 0.5
 """Age after which the capacity is computed again, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """State that all models' clusters share; owned by `RouterCluster`, which documents the fields."""
-
-    nodes: NodeTable
-    client: NodeClient
-    prefixes: Prefixes
-    background_calls: BackgroundCalls
-    metrics: RouterMetrics
-    local_tokens: int
-    buddies: bool
-    fetch: bool
-    patience_s: float
-    deaths: PoisonRequests
-    retries: RetryBudget
-    hedges: RetryBudget
-    request_log: RequestLog
-
-
 class ModelCluster:
     """Places and launches attempts on one model's nodes. Implements `interface.Cluster`, `context.DispatchContext`."""
 
-    def __init__(self, group: ModelNodes, shared: Shared) -> None:
-        self.nodes, self.group = shared.nodes, group
+    def __init__(self, model: ModelNodes, shared: Shared) -> None:
+        self.nodes, self.model = shared.nodes, model
         self.metrics = shared.metrics
-        self._reuse = shared.metrics.reuse.of(group.name.first)
+        self._reuse = shared.metrics.reuse.of(model.name.first)
         self.background_calls = shared.background_calls
         self.patience_s = shared.patience_s
         self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
@@ -79,8 +53,8 @@ class ModelCluster:
         self.router_id, self.request_log = shared.client.router_id, shared.request_log
         self._client, self._prefixes, self._local_tokens = shared.client, shared.prefixes, shared.local_tokens
         self._buddies, self._fetch = shared.buddies, shared.fetch
-        self.adapters = GroupAdapters(group, shared.nodes, shared.client)
-        self.leases = group.leases
+        self.adapters = ModelAdapters(model, shared.nodes, shared.client)
+        self.leases = model.leases
         self._info: ClusterInfo | None = None
         self.trouble = Readiness(shared.nodes)
         self._capacity, self._capacity_until = Capacity(), 0.0
@@ -95,13 +69,13 @@ class ModelCluster:
     def capacity(self) -> Capacity:
         now = self.nodes.clock()
         if now >= self._capacity_until:
-            leases = (entry.lease for entry in self.group.members)
+            leases = (entry.lease for entry in self.model.members)
             self._capacity, self._capacity_until = capacity(leases), now + CAPACITY_S
         return self._capacity
 
     def start(self, spec: RequestSpec) -> RequestDispatch:
         """Return a dispatch, idle until its first iteration; raise Overloaded if nodes and queue are full."""
-        room = self.group.room  # maintained sums: the cost does not grow with the number of nodes
+        room = self.model.room  # maintained sums: the cost does not grow with the number of nodes
         if not self.held.roomy and (not spec.work.ends_on_prompt() or not room.total.prefills):
             refusal = room.refusal()
             if isinstance(refusal, Overloaded):
@@ -115,7 +89,7 @@ class ModelCluster:
         shut = self._shut().nodes
         return {
             entry.key
-            for entry in self.group.members
+            for entry in self.model.members
             if entry.lease.role == role
             and entry.lease.state == "ready"
             and entry.reachable
@@ -125,7 +99,7 @@ class ModelCluster:
 
     async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
         """Return the leading blocks held, by node id or other index name, in flight ones included; see `Prefixes`."""
-        nodes = self.group.names
+        nodes = self.model.names
         if not hashes or not nodes:
             return {}
         found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up)
@@ -145,12 +119,12 @@ class ModelCluster:
         demand = replace(
             demand,
             local_tokens=self._local_tokens,
-            model=self.group.name.first,
+            model=self.model.name.first,
             fetches=self._fetch,
             worth=0.0 if demand.recovers else self.worth.times,
-            stored_len=self.group.stored_len(held, demand.total_len),
+            stored_len=self.model.stored_len(held, demand.total_len),
         )
-        views = self.group.views(held, demand.adapter)
+        views = self.model.views(held, demand.adapter)
         shut = self._shut()
         if any(shut):
             nodes = demand.excluded | shut.nodes - {demand.pinned}
@@ -218,7 +192,7 @@ class ModelCluster:
         if prefill is not None:
             return prefill.target
         out = {node_key(decode), *self._shut().nodes}
-        others = [e.lease for e in self.group.members if e.key not in out and e.reachable and e.lease.state == "ready"]
+        others = [e.lease for e in self.model.members if e.key not in out and e.reachable and e.lease.state == "ready"]
         best = [lease for lease in others if lease.role == "prefill"] or others
         return random.choice(best).target if best else None  # noqa: S311 - spreads the load
 
@@ -241,10 +215,5 @@ class ModelCluster:
 
     def _follow(self) -> None:
         """Update the model's facts after the nodes changed."""
-        if leases := [entry.lease for entry in self.group.members]:
-            self._info = ClusterInfo(
-                model=leases[0].model,
-                max_model_len=min(lease.max_model_len for lease in leases),
-                block_size=leases[0].block_size,
-                fingerprint=leases[0].fingerprint,
-            )
+        if leases := [entry.lease for entry in self.model.members]:
+            self._info = ClusterInfo(leases[0].model, min(lease.max_model_len for lease in leases))

@@ -108,7 +108,7 @@ async def test_a_model_that_lost_its_nodes_still_knows_its_adapters(house: House
     for node in ("p1", "d1"):
         await house.store.withdraw(node, 1)
         house[node].crash()
-    await until(lambda: not house.cluster.group.members)
+    await until(lambda: not house.cluster.model.members)
     answer = await house.complete("x")
     assert (answer.status_code, error_of(answer)["code"]) == (503, "no_nodes")
 

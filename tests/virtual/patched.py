@@ -29,7 +29,7 @@ _place = ModelCluster.place
 def _away(cluster: ModelCluster, demand: Demand, held: Mapping[str, int]) -> Placement:
     """Not where the prefix is, as if that node were busy: it is fetched from there."""
     most = max(held, key=held.__getitem__, default="")
-    doubts = {entry.key: LOSS_S for entry in cluster.group.members if entry.key[0] == most}
+    doubts = {entry.key: LOSS_S for entry in cluster.model.members if entry.key[0] == most}
     return _place(cluster, replace(demand, doubts={**demand.doubts, **doubts}), held)
 
 

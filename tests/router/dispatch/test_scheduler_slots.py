@@ -79,13 +79,13 @@ async def test_a_full_cluster_refuses_without_placing_and_without_asking_its_nod
     monkeypatch.setattr(pending_requests, "MOST_FULL", 0)
     full = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
     async with Bench([decode(f"d{i}", changes={"load": full}) for i in range(3)]) as bench:
-        entries, members = bench.nodes.entries, bench.cluster.group.members
-        bench.nodes.entries, bench.cluster.group.members = {}, []
+        entries, members = bench.nodes.entries, bench.cluster.model.members
+        bench.nodes.entries, bench.cluster.model.members = {}, []
         try:
             with pytest.raises(Overloaded):
                 bench.start(2)
         finally:
-            bench.nodes.entries, bench.cluster.group.members = entries, members
+            bench.nodes.entries, bench.cluster.model.members = entries, members
 
 
 async def test_of_hundreds_of_idle_nodes_each_has_its_turn() -> None:

@@ -39,7 +39,7 @@ class Groups(NodeTable):
         self.clock.now += 0.5
         self.registry.leases = list(leases)
         await self.refresh()
-        return [{entry.lease.node_id for entry in group.members} for group in self.groups]
+        return [{entry.lease.node_id for entry in model.members} for model in self.models]
 
 
 A, B = ModelName("a"), ModelName("b")
@@ -52,7 +52,7 @@ async def test_each_model_has_its_nodes_and_a_room_of_its_own() -> None:
     assert await table.see(*leases) == [{"p1", "d1"}, {"d2"}]
     for entry in table.entries.values():
         entry.opened()
-    first, second = (group.room for group in table.groups)
+    first, second = (group.room for group in table.models)
     assert (first.total.prefills, first.total.decodes) == (1, 1)
     assert second.total == Part(0, 1, second.total.spare_blocks, 0, second.total.freed_per_s)
     spare = first.total.spare_blocks
@@ -69,7 +69,7 @@ async def test_views_are_of_members_that_can_be_reached_with_what_they_hold() ->
     await table.see(*leases)
     for entry in table.entries.values():
         entry.opened()
-    group, size = table.groups[0], leases[0].block_size
+    group, size = table.models[0], leases[0].block_size
     names = {"p1": 3, on_tier("p1", "disk"): 5, "d1": 2, on_tier("d1", "disk"): 9, "d2": 7, "gone": 1}
     held = {view.lease.node_id: (view.cached_len, view.kept) for view in group.views(names, "")}
     assert held == {"p1": (3 * size, (TierPrefix(5 * size, 0.001),)), "d1": (2 * size, ())}
@@ -84,7 +84,7 @@ async def test_views_are_of_members_that_can_be_reached_with_what_they_hold() ->
 
 async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -> None:
     table = Groups(A)
-    (group,) = table.groups
+    (group,) = table.models
     rates = Rates(host_block_s=0.001, disk_block_s=0.002, store_block_s=0.003)
     both = node("p1", "prefill", "a", rates=rates)
     disk = node("p2", "prefill", "a", rates=Rates(disk_block_s=0.004))
@@ -121,11 +121,11 @@ async def test_a_model_whose_nodes_leave_is_named_and_the_other_goes_on() -> Non
     await table.see(one, other)
     table.entries[("d1", 1)].opened()
     assert await table.see(one) == [{"d1"}, set()]
-    refusal = table.groups[1].room.refusal()
+    refusal = table.models[1].room.refusal()
     assert refusal is not None
     assert (refusal.status, refusal.retry_after) == (503, 2.0)
     assert "'b' has no decode node" in refusal.message
-    assert table.groups[0].room.refusal() is None
+    assert table.models[0].room.refusal() is None
 
 
 async def test_fingerprints_are_compared_within_a_model() -> None:
@@ -184,4 +184,4 @@ async def test_a_rollout_that_changes_the_fingerprint_ends_at_the_nodes_that_sta
     table = Groups(A)
     assert await table.see(*old, new) == [{"p1", "p2", "d1"}]
     assert await table.see(*old[:2], replace(old[2], state="draining"), new) == [{"d2"}]
-    assert {lease.node_id for lease in table.groups[0].leases()} == {"p1", "p2", "d1", "d2"}
+    assert {lease.node_id for lease in table.models[0].leases()} == {"p1", "p2", "d1", "d2"}

@@ -46,7 +46,7 @@ class Table(NodeTable):
     def __init__(self, *leases: NodeLease) -> None:
         self.registry, self.clock, self.metrics, self.changes = Registry(*leases), Clock(), RouterMetrics(), 0
         super().__init__(self.registry, self.metrics, clock=self.clock)
-        self.group = self.add(ModelNodes(ModelName("m")))
+        self.model = self.add(ModelNodes(ModelName("m")))
         self.listen(self._heard)
 
     def _heard(self) -> None:
@@ -59,7 +59,7 @@ class Table(NodeTable):
         await self.refresh()
 
     def ids(self) -> set[str]:
-        return {entry.lease.node_id for entry in self.group.members}
+        return {entry.lease.node_id for entry in self.model.members}
 
     def __getitem__(self, lease: NodeLease) -> NodeEntry:
         return self.entries[(lease.node_id, lease.epoch)]
@@ -134,7 +134,7 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
         await table.poll()
     assert not table.contact.up
     assert table.metrics.registry_up._value.get() == 0
-    view = table.group.members[0].view
+    view = table.model.members[0].view
     assert (view.waiting_tokens, view.streams, view.lease.load.free_blocks) == (0, 0, 50)
 
 
@@ -289,7 +289,7 @@ async def test_a_lease_that_makes_no_sense_is_left_out_and_the_others_are_follow
     await table.poll(replace(good, state="draining"), bad, lease_of("p1", "prefill"))
     table[P1].opened()
     assert table.ids() == {"d1", "p1"}
-    assert table.group.room.total == Part(prefills=1)
+    assert table.model.room.total == Part(prefills=1)
 
 
 async def test_a_node_whose_lease_makes_no_sense_any_more_stays_as_it_was_known(
@@ -355,11 +355,11 @@ async def test_a_node_that_takes_the_other_role_is_the_same_node_in_the_other_po
     await table.refresh()
     entry = table[P1]
     entry.opened()
-    assert table.group.room.total == Part(prefills=1)
+    assert table.model.room.total == Part(prefills=1)
     await table.poll(replace(P1, role="decode"), D1)
     assert table[P1] is entry
     assert table.changes == 2
     assert (table.count("prefill", "ready"), table.count("decode", "ready")) == (0, 2)
-    assert (table.group.room.total.prefills, table.group.room.total.decodes) == (0, 1)
+    assert (table.model.room.total.prefills, table.model.room.total.decodes) == (0, 1)
     await table.poll(P1, D1)
-    assert (table.group.room.total.prefills, table.group.room.total.decodes) == (1, 0)
+    assert (table.model.room.total.prefills, table.model.room.total.decodes) == (1, 0)
