@@ -85,7 +85,7 @@ async def choices_ms(count: int, kind: str, times: int = CHOICES) -> list[float]
         if kind == "stored":
             held[ON_STORE] = TOTAL_LEN // BLOCK_SIZE // 2
         began = time.thread_time()
-        placement = model.place(Demand(TOTAL_LEN), held)
+        placement = model.place(Demand(TOTAL_LEN), {"same": held})
         taken.append(1e3 * (time.thread_time() - began))
         for node in filter(None, (placement.prefill, placement.decode)):
             entry = model.nodes.entries[node.node_id, node.epoch]

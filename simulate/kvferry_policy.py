@@ -70,7 +70,7 @@ class KvferryPolicy:
         hashes = ask.hashes[: run.length // self._fleet.shape.machine.block_size]
         demand = Demand(run.length, recovers=bool(run.delivered))
         try:
-            held = await cluster.reuse(hashes, {})
+            held = await cluster.reuse({group.fingerprint: hashes for group in cluster.model.groups}, {})
             placement = cluster.place(demand, held)
         except (NoNodes, Overloaded):
             return None

@@ -103,9 +103,7 @@ class SnapshotBuilder:
 
     def _states(self) -> dict[NodeKey, str]:
         """Return the states of all nodes of served models, as in the metrics."""
-        members = {entry.key for model in self._cluster.nodes.models for entry in model.members}
-        entries = self._cluster.nodes.entries
-        return {key: entry.lease.state if key in members else "incompatible" for key, entry in entries.items()}
+        return {key: entry.lease.state for key, entry in self._cluster.nodes.entries.items()}
 
     def _follow(self) -> None:
         """Log the changes after the nodes changed."""

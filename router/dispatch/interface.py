@@ -20,10 +20,12 @@ from kvferry.router.request_context import RequestContext
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Running request that others may fork from: its id on the wire, and the node that has its blocks, if known."""
+    """Running request that others may fork from: its id on the wire, the node that has its blocks, if known, and the
+    fingerprint of its nodes, which forks must share."""
 
     request_id: str
     node: NodeKey | None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

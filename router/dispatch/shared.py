@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.dispatch.background_calls import BackgroundCalls
+from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
@@ -31,3 +32,4 @@ class Shared:
     retries: RetryBudget
     hedges: RetryBudget
     request_log: RequestLog
+    canary: CanaryRelease | None = None

@@ -98,7 +98,7 @@ class NodeTable:
         return model
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` after every poll that added or removed a node, or changed its role, state or adapters."""
+        """Call `changed` after every poll that added or removed a node or changed one of its `_states`."""
         self._listeners.append(changed)
 
     def suspect(self, entry: NodeEntry) -> None:
@@ -187,10 +187,10 @@ class NodeTable:
         known = [entry.lease for entry in self.entries.values() if any(is_same(entry.lease, lease) for lease in odd)]
         return [lease for lease in leases if is_sound(lease)] + known
 
-    def _states(self) -> dict[NodeKey, tuple[str, str, tuple[AdapterName, ...]]]:
+    def _states(self) -> dict[NodeKey, tuple[str, str, str, tuple[AdapterName, ...]]]:
         """Return the fields of each node whose change is reported to listeners."""
         leases = {key: entry.lease for key, entry in self.entries.items()}
-        return {key: (lease.role, lease.state, lease.adapters) for key, lease in leases.items()}
+        return {key: (lease.role, lease.state, lease.fingerprint, lease.adapters) for key, lease in leases.items()}
 
     def _notice_emptiness(self, empty: bool) -> None:
         if empty and not self._empty:
@@ -236,7 +236,7 @@ class NodeTable:
 
     def _count(self) -> None:
         models = [(entry.lease, self._models[entry.key]) for entry in self.entries.values()]
-        counts = Counter((lease.role, model.state(lease), model.name.first) for lease, model in models)
+        counts = Counter((lease.role, lease.state, model.name.first) for lease, model in models)
         for role, state, model in product(ROLES, NODE_STATES, self.models):
             self._metrics.nodes.labels(role, state, model.name.first).set(counts[role, state, model.name.first])
         for role in ROLES:

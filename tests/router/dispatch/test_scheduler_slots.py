@@ -9,7 +9,7 @@ import pytest
 
 import kvferry.router.dispatch.model_cluster
 from benchmarks import placing
-from kvferry.placement.place import place
+from kvferry.placement.place import place_among
 from kvferry.placement.types import Demand, NodeView, Placement
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.lease import Load
@@ -64,11 +64,11 @@ async def test_requests_that_need_one_role_only_do_not_disturb_the_turns() -> No
 async def test_a_request_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     placed = []
 
-    def counted(demand: Demand, nodes: list[NodeView]) -> Placement:
-        placed.append(demand)
-        return place(demand, nodes)
+    def counted(groups: list[tuple[Demand, list[NodeView]]]) -> Placement:
+        placed.extend(groups)
+        return place_among(groups)
 
-    monkeypatch.setattr(kvferry.router.dispatch.model_cluster, "place", counted)
+    monkeypatch.setattr(kvferry.router.dispatch.model_cluster, "place_among", counted)
     async with cluster(2, 2) as bench:
         for count in range(1, 5):
             await collect(bench.start(2))

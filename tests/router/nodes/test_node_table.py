@@ -71,6 +71,11 @@ class Table(NodeTable):
 P1, D1, D2 = lease_of("p1", "prefill"), lease_of("d1", "decode"), lease_of("d2", "decode")
 
 
+def groups(table: Table) -> dict[str, set[str]]:
+    """Ids by fingerprint."""
+    return {each.fingerprint: {entry.key[0] for entry in each.members} for each in table.model.groups}
+
+
 def fail(error: NodeLost) -> None:
     raise AssertionError(error)
 
@@ -140,7 +145,7 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
 
 async def test_a_registry_that_refuses_is_told_of_once_and_asked_ever_less(caplog: pytest.LogCaptureFixture) -> None:
     """Also before any node was known, when the table asks often."""
-    caplog.set_level("INFO", "kvferry.router.nodes")
+    caplog.set_level("INFO", "kvferry.router.nodes.registry_health")
     table = Table()
     table.registry.available = False
     pauses = []
@@ -189,26 +194,46 @@ async def test_registry_that_lost_everything_between_two_polls() -> None:
     assert table.entries == {}
 
 
-async def test_one_group_of_fingerprints() -> None:
+async def test_nodes_of_several_fingerprints_are_all_in_use(caplog: pytest.LogCaptureFixture) -> None:
     def other(lease: NodeLease, epoch: int) -> NodeLease:
         return replace(lease, fingerprint="new", epoch=epoch)
 
-    table = Table(P1, D1, D2)
-    await table.poll(P1, D1, other(D2, 2))
-    assert table.ids() == {"p1", "d1"}
-    assert table.count("decode", "incompatible") == 1
-    table[D1].promise(0, 1, fail)
-    await table.poll(P1, D1, other(D2, 2), other(lease_of("d3", "decode"), 3))
-    assert table.ids() == {"p1", "d1"}
-    await table.poll(D1, other(P1, 4), other(D2, 2), other(lease_of("d3", "decode"), 3))
-    assert table.ids() == {"p1", "d2", "d3"}
-    assert ("d1", 1) in table.entries
+    table, d3 = Table(P1, D1, D2), other(lease_of("d3", "decode"), 3)
+    with caplog.at_level("INFO", "kvferry.router.nodes.model_nodes"):
+        await table.poll(P1, D1, other(D2, 2))
+        assert groups(table) == {"fp": {"p1", "d1"}, "new": {"d2"}}
+        assert [table.count("decode", state) for state in ("ready", "incompatible")] == [2, 0]
+        table[D1].promise(0, 1, fail)
+        await table.poll(P1, D1, other(D2, 2), d3)
+        assert groups(table) == {"fp": {"p1", "d1"}, "new": {"d2", "d3"}}
+        await table.poll(D1, other(P1, 4), other(D2, 2), d3)
+    assert groups(table) == {"fp": {"d1"}, "new": {"p1", "d2", "d3"}}
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"m has nodes of fingerprint {each} (kvferry)" for each in ("fp", "new")]
 
 
-async def test_a_group_that_can_decode_beats_a_larger_one() -> None:
+async def test_a_node_may_get_another_fingerprint_while_it_lives() -> None:
+    """As one does whose engine behind the adapter is replaced."""
+    table = Table(P1, D1)
+    await table.poll()
+    await table.poll(P1, replace(D1, fingerprint="new"))
+    assert groups(table) == {"fp": {"p1"}, "new": {"d1"}}
+
+
+async def test_groups_that_can_decode_are_the_usable_ones() -> None:
     table = Table()
     await table.poll(P1, lease_of("p2", "prefill"), replace(D1, fingerprint="other"))
-    assert table.ids() == {"d1"}
+    assert [group.fingerprint for group in table.model.usable] == ["other"]
+    await table.poll(P1, replace(D1, fingerprint="other", state="draining"))
+    assert [group.fingerprint for group in table.model.usable] == ["fp", "other"], "better than none"
+
+
+async def test_the_group_whose_first_node_started_last_is_known_by_that_node_when_others_restart() -> None:
+    table, new = Table(), replace(D2, fingerprint="new", epoch=5)
+    await table.poll(P1, D1, new)
+    await table.poll(P1, replace(D1, epoch=6), new)
+    await table.poll(replace(P1, epoch=7), replace(D1, epoch=6), new)
+    assert {group.fingerprint: group.first_epoch for group in table.model.groups} == {"fp": 1, "new": 5}
 
 
 async def test_a_stream_outranks_the_lease() -> None:
