@@ -34,9 +34,11 @@ class ModelAdapters:
     async def change(self, change: ChangeAdapter) -> None:
         """Load or unload an adapter on every node; on return requests can, or no longer can, use it.
 
-        Raises the error of a node that refused; nodes that had newly loaded the adapter have then unloaded it. Raises
-        NoNodes without nodes."""
-        nodes = [entry.lease for entry in self._model.members if entry.lease.state == "ready"]
+        Other engines load their own adapters; they are told only if the model has no other nodes. Raises the error of a
+        node that refused; nodes that had newly loaded the adapter have then unloaded it. Raises NoNodes without nodes.
+        """
+        ready = [entry.lease for entry in self._model.members if entry.lease.state == "ready"]
+        nodes = [lease for lease in ready if not lease.engine] or ready
         if not nodes:
             raise no_nodes(self._model.name.first)
         held = {node.node_id for node in nodes if any(each.name == change.name for each in node.adapters)}
