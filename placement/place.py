@@ -82,13 +82,16 @@ def place_among(groups: Sequence[tuple[Demand, Sequence[NodeView]]]) -> Placemen
 def _most_hopeful(
     refusals: Sequence[KvferryError], groups: Sequence[tuple[Demand, Sequence[NodeView]]]
 ) -> KvferryError:
-    """Return the error of the groups that refuse a request."""
+    """Return the error of the groups that refuse a request.
+
+    It is not too long if it fits into the pool of a node that is only excluded for now."""
     if full := [error for error in refusals if isinstance(error, Overloaded)]:
         return min(full, key=lambda error: error.retry_after or 0.0)
-    if any(isinstance(error, ContextLengthExceeded) for error in refusals):
-        decodes = [node.pool_tokens for _, nodes in groups for node in nodes if node.role == "decode"]
-        return too_long(groups[0][0].total_len + 1, max(decodes))
-    return refusals[0]
+    demand, largest = (
+        groups[0][0],
+        max((n.pool_tokens for _, nodes in groups for n in nodes if n.role == "decode"), default=0),
+    )
+    return too_long(demand.total_len + 1, largest) if 0 < largest <= demand.total_len else no_nodes(demand.model)
 
 
 def _place(demand: Demand, usable: Sequence[NodeView]) -> Placement:

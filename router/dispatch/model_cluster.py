@@ -16,7 +16,7 @@ from kvferry.placement.capacity import Capacity, capacity
 from kvferry.placement.place import place_among
 from kvferry.placement.rejections import no_nodes
 from kvferry.placement.types import Demand, NodeKey, NodeView, Placement
-from kvferry.protocol.errors import NoNodes, Overloaded
+from kvferry.protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.protocol.prefix_reuse import Reuse
@@ -142,7 +142,7 @@ class ModelCluster:
             wary = [(replace(each, excluded=nodes, broken=broken), views) for each, views in sides]
             if demand.source:
                 return place_among(wary)
-            with contextlib.suppress(NoNodes, Overloaded):
+            with contextlib.suppress(NoNodes, Overloaded, ContextLengthExceeded):
                 return place_among(wary)
         return place_among(sides)
 

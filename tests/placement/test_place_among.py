@@ -76,5 +76,8 @@ def test_a_request_that_no_group_takes_is_told_the_most_hopeful_reason() -> None
         place_among([(long, []), (long, [node("p1")])])
     with pytest.raises(ContextLengthExceeded, match=f"is {20 * BLOCK}$"):
         place_among([(long, small), (long, larger), (long, [])])
+    away = replace(long, excluded=frozenset({("d4", 1)}))
+    with pytest.raises(NoNodes):
+        place_among([(away, small), (away, [node("d4")])])
     with pytest.raises(Overloaded):
         place_among([(long, small), (long, full), (long, [])])

@@ -248,6 +248,17 @@ async def test_a_request_too_long_for_one_version_goes_to_the_other() -> None:
             await collect(bench.start(4, range(1000)))
 
 
+async def test_a_request_too_long_for_one_version_waits_for_the_node_of_the_other_that_failed() -> None:
+    """It is not too long: the node is only avoided for a moment, and so is one whose breaker is open."""
+    small = decode("d1", changes={"load": Load(free_blocks=10, total_blocks=10)})
+    async with Bench([small, new(decode("d2", fail_attempts=["server_error"]))], patience_s=5.0) as bench:
+        assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
+        assert [job.attempt for job in bench["d2"].jobs] == [0, 1]
+        for _ in range(10):
+            bench.nodes.breakers.node_failed(("d2", 2))
+        assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
+
+
 async def test_a_version_that_is_full_sends_no_request_away() -> None:
     full = decode("d1", changes={"load": Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)})
     async with Bench([full, new(decode("d2"))]) as bench:
