@@ -41,8 +41,9 @@ def new(worker: FakeWorker, **changes: Any) -> FakeWorker:
     return worker
 
 
-def two_of_each() -> list[FakeWorker]:
-    return [prefill("p1"), decode("d1"), new(prefill("p2")), new(decode("d2"))]
+def uneven() -> list[FakeWorker]:
+    """Nodes take turns out of step with their versions."""
+    return [prefill("p1"), prefill("p3"), decode("d1"), new(prefill("p2")), new(decode("d2")), new(decode("d4"))]
 
 
 def fingerprints(workers: Iterable[FakeWorker]) -> dict[str, set[str]]:
@@ -93,7 +94,7 @@ async def withdrawn(bench: Bench, worker: FakeWorker) -> None:
 
 
 async def test_both_versions_take_requests_and_no_request_mixes_them() -> None:
-    async with Bench(two_of_each()) as bench:
+    async with Bench(uneven()) as bench:
         for _ in range(4):
             outputs = await asyncio.gather(*(collect(bench.start(4)) for _ in range(4)))
             assert [ids(each) for each in outputs] == [expected(PROMPT, 4)] * 4
@@ -190,6 +191,10 @@ async def test_forks_stay_with_the_version_of_the_first() -> None:
         at, leader, tokens = await begun(bench)
         assert leader.fork
         assert leader.fork.fingerprint == at.lease.fingerprint
+        busy = Load(waiting_tokens=3_000, free_blocks=1000, total_blocks=1000)
+        at.lease = replace(at.lease, load=busy)
+        await bench.store.announce(at.lease)
+        await until(lambda: bench.nodes.entries[at.node_id, at.epoch].lease.load == busy)
         forks = [bench.start(4, fork_of=leader.fork) for _ in range(6)]
         assert [ids(await collect(fork)) for fork in forks] == [expected(PROMPT, 4)] * 6
         others = [w for w in bench.workers.values() if w.lease.fingerprint != at.lease.fingerprint]
@@ -249,13 +254,19 @@ async def test_a_request_too_long_for_one_version_goes_to_the_other() -> None:
 
 
 async def test_a_request_too_long_for_one_version_waits_for_the_node_of_the_other_that_failed() -> None:
-    """It is not too long: the node is only avoided for a moment, and so is one whose breaker is open."""
+    """It is not too long: the node is only avoided for a moment."""
     small = decode("d1", changes={"load": Load(free_blocks=10, total_blocks=10)})
     async with Bench([small, new(decode("d2", fail_attempts=["server_error"]))], patience_s=5.0) as bench:
         assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
         assert [job.attempt for job in bench["d2"].jobs] == [0, 1]
+
+
+async def test_a_request_that_fits_only_a_suspected_node_is_not_too_long() -> None:
+    small = decode("d1", changes={"load": Load(free_blocks=10, total_blocks=10)})
+    async with Bench([small, decode("d2")]) as bench:
         for _ in range(10):
-            bench.nodes.breakers.node_failed(("d2", 2))
+            bench.nodes.breakers.node_failed(("d2", 1))
+        assert bench.cluster.able("decode") == {("d1", 1)}
         assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
 
 
