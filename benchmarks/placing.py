@@ -78,14 +78,14 @@ async def cluster(count: int, kind: str) -> ModelCluster:
 async def choices_ms(count: int, kind: str, times: int = CHOICES) -> list[float]:
     """Return CPU milliseconds of each placement, with reservations on the chosen nodes."""
     model, source = await cluster(count, kind), random.Random(1)
-    ids = [entry.key[0] for entry in model.group.members]
+    ids = [entry.key[0] for entry in model.model.members]
     taken = []
     for _ in range(times):
         held = {node_id: 4 * (place + 1) for place, node_id in enumerate(source.sample(ids, min(HOLDERS, count)))}
         if kind == "stored":
             held[ON_STORE] = TOTAL_LEN // BLOCK_SIZE // 2
         began = time.thread_time()
-        placement = model.place(Demand(TOTAL_LEN), held)
+        placement = model.place(Demand(TOTAL_LEN), {"same": held})
         taken.append(1e3 * (time.thread_time() - began))
         for node in filter(None, (placement.prefill, placement.decode)):
             entry = model.nodes.entries[node.node_id, node.epoch]

@@ -29,11 +29,12 @@ class Capacity:
 def capacity(leases: Iterable[NodeLease]) -> Capacity:
     """Return the capacity of the ready nodes.
 
-    Prefill nodes compute prompts; without any, decode nodes do. If one decode node does not report its limit of
-    sequences, the sum is unknown."""
+    Prefill nodes compute prompts; decode nodes do if no prefill node shares their fingerprint. If one decode node does
+    not report its limit of sequences, the sum is unknown."""
     ready = [lease for lease in leases if lease.state == "ready"]
     decodes = [lease for lease in ready if lease.role == "decode"]
-    prefills = [lease for lease in ready if lease.role == "prefill"] or decodes
+    helped = {lease.fingerprint for lease in ready if lease.role == "prefill"}
+    prefills = [lease for lease in ready if lease.role == "prefill" or lease.fingerprint not in helped]
     known = all(lease.max_num_seqs for lease in decodes)
     return Capacity(
         sum(lease.max_num_seqs for lease in decodes) if known else 0,

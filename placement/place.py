@@ -23,7 +23,7 @@ from kvferry.placement.rejections import full, no_nodes, too_long
 from kvferry.placement.tier_reads import found_len
 from kvferry.placement.types import Demand, NodeView, Placement, unbroken
 from kvferry.placement.uncached_nodes import alone, alone_from_s, apart, firsts, readies
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import ContextLengthExceeded, KvferryError, NoNodes, Overloaded
 
 NOISE = 0.2
 """Relative noise of learned rates: otherwise equal nodes whose costs differ by no more count as equal."""
@@ -53,6 +53,45 @@ def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
         demand = replace(demand, holders=found)
         return with_fetch(demand, _place(demand, usable), usable)
     return _place(demand, usable)
+
+
+def place_among(groups: Sequence[tuple[Demand, Sequence[NodeView]]]) -> Placement:
+    """Return the cheapest placement over groups of nodes, each with its demand, so that no pair mixes two groups.
+
+    Of equal nodes (see NOISE) it is the one that was not chosen for longest, as within a group. With one group it is
+    `place`. Raises what `place` raises: Overloaded if a group could take the request later, ContextLengthExceeded if it
+    fits into no group."""
+    if len(groups) == 1:
+        return place(*groups[0])
+    found: list[tuple[float, Placement, NodeView]] = []
+    refusals: list[KvferryError] = []
+    for demand, nodes in groups:
+        try:
+            placement = place(demand, nodes)
+        except (NoNodes, Overloaded, ContextLengthExceeded) as error:
+            refusals.append(error)
+        else:
+            lease = placement.prefill or placement.decode
+            found.append((placement.cost_s, placement, next(node for node in nodes if node.lease is lease)))
+    if not found:
+        raise _most_hopeful(refusals, groups)
+    least = min(found, key=itemgetter(0))
+    return _whose_turn(found, least, least[0], itemgetter(0))[1]
+
+
+def _most_hopeful(
+    refusals: Sequence[KvferryError], groups: Sequence[tuple[Demand, Sequence[NodeView]]]
+) -> KvferryError:
+    """Return the error of the groups that refuse a request.
+
+    It is not too long if it fits into the pool of a node that is only excluded for now."""
+    if full := [error for error in refusals if isinstance(error, Overloaded)]:
+        return min(full, key=lambda error: error.retry_after or 0.0)
+    demand, largest = (
+        groups[0][0],
+        max((n.pool_tokens for _, nodes in groups for n in nodes if n.role == "decode"), default=0),
+    )
+    return too_long(demand.total_len + 1, largest) if 0 < largest <= demand.total_len else no_nodes(demand.model)
 
 
 def _place(demand: Demand, usable: Sequence[NodeView]) -> Placement:

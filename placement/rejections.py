@@ -15,6 +15,15 @@ def no_nodes(model: str) -> NoNodes:
     return NoNodes(f"the model {model!r} has no decode node at present that can take the request", retry_after=NODES_S)
 
 
+def no_nodes_alike(model: str) -> NoNodes:
+    """Return the error for a stream that has begun on nodes of a version of which none is left."""
+    return NoNodes(
+        f"no node of the version that began this answer of the model {model!r} is left; nodes of other versions do not "
+        "continue it, since they would give other tokens",
+        retry_after=NODES_S,
+    )
+
+
 def too_long(tokens: int, largest: int) -> ContextLengthExceeded:
     """Return the error for a request that no pool can hold. largest: tokens of the largest pool."""
     return ContextLengthExceeded(

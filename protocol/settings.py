@@ -20,6 +20,8 @@ MOST_GIB = 2**20
 DEMO = "smollm2"
 MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
 QUEUE_TIMEOUT = "seconds a request waits while no node can take it; then 503 if there is no node, 429 if all are full"
+CANARY_WEIGHT = "share (0 to 1) of new requests for the nodes of --canary-engine, while they can decode; -1: no canary"
+CANARY_ENGINE = "prefix of the canary's engine (vllm 0.32) or fingerprint; newest: the version that came last"
 MODELS = f"{MODEL}; repeat it for several models, with --served-model-name in the same order"
 
 
@@ -104,6 +106,9 @@ class RouterSettings(CommonSettings):
     local_prefill_tokens: int = setting(
         0, "prompts of at most this many uncached tokens prefill on a decode node", least=0
     )
+    canary_weight: float = setting(-1.0, CANARY_WEIGHT, least=-1, most=1)
+    canary_engine: str = setting("newest", CANARY_ENGINE)
+    canary_by: str = setting("request", "whether requests or whole tenants go there", choices=("request", "tenant"))
 
 
 @dataclass(frozen=True, kw_only=True)

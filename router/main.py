@@ -25,6 +25,7 @@ from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.batch.batches import Batches
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
+from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.prefixes import BlockLookup
 from kvferry.router.nodes.node_table import NodeSource
@@ -125,6 +126,7 @@ async def run_router(
         buddies=settings.buddies,
         fetch=settings.fetch,
         patience_s=settings.queue_timeout,
+        canary=CanaryRelease.of(settings),
         token=secrets.token,
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
     )

@@ -52,12 +52,18 @@ class RoleRebalancer:
         return background(self._run(), "balance")
 
     def _wanted(self, pool: ServedModel) -> Change | None:
-        info = pool.cluster.info()
-        leases = [lease for lease in pool.cluster.leases() if info and lease.fingerprint == info.fingerprint]
-        own = pool.backlog
+        """Return a change within one fingerprint: only nodes that share it form pairs.
+
+        Each fingerprint's nodes get their share of what waits in this router."""
+        leases, own = pool.cluster.leases(), pool.backlog
         waits_s, seats = (own.prefill_s(), own.decode_nodes()) if own else (0.0, 0.0)
-        asked = Demands(backlog_s(leases) + waits_s, sum(lease.pressure for lease in leases) + seats)
-        return wanted(leases, asked, self._rest_s)
+        for fingerprint in sorted({lease.fingerprint for lease in leases}):
+            alike = [lease for lease in leases if lease.fingerprint == fingerprint]
+            share = len(alike) / len(leases)
+            asked = Demands(backlog_s(alike) + share * waits_s, sum(lease.pressure for lease in alike) + share * seats)
+            if change := wanted(alike, asked, self._rest_s):
+                return change
+        return None
 
     async def _make(self, change: Change) -> None:
         node = change.node

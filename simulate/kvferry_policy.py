@@ -9,10 +9,11 @@ from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.dispatch.background_calls import BackgroundCalls
 from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
-from kvferry.router.dispatch.model_cluster import ModelCluster, Shared
+from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.dispatch.shared import Shared
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
@@ -57,8 +58,8 @@ class KvferryPolicy:
             budget,
             request_log,
         )
-        groups = {model: self.table.add(ModelNodes(ModelName(model, ()))) for model in fleet.shape.models}
-        self._clusters = {model: ModelCluster(group, shared) for model, group in groups.items()}
+        nodes = {model: self.table.add(ModelNodes(ModelName(model, ()))) for model in fleet.shape.models}
+        self._clusters = {model: ModelCluster(each, shared) for model, each in nodes.items()}
         self._taken = dict.fromkeys(fleet.shape.models, 0)
 
     async def choose(self, run: Run) -> Choice | None:
@@ -69,7 +70,7 @@ class KvferryPolicy:
         hashes = ask.hashes[: run.length // self._fleet.shape.machine.block_size]
         demand = Demand(run.length, recovers=bool(run.delivered))
         try:
-            held = await cluster.reuse(hashes, {})
+            held = await cluster.reuse({group.fingerprint: hashes for group in cluster.model.groups}, {})
             placement = cluster.place(demand, held)
         except (NoNodes, Overloaded):
             return None

@@ -117,7 +117,7 @@ class FakeCluster:
         self.held = PendingRequests()
 
     def info(self) -> ClusterInfo:
-        return ClusterInfo("demo", self.max_model_len, 16, "f" * 32)
+        return ClusterInfo("demo", self.max_model_len)
 
     def capacity(self) -> Capacity:
         return self.takes

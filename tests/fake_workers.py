@@ -39,6 +39,7 @@ from kvferry.protocol.prefix_reuse import Missed, Reuse
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import pack, unpack
 from kvferry.protocol.work import Generate
+from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.interface import Output, RequestSpec
@@ -357,6 +358,7 @@ class Bench:
         clock: Callable[[], float] = time.monotonic,
         buddies: bool = True,
         fetch: bool = True,
+        canary: CanaryRelease | None = None,
     ) -> None:
         self.workers = {worker.node_id: worker for worker in workers}
         self.store = MemoryStore(lease_s=1e9)
@@ -372,6 +374,7 @@ class Bench:
             patience_s=patience_s,
             buddies=buddies,
             fetch=fetch,
+            canary=canary,
         )
         self.cluster = self.all.pool(model)
 

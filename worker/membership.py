@@ -146,11 +146,11 @@ class Membership:
         self._leaving = False
 
     async def spared(self) -> bool:
-        """Return whether other ready nodes have the role; False while the registry does not answer."""
-        return await self._relieved()
+        """Return whether other ready nodes of its fingerprint have the role; False while the registry is silent."""
+        return any(map(self._lease().relieved_by, await self._alike() or ()))
 
     async def _kept_by(self, rest_s: float) -> str:
-        own, others = self._lease(), await self._others()
+        own, others = self._lease(), await self._alike()
         if others is None:
             return "the registry does not answer"
         if any(node.leaving or node.state == "draining" for node in others):
@@ -166,6 +166,11 @@ class Membership:
     async def _relieved(self) -> bool:
         """Return whether another node can replace this one; False while the registry does not answer."""
         return any(map(self._lease().relieved_by, await self._others() or ()))
+
+    async def _alike(self) -> list[NodeLease] | None:
+        """Return the other nodes of the same fingerprint, with which this node can form pairs; None as `_others`."""
+        fingerprint, others = self._lease().fingerprint, await self._others()
+        return others and [node for node in others if node.fingerprint == fingerprint]
 
     async def _others(self) -> list[NodeLease] | None:
         """Return the other nodes of the same model; None while the registry does not answer."""

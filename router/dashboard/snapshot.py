@@ -58,7 +58,7 @@ class SnapshotBuilder:
             version=VERSION,
             up_s=now - request_log.began,
             registry=table.contact.up,
-            models=[group.name.first for group in table.groups],
+            models=[model.name.first for model in table.models],
             queued=int(total(self._metrics.queued, "")),
             nodes=list(self._nodes(entries[:NODES], left)),
             nodes_total=len(entries),
@@ -75,7 +75,7 @@ class SnapshotBuilder:
 
     def _nodes(self, entries: Iterable[NodeEntry], left: RemainingPauses) -> Iterator[Node]:
         states = self._states()
-        models = {entry.key: group.name.first for group in self._cluster.nodes.groups for entry in group.members}
+        models = {entry.key: model.name.first for model in self._cluster.nodes.models for entry in model.members}
         for entry in entries:
             lease, load = entry.lease, entry.lease.load
             yield Node(
@@ -103,9 +103,7 @@ class SnapshotBuilder:
 
     def _states(self) -> dict[NodeKey, str]:
         """Return the states of all nodes of served models, as in the metrics."""
-        members = {entry.key for group in self._cluster.nodes.groups for entry in group.members}
-        entries = self._cluster.nodes.entries
-        return {key: entry.lease.state if key in members else "incompatible" for key, entry in entries.items()}
+        return {key: entry.lease.state for key, entry in self._cluster.nodes.entries.items()}
 
     def _follow(self) -> None:
         """Log the changes after the nodes changed."""

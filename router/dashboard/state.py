@@ -148,7 +148,7 @@ class Asked(BaseModel):
 class Event(BaseModel):
     """Event: a step of the retry policy with the nodes at fault, or a change of a node.
 
-    Changes of nodes: joined, ready, draining, incompatible, role (changed), lost."""
+    Changes of nodes: joined, ready, draining, role (changed), lost."""
 
     ago_s: float
     kind: str

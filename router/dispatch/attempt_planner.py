@@ -7,17 +7,18 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from kvferry.placement.rejections import too_late
+from kvferry.placement.rejections import no_nodes_alike, too_late
 from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.errors import GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.dispatch import jobs
-from kvferry.router.dispatch.context import DispatchContext
+from kvferry.router.dispatch.context import DispatchContext, Hashes, Held
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.dispatch.poison_requests import Suspect
 from kvferry.router.dispatch.retry_policy import RetryPolicy
 from kvferry.router.dispatch.timers import Backoff
+from kvferry.router.nodes.model_nodes import FingerprintGroup
 from kvferry.router.nodes.node_entry import node_key
 
 log = logging.getLogger(__name__)
@@ -26,30 +27,30 @@ log = logging.getLogger(__name__)
 class AttemptPlanner:
     """Chooses the nodes of each attempt of a request; the owner must call `end`.
 
-    `delivered` is the growing list of output tokens sent to the client."""
+    `delivered` is the growing list of output tokens sent to the client. `fingerprint` is that of the nodes that may
+    take the request; empty: any, until its first token."""
 
     def __init__(self, spec: RequestSpec, context: DispatchContext, delivered: list[int]) -> None:
         self.patience = Backoff(context.patience_s)
         self._spec, self._context, self._delivered = spec, context, delivered
         self._retry_policy, self._suspect = RetryPolicy(), Suspect()
+        self.fingerprint = spec.fork_of.fingerprint if spec.fork_of else ""
         self._failure: KvferryError | None = None
         self._unpaid = False
         self._held: dict[NodeKey, int] = {}
-        self._hashes: Sequence[bytes] = ()
+        self._hashes: Hashes = {}
 
-    @property
-    def hashes(self) -> Sequence[bytes]:
-        """Return the hashes of the full blocks of all tokens, as computed by `reuse`."""
-        return self._hashes
+    def hashes(self, node: NodeLease) -> Sequence[bytes]:
+        """Return the hashes of the full blocks of all tokens on such a node, as computed by `reuse`."""
+        return self._hashes.get(node.fingerprint, ())
 
-    async def reuse(self) -> dict[str, int]:
-        """Return the leading blocks of all tokens so far that nodes hold, by node id."""
-        group = self._context.group.members
+    async def reuse(self) -> Held:
+        """Return the leading blocks of all tokens so far that nodes hold."""
         token_ids = self._spec.token_ids + tuple(self._delivered)
-        self._hashes = jobs.hashes(self._spec, token_ids, group[0].lease) if group else ()
+        self._hashes = {each.fingerprint: jobs.hashes(self._spec, token_ids, each) for each in self._groups()}
         return await self._context.reuse(self._hashes, self._held)
 
-    def place(self, reuse: dict[str, int], left_s: float) -> Placement | None:
+    def place(self, reuse: Held, left_s: float) -> Placement | None:
         """Place the next attempt; return None if nothing can take it now and it must wait.
 
         A request that never ran is rejected at once if the cluster would be too late, or if it is full and many
@@ -57,7 +58,7 @@ class AttemptPlanner:
         demand = self._demand()
         try:
             self._pay()
-            placement = self._context.place(demand, reuse)
+            placement = self._context.place(demand, reuse, self._groups())
         except (NoNodes, Overloaded) as error:
             if self._failure is None and isinstance(error, Overloaded) and not self._context.held.takes(self):
                 raise
@@ -72,7 +73,7 @@ class AttemptPlanner:
             raise too_late(placement.first_token_s - left_s)
         return placement
 
-    def elsewhere(self, late: Placement, reuse: dict[str, int]) -> Placement | None:
+    def elsewhere(self, late: Placement, reuse: Held) -> Placement | None:
         """Place a hedged attempt away from a late attempt's nodes, or at least from the one computing its prompt.
 
         Returns None if that is impossible."""
@@ -80,22 +81,22 @@ class AttemptPlanner:
         demand = replace(self._demand(), pinned=None)
         for avoided in (keys, keys[:1]):
             with contextlib.suppress(NoNodes, Overloaded):
-                return self._context.place(replace(demand, excluded=demand.excluded | {*avoided}), reuse)
+                return self._context.place(
+                    replace(demand, excluded=demand.excluded | {*avoided}), reuse, self._groups(again=True)
+                )
         return None
 
-    def onward(self, leaving: Placement, avoided: Collection[NodeKey], reuse: dict[str, int]) -> Placement | None:
+    def onward(self, leaving: Placement, avoided: Collection[NodeKey], reuse: Held) -> Placement | None:
         """Place a stream on another decode node than the draining one; None if no node can take it now.
 
         Nodes of another fingerprint cannot read its blocks, as in a rollout that changes the fingerprint."""
         assert leaving.decode
-        if all(entry.lease.fingerprint != leaving.decode.fingerprint for entry in self._context.group.members):
-            return None
         demand, source = self._demand(), node_key(leaving.decode)
         moves = replace(
             demand, excluded=demand.excluded | {*avoided, source}, pinned=None, local_only=True, source=source
         )
         with contextlib.suppress(NoNodes, Overloaded):
-            return self._context.place(moves, reuse)
+            return self._context.place(moves, reuse, self._context.model.of(leaving.decode.fingerprint))
         return None
 
     def goes_to(self, nodes: Collection[NodeKey]) -> None:
@@ -113,7 +114,7 @@ class AttemptPlanner:
             self._context.deaths.died(culprit, failure.works, self._suspect, len(self._delivered))
         self.goes_to(others)
         self._failure, self._unpaid = failure.error, not died and not self._delivered
-        prefills = self._context.able("prefill", culprit, self._spec.adapter)
+        prefills = self._context.able("prefill", culprit, self._spec.adapter, self.fingerprint)
         return self._retry_policy.next_step(failure, len(self._delivered), prefills)
 
     def got_on(self) -> None:
@@ -123,15 +124,27 @@ class AttemptPlanner:
             self._context.deaths.clear(self._suspect)
 
     def computed(self, node: NodeLease, other: NodeLease | None) -> None:
-        """Record that `node` computed the prompt and holds it for a while, as does `other`, to which it was shipped."""
+        """Record that `node` computed the prompt and holds it for a while, as does `other`, to which it was shipped.
+
+        Other kernels would give other tokens, so its first token binds the request to its fingerprint."""
+        self.fingerprint = node.fingerprint
         self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
-        self._context.remember(self._hashes, [each for each in (node, other) if each])
+        self._context.remember(self.hashes(node), [each for each in (node, other) if each])
 
     def end(self) -> None:
         """Stop waiting and clear suspicions at the end of the dispatch."""
         self._context.held.leave(self)
         if self._suspect.losses:
             self._context.deaths.clear(self._suspect)
+
+    def _groups(self, *, again: bool = False) -> Sequence[FingerprintGroup]:
+        """Return the groups that may take the next attempt, which is no first one if `again`."""
+        model, canary = self._context.model, self._context.canary
+        if self.fingerprint:
+            return model.of(self.fingerprint)
+        if canary is None or len(model.groups) == 1:
+            return model.groups
+        return canary.groups(model, self._spec, again=again or self._failure is not None)
 
     def _demand(self) -> Demand:
         fork, deaths, retry_policy = self._spec.fork_of, self._context.deaths, self._retry_policy
@@ -158,4 +171,9 @@ class AttemptPlanner:
     def _hopeless(self, error: KvferryError) -> KvferryError:
         if isinstance(self._failure, GrantRefused | Overloaded):
             return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
+        if isinstance(error, NoNodes) and self.fingerprint and any(map(self._is_other, self._context.model.groups)):
+            return no_nodes_alike(self._context.model.name.first)
         return error
+
+    def _is_other(self, group: FingerprintGroup) -> bool:
+        return group.decodes and group.fingerprint != self.fingerprint

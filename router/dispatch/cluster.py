@@ -11,10 +11,12 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.roles import ChangeRole
 from kvferry.protocol.wire import pack
 from kvferry.router.dispatch.background_calls import BackgroundCalls
-from kvferry.router.dispatch.model_cluster import ModelCluster, Shared
+from kvferry.router.dispatch.canary_release import CanaryRelease
+from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import BlockLookup, Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.dispatch.shared import Shared
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_table import NodeSource, NodeTable
@@ -46,6 +48,7 @@ class RouterCluster:
     token               returns the secret that authenticates this router to the nodes
     tls                 of connections to the nodes
     patience_s          how long a request waits when no node can take it, in seconds
+    canary              share of new requests for the nodes of one engine; None: nodes share by cost
 
     nodes, request_log  live nodes, and recent events for the dashboard
     """
@@ -61,6 +64,7 @@ class RouterCluster:
         fetch: bool = True,
         lookup_s: float = 0.1,
         patience_s: float = 15.0,
+        canary: CanaryRelease | None = None,
         nodes: NodeTable | None = None,
         client: NodeClient | None = None,
         token: Callable[[], str] = str,
@@ -87,6 +91,7 @@ class RouterCluster:
             retries=RetryBudget(*RETRIES, clock),
             hedges=RetryBudget(*HEDGES, clock),
             request_log=self.request_log,
+            canary=canary,
         )
         self.nodes.listen(self._follow)
 

@@ -11,12 +11,18 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch.attempt import Attempt
+from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.retry_budget import RetryBudget
-from kvferry.router.nodes.model_nodes import ModelNodes
+from kvferry.router.nodes.model_nodes import FingerprintGroup, ModelNodes
 from kvferry.router.request_log import RequestLog
+
+Hashes = Mapping[str, Sequence[bytes]]
+"""Hashes of a prompt's full blocks, by fingerprint of the nodes that use them."""
+Held = Mapping[str, Mapping[str, int]]
+"""Leading blocks of a prompt that nodes hold, by fingerprint, then by node id or other index name."""
 
 
 class DispatchContext(Protocol):
@@ -28,9 +34,10 @@ class DispatchContext(Protocol):
     retries       budget for retries of requests without a first token
     hedges        budget for hedged attempts
     request_log   recent requests and events for the dashboard
+    canary        choice of the groups that a new request goes to; None: any
     """
 
-    group: ModelNodes
+    model: ModelNodes
     metrics: RouterMetrics
     router_id: str
     patience_s: float
@@ -39,17 +46,20 @@ class DispatchContext(Protocol):
     retries: RetryBudget
     hedges: RetryBudget
     request_log: RequestLog
+    canary: CanaryRelease | None
 
-    async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
-        """Return the leading blocks that nodes hold, by node id; at least those in `held`.
+    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Held:
+        """Return the leading blocks that nodes hold; at least those in `held`.
 
         If the index does not answer in time, the result holds no other nodes."""
 
     def remember(self, hashes: Sequence[bytes], nodes: Sequence[NodeLease]) -> None:
         """Record that these nodes hold the blocks of an attempt's prompt."""
 
-    def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
-        """Place the next attempt, given the result of `reuse`; raise NoNodes, Overloaded or ContextLengthExceeded."""
+    def place(self, demand: Demand, held: Held, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
+        """Place the next attempt in one of these groups, by default any, given the result of `reuse`.
+
+        Raises NoNodes, Overloaded or ContextLengthExceeded."""
 
     def launch(
         self,
@@ -67,8 +77,10 @@ class DispatchContext(Protocol):
     def doubt(self, late: Placement) -> None:
         """Suspect the nodes of a placement whose attempt is late with its first token."""
 
-    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "") -> set[NodeKey]:
-        """Return the nodes that could take an attempt with this adapter id, including `besides` despite its failure."""
+    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
+        """Return the nodes that could take an attempt with this adapter id, including `besides` despite its failure.
+
+        fingerprint: that they must have; empty: any."""
 
     def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
         """Return the node's account of the prompt's tokens if it adds up, else one without reuse."""

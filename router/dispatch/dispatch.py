@@ -66,9 +66,9 @@ class RequestDispatch:
             return None
         leader = self._hedged.leader
         if leader is None:
-            return Fork(self._wire_id, None)
+            return Fork(self._wire_id, None, self._planner.fingerprint)
         node = leader.placement.decode if self.route.decode else leader.placement.prefill
-        return Fork(leader.job.request_id, node_key(node) if node else None)
+        return Fork(leader.job.request_id, node_key(node) if node else None, self._planner.fingerprint)
 
     async def cancel(self, *, enough: bool = False) -> None:
         if not self._over:
@@ -80,7 +80,7 @@ class RequestDispatch:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:
-            self._timers, model = Timers(self._spec.call.deadline, self._ring), self._context.group.name.first
+            self._timers, model = Timers(self._spec.call.deadline, self._ring), self._context.model.name.first
             self._record = self._context.request_log.begin(self._spec, model, self._sequence.tokens)
             while not self._sequence.finished:
                 if not self._hedged.runners:
@@ -159,7 +159,10 @@ class RequestDispatch:
         assert self._timers and self._record  # noqa: PT018
         job = self._job(name)
         self._prediction.began(job.attempt, placement)
-        self._hedged.enter(self._context.launch(job, placement, self._sink.hear, hashes=self._planner.hashes))
+        computes = placement.prefill or placement.decode
+        assert computes
+        hashes = self._planner.hashes(computes)
+        self._hedged.enter(self._context.launch(job, placement, self._sink.hear, hashes=hashes))
         self._attempts += 1
         if not self.route:
             self._record.sent(placement)

@@ -20,10 +20,12 @@ from kvferry.router.request_context import RequestContext
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Running request that others may fork from: its id on the wire, and the node that has its blocks, if known."""
+    """Running request that others may fork from: its id on the wire, the node that has its blocks, if known, and the
+    fingerprint of its nodes, which forks must share."""
 
     request_id: str
     node: NodeKey | None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,10 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterInfo:
-    """Facts on which all live nodes of a model agree; `fingerprint` roots the block hashes."""
+    """Facts that hold for every node of a model."""
 
     model: str
     max_model_len: int
-    block_size: int
-    fingerprint: str
 
 
 class Adapters(Protocol):

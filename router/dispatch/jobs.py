@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvferry.protocol.hashing import chain, root_hash
-from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.work import Generate, Work
 from kvferry.router.dispatch.interface import Output, RequestSpec
+from kvferry.router.nodes.model_nodes import FingerprintGroup
 
 
 def job(
@@ -31,11 +31,11 @@ def job(
     )
 
 
-def hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> list[bytes]:
-    """Return the block hashes of prompt and delivered tokens; empty if nothing can be reused."""
+def hashes(spec: RequestSpec, token_ids: tuple[int, ...], group: FingerprintGroup) -> list[bytes]:
+    """Return the block hashes of prompt and delivered tokens on a group's nodes; empty if nothing can be reused."""
     if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
         return []
-    return chain(root_hash(lease.fingerprint, spec.namespace, spec.adapter), token_ids, lease.block_size)
+    return chain(root_hash(group.fingerprint, spec.namespace, spec.adapter), token_ids, group.block_size)
 
 
 def output(delta: TokenDelta) -> Output:

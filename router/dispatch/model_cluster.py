@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kvferry.placement.blocks import crowded
 from kvferry.placement.cache_value import CacheValue
 from kvferry.placement.capacity import Capacity, capacity
-from kvferry.placement.place import place
-from kvferry.placement.types import Demand, NodeKey, Placement
-from kvferry.protocol.errors import NoNodes, Overloaded
+from kvferry.placement.place import place_among
+from kvferry.placement.rejections import no_nodes
+from kvferry.placement.types import Demand, NodeKey, NodeView, Placement
+from kvferry.protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import DecodeTarget, Job
-from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.attempt import Attempt
-from kvferry.router.dispatch.background_calls import BackgroundCalls
+from kvferry.router.dispatch.context import Hashes, Held
 from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.inflight_prefixes import InflightPrefixes
 from kvferry.router.dispatch.interface import ClusterInfo, RequestSpec
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
 from kvferry.router.dispatch.pending_requests import PendingRequests
-from kvferry.router.dispatch.poison_requests import PoisonRequests
-from kvferry.router.dispatch.prefixes import Prefixes
 from kvferry.router.dispatch.readiness import Readiness
-from kvferry.router.dispatch.retry_budget import RetryBudget
-from kvferry.router.nodes.adapters import GroupAdapters
+from kvferry.router.dispatch.shared import Shared
+from kvferry.router.nodes.adapters import ModelAdapters
 from kvferry.router.nodes.circuit_breakers import OpenBreakers
-from kvferry.router.nodes.client import NodeClient
-from kvferry.router.nodes.model_nodes import ModelNodes, holds
+from kvferry.router.nodes.model_nodes import FingerprintGroup, ModelNodes, holds
 from kvferry.router.nodes.node_entry import NodeEntry, node_key
-from kvferry.router.nodes.node_table import NodeTable
-from kvferry.router.request_log import RequestLog
 
 log = logging.getLogger(__name__)
 
@@ -46,41 +42,22 @@ CAPACITY_S = 0.5
 """Age after which the capacity is computed again, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """State that all models' clusters share; owned by `RouterCluster`, which documents the fields."""
-
-    nodes: NodeTable
-    client: NodeClient
-    prefixes: Prefixes
-    background_calls: BackgroundCalls
-    metrics: RouterMetrics
-    local_tokens: int
-    buddies: bool
-    fetch: bool
-    patience_s: float
-    deaths: PoisonRequests
-    retries: RetryBudget
-    hedges: RetryBudget
-    request_log: RequestLog
-
-
 class ModelCluster:
     """Places and launches attempts on one model's nodes. Implements `interface.Cluster`, `context.DispatchContext`."""
 
-    def __init__(self, group: ModelNodes, shared: Shared) -> None:
-        self.nodes, self.group = shared.nodes, group
+    def __init__(self, model: ModelNodes, shared: Shared) -> None:
+        self.nodes, self.model = shared.nodes, model
         self.metrics = shared.metrics
-        self._reuse = shared.metrics.reuse.of(group.name.first)
+        self._reuse = shared.metrics.reuse.of(model.name.first)
         self.background_calls = shared.background_calls
         self.patience_s = shared.patience_s
         self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
         self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
         self.router_id, self.request_log = shared.client.router_id, shared.request_log
         self._client, self._prefixes, self._local_tokens = shared.client, shared.prefixes, shared.local_tokens
-        self._buddies, self._fetch = shared.buddies, shared.fetch
-        self.adapters = GroupAdapters(group, shared.nodes, shared.client)
-        self.leases = group.leases
+        self._buddies, self._fetch, self.canary = shared.buddies, shared.fetch, shared.canary
+        self.adapters = ModelAdapters(model, shared.nodes, shared.client)
+        self.leases = model.leases
         self._info: ClusterInfo | None = None
         self.trouble = Readiness(shared.nodes)
         self._capacity, self._capacity_until = Capacity(), 0.0
@@ -95,13 +72,13 @@ class ModelCluster:
     def capacity(self) -> Capacity:
         now = self.nodes.clock()
         if now >= self._capacity_until:
-            leases = (entry.lease for entry in self.group.members)
+            leases = (entry.lease for group in self.model.usable for entry in group.members)
             self._capacity, self._capacity_until = capacity(leases), now + CAPACITY_S
         return self._capacity
 
     def start(self, spec: RequestSpec) -> RequestDispatch:
         """Return a dispatch, idle until its first iteration; raise Overloaded if nodes and queue are full."""
-        room = self.group.room  # maintained sums: the cost does not grow with the number of nodes
+        room = self.model.room  # maintained sums: the cost does not grow with the number of nodes
         if not self.held.roomy and (not spec.work.ends_on_prompt() or not room.total.prefills):
             refusal = room.refusal()
             if isinstance(refusal, Overloaded):
@@ -110,24 +87,33 @@ class ModelCluster:
         self.hedges.requests += 1
         return RequestDispatch(spec, self)
 
-    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "") -> set[NodeKey]:
+    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
         """Return the ready and reachable nodes with the adapter; `besides` even if its breaker is open."""
         shut = self._shut().nodes
         return {
             entry.key
-            for entry in self.group.members
+            for entry in self.model.members
             if entry.lease.role == role
             and entry.lease.state == "ready"
             and entry.reachable
             and (entry.key == besides or entry.key not in shut)
             and holds(entry.lease, adapter)
+            and fingerprint in ("", entry.lease.fingerprint)
         }
 
-    async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
+    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Held:
         """Return the leading blocks held, by node id or other index name, in flight ones included; see `Prefixes`."""
-        nodes = self.group.names
-        if not hashes or not nodes:
+        if len(hashes) == 1:  # the usual case, without a task
+            ((fingerprint, own),) = hashes.items()
+            return {fingerprint: await self._held_in(fingerprint, own, held)}
+        found = await asyncio.gather(*(self._held_in(fingerprint, own, held) for fingerprint, own in hashes.items()))
+        return dict(zip(hashes, found, strict=True))
+
+    async def _held_in(self, fingerprint: str, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
+        group = next(iter(self.model.of(fingerprint)), None)
+        if not hashes or group is None:
             return {}
+        nodes = group.names
         found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up)
         here = {node_id: blocks for (node_id, epoch), blocks in held.items() if nodes.get(node_id) == epoch}
         for node_id, blocks in (*self.inflight_prefixes.held(hashes, nodes).items(), *here.items()):
@@ -138,28 +124,39 @@ class ModelCluster:
         """Record that these nodes computed the prompt of these blocks."""
         self._prefixes.note(hashes, tuple(map(node_key, nodes)))
 
-    def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
-        """Place an attempt, given the result of `reuse`; raises what `placement.place` raises.
+    def place(self, demand: Demand, held: Held, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
+        """Place an attempt in one of these groups, by default any, given the result of `reuse`.
 
-        Reserves nothing: do not await between this and `launch`. Uses open breakers last, and never for migrations."""
-        demand = replace(
-            demand,
-            local_tokens=self._local_tokens,
-            model=self.group.name.first,
-            fetches=self._fetch,
-            worth=0.0 if demand.recovers else self.worth.times,
-            stored_len=self.group.stored_len(held, demand.total_len),
-        )
-        views = self.group.views(held, demand.adapter)
+        Raises what `placement.place_among` raises. Reserves nothing: do not await between this and `launch`. Uses open
+        breakers last, and never for migrations."""
+        groups = self.model.groups if groups is None else groups
+        if demand.pinned and len(groups) > 1:
+            groups = [group for group in groups if demand.pinned in group] or groups
+        if not groups:
+            raise no_nodes(self.model.name.first)
+        sides = [self._side(demand, group, held.get(group.fingerprint, {})) for group in groups]
         shut = self._shut()
         if any(shut):
             nodes = demand.excluded | shut.nodes - {demand.pinned}
-            wary = replace(demand, excluded=nodes, broken=demand.broken | shut.pairs)
+            broken = demand.broken | shut.pairs
+            wary = [(replace(each, excluded=nodes, broken=broken), views) for each, views in sides]
             if demand.source:
-                return place(wary, views)
-            with contextlib.suppress(NoNodes, Overloaded):
-                return place(wary, views)
-        return place(demand, views)
+                return place_among(wary)
+            with contextlib.suppress(NoNodes, Overloaded, ContextLengthExceeded):
+                return place_among(wary)
+        return place_among(sides)
+
+    def _side(self, demand: Demand, group: FingerprintGroup, held: Mapping[str, int]) -> tuple[Demand, list[NodeView]]:
+        """Return the demand on a group, and its nodes."""
+        demand = replace(
+            demand,
+            local_tokens=self._local_tokens,
+            model=self.model.name.first,
+            fetches=self._fetch,
+            worth=0.0 if demand.recovers else self.worth.times,
+            stored_len=group.stored_len(held, demand.total_len),
+        )
+        return demand, self.model.views(group, held, demand.adapter)
 
     def launch(
         self, job: Job, placement: Placement, post: Callable[[Event], None], forerunner: Attempt | None = None,
@@ -217,9 +214,10 @@ class ModelCluster:
         The prefill node has the blocks before them; without one, any other working node, preferably of role prefill."""
         if prefill is not None:
             return prefill.target
-        out = {node_key(decode), *self._shut().nodes}
-        others = [e.lease for e in self.group.members if e.key not in out and e.reachable and e.lease.state == "ready"]
-        best = [lease for lease in others if lease.role == "prefill"] or others
+        nodes = self.able("prefill", fingerprint=decode.fingerprint) or self.able(
+            "decode", fingerprint=decode.fingerprint
+        )
+        best = [self.nodes.entries[key].lease for key in sorted(nodes - {node_key(decode)})]
         return random.choice(best).target if best else None  # noqa: S311 - spreads the load
 
     def _parts(self, placement: Placement, hashes: Sequence[bytes]) -> dict[str, Any]:
@@ -241,10 +239,6 @@ class ModelCluster:
 
     def _follow(self) -> None:
         """Update the model's facts after the nodes changed."""
-        if leases := [entry.lease for entry in self.group.members]:
-            self._info = ClusterInfo(
-                model=leases[0].model,
-                max_model_len=min(lease.max_model_len for lease in leases),
-                block_size=leases[0].block_size,
-                fingerprint=leases[0].fingerprint,
-            )
+        if usable := self.model.usable:
+            longest = min(group.max_model_len for group in usable)
+            self._info = ClusterInfo(usable[0].members[0].lease.model, longest)

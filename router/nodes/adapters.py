@@ -21,24 +21,26 @@ READING_S = 120.0
 """Longest time a node may take to read an adapter from disk, in seconds."""
 
 
-class GroupAdapters:
+class ModelAdapters:
     """Adapters of one model's nodes.
 
     `ids` maps each name to the adapter id that most members hold under it. Without members it keeps its last value."""
 
-    def __init__(self, group: ModelNodes, nodes: NodeTable, client: NodeClient) -> None:
+    def __init__(self, model: ModelNodes, nodes: NodeTable, client: NodeClient) -> None:
         self.ids: Mapping[str, str] = {}
-        self._group, self._nodes, self._client = group, nodes, client
+        self._model, self._nodes, self._client = model, nodes, client
         nodes.listen(self._follow)
 
     async def change(self, change: ChangeAdapter) -> None:
         """Load or unload an adapter on every node; on return requests can, or no longer can, use it.
 
-        Raises the error of a node that refused; nodes that had newly loaded the adapter have then unloaded it. Raises
-        NoNodes without nodes."""
-        nodes = [entry.lease for entry in self._group.members if entry.lease.state == "ready"]
+        Other engines load their own adapters; they are told only if the model has no other nodes. Raises the error of a
+        node that refused; nodes that had newly loaded the adapter have then unloaded it. Raises NoNodes without nodes.
+        """
+        ready = [entry.lease for entry in self._model.members if entry.lease.state == "ready"]
+        nodes = [lease for lease in ready if not lease.engine] or ready
         if not nodes:
-            raise no_nodes(self._group.name.first)
+            raise no_nodes(self._model.name.first)
         held = {node.node_id for node in nodes if any(each.name == change.name for each in node.adapters)}
         answers = await asyncio.gather(*(self._tell(node, change) for node in nodes), return_exceptions=True)
         refusals = {node.node_id: error for node, error in zip(nodes, answers, strict=True) if error is not None}
@@ -55,6 +57,6 @@ class GroupAdapters:
         await self._client.call(node, "POST /adapters", pack(change), READING_S, None, None)
 
     def _follow(self) -> None:
-        if leases := [entry.lease for entry in self._group.members]:
+        if leases := [entry.lease for entry in self._model.members]:
             held = Counter(adapter for lease in leases for adapter in lease.adapters)
             self.ids = {adapter.name: adapter.id for adapter, _ in reversed(held.most_common())}

@@ -33,7 +33,7 @@ class CapacitySummary:
     """Sum of the nodes' capacities, from which a rejection follows without a scan of the nodes.
 
     total   sum of the nodes' parts
-    views   reachable nodes of the group as placement sees them
+    views   reachable nodes as placement sees them
     placed  number of reservations ever made
     """
 

@@ -1,16 +1,15 @@
-"""Nodes of one model, grouped by fingerprint; placement uses one group."""
+"""Nodes of one model, grouped by fingerprint."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, on_tier, owner
 from kvferry.model_files.model_name import ModelName
-from kvferry.placement.types import NodeView, TierPrefix
+from kvferry.placement.types import NodeKey, NodeView, TierPrefix
 from kvferry.protocol.labels import OWN_TIERS
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.nodes.capacity_summary import CapacitySummary
@@ -18,60 +17,34 @@ from kvferry.router.nodes.node_entry import NodeEntry
 
 log = logging.getLogger(__name__)
 
+OWN_ENGINE = "kvferry"
+"""Name of the engine of a node whose lease names none."""
 
-class ModelNodes:
-    """Nodes of one model, grouped by fingerprint; placement uses one group only.
 
-    The group with a ready decode node and the most members wins. In a tie the current group wins, then the most
-    recently started one.
+class FingerprintGroup:
+    """Nodes of one model that share a fingerprint: only they exchange blocks and continue each other's streams.
 
-    name     of the model
-    members  nodes of the group, draining ones included
-    room     capacity that the members have left
-    epochs   epochs of the members, by their ids and by `index.on_tier` of these
+    members        draining ones included
+    epochs         of the members, by their ids and by `index.on_tier` of these
+    first_epoch    of the member that started first; `known` is that of the group before the last change
+    decodes        true with a ready decode node
+    max_model_len  the least of all members
     """
 
-    def __init__(self, name: ModelName) -> None:
-        self.name = name
-        self._nodes: list[NodeEntry] = []
-        self.members: list[NodeEntry] = []
-        self.epochs: dict[str, int] = {}
-        self.room = CapacitySummary(name.first)
-        self._fingerprint: str | None = None
-
-    def keep(self, entries: Iterable[NodeEntry]) -> None:
-        """Update the model's live nodes, of any fingerprint and state, and choose the group."""
-        entries = self._nodes = list(entries)
-        sizes = Counter(entry.lease.fingerprint for entry in entries)
-
-        def worth(fingerprint: str) -> tuple[bool, int, bool, int]:
-            alike = [entry.lease for entry in entries if entry.lease.fingerprint == fingerprint]
-            decodes = any(lease.role == "decode" and lease.state == "ready" for lease in alike)
-            newest = max(lease.epoch for lease in alike)
-            return (decodes, sizes[fingerprint], fingerprint == self._fingerprint, newest)
-
-        self._fingerprint = max(sizes, key=worth, default=self._fingerprint)
-        self.members = [entry for entry in entries if entry.lease.fingerprint == self._fingerprint]
-        self.epochs = dict(entry.key for entry in self.members)
+    def __init__(self, members: Sequence[NodeEntry], known: int | None = None) -> None:
+        self.members = members
+        leases = [entry.lease for entry in members]
+        self.fingerprint, self.block_size = leases[0].fingerprint, leases[0].block_size
+        self.engine = leases[0].engine or OWN_ENGINE
+        self.first_epoch = min(lease.epoch for lease in leases) if known is None else known
+        self.decodes = any(lease.role == "decode" and lease.state == "ready" for lease in leases)
+        self.max_model_len = min(lease.max_model_len for lease in leases)
+        self.epochs = dict(entry.key for entry in members)
         for (node_id, epoch), tier in product(list(self.epochs.items()), OWN_TIERS):
             self.epochs[on_tier(node_id, tier)] = epoch
-        for entry in entries:
-            fingerprint = entry.lease.fingerprint
-            entry.join(fingerprint == self._fingerprint)
-            if fingerprint != self._fingerprint:
-                log.warning("node %s has another fingerprint (%s): not used", entry.lease.node_id, fingerprint)
 
-    def views(self, held: Mapping[str, int], adapter: str) -> list[NodeView]:
-        """Return the reachable members, with the adapter if one is given, and what they hold of a prompt.
-
-        `held` counts leading blocks by node id, and by `index.on_tier` of it."""
-        views = self.room.views.copy()
-        for name in held:
-            key = (owner(name), self.epochs.get(name, 0))
-            if key in views:
-                views[key] = _holding(self.room.views[key], held)
-        found = list(views.values())
-        return [view for view in found if holds(view.lease, adapter)] if adapter else found
+    def __contains__(self, key: NodeKey) -> bool:
+        return self.epochs.get(key[0]) == key[1]
 
     @property
     def names(self) -> dict[str, int]:
@@ -81,18 +54,63 @@ class ModelNodes:
 
     def stored_len(self, held: Mapping[str, int], total_len: int) -> int:
         """Return the leading tokens that members find in their shared store: whole blocks, never the last token."""
-        if not (blocks := held.get(ON_STORE, 0)) or not self.members:
-            return 0
-        size = self.members[0].lease.block_size
-        return min(blocks * size, total_len - 1) // size * size
+        size = self.block_size
+        return min(blocks * size, total_len - 1) // size * size if (blocks := held.get(ON_STORE, 0)) else 0
+
+
+class ModelNodes:
+    """Nodes of one model, in groups by fingerprint. Placement chooses over all groups; one request's nodes share one.
+
+    name     of the model
+    members  all live nodes, of any fingerprint and state
+    groups   by fingerprint
+    room     capacity that the members have left
+    """
+
+    def __init__(self, name: ModelName) -> None:
+        self.name = name
+        self.members: list[NodeEntry] = []
+        self.groups: list[FingerprintGroup] = []
+        self.room = CapacitySummary(name.first)
+
+    def keep(self, entries: Iterable[NodeEntry]) -> None:
+        """Update the model's live nodes, of any fingerprint and state."""
+        self.members = list(entries)
+        alike: dict[str, list[NodeEntry]] = {}
+        for entry in self.members:
+            alike.setdefault(entry.lease.fingerprint, []).append(entry)
+            entry.join(True)
+        known = {group.fingerprint: group.first_epoch for group in self.groups}
+        self.groups = [FingerprintGroup(nodes, known.get(fingerprint)) for fingerprint, nodes in alike.items()]
+        for group in self.groups:
+            if group.fingerprint not in known:
+                log.info("%s has nodes of fingerprint %s (%s)", self.name.first, group.fingerprint, group.engine)
+
+    @property
+    def usable(self) -> list[FingerprintGroup]:
+        """Return the groups with a ready decode node; all if none has one."""
+        return [group for group in self.groups if group.decodes] or self.groups
+
+    def of(self, fingerprint: str) -> list[FingerprintGroup]:
+        """Return the group of this fingerprint; empty if none of its nodes lives."""
+        return [group for group in self.groups if group.fingerprint == fingerprint]
+
+    def views(self, group: FingerprintGroup, held: Mapping[str, int], adapter: str) -> list[NodeView]:
+        """Return the reachable nodes of a group, with the adapter if one is given, and what they hold of a prompt.
+
+        `held` counts leading blocks by node id, and by `index.on_tier` of it."""
+        known = self.room.views
+        views = known.copy() if len(self.groups) == 1 else {key: known[key] for key in known if key in group}
+        for name in held:
+            key = (owner(name), group.epochs.get(name, 0))
+            if key in views:
+                views[key] = _holding(known[key], held)
+        found = list(views.values())
+        return [view for view in found if holds(view.lease, adapter)] if adapter else found
 
     def leases(self) -> list[NodeLease]:
         """Return the leases of all the model's live nodes, of any fingerprint and state."""
-        return [entry.lease for entry in self._nodes]
-
-    def state(self, lease: NodeLease) -> str:
-        """Return a node's state for the metrics."""
-        return lease.state if lease.fingerprint == self._fingerprint else "incompatible"
+        return [entry.lease for entry in self.members]
 
 
 def _holding(view: NodeView, held: Mapping[str, int]) -> NodeView:

@@ -122,7 +122,7 @@ class NodeEntry:
         self._changed()
 
     def join(self, grouped: bool) -> None:
-        """Set whether the node belongs to the group used for placement."""
+        """Set whether placement may use the node."""
         self._grouped = grouped
         self._changed()
 

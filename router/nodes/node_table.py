@@ -53,7 +53,7 @@ class NodeTable:
     """Live nodes by (id, epoch).
 
     entries   live nodes of served models, of any fingerprint and state
-    groups    nodes of each model
+    models    nodes of each model
     contact   health of the registry
     breakers  recent failures
     """
@@ -68,8 +68,8 @@ class NodeTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.entries: dict[NodeKey, NodeEntry] = {}
-        self.groups: list[ModelNodes] = []
-        self._groups: dict[NodeKey, ModelNodes] = {}
+        self.models: list[ModelNodes] = []
+        self._models: dict[NodeKey, ModelNodes] = {}
         self._strangers: set[NodeKey] = set()
         self.incompatible_nodes = IncompatibleNodes()
         self.clock = clock
@@ -92,13 +92,13 @@ class NodeTable:
         if self._task:
             await end(self._task)
 
-    def add(self, group: ModelNodes) -> ModelNodes:
+    def add(self, model: ModelNodes) -> ModelNodes:
         """Add a served model; call before `start`."""
-        self.groups.append(group)
-        return group
+        self.models.append(model)
+        return model
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` after every poll that added or removed a node, or changed its role, state or adapters."""
+        """Call `changed` after every poll that added or removed a node or changed one of its `_states`."""
         self._listeners.append(changed)
 
     def suspect(self, entry: NodeEntry) -> None:
@@ -154,9 +154,9 @@ class NodeTable:
         for lease in newest.values():
             if entry := self.entries.get(node_key(lease)):
                 entry.renew(lease)
-            elif group := self._group(lease):
-                entry = NodeEntry(lease, group.room, self.breakers.corrupt)
-                self.entries[entry.key], self._groups[entry.key] = entry, group
+            elif model := self._model(lease):
+                entry = NodeEntry(lease, model.room, self.breakers.corrupt)
+                self.entries[entry.key], self._models[entry.key] = entry, model
         self._tell_strangers(newest.values())
         if self.incompatible_nodes.see(self._source.incompatible):
             self._count()
@@ -187,10 +187,10 @@ class NodeTable:
         known = [entry.lease for entry in self.entries.values() if any(is_same(entry.lease, lease) for lease in odd)]
         return [lease for lease in leases if is_sound(lease)] + known
 
-    def _states(self) -> dict[NodeKey, tuple[str, str, tuple[AdapterName, ...]]]:
+    def _states(self) -> dict[NodeKey, tuple[str, str, str, tuple[AdapterName, ...]]]:
         """Return the fields of each node whose change is reported to listeners."""
         leases = {key: entry.lease for key, entry in self.entries.items()}
-        return {key: (lease.role, lease.state, lease.adapters) for key, lease in leases.items()}
+        return {key: (lease.role, lease.state, lease.fingerprint, lease.adapters) for key, lease in leases.items()}
 
     def _notice_emptiness(self, empty: bool) -> None:
         if empty and not self._empty:
@@ -207,15 +207,15 @@ class NodeTable:
 
     def _lose(self, key: NodeKey, successor: NodeLease | None) -> None:
         log.warning("node %s (epoch %d) is lost", *key)
-        del self._groups[key]
+        del self._models[key]
         lost = Fenced(f"{key[0]} is now epoch {successor.epoch}") if successor else NodeLost(f"{key[0]} lost its lease")
         self.entries.pop(key).lose(lost)
 
-    def _group(self, lease: NodeLease) -> ModelNodes | None:
+    def _model(self, lease: NodeLease) -> ModelNodes | None:
         """Return the model that the node runs, by its names; None if none or several match."""
         name = _name(lease)
         for alike in (ModelName.shares, ModelName.resembles):
-            if found := [group for group in self.groups if alike(group.name, name)]:
+            if found := [model for model in self.models if alike(model.name, name)]:
                 return found[0] if len(found) == 1 else None
         return None
 
@@ -223,7 +223,7 @@ class NodeTable:
         """Log each node that runs none of the models, once."""
         strangers = {node_key(lease): lease for lease in leases if node_key(lease) not in self.entries}
         for key in strangers.keys() - self._strangers:
-            served = ", ".join(repr(name) for group in self.groups for name in group.name.all)
+            served = ", ".join(repr(name) for model in self.models for name in model.name.all)
             log.warning(
                 "node %s runs %r and this router serves %s: not used. If it is the same model, give both the same "
                 "--served-model-name", key[0], _name(strangers[key]).first, served,
@@ -231,14 +231,14 @@ class NodeTable:
         self._strangers = set(strangers)
 
     def _regroup(self) -> None:
-        for group in self.groups:
-            group.keep(entry for entry in self.entries.values() if self._groups[entry.key] is group)
+        for model in self.models:
+            model.keep(entry for entry in self.entries.values() if self._models[entry.key] is model)
 
     def _count(self) -> None:
-        groups = [(entry.lease, self._groups[entry.key]) for entry in self.entries.values()]
-        counts = Counter((lease.role, group.state(lease), group.name.first) for lease, group in groups)
-        for role, state, group in product(ROLES, NODE_STATES, self.groups):
-            self._metrics.nodes.labels(role, state, group.name.first).set(counts[role, state, group.name.first])
+        models = [(entry.lease, self._models[entry.key]) for entry in self.entries.values()]
+        counts = Counter((lease.role, lease.state, model.name.first) for lease, model in models)
+        for role, state, model in product(ROLES, NODE_STATES, self.models):
+            self._metrics.nodes.labels(role, state, model.name.first).set(counts[role, state, model.name.first])
         for role in ROLES:
             self._metrics.nodes.labels(role, "incompatible", "").set(self.incompatible_nodes.roles[role])
 

@@ -89,7 +89,7 @@ def test_rows_have_names_of_their_own() -> None:
 @pytest.mark.parametrize("kind", placing.KINDS)
 async def test_placement_alone_is_timed(kind: str) -> None:
     model = await placing.cluster(10, kind)
-    leases = [entry.lease for entry in model.group.members]
+    leases = [entry.lease for entry in model.model.members]
     assert {lease.role for lease in leases} == {"prefill", "decode"}
     assert (len({lease.load.waiting_tokens for lease in leases}) == 1) == (kind == "idle")
     assert len(await placing.choices_ms(10, kind, 5)) == 5

@@ -29,7 +29,7 @@ class Asked:
         self.waits_s, self.seats, self.now = 0.0, 0.0, 0.0
         self.told: list[tuple[str, str, float]] = []
         self._refuse = refuse
-        cluster = SimpleNamespace(leases=lambda: self.leases, info=lambda: SimpleNamespace(fingerprint="f"))
+        cluster = SimpleNamespace(leases=lambda: self.leases)
         backlog = SimpleNamespace(prefill_s=lambda: self.waits_s, decode_nodes=lambda: self.seats)
         pool: Any = SimpleNamespace(name="m", cluster=cluster, backlog=backlog)
         self.balance = RoleRebalancer([pool], self.ask, REST_S, lambda: self.now)
@@ -81,12 +81,22 @@ async def test_who_refuses_is_asked_again_after_as_long(error: Exception) -> Non
     assert len(asked.told) == 2
 
 
-async def test_nodes_of_another_fingerprint_are_none_of_the_pool() -> None:
+async def test_a_role_keeps_a_node_of_each_fingerprint() -> None:
     asked = Asked()
     asked.leases = [node("p0", "prefill"), node("p1", "prefill", "other"), node("d0", "decode")]
     asked.seats = 1.0
     await asked.look(HOLD_S + 1.0)
     assert asked.told == []
+
+
+async def test_each_fingerprint_balances_its_own_roles() -> None:
+    """The nodes of the other one would be too few for what waits, and none of them can help."""
+    asked = Asked()
+    asked.leases = [node("d0", "decode"), node("p1", "prefill", "other", leaving=True), node("d1", "decode", "other")]
+    asked.leases += [node("q0", "prefill", "third"), node("q1", "prefill", "third"), node("d2", "decode", "third")]
+    asked.seats = 2.0
+    await asked.look(HOLD_S + 0.5)
+    assert asked.told == [("q0", "decode", REST_S)]
 
 
 async def test_a_pool_without_nodes_asks_nobody() -> None:

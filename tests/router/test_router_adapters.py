@@ -95,6 +95,15 @@ async def test_adapters_are_listed_behind_their_model(house: House) -> None:
     assert (missing["code"], "'x'" in missing["message"]) == ("model_not_found", True)
 
 
+async def test_an_engine_of_another_kind_is_not_asked_to_load_an_adapter(house: House) -> None:
+    engine = decode("d9", changes={"fingerprint": "v", "engine": "vllm 0.32.0"}, refusal=InvalidRequest("no such path"))
+    await house.add(engine)
+    await until(lambda: len(house.cluster.model.groups) == 2)
+    answer = await house.change("load", "y", lora_path="/y")
+    assert answer.status_code == 200, answer.text
+    assert house.holders("y") == {"p1", "d1", "p2", "d2"}
+
+
 async def test_a_model_that_lost_its_nodes_still_knows_its_adapters(house: House) -> None:
     for node in ("p2", "d2"):
         house[node].crash()
@@ -108,7 +117,7 @@ async def test_a_model_that_lost_its_nodes_still_knows_its_adapters(house: House
     for node in ("p1", "d1"):
         await house.store.withdraw(node, 1)
         house[node].crash()
-    await until(lambda: not house.cluster.group.members)
+    await until(lambda: not house.cluster.model.members)
     answer = await house.complete("x")
     assert (answer.status_code, error_of(answer)["code"]) == (503, "no_nodes")
 

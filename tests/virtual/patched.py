@@ -7,7 +7,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,9 @@ from kvferry.engine import replication
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.placement import fetching
 from kvferry.placement.types import Demand, Placement
+from kvferry.router.dispatch.context import Held
 from kvferry.router.dispatch.model_cluster import ModelCluster
+from kvferry.router.nodes.model_nodes import FingerprintGroup
 from kvferry.runtime.suspend_aware_clock import TICK_S, SuspendAwareClock
 from tests.virtual.nodes import METRICS
 
@@ -26,11 +28,14 @@ LOSS_S = 0.2
 _place = ModelCluster.place
 
 
-def _away(cluster: ModelCluster, demand: Demand, held: Mapping[str, int]) -> Placement:
+def _away(
+    cluster: ModelCluster, demand: Demand, held: Held, groups: Sequence[FingerprintGroup] | None = None
+) -> Placement:
     """Not where the prefix is, as if that node were busy: it is fetched from there."""
-    most = max(held, key=held.__getitem__, default="")
-    doubts = {entry.key: LOSS_S for entry in cluster.group.members if entry.key[0] == most}
-    return _place(cluster, replace(demand, doubts={**demand.doubts, **doubts}), held)
+    every = {name: blocks for found in held.values() for name, blocks in found.items()}
+    most = max(every, key=every.__getitem__, default="")
+    doubts = {entry.key: LOSS_S for entry in cluster.model.members if entry.key[0] == most}
+    return _place(cluster, replace(demand, doubts={**demand.doubts, **doubts}), held, groups)
 
 
 class _Errors(logging.Handler):

@@ -130,6 +130,22 @@ async def test_a_node_steps_back_only_while_another_does_its_work_and_nobody_els
         assert not await node.spared()
 
 
+async def test_a_role_keeps_a_node_of_each_fingerprint() -> None:
+    """A node of another one forms no pairs with those that stay. It may end, though: a rollout replaces it by those."""
+    store, other = MemoryStore(), {"fingerprint": "new"}
+    async with member(store) as node, member(store, node_id="d2", **other) as new:
+        for each in (node, new):
+            assert "the last decode node" in await each.step_back(0.0)
+            assert not await each.spared()
+        await store.announce(replace(LEASE, node_id="d3", state="draining"))
+        async with member(store, node_id="d4", **other):
+            assert await new.step_back(0.0) == "", "what leaves another version delays nothing"
+            new.stay()
+            await new.announce()
+        ends = leaving(node)
+        await until(ends.done)
+
+
 async def test_of_two_that_step_back_at_once_not_both_do() -> None:
     store = MemoryStore()
     async with member(store) as one, member(store, node_id="d2") as other, member(store, node_id="d3"):

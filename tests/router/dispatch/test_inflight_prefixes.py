@@ -60,7 +60,7 @@ async def test_a_cluster_remembers_a_prompt_until_its_first_token() -> None:
         await until(lambda: bool(bench.cluster.inflight_prefixes._rows))
         ((row,),) = [tuple(row) for row in bench.cluster.inflight_prefixes._rows.values()]
         assert row.node[0] == "p1"
-        held = await bench.cluster.reuse(row.hashes, {})
+        held = (await bench.cluster.reuse({"fp": row.hashes}, {}))["fp"]
         assert held["p1"] == len(row.hashes)
         gate.set()
         await task

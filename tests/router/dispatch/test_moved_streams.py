@@ -272,7 +272,7 @@ async def test_no_stream_moves_to_a_node_that_cannot_read_its_blocks() -> None:
         at, other, tokens = await begun(bench)
         assert other is new
         await drain(bench, at)
-        await until(lambda: [entry.key[0] for entry in bench.cluster.group.members] == ["d2"])
+        await until(lambda: [group.fingerprint for group in bench.cluster.model.usable] == ["new"])
         assert ids(await collect(bench.start(8))) == expected(PROMPT, 8)
         assert new.jobs
         assert await tokens == expected(PROMPT, MOST)

@@ -9,7 +9,7 @@ import pytest
 
 import kvferry.router.dispatch.model_cluster
 from benchmarks import placing
-from kvferry.placement.place import place
+from kvferry.placement.place import place_among
 from kvferry.placement.types import Demand, NodeView, Placement
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.lease import Load
@@ -64,11 +64,11 @@ async def test_requests_that_need_one_role_only_do_not_disturb_the_turns() -> No
 async def test_a_request_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     placed = []
 
-    def counted(demand: Demand, nodes: list[NodeView]) -> Placement:
-        placed.append(demand)
-        return place(demand, nodes)
+    def counted(groups: list[tuple[Demand, list[NodeView]]]) -> Placement:
+        placed.extend(groups)
+        return place_among(groups)
 
-    monkeypatch.setattr(kvferry.router.dispatch.model_cluster, "place", counted)
+    monkeypatch.setattr(kvferry.router.dispatch.model_cluster, "place_among", counted)
     async with cluster(2, 2) as bench:
         for count in range(1, 5):
             await collect(bench.start(2))
@@ -79,13 +79,13 @@ async def test_a_full_cluster_refuses_without_placing_and_without_asking_its_nod
     monkeypatch.setattr(pending_requests, "MOST_FULL", 0)
     full = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
     async with Bench([decode(f"d{i}", changes={"load": full}) for i in range(3)]) as bench:
-        entries, members = bench.nodes.entries, bench.cluster.group.members
-        bench.nodes.entries, bench.cluster.group.members = {}, []
+        entries, members = bench.nodes.entries, bench.cluster.model.members
+        bench.nodes.entries, bench.cluster.model.members = {}, []
         try:
             with pytest.raises(Overloaded):
                 bench.start(2)
         finally:
-            bench.nodes.entries, bench.cluster.group.members = entries, members
+            bench.nodes.entries, bench.cluster.model.members = entries, members
 
 
 async def test_of_hundreds_of_idle_nodes_each_has_its_turn() -> None:

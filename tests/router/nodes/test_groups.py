@@ -39,7 +39,7 @@ class Groups(NodeTable):
         self.clock.now += 0.5
         self.registry.leases = list(leases)
         await self.refresh()
-        return [{entry.lease.node_id for entry in group.members} for group in self.groups]
+        return [{entry.lease.node_id for entry in model.members} for model in self.models]
 
 
 A, B = ModelName("a"), ModelName("b")
@@ -52,7 +52,7 @@ async def test_each_model_has_its_nodes_and_a_room_of_its_own() -> None:
     assert await table.see(*leases) == [{"p1", "d1"}, {"d2"}]
     for entry in table.entries.values():
         entry.opened()
-    first, second = (group.room for group in table.groups)
+    first, second = (group.room for group in table.models)
     assert (first.total.prefills, first.total.decodes) == (1, 1)
     assert second.total == Part(0, 1, second.total.spare_blocks, 0, second.total.freed_per_s)
     spare = first.total.spare_blocks
@@ -69,28 +69,29 @@ async def test_views_are_of_members_that_can_be_reached_with_what_they_hold() ->
     await table.see(*leases)
     for entry in table.entries.values():
         entry.opened()
-    group, size = table.groups[0], leases[0].block_size
+    model, size = table.models[0], leases[0].block_size
     names = {"p1": 3, on_tier("p1", "disk"): 5, "d1": 2, on_tier("d1", "disk"): 9, "d2": 7, "gone": 1}
-    held = {view.lease.node_id: (view.cached_len, view.kept) for view in group.views(names, "")}
+    held = {view.lease.node_id: (view.cached_len, view.kept) for view in model.views(*model.groups, names, "")}
     assert held == {"p1": (3 * size, (TierPrefix(5 * size, 0.001),)), "d1": (2 * size, ())}
-    assert [view.cached_len for view in group.views({}, "")] == [0, 0]
-    assert group.views(names, "an adapter") == []
+    assert [view.cached_len for view in model.views(*model.groups, {}, "")] == [0, 0]
+    assert model.views(*model.groups, names, "an adapter") == []
     table.entries["d1", 1].broken(NodeLost("d1"))
-    assert [view.lease.node_id for view in group.views(names, "")] == ["p1"]
+    assert [view.lease.node_id for view in model.views(*model.groups, names, "")] == ["p1"]
     await table.see(leases[0], leases[2], replace(leases[1], epoch=2))
     table.entries["d1", 2].opened()
-    assert {view.key for view in group.views(names, "")} == {("p1", 1), ("d1", 2)}
+    assert {view.key for view in model.views(*model.groups, names, "")} == {("p1", 1), ("d1", 2)}
 
 
 async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -> None:
     table = Groups(A)
-    (group,) = table.groups
+    (model,) = table.models
     rates = Rates(host_block_s=0.001, disk_block_s=0.002, store_block_s=0.003)
     both = node("p1", "prefill", "a", rates=rates)
     disk = node("p2", "prefill", "a", rates=Rates(disk_block_s=0.004))
     await table.see(both, disk, node("d1", "decode", "a"))
     for entry in table.entries.values():
         entry.opened()
+    (group,) = model.groups
     host, on_disk, others = on_tier("p1", "host"), on_tier("p1", "disk"), on_tier("p2", "disk")
     assert {*group.names} == {on_tier(*each) for each in product(("p1", "p2", "d1"), ("host", "disk"))} | {
         "p1", "p2", "d1", ON_STORE
@@ -98,7 +99,7 @@ async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -
     assert (group.names[host], group.names[ON_STORE]) == (both.epoch, STORE_EPOCH)
     held = {"p1": 1, host: 2, on_disk: 4, others: 5, on_tier("d1", "disk"): 9, ON_STORE: 16}
     size = both.block_size
-    views = {view.lease.node_id: view for view in group.views(held, "")}
+    views = {view.lease.node_id: view for view in model.views(*model.groups, held, "")}
     assert (views["p1"].cached_len, views["p1"].kept) == (
         size,
         (TierPrefix(2 * size, 0.001), TierPrefix(4 * size, 0.002)),
@@ -110,8 +111,9 @@ async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -
     assert group.stored_len({}, 10 * size) == 0
     hung = replace(both, rates=Rates(host_block_s=0.001))
     await table.see(hung, disk, node("d1", "decode", "a"))
+    (group,) = model.groups
     assert ON_STORE not in group.names
-    views = {view.lease.node_id: view for view in group.views(held, "")}
+    views = {view.lease.node_id: view for view in model.views(*model.groups, held, "")}
     assert views["p1"].kept == (TierPrefix(2 * size, 0.001),)
 
 
@@ -121,23 +123,30 @@ async def test_a_model_whose_nodes_leave_is_named_and_the_other_goes_on() -> Non
     await table.see(one, other)
     table.entries[("d1", 1)].opened()
     assert await table.see(one) == [{"d1"}, set()]
-    refusal = table.groups[1].room.refusal()
+    refusal = table.models[1].room.refusal()
     assert refusal is not None
     assert (refusal.status, refusal.retry_after) == (503, 2.0)
     assert "'b' has no decode node" in refusal.message
-    assert table.groups[0].room.refusal() is None
+    assert table.models[0].room.refusal() is None
 
 
 async def test_fingerprints_are_compared_within_a_model() -> None:
+    """Each one has views of its own, with what its nodes hold."""
     table = Groups(A, B)
     odd = replace(node("d3", "decode", "b"), fingerprint="other")
     ids = await table.see(node("d1", "decode", "a"), node("p2", "prefill", "b"), node("d2", "decode", "b"), odd)
-    assert ids == [{"d1"}, {"p2", "d2"}]
+    assert ids == [{"d1"}, {"p2", "d2", "d3"}]
     states = ("ready", "incompatible")
     told = {name: [table.metrics.nodes.labels("decode", state, name)._value.get() for state in states] for name in "ab"}
-    assert told == {"a": [1, 0], "b": [1, 1]}
+    assert told == {"a": [1, 0], "b": [2, 0]}
     await table.see(node("d2", "decode", "b"))
     assert table.metrics.nodes.labels("decode", "ready", "a")._value.get() == 0
+    await table.see(node("p2", "prefill", "b"), node("d2", "decode", "b"), odd)
+    for entry in table.entries.values():
+        entry.opened()
+    model, held = table.models[1], {"d2": 2, "d3": 3}
+    views = [{view.key[0]: view.cached_len for view in model.views(group, held, "")} for group in model.groups]
+    assert views == [{"p2": 0, "d2": 2 * odd.block_size}, {"d3": 3 * odd.block_size}]
 
 
 async def test_served_names_tell_models_of_one_name_apart() -> None:
@@ -182,6 +191,8 @@ async def test_a_rollout_that_changes_the_fingerprint_ends_at_the_nodes_that_sta
     old = [node("p1", "prefill", "a"), node("p2", "prefill", "a"), node("d1", "decode", "a")]
     new = replace(node("d2", "decode", "a", epoch=2), fingerprint="new")
     table = Groups(A)
-    assert await table.see(*old, new) == [{"p1", "p2", "d1"}]
-    assert await table.see(*old[:2], replace(old[2], state="draining"), new) == [{"d2"}]
-    assert {lease.node_id for lease in table.groups[0].leases()} == {"p1", "p2", "d1", "d2"}
+    assert await table.see(*old, new) == [{"p1", "p2", "d1", "d2"}]
+    assert [group.decodes for group in table.models[0].groups] == [True, True]
+    await table.see(*old[:2], replace(old[2], state="draining"), new)
+    assert [group.fingerprint for group in table.models[0].usable] == ["new"]
+    assert {lease.node_id for lease in table.models[0].leases()} == {"p1", "p2", "d1", "d2"}

@@ -46,7 +46,7 @@ class Table(NodeTable):
     def __init__(self, *leases: NodeLease) -> None:
         self.registry, self.clock, self.metrics, self.changes = Registry(*leases), Clock(), RouterMetrics(), 0
         super().__init__(self.registry, self.metrics, clock=self.clock)
-        self.group = self.add(ModelNodes(ModelName("m")))
+        self.model = self.add(ModelNodes(ModelName("m")))
         self.listen(self._heard)
 
     def _heard(self) -> None:
@@ -59,7 +59,7 @@ class Table(NodeTable):
         await self.refresh()
 
     def ids(self) -> set[str]:
-        return {entry.lease.node_id for entry in self.group.members}
+        return {entry.lease.node_id for entry in self.model.members}
 
     def __getitem__(self, lease: NodeLease) -> NodeEntry:
         return self.entries[(lease.node_id, lease.epoch)]
@@ -69,6 +69,11 @@ class Table(NodeTable):
 
 
 P1, D1, D2 = lease_of("p1", "prefill"), lease_of("d1", "decode"), lease_of("d2", "decode")
+
+
+def groups(table: Table) -> dict[str, set[str]]:
+    """Ids by fingerprint."""
+    return {each.fingerprint: {entry.key[0] for entry in each.members} for each in table.model.groups}
 
 
 def fail(error: NodeLost) -> None:
@@ -134,13 +139,13 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
         await table.poll()
     assert not table.contact.up
     assert table.metrics.registry_up._value.get() == 0
-    view = table.group.members[0].view
+    view = table.model.members[0].view
     assert (view.waiting_tokens, view.streams, view.lease.load.free_blocks) == (0, 0, 50)
 
 
 async def test_a_registry_that_refuses_is_told_of_once_and_asked_ever_less(caplog: pytest.LogCaptureFixture) -> None:
     """Also before any node was known, when the table asks often."""
-    caplog.set_level("INFO", "kvferry.router.nodes")
+    caplog.set_level("INFO", "kvferry.router.nodes.registry_health")
     table = Table()
     table.registry.available = False
     pauses = []
@@ -189,26 +194,46 @@ async def test_registry_that_lost_everything_between_two_polls() -> None:
     assert table.entries == {}
 
 
-async def test_one_group_of_fingerprints() -> None:
+async def test_nodes_of_several_fingerprints_are_all_in_use(caplog: pytest.LogCaptureFixture) -> None:
     def other(lease: NodeLease, epoch: int) -> NodeLease:
         return replace(lease, fingerprint="new", epoch=epoch)
 
-    table = Table(P1, D1, D2)
-    await table.poll(P1, D1, other(D2, 2))
-    assert table.ids() == {"p1", "d1"}
-    assert table.count("decode", "incompatible") == 1
-    table[D1].promise(0, 1, fail)
-    await table.poll(P1, D1, other(D2, 2), other(lease_of("d3", "decode"), 3))
-    assert table.ids() == {"p1", "d1"}
-    await table.poll(D1, other(P1, 4), other(D2, 2), other(lease_of("d3", "decode"), 3))
-    assert table.ids() == {"p1", "d2", "d3"}
-    assert ("d1", 1) in table.entries
+    table, d3 = Table(P1, D1, D2), other(lease_of("d3", "decode"), 3)
+    with caplog.at_level("INFO", "kvferry.router.nodes.model_nodes"):
+        await table.poll(P1, D1, other(D2, 2))
+        assert groups(table) == {"fp": {"p1", "d1"}, "new": {"d2"}}
+        assert [table.count("decode", state) for state in ("ready", "incompatible")] == [2, 0]
+        table[D1].promise(0, 1, fail)
+        await table.poll(P1, D1, other(D2, 2), d3)
+        assert groups(table) == {"fp": {"p1", "d1"}, "new": {"d2", "d3"}}
+        await table.poll(D1, other(P1, 4), other(D2, 2), d3)
+    assert groups(table) == {"fp": {"d1"}, "new": {"p1", "d2", "d3"}}
+    told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert told == [f"m has nodes of fingerprint {each} (kvferry)" for each in ("fp", "new")]
 
 
-async def test_a_group_that_can_decode_beats_a_larger_one() -> None:
+async def test_a_node_may_get_another_fingerprint_while_it_lives() -> None:
+    """As one does whose engine behind the adapter is replaced."""
+    table = Table(P1, D1)
+    await table.poll()
+    await table.poll(P1, replace(D1, fingerprint="new"))
+    assert groups(table) == {"fp": {"p1"}, "new": {"d1"}}
+
+
+async def test_groups_that_can_decode_are_the_usable_ones() -> None:
     table = Table()
     await table.poll(P1, lease_of("p2", "prefill"), replace(D1, fingerprint="other"))
-    assert table.ids() == {"d1"}
+    assert [group.fingerprint for group in table.model.usable] == ["other"]
+    await table.poll(P1, replace(D1, fingerprint="other", state="draining"))
+    assert [group.fingerprint for group in table.model.usable] == ["fp", "other"], "better than none"
+
+
+async def test_the_group_whose_first_node_started_last_is_known_by_that_node_when_others_restart() -> None:
+    table, new = Table(), replace(D2, fingerprint="new", epoch=5)
+    await table.poll(P1, D1, new)
+    await table.poll(P1, replace(D1, epoch=6), new)
+    await table.poll(replace(P1, epoch=7), replace(D1, epoch=6), new)
+    assert {group.fingerprint: group.first_epoch for group in table.model.groups} == {"fp": 1, "new": 5}
 
 
 async def test_a_stream_outranks_the_lease() -> None:
@@ -289,7 +314,7 @@ async def test_a_lease_that_makes_no_sense_is_left_out_and_the_others_are_follow
     await table.poll(replace(good, state="draining"), bad, lease_of("p1", "prefill"))
     table[P1].opened()
     assert table.ids() == {"d1", "p1"}
-    assert table.group.room.total == Part(prefills=1)
+    assert table.model.room.total == Part(prefills=1)
 
 
 async def test_a_node_whose_lease_makes_no_sense_any_more_stays_as_it_was_known(
@@ -355,11 +380,11 @@ async def test_a_node_that_takes_the_other_role_is_the_same_node_in_the_other_po
     await table.refresh()
     entry = table[P1]
     entry.opened()
-    assert table.group.room.total == Part(prefills=1)
+    assert table.model.room.total == Part(prefills=1)
     await table.poll(replace(P1, role="decode"), D1)
     assert table[P1] is entry
     assert table.changes == 2
     assert (table.count("prefill", "ready"), table.count("decode", "ready")) == (0, 2)
-    assert (table.group.room.total.prefills, table.group.room.total.decodes) == (0, 1)
+    assert (table.model.room.total.prefills, table.model.room.total.decodes) == (0, 1)
     await table.poll(P1, D1)
-    assert (table.group.room.total.prefills, table.group.room.total.decodes) == (1, 0)
+    assert (table.model.room.total.prefills, table.model.room.total.decodes) == (1, 0)

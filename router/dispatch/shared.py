@@ -1,0 +1,35 @@
+"""State that the clusters of all models of a router share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.dispatch.background_calls import BackgroundCalls
+from kvferry.router.dispatch.canary_release import CanaryRelease
+from kvferry.router.dispatch.poison_requests import PoisonRequests
+from kvferry.router.dispatch.prefixes import Prefixes
+from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.request_log import RequestLog
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """State that all models' clusters share; owned by `RouterCluster`, which documents the fields."""
+
+    nodes: NodeTable
+    client: NodeClient
+    prefixes: Prefixes
+    background_calls: BackgroundCalls
+    metrics: RouterMetrics
+    local_tokens: int
+    buddies: bool
+    fetch: bool
+    patience_s: float
+    deaths: PoisonRequests
+    retries: RetryBudget
+    hedges: RetryBudget
+    request_log: RequestLog
+    canary: CanaryRelease | None = None
