@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvferry.runtime.cluster_secret import HEADER, read_secrets
@@ -29,7 +31,7 @@ PROMPT = [5, 17, 80, 2]
         ({"scale_out_api_key": KEY}, {"authorization": KEY}, 401),
     ],
 )
-async def test_members_or_holders_of_the_key(settings: dict[str, str], headers: dict[str, str], status: int) -> None:
+async def test_members_or_holders_of_the_key(settings: dict[str, Any], headers: dict[str, str], status: int) -> None:
     async with worker("decode", make_engine(), enable_scale_out=True, **settings) as node, client_of(node) as client:
         answer = await client.post(PROMPT, headers=headers)
         assert answer.status_code == status
@@ -42,7 +44,7 @@ async def test_members_or_holders_of_the_key(settings: dict[str, str], headers: 
 
 
 async def test_the_key_opens_nothing_else() -> None:
-    settings = {"cluster_secret": SECRET, "scale_out_api_key": KEY}
+    settings: dict[str, Any] = {"cluster_secret": SECRET, "scale_out_api_key": KEY}
     async with worker("decode", make_engine(), enable_scale_out=True, **settings) as node, client_of(node) as client:
         for path in ("/attempts/generate", "/attempts/cancel", "/adapters", "/inference/v1/generate/", "/role"):
             assert (await client.http.post(path, headers=BEARER)).status_code == 403

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import tempfile
+from typing import Any
 
 from kvferry.engine_adapter.cache_mirror import CacheMirror
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, KvEventSource
@@ -21,7 +22,7 @@ KEY = "key of the adapter"
 
 
 async def test_tokens_models_and_load() -> None:
-    settings = {"enable_scale_out": True, "vllm_metrics": True, "scale_out_api_key": KEY}
+    settings: dict[str, Any] = {"enable_scale_out": True, "vllm_metrics": True, "scale_out_api_key": KEY}
     async with worker("decode", make_engine(), **settings) as node:
         engine = VllmEngine(EngineHttp(node.node.face.url, KEY))
         facts = await engine.facts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,7 +30,7 @@ async def samples(client: Client) -> dict[str, float]:
 
 
 async def test_counters_and_gauges_tell_what_the_node_did() -> None:
-    settings = {"enable_scale_out": True, "vllm_metrics": True}
+    settings: dict[str, Any] = {"enable_scale_out": True, "vllm_metrics": True}
     async with worker("decode", make_engine(), **settings) as node, client_of(node) as client:
         assert (await samples(client))["vllm:generation_tokens_total"] == 0
         for _ in range(2):
