@@ -38,7 +38,12 @@ class Mirroring:
     ) -> None:
         self._events, self._lost = KvEvents(source), lost
         self.mirror = CacheMirror(
-            fingerprint, facts.block_size, total_blocks=facts.total_blocks, adapter_id=adapters.get, note=note
+            fingerprint,
+            facts.block_size,
+            total_blocks=facts.total_blocks,
+            adapter_id=adapters.get,
+            note=note,
+            counts_copies=facts.kind != "sglang",  # its tree of prefixes keeps one copy, and announces it per tier
         )
         self.accuracy = MirrorAccuracy(self.mirror)
         self._task: asyncio.Task[None] | None = None

@@ -65,10 +65,12 @@ async def well(error: KvferryError) -> None:
 
 
 def attempts_of(script: Script, suspect: Callable[[KvferryError], Awaitable[None]] = well, **more: Any) -> Any:
-    streams, engine, outcomes = Streams(), ScriptedEngine(script), list[str]()
+    streams: Any = Streams()
+    engine: Any = ScriptedEngine(script)
+    outcomes: list[str] = []
     made = Attempts(
         engine, lambda: streams, ("greedy_resume",), {"id": "lora"}, suspect=suspect, counted=outcomes.append, **more
-    )  # type: ignore[arg-type]
+    )
     return made, streams, engine, outcomes
 
 
