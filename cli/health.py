@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from kvferry.cli.bootstrap import complain
+from kvferry.cli.options import flag
 from kvferry.protocol.errors import ConfigError
 from kvferry.runtime.address import dialable, host_port
 
@@ -48,10 +49,11 @@ def command_line(pid: int) -> list[str]:
 
 
 def url_of(group: click.Group, argv: Sequence[str]) -> str:
-    """Return the URL at which this command line listens, parsed as the command itself does."""
+    """Return the URL at which this command line listens for HTTP, parsed as the command itself does."""
     command = group.commands[argv[0]]
     settings = command.make_context(argv[0], list(argv[1:])).params
-    if not settings["port"]:
-        raise ConfigError(f"kvferry {argv[0]} listens on a port chosen by the kernel; set one with --port")
-    scheme = "https" if settings.get("ssl_certfile") else "http"
-    return f"{scheme}://{host_port(dialable(settings['host']), settings['port'])}"
+    name = "metrics_port" if "metrics_port" in settings else "port"
+    if not settings[name]:
+        raise ConfigError(f"kvferry {argv[0]} listens on a port chosen by the kernel; set one with {flag(name)}")
+    scheme = "https" if settings.get("ssl_certfile") and name == "port" else "http"
+    return f"{scheme}://{host_port(dialable(settings['host']), settings[name])}"

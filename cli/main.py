@@ -16,8 +16,9 @@ import click
 
 from kvferry.cli.bootstrap import StartupFailed, complain, set_encoding, set_threads, set_up_traces, worker_threads
 from kvferry.cli.client_commands import batch, top
-from kvferry.cli.options import SERVE_FIXED, settings_options
+from kvferry.cli.options import SERVE_FIXED, defaults, settings_options
 from kvferry.cli.simulate import plan, simulate
+from kvferry.protocol.epp_settings import NOT_FOR_EPP, EppSettings
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
@@ -106,6 +107,18 @@ def adapt(settings: AdapterSettings) -> None:
     from kvferry.engine_adapter.main import serve_adapter
 
     _run(serve_adapter(settings))
+
+
+@kvferry.command()
+@settings_options(EppSettings, defaults(EppSettings, NOT_FOR_EPP))
+def epp(settings: EppSettings) -> None:
+    """Run one endpoint picker: a gateway asks it which engine behind an adapter takes a request."""
+    set_up_log(settings.log_level, settings.log_format)
+    set_up_traces("epp")
+    set_encoding()
+    from kvferry.endpoint_picker.main import serve_epp
+
+    _run(serve_epp(settings))
 
 
 @kvferry.command()

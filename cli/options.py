@@ -48,6 +48,11 @@ def variable(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
+def defaults(cls: type[CommonSettings], names: Collection[str]) -> dict[str, Any]:
+    """Return the defaults of these fields, for a command that has no flags for them."""
+    return {field.name: field.default for field in dataclasses.fields(cls) if field.name in names}
+
+
 def settings_options(cls: type[Settings], fixed: Mapping[str, Any] | None = None) -> Callable[[Decorated], Decorated]:
     """Decorate a click command `f(settings: cls)`. Fields in `fixed` have no flag; they get these values."""
     given = dict(fixed or {})

@@ -16,6 +16,7 @@ from docs.markdown import markdown_table
 from kvferry.cli.options import flag
 from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.epp_settings import EppSettings
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.model_metrics import ModelRegistry
 from kvferry.protocol.node_settings import AdapterSettings
@@ -58,6 +59,7 @@ def tables() -> dict[str, str]:
         "common": settings_table(CommonSettings),
         "router": settings_table(RouterSettings, CommonSettings),
         "worker": settings_table(WorkerSettings, CommonSettings),
+        "epp": settings_table(EppSettings, CommonSettings, RouterSettings),
         "adapter": settings_table(AdapterSettings, CommonSettings),
         "serve": settings_table(ServeSettings, CommonSettings, RouterSettings, WorkerSettings),
         "router_metrics": metrics_table(RouterMetrics().registry),

@@ -29,6 +29,7 @@ FLOORS = {
     "engine_adapter": 4,
     "router": 4,
     "elastic_worker": 5,
+    "endpoint_picker": 5,
     "simulate": 5,
     "cli": 6,
 }
@@ -41,6 +42,7 @@ TORCHLESS = [
     "cluster_state",
     "router",
     "engine_adapter",
+    "endpoint_picker",
     "simulate",
 ]
 WORKERS = ["torch", "transformers", "safetensors", "ucxx", "libucx", "triton", "accelerate", "numpy", "gguf"]

@@ -23,6 +23,7 @@ from kvferry.runtime.request_path import Root
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics", "/dashboard"))
 """Paths that need no API key."""
+NO_KEY = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -56,15 +57,7 @@ class Ingress:
         headers = Headers(scope=scope)
         tenant = self._tenant_registry.keyring.presented(headers)
         name = tenant.name if tenant else ""
-        given, arrival = headers.get("x-request-id", ""), time.monotonic()
-        call = scope[CALL] = RequestContext(
-            given if _SANE_ID.fullmatch(given) else secrets.token_hex(16),
-            arrival=arrival,
-            deadline=arrival + self._timeout_s,
-            tenant=name,
-            realm=self._tenant_registry.realm(name),
-            trace=_traceparent(headers),
-        )
+        call = scope[CALL] = new_call(headers, name, self._tenant_registry.realm(name), self._timeout_s)
 
         async def begun(message: Message) -> None:
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
@@ -76,8 +69,7 @@ class Ingress:
 
         REQUEST.set(call.id)
         if tenant is None and path not in OPEN_PATHS:
-            refused = Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
-            response = error_response(refused, path)
+            response = error_response(Unauthorized(NO_KEY), path)
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, stamped)
             return
@@ -95,6 +87,19 @@ class Ingress:
             took_s = time.monotonic() - scope.get(READ_AT, call.arrival)
             if delay_s := self._throttle.delay_s(call.tenant or (scope.get("client") or ("",))[0], took_s):
                 await asyncio.sleep(delay_s)
+
+
+def new_call(headers: Headers, tenant: str, realm: str, timeout_s: float) -> RequestContext:
+    """Return the context of a request that arrives now, with the client's id and trace if they are well formed."""
+    given, arrival = headers.get("x-request-id", ""), time.monotonic()
+    return RequestContext(
+        given if _SANE_ID.fullmatch(given) else secrets.token_hex(16),
+        arrival=arrival,
+        deadline=arrival + timeout_s,
+        tenant=tenant,
+        realm=realm,
+        trace=_traceparent(headers),
+    )
 
 
 def _traceparent(headers: Headers) -> str:

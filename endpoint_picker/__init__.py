@@ -1,0 +1,1 @@
+"""Endpoint picker for the Gateway API Inference Extension: Envoy asks it where each request goes."""

@@ -1,0 +1,158 @@
+"""Choice of a request's endpoints by kvferry's placement, and the request's share of a node's load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from kvferry.endpoint_picker.pick import Pick
+from kvferry.placement.rejections import no_nodes, too_late
+from kvferry.placement.types import Demand, NodeKey, Placement
+from kvferry.protocol.errors import NoNodes, Overloaded
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.dispatch.model_cluster import ModelCluster
+from kvferry.router.dispatch.prefixes import Remembered
+from kvferry.router.dispatch.timers import Backoff
+from kvferry.router.nodes.node_entry import NodeEntry
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Request to place.
+
+    prompts    token ids of each prompt; empty if they are unknown
+    tokens     prompt tokens in total
+    sequences  sequences that it generates
+    namespace  of its blocks: the client's cache salt
+    adapter    id of its LoRA adapter; empty: none
+    subset     endpoints that it may go to, as ip:port or ip; None: any
+    left_s     returns the seconds until its deadline
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    tokens: int
+    sequences: int
+    namespace: str
+    adapter: str
+    subset: frozenset[str] | None
+    left_s: Callable[[], float]
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest prompt, at least 1."""
+        return max([1, *map(len, self.prompts)]) if self.prompts else self.tokens
+
+
+class Picker:
+    """Places requests of one model on the engines behind its nodes; fallbacks: further endpoints of each request.
+
+    An engine that reports its blocks is found by the block index. Of any other engine the picker remembers what it was
+    sent."""
+
+    def __init__(self, cluster: ModelCluster, metrics: RouterMetrics, fallbacks: int) -> None:
+        self.cluster = cluster
+        self._metrics, self._fallbacks = metrics, fallbacks
+        self._remembered = Remembered()
+
+    async def pick(self, wanted: Wanted) -> Pick:
+        """Return the endpoints of a request, booked on the first; the caller must call `end`.
+
+        While no node can take it, it waits for at most the cluster's patience. Raises NoNodes, Overloaded,
+        ContextLengthExceeded, and at once NoNodes if no endpoint is allowed."""
+        patience, who = Backoff(self.cluster.patience_s), object()
+        try:
+            while True:
+                hashes = self._hashes(wanted)
+                held = await self._held(hashes)
+                try:
+                    return self._place(wanted, hashes, held)
+                except (NoNodes, Overloaded) as error:
+                    if isinstance(error, Overloaded) and not self.cluster.held.takes(who):
+                        raise
+                    if not self._allowed(wanted) or patience.over(wanted.left_s()):
+                        raise
+                self.cluster.held.enter(who, wanted.tokens)
+                await asyncio.sleep(patience.pause_s())
+        finally:
+            self.cluster.held.leave(who)
+
+    def _hashes(self, wanted: Wanted) -> list[bytes]:
+        """Return the block hashes of the first prompt."""
+        members = self.cluster.group.members
+        if not members or not wanted.prompts:
+            return []
+        lease = members[0].lease
+        root = root_hash(lease.fingerprint, wanted.namespace, wanted.adapter)
+        return chain(root, wanted.prompts[0], lease.block_size)
+
+    async def _held(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """Return the leading blocks that nodes hold, by node id."""
+        held = await self.cluster.reuse(hashes, {})
+        silent = {e.key[0]: e.key[1] for e in self.cluster.group.members if "kv_events" not in e.lease.guarantees}
+        if silent and hashes:
+            for node_id, blocks in self._remembered.held(hashes, silent).items():
+                held[node_id] = max(blocks, held.get(node_id, 0))
+        return held
+
+    def _allowed(self, wanted: Wanted) -> dict[NodeKey, str]:
+        """Return the endpoints of the nodes to which the request may go."""
+        found = {entry.key: endpoint_of(entry.lease.engine_url) for entry in self.cluster.group.members}
+        return {key: endpoint for key, endpoint in found.items() if endpoint and _within(endpoint, wanted.subset)}
+
+    def _place(self, wanted: Wanted, hashes: Sequence[bytes], held: dict[str, int]) -> Pick:
+        """Place and book a request, without an await in between."""
+        cluster, endpoints = self.cluster, self._allowed(wanted)
+        if not endpoints:
+            raise no_nodes(cluster.group.name.first)
+        others = frozenset(entry.key for entry in cluster.group.members if entry.key not in endpoints)
+        demand = Demand(wanted.longest, excluded=others, adapter=wanted.adapter, local_only=True)
+        placement = cluster.place(demand, held)
+        if placement.first_token_s > (left_s := wanted.left_s()) > 0:
+            raise too_late(placement.first_token_s - left_s)
+        chosen = [self._entry(placement)]
+        with contextlib.suppress(NoNodes, Overloaded):
+            while len(chosen) <= self._fallbacks:
+                tried = demand.excluded | {entry.key for entry in chosen}
+                chosen.append(self._entry(cluster.place(replace(demand, excluded=tried), held)))
+        self._metrics.placements.labels("local").inc()
+        sizes = [len(prompt) for prompt in wanted.prompts] or [wanted.tokens]
+        copies = max(1, wanted.sequences // len(sizes))
+        blocks = sum(blocks_for(size + 1, chosen[0].lease.block_size) for size in sizes) * copies
+        uncached = max(0, wanted.tokens - placement.cached_len)
+        nodes = [(entry, endpoints[entry.key]) for entry in chosen]
+        return Pick(cluster, self._remembered, nodes, hashes, placement.cached_len, uncached, blocks)
+
+    def _entry(self, placement: Placement) -> NodeEntry:
+        assert placement.decode
+        return self.cluster.nodes.entries[placement.decode.node_id, placement.decode.epoch]
+
+
+@lru_cache(maxsize=4096)
+def endpoint_of(url: str) -> str:
+    """Return `ip:port` of an engine's URL; empty if it has no such address, since Envoy resolves no names."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        address = ipaddress.ip_address(parts.hostname or "")
+    except (ValueError, KeyError):
+        if url:
+            log.warning("an engine's address must be http://ip:port for a gateway, got %r: not used", url)
+        return ""
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+
+
+def _within(endpoint: str, subset: frozenset[str] | None) -> bool:
+    if subset is None or endpoint in subset:
+        return True
+    host = endpoint.rpartition(":")[0]
+    return host in subset or host.strip("[]") in subset

@@ -1,0 +1,43 @@
+"""Output tokens of a response that passes by, for tenants' limits and the fair queue."""
+
+from __future__ import annotations
+
+import re
+
+TAIL_BYTES = 8192
+"""Bytes at the end of a response among which its usage is looked for."""
+_EVENT = b"\ndata: {"
+_OUTPUT = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})')
+_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
+
+
+class ResponseMeter:
+    """Counter of a response's tokens, from its usage if it has one, else one token for each event.
+
+    Names of fields within generated text have escaped quotes, so that they are not found."""
+
+    def __init__(self) -> None:
+        self._tail = b"\n"
+        self._events = 0
+
+    def take(self, data: bytes) -> None:
+        """Read the next part of the body."""
+        seam = self._tail[1 - len(_EVENT) :] + data
+        self._events += seam.count(_EVENT)
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+
+    @property
+    def output(self) -> int:
+        """Return the output tokens so far."""
+        found = _last(_OUTPUT, self._tail)
+        return self._events if found is None else found
+
+    @property
+    def cached(self) -> int | None:
+        """Return the prompt tokens that the engine reused; None if it does not say."""
+        return _last(_CACHED, self._tail)
+
+
+def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
+    found = pattern.findall(text)
+    return int(found[-1]) if found else None
