@@ -9,9 +9,9 @@ from pydoc_data.topics import topics
 
 import torch
 
-from kvferry.model_files.source import resolve
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.load import load_text_model
+from tests.transformers_demo import load_demo
 
 NEW_TOKENS = 16
 TIE = 1e-4
@@ -50,10 +50,7 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 @torch.inference_mode()
 def answers() -> tuple[Answer, ...]:
     """transformers' own greedy continuations, in float32."""
-    from transformers import AutoModelForCausalLM
-
-    path = resolve("smollm2").path
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model = load_demo()
     return tuple(answer_of(model, prompt) for prompt in prompts())
 
 
