@@ -25,8 +25,10 @@ DAY_S = 86_400.0
 
 
 def make_engine(budget: int, *, caching: bool = True, blocks: int = 1200) -> Engine:
+    """On one thread: where others want the cores, several threads mostly wait for each other, and spin as they do."""
     settings = WorkerSettings(
         dtype="float32",
+        threads=1,
         max_num_batched_tokens=budget,
         max_prefill_tokens_while_decoding=budget,
         max_num_seqs=min(8, budget),
