@@ -30,7 +30,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "choices": ("/v1/completions", {"prompt": PROMPT, "n": 3, "stream": True}),
     "prompts": ("/v1/completions", {"prompt": [PROMPT, PROMPT[1:]]}),
     "stop": ("/v1/completions", {"prompt": PROMPT, "stop": ["e", "a"], "stream": True}),
-    "response": ("/v1/responses", {"input": "What does a ferry carry?", "store": False, "stream": True}),
+    "response": ("/v1/responses", {"input": CHAT, "store": False, "stream": True, "max_output_tokens": 16}),
     "messages": ("/v1/messages", {"messages": CHAT, "max_tokens": 8, "stream": True}),
     "refused": ("/v1/completions", {"prompt": PROMPT, "temperature": -1}),
 }
