@@ -2,20 +2,24 @@
 # What `make test` runs: linters and all tests, so that two cores always have something to do.
 #   tests/all.sh PYTHON LOGS LINT...    Python of the environment, an existing folder for logs, command of the linters
 #
-# beside    tests that only compute: at idle priority, from the beginning to the end
-# linters   beside the first tests, which are long and time nothing
+# linters   at idle priority, from the beginning
+# beside    tests that only compute and time nothing: the same, until the end; most of their time is what clusters leave
 # tests without clusters, in three processes, the longest files first (tests/longest.py)
 # clusters  two at a time: they mostly wait; then, one by one, those that tests/alone.py names
 set -uo pipefail
 python=$1 logs=$2
 shift 2
 
-BESIDE="tests/kernels tests/virtual tests/engine/test_local_parity.py"
+engine() { printf 'tests/engine/test_%s.py ' "$@"; }
+BESIDE="tests/kernels tests/virtual tests/simulate $(engine local_parity adapters adapters_gguf hf_packed models models_cpu \
+  models_gguf models_quantised ranks ranks_adapters ranks_apart ranks_experts ranks_invariant sampler)"
 CLUSTERS="tests/cluster tests/chaos tests/clients tests/attack"
 SELECTED="not clients and not images"
 idle="nice -n 19"
 command -v chrt > /dev/null && idle="chrt --idle 0"
 failed=0
+KVFERRY_TEST_RUN=$(mktemp -d) # tests/once_a_run.py
+export KVFERRY_TEST_RUN
 
 run() { "$python" -m pytest "$@" || { echo "failed: pytest $*"; failed=1; }; }
 
@@ -34,17 +38,18 @@ job() {
 
 # shellcheck disable=SC2086
 job beside $idle "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 3000 $BESIDE & beside=$!
-job lint "$@" & lint=$!
-trap 'kill $beside $lint 2> /dev/null' EXIT
+# shellcheck disable=SC2086
+job lint $idle "$@" & lint=$!
+trap 'kill $beside $lint 2> /dev/null; rm -rf "$KVFERRY_TEST_RUN"' EXIT
 trap 'exit 130' INT TERM
 
 # shellcheck disable=SC2086
 run -n 3 --dist loadfile --no-loadscope-reorder $(printf -- '--ignore=%s ' $CLUSTERS $BESIDE)
-wait $lint || { echo "failed: $*"; failed=1; }
 # shellcheck disable=SC2086
 run -n 2 --dist loadfile --no-loadscope-reorder -m "$SELECTED and not alone" $CLUSTERS
 # shellcheck disable=SC2086
 run -m "$SELECTED and alone" $CLUSTERS
 echo "waiting for $BESIDE"
+wait $lint || { echo "failed: $*"; failed=1; }
 wait $beside || { echo "failed: $BESIDE"; failed=1; }
 exit $failed

@@ -15,15 +15,11 @@ ALONE = frozenset(
         "test_elastic_live.py",
         "test_fairness.py",
         "test_faults.py",
-        "test_fetches_live.py",
-        "test_leaving.py",
         "test_parity.py",
         "test_redis_faults.py",
         "test_shared_cores.py",
         "test_simulated_live.py",
         "test_storm.py",
-        "test_tiers_live.py",
-        "test_top_live.py",
     }
 )
 FOLDERS = frozenset({"attack"})

@@ -13,6 +13,7 @@ LONGEST = frozenset(
         "test_gpu.py",
         "test_hostile_jobs.py",
         "test_hostile_requests.py",
+        "test_local_parity.py",
         "test_rollouts.py",
         "test_router_bodies.py",
         "test_triton_attention.py",

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.model_files.source import resolve
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.load import load_text_model
 from tests.clients.environments import OUTCOMES, table
@@ -30,11 +29,12 @@ def reference() -> dict[str, str]:
     """Variables of checks that compare with transformers: a text, and its log-probability in float32 after the token
     that ends sequences, with the weights of the demo model's file."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    path, text = resolve("smollm2").path, load_text_model(RouterSettings())
+    from tests.transformers_demo import load_demo
+
+    text = load_text_model(RouterSettings())
     tokens = text.encode(TEXT.read_text(), add_special_tokens=False)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model = load_demo()
     read = torch.tensor([[*text.facts.eos_token_ids[:1], *tokens]])
     with torch.inference_mode():
         logprobs = model(read).logits[0, :-1].log_softmax(-1).gather(1, read[0, 1:, None])

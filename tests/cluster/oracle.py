@@ -6,12 +6,14 @@ import random
 from dataclasses import dataclass
 from functools import cache
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 
-from kvferry.model_files.source import resolve
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.load import load_text_model
+from tests.once_a_run import once_a_run
+from tests.transformers_demo import load_demo
 
 NEW_TOKENS = 16
 TIE = 1e-4
@@ -47,14 +49,15 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-@torch.inference_mode()
 def answers() -> tuple[Answer, ...]:
     """transformers' own greedy continuations, in float32."""
-    from transformers import AutoModelForCausalLM
 
-    path = resolve("smollm2").path
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    return tuple(answer_of(model, prompt) for prompt in prompts())
+    def compute() -> list[Any]:
+        model = load_demo()
+        made = (answer_of(model, prompt) for prompt in prompts())
+        return [[answer.prompt, answer.tokens, answer.gaps] for answer in made]
+
+    return tuple(Answer(*map(tuple, each)) for each in once_a_run("greedy_by_transformers", compute))
 
 
 @torch.inference_mode()

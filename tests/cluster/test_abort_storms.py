@@ -1,4 +1,4 @@
-"""Clients that leave by the hundred in one phase of their requests: a moment later every process is idle, and anyone
+"""Clients that leave by the dozen in one phase of their requests: a moment later every process is idle, and anyone
 who comes next waits no longer than before. `KVFERRY_TEST_LEAVERS=1000` is the long form."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.local_cluster import LocalCluster, local_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-LEAVERS = int(os.environ.get("KVFERRY_TEST_LEAVERS", "80"))
+LEAVERS = int(os.environ.get("KVFERRY_TEST_LEAVERS", "50"))
 AT_ONCE = 125
 IDLE_S = 5.0
 """A second on a machine of one's own; here tests share two cores with much else."""

@@ -9,9 +9,9 @@ import httpx
 import pytest
 import torch
 
-from kvferry.model_files.source import resolve
 from tests.cluster.oracle import prompts
 from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
+from tests.transformers_demo import load_demo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 WIDTH, LENGTH = 3, 8
@@ -28,10 +28,7 @@ def cluster() -> Iterator[LocalCluster]:
 def theirs(chosen: list[tuple[int, ...]]) -> list[list[list[int]]]:
     """The best beams of transformers. Without a length penalty nothing depends on whether a length counts the prompt,
     as vLLM and we have it, or leaves it out, as transformers does."""
-    from transformers import AutoModelForCausalLM
-
-    path = resolve("smollm2").path
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model = load_demo()
     model.generation_config.eos_token_id = None
     found = []
     for prompt in chosen:

@@ -21,7 +21,7 @@ from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, valu
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-COUNT, BEGUN = 60, 10
+COUNT, BEGUN = 40, 10
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 7},

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kvferry.engine.models.hf import transformers_module
-from kvferry.model_files.source import resolve
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.load import load_text_model
 from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, streams_running, value
+from tests.transformers_demo import load_demo
 from tests.wordpiece import VOCAB_SIZE, save_wordpiece
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -36,9 +36,7 @@ BERT = {
 @cache
 def demo_vectors() -> list[np.ndarray]:
     """transformers' hidden state of each text's last token, float32."""
-    source, text = resolve("smollm2"), load_text_model(RouterSettings())
-    auto = transformers_module().AutoModelForCausalLM
-    model = auto.from_pretrained(source.path.parent, gguf_file=source.path.name, dtype=torch.float32).eval().model
+    text, model = load_text_model(RouterSettings()), load_demo(transformers_module().AutoModelForCausalLM).model
     with torch.inference_mode():
         return [np.asarray(model(input_ids=torch.tensor([text.encode(t)])).last_hidden_state[0, -1]) for t in TEXTS]
 

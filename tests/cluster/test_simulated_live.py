@@ -1,8 +1,8 @@
 """A simulation with the rates of a real cluster tells the times to first token that this has, within 20 %.
 
 The machine that runs the tests is seldom quiet: what counts is the medians over some rounds, of those in which its
-speed stayed about the same; the figures are printed (`pytest -s`). The short form has three rounds, whose medians are
-no nearer than half; KVFERRY_TEST_SIMULATED=8 (`make test-simulated`) is the long one.
+speed stayed about the same; the figures are printed (`pytest -s`). The short form has two or three rounds, whose medians
+are no nearer than half; KVFERRY_TEST_SIMULATED=8 (`make test-simulated`) is the long one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from benchmarks.load import Target
 from benchmarks.simulated import KINDS, Round, played, table
 from tests.local_cluster import MODEL, LocalCluster, local_cluster
 
-BUSY, LEAST_ROUNDS = 0.4, 3
-ROUNDS = int(os.environ.get("KVFERRY_TEST_SIMULATED", "3"))
-REQUESTS = 20 if ROUNDS > LEAST_ROUNDS else 12
-NEAR, STEADY, ENOUGH_S = (1.2 if ROUNDS > LEAST_ROUNDS else 1.5), 1.15, 50 * ROUNDS
+BUSY, SHORT = 0.4, 3
+ROUNDS = int(os.environ.get("KVFERRY_TEST_SIMULATED", SHORT))
+LEAST_ROUNDS, REQUESTS, NEAR = (3, 20, 1.2) if ROUNDS > SHORT else (2, 12, 1.5)
+STEADY, ENOUGH_S = 1.15, 50 * ROUNDS
 """Times that a simulated figure may be off, and that the machine may have become faster or slower in a round; and after
 so many seconds no further round begins."""
 

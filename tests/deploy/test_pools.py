@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from kvferry.cli.main import kvferry
 from kvferry.protocol.settings import RouterSettings
 from tests.deploy.charts import chart, refusal
 from tests.deploy.installations import own
+from tests.deploy.kubernetes_schemas import check_object
 from tests.deploy.manifests import Manifest, Objects, container_command, of_kind, pod_specs
 from tests.deploy.test_k8s import pod_labels, selected
 
@@ -90,7 +90,7 @@ def test_what_a_pool_differs_in_is_its_own() -> None:
 def test_objects_fit_the_schema(version: str) -> None:
     """The first that has image volumes switched on, and those of today."""
     for item in own(chart(**POOLS)):
-        kubernetes_validate.validate(item, version, strict=True)
+        check_object(item, version)
 
 
 def test_selectors_keep_pools_apart() -> None:

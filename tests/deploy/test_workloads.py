@@ -12,6 +12,7 @@ import pytest
 
 from tests.deploy import crds
 from tests.deploy.charts import chart, refusal
+from tests.deploy.kubernetes_schemas import check_object
 from tests.deploy.manifests import Manifest, Objects, of_kind, pod_specs
 from tests.deploy.test_pools import POOLS
 
@@ -156,7 +157,7 @@ def test_machines_are_chosen_by_gpu_and_driver() -> None:
 def test_a_priority_class_is_that_of_all_pods_that_name_none() -> None:
     objects = chart(priorityClass={"create": True, "value": 7}, prefill={"priorityClassName": "low"})
     (made,) = of_kind(objects, "PriorityClass").values()
-    kubernetes_validate.validate(made, "1.36", strict=True)
+    check_object(made, "1.36")
     names = {name: spec.get("priorityClassName") for name, spec in pod_specs(objects).items()}
     assert names == {
         "kvferry-router": "kvferry", "kvferry-decode": "kvferry", "kvferry-redis": "kvferry",
@@ -168,7 +169,7 @@ def test_devices_may_be_claimed() -> None:
     claims = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}], "schedulerName": "kai"}
     objects = chart(decode={**claims, "resources": {"claims": [{"name": "gpu"}]}})
     decode = of_kind(objects, "Deployment")["kvferry-decode"]
-    kubernetes_validate.validate(decode, "1.36", strict=True)
+    check_object(decode, "1.36")
     spec = decode["spec"]["template"]["spec"]
     assert spec["resourceClaims"] == claims["resourceClaims"]
     assert spec["schedulerName"] == "kai"

@@ -17,7 +17,8 @@ from kvferry.model_files.source import resolve
 from tests.adapter_files import merge, save_adapter
 from tests.engine.test_adapters import adapter_of, hf, wearing
 from tests.engine.test_models_gguf import Kind, write_gguf
-from tests.engine.tiny_models import BLOCK, chunked_logits, family, save_tiny, tokens_for, transformers
+from tests.engine.tiny_models import BLOCK, chunked_logits, family, save_tiny, tokens_for
+from tests.transformers_demo import load_demo
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,11 +70,8 @@ TOKENS = torch.tensor([1, 4093, 198, 1780, 314, 253, 1165, 42, 2, 198, 1, 520, 9
 def demo() -> torch.nn.Module:
     """The demo model as transformers reads its file: dequantised, in its own order of rows."""
     torch.set_num_threads(2)
-    source = resolve("smollm2")
-    loaded: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-        source.path.parent, gguf_file=source.path.name, dtype=torch.float32, attn_implementation="eager"
-    )
-    return loaded.eval()
+    loaded: torch.nn.Module = load_demo(attn_implementation="eager")
+    return loaded
 
 
 def with_and_without(model: Decoder, path: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,14 @@ from tests.cluster.local_tokens import GREEDY, SAMPLED, SOME, check, make_engine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
+OFTEN = 12
+"""Preemptions: each has a prompt computed again, in other chunks and beside others."""
+
+
 def preempting(engine: Engine) -> Callable[[int], None]:
     def sometimes(step: int) -> None:
         running = engine.request_table.running
-        if step % 13 == 0 and running and step < 300:
+        if step % 13 == 0 and running and engine.scheduler.preempted_total < OFTEN:
             engine.scheduler.preempt(running[step % len(running)])
 
     return sometimes

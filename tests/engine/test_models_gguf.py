@@ -23,6 +23,7 @@ from tests.engine.tiny_models import (
     transformers,
 )
 from tests.gguf_files import finish, gguf_name
+from tests.transformers_demo import load_demo
 
 CPU = torch.device("cpu")
 Kind = gguf.GGMLQuantizationType
@@ -312,9 +313,7 @@ def test_demo_model_equals_transformers_load_of_it():
     model = load_model(source, device=CPU, dtype=torch.float32, ops=ReferenceOps())
     cache = Cache(model, blocks=8)
     logits = torch.cat([cache.step({"a": chunk})[0] for chunk in tokens.split([BLOCK, 1, len(tokens) - BLOCK - 1])])
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        source.path.parent, gguf_file=source.path.name, dtype=torch.float32, attn_implementation="eager"
-    )
+    oracle = load_demo(attn_implementation="eager")
     wanted = oracle(input_ids=tokens[None]).logits[0]
     torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
     assert torch.equal(logits.argmax(-1), wanted.argmax(-1))

@@ -129,23 +129,24 @@ def sinks_of(case: Case) -> torch.Tensor:
 def dense_attention(
     case: Case, scale: float, window: int = 0, cap: float = 0.0, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """float64 [T, heads, dim], one query token and head at a time."""
-    out = torch.empty(case.q.shape, dtype=torch.float64)
-    token = 0
-    for query_len, keys, values in zip(case.plan.query_lens, case.keys, case.values, strict=True):
+    """float64 [T, heads, dim]: the whole matrix of scores of each sequence, and what a token may not see is masked."""
+    out, heads = [], case.q.shape[1]
+    queries = case.q.double().split(case.plan.query_lens)
+    for q, keys, values in zip(queries, case.keys, case.values, strict=True):
         total, kv_heads, _ = keys.shape
-        for position in range(total - query_len, total):
-            oldest = max(0, position - window + 1) if window else 0
-            for head in range(case.q.shape[1]):
-                kv_head = head * kv_heads // case.q.shape[1]
-                seen = slice(oldest, position + 1)
-                scores = keys[seen, kv_head].double() @ case.q[token, head].double() * scale
-                scores = cap * (scores / cap).tanh() if cap else scores
-                sink = [] if sinks is None else [sinks[head : head + 1].double()]
-                weights = torch.cat((scores, *sink)).softmax(0)[: len(scores)]
-                out[token, head] = weights @ values[seen, kv_head].double()
-            token += 1
-    return out
+        position = torch.arange(total - len(q), total)[:, None]
+        seen = torch.arange(total) <= position
+        if window:
+            seen &= torch.arange(total) > position - window
+        kv_head = torch.arange(heads) * kv_heads // heads
+        scores = q.transpose(0, 1) @ keys[:, kv_head].double().permute(1, 2, 0) * scale
+        scores = cap * (scores / cap).tanh() if cap else scores
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(heads, len(q), 1)), -1)
+        weights = scores.softmax(-1)[..., :total]
+        out.append((weights @ values[:, kv_head].double().transpose(0, 1)).transpose(0, 1))
+    return torch.cat(out)
 
 
 def rope_table(max_len: int, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from kvferry.simulate.workloads import Asked
 
 
 def test_ours_wins_where_sharing_is_high_and_caches_overflow() -> None:
-    trace, losses, models = case("many-prefixes", Asked(700, 0.5, 1))
+    trace, losses, models = case("many-prefixes", Asked(300, 0.5, 1))
     shape = Shape(4, 4, Machine(), models)
     found = {name: simulated(name, shape, trace, Goal(), losses) for name in POLICIES}
     blind = max(found[name].goodput for name in ("round-robin", "least-load", "power-of-two", "scorers"))
@@ -33,7 +33,7 @@ def test_ours_wins_where_sharing_is_high_and_caches_overflow() -> None:
 
 
 def test_ours_does_not_lose_where_nothing_is_shared() -> None:
-    trace, losses, models = case("low-sharing", Asked(600, 0.5, 1))
+    trace, losses, models = case("low-sharing", Asked(400, 0.5, 1))
     shape = Shape(4, 4, Machine(), models)
     found = {name: simulated(name, shape, trace, Goal(), losses) for name in POLICIES}
     assert found["kvferry"].goodput >= 0.97 * max(each.goodput for each in found.values())

@@ -77,8 +77,11 @@ def test_prefixes_are_fetched_from_where_they_are():
         return sum(metrics.fetches.ended["done"]._value.get() for metrics in METRICS.values())
 
     before = done()
-    assert not any(lived(seed).wrong for seed in range(0, 60, 2))
-    assert done() > before
+    for seed in range(0, 60, 2):
+        assert not lived(seed).wrong
+        if done() > before:
+            return
+    pytest.fail("no prefix was fetched in any schedule")
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS.keys() - RARE))
