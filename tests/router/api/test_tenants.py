@@ -68,8 +68,8 @@ async def test_a_cached_prefix_is_its_tenants_own_unless_prefixes_are_shared(
             seen: list[tuple[str, ...]] = []
             lookup = bench.cluster.reuse
 
-            async def reuse(hashes: list[bytes], held: Any) -> dict[str, int]:
-                seen.append(tuple(hash_.hex() for hash_ in hashes))
+            async def reuse(hashes: Any, held: Any) -> Any:
+                seen.append(tuple(hash_.hex() for own in hashes.values() for hash_ in own))
                 return await lookup(hashes, held)
 
             bench.cluster.reuse = reuse  # type: ignore[method-assign,assignment]

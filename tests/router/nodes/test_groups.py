@@ -71,15 +71,15 @@ async def test_views_are_of_members_that_can_be_reached_with_what_they_hold() ->
         entry.opened()
     model, size = table.models[0], leases[0].block_size
     names = {"p1": 3, on_tier("p1", "disk"): 5, "d1": 2, on_tier("d1", "disk"): 9, "d2": 7, "gone": 1}
-    held = {view.lease.node_id: (view.cached_len, view.kept) for view in model.views(*model.groups, names, "")}
+    held = {view.lease.node_id: (view.cached_len, view.kept) for view in model.views(model.groups[0], names, "")}
     assert held == {"p1": (3 * size, (TierPrefix(5 * size, 0.001),)), "d1": (2 * size, ())}
-    assert [view.cached_len for view in model.views(*model.groups, {}, "")] == [0, 0]
-    assert model.views(*model.groups, names, "an adapter") == []
+    assert [view.cached_len for view in model.views(model.groups[0], {}, "")] == [0, 0]
+    assert model.views(model.groups[0], names, "an adapter") == []
     table.entries["d1", 1].broken(NodeLost("d1"))
-    assert [view.lease.node_id for view in model.views(*model.groups, names, "")] == ["p1"]
+    assert [view.lease.node_id for view in model.views(model.groups[0], names, "")] == ["p1"]
     await table.see(leases[0], leases[2], replace(leases[1], epoch=2))
     table.entries["d1", 2].opened()
-    assert {view.key for view in model.views(*model.groups, names, "")} == {("p1", 1), ("d1", 2)}
+    assert {view.key for view in model.views(model.groups[0], names, "")} == {("p1", 1), ("d1", 2)}
 
 
 async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -> None:
@@ -99,7 +99,7 @@ async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -
     assert (group.names[host], group.names[ON_STORE]) == (both.epoch, STORE_EPOCH)
     held = {"p1": 1, host: 2, on_disk: 4, others: 5, on_tier("d1", "disk"): 9, ON_STORE: 16}
     size = both.block_size
-    views = {view.lease.node_id: view for view in model.views(*model.groups, held, "")}
+    views = {view.lease.node_id: view for view in model.views(model.groups[0], held, "")}
     assert (views["p1"].cached_len, views["p1"].kept) == (
         size,
         (TierPrefix(2 * size, 0.001), TierPrefix(4 * size, 0.002)),
@@ -113,7 +113,7 @@ async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -
     await table.see(hung, disk, node("d1", "decode", "a"))
     (group,) = model.groups
     assert ON_STORE not in group.names
-    views = {view.lease.node_id: view for view in model.views(*model.groups, held, "")}
+    views = {view.lease.node_id: view for view in model.views(model.groups[0], held, "")}
     assert views["p1"].kept == (TierPrefix(2 * size, 0.001),)
 
 
