@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.dispatch.prefixes import Remembered
@@ -30,7 +30,7 @@ class Pick:
         cluster: ModelCluster,
         remembered: Remembered,
         nodes: Sequence[tuple[NodeEntry, str]],
-        hashes: Sequence[bytes],
+        hashes: Mapping[str, Sequence[bytes]],
         cached_len: int,
         uncached: int,
         blocks: int,
@@ -68,8 +68,9 @@ class Pick:
         if status in GATEWAY_ERRORS:
             self._cluster.nodes.suspect(entry)
         elif status < 400:
-            self._remembered.note(self._hashes, (entry.key,))
-            self._cluster.remember(self._hashes, (entry.lease,))
+            hashes = self._hashes.get(entry.lease.fingerprint, ())
+            self._remembered.note(hashes, (entry.key,))
+            self._cluster.remember(hashes, (entry.lease,))
             self._cluster.nodes.breakers.node_works(entry.key)
         self._expected.over()
         self._booking.settle()
@@ -84,7 +85,7 @@ class Pick:
         entry, breakers = self._entries[self._endpoint], self._cluster.nodes.breakers
         if breakers.any:
             breakers.use(None, entry.key)
-        self._expected = self._cluster.inflight_prefixes.sent(self._hashes, entry.key)
+        self._expected = self._cluster.inflight_prefixes.sent(self._hashes.get(entry.lease.fingerprint, ()), entry.key)
         self._booking = entry.promise(*self._amounts, lambda error: log.info("a request's node is lost: %s", error))
 
     def _release(self) -> None:

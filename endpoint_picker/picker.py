@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from urllib.parse import urlsplit
@@ -86,35 +86,46 @@ class Picker:
         finally:
             self.cluster.held.leave(who)
 
-    def _hashes(self, wanted: Wanted) -> list[bytes]:
-        """Return the block hashes of the first prompt."""
-        members = self.cluster.group.members
-        if not members or not wanted.prompts:
-            return []
-        lease = members[0].lease
-        root = root_hash(lease.fingerprint, wanted.namespace, wanted.adapter)
-        return chain(root, wanted.prompts[0], lease.block_size)
+    def _hashes(self, wanted: Wanted) -> dict[str, list[bytes]]:
+        """Return the block hashes of the first prompt, by fingerprint of the nodes."""
+        if not wanted.prompts:
+            return {}
+        ids, names = wanted.prompts[0], (wanted.namespace, wanted.adapter)
+        groups = self.cluster.model.groups
+        return {each.fingerprint: chain(root_hash(each.fingerprint, *names), ids, each.block_size) for each in groups}
 
-    async def _held(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return the leading blocks that nodes hold, by node id."""
-        held = await self.cluster.reuse(hashes, {})
-        silent = {e.key[0]: e.key[1] for e in self.cluster.group.members if "kv_events" not in e.lease.guarantees}
-        if silent and hashes:
-            for node_id, blocks in self._remembered.held(hashes, silent).items():
-                held[node_id] = max(blocks, held.get(node_id, 0))
+    async def _held(self, hashes: Mapping[str, Sequence[bytes]]) -> dict[str, dict[str, int]]:
+        """Return the leading blocks that nodes hold, by fingerprint and node id."""
+        found = await self.cluster.reuse(hashes, {})
+        held = {fingerprint: {**blocks} for fingerprint, blocks in found.items()}
+        for fingerprint, own in hashes.items():
+            blocks = held.setdefault(fingerprint, {})
+            for node_id, count in self._remembered.held(own, self._silent(fingerprint)).items():
+                blocks[node_id] = max(count, blocks.get(node_id, 0))
         return held
+
+    def _silent(self, fingerprint: str) -> dict[str, int]:
+        """Return the epochs, by node id, of the engines of a fingerprint that report no blocks."""
+        leases = [entry.lease for entry in self.cluster.model.members]
+        return {
+            lease.node_id: lease.epoch
+            for lease in leases
+            if lease.fingerprint == fingerprint and "kv_events" not in lease.guarantees
+        }
 
     def _allowed(self, wanted: Wanted) -> dict[NodeKey, str]:
         """Return the endpoints of the nodes to which the request may go."""
-        found = {entry.key: endpoint_of(entry.lease.engine_url) for entry in self.cluster.group.members}
+        found = {entry.key: endpoint_of(entry.lease.engine_url) for entry in self.cluster.model.members}
         return {key: endpoint for key, endpoint in found.items() if endpoint and _within(endpoint, wanted.subset)}
 
-    def _place(self, wanted: Wanted, hashes: Sequence[bytes], held: dict[str, int]) -> Pick:
+    def _place(
+        self, wanted: Wanted, hashes: Mapping[str, Sequence[bytes]], held: Mapping[str, Mapping[str, int]]
+    ) -> Pick:
         """Place and book a request, without an await in between."""
         cluster, endpoints = self.cluster, self._allowed(wanted)
         if not endpoints:
-            raise no_nodes(cluster.group.name.first)
-        others = frozenset(entry.key for entry in cluster.group.members if entry.key not in endpoints)
+            raise no_nodes(cluster.model.name.first)
+        others = frozenset(entry.key for entry in cluster.model.members if entry.key not in endpoints)
         demand = Demand(wanted.longest, excluded=others, adapter=wanted.adapter, local_only=True)
         placement = cluster.place(demand, held)
         if placement.first_token_s > (left_s := wanted.left_s()) > 0:

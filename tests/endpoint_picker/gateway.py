@@ -54,10 +54,11 @@ class House:
         self.workers = {worker.node_id: worker for worker in workers}
         self.settings = EppSettings(**{"queue_timeout": 0.3, "fallback_endpoints": 0, **settings})
         self.store, self.metrics = MemoryStore(lease_s=1e9), RouterMetrics()
-        self.nodes = NodeTable(self.store, self.metrics, poll_s=0.02, grace_s=0.3)
+        self.nodes = NodeTable(self.store, self.metrics, poll_s=0.02, grace_s=0.5)
         self.cluster = RouterCluster(
-            self.store, self.store, self.metrics, nodes=self.nodes, client=NodeClient("epp-test", connect_s=0.5),
-            buddies=False, fetch=False, patience_s=self.settings.queue_timeout,
+            self.store, self.store, self.metrics, nodes=self.nodes,
+            client=NodeClient("epp-test", connect_s=2.0, silence_s=5.0),
+            buddies=False, fetch=False, patience_s=self.settings.queue_timeout, lookup_s=5.0,
         )  # fmt: skip
         text = replace(demo_text(), called=ModelName("m"))
         self.tenants = TenantRegistry(self.settings)

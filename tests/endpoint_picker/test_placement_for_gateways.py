@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.lease import Load
 from tests.api_parts import demo_text
 from tests.endpoint_picker.gateway import TEXT, Answered, House, at, chat, completion, engine
+from tests.fake_workers import BLOCK
 from tests.waiting import until
 
 ONE, TWO, THREE = "e1", "e2", "e3"
@@ -193,3 +196,14 @@ async def test_ipv6_engines_have_brackets() -> None:
     async with House(engine(ONE, "[fd00::1]")) as house:
         assert await house.complete(chat(), subset=["[fd00::1]:8000"]) == "[fd00::1]:8000"
         assert await house.complete(chat(), subset=["fd00::1"]) == "[fd00::1]:8000"
+
+
+async def test_engines_of_several_fingerprints_are_found_each_by_its_own_hashes() -> None:
+    """As while engines are upgraded one by one: a prefix counts where it is, under the hashes of its own version."""
+    async with House(engine(ONE, fingerprint="old"), engine(TWO, fingerprint="new")) as house:
+        for holder, fingerprint in ((ONE, "old"), (TWO, "new")):
+            ids = chat_ids(f"{fingerprint} {TEXT}")
+            rows = rows_of(chain(root_hash(fingerprint), tuple(ids), BLOCK))
+            await house.store.publish(holder, 1, rows, ())
+            for _ in range(2):
+                assert await house.complete(chat(f"{fingerprint} {TEXT}")) == at(holder)
