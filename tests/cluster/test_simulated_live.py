@@ -1,8 +1,8 @@
 """A simulation with the rates of a real cluster tells the times to first token that this has, within 20 %.
 
 The machine that runs the tests is seldom quiet: what counts is the medians over some rounds, of those in which its
-speed stayed about the same; the figures are printed (`pytest -s`). The short form has two or three rounds, whose medians
-are no nearer than half; KVFERRY_TEST_SIMULATED=8 (`make test-simulated`) is the long one.
+speed stayed about the same; the figures are printed (`pytest -s`). The short form has two or three rounds, whose
+medians are no nearer than half; KVFERRY_TEST_SIMULATED=8 (`make test-simulated`) is the long one.
 """
 
 from __future__ import annotations

@@ -8,4 +8,4 @@ from tests.kernels.own_process import run_cases
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    run_cases("triton_compile.py", {"TRITON_CACHE_DIR": str(tmp_path)})
+    run_cases({"TRITON_CACHE_DIR": str(tmp_path)}, "triton_compile.py")

@@ -6,4 +6,4 @@ from tests.kernels.own_process import ON_A_GPU, run_cases
 
 
 def test_attention_to_cached_latents() -> None:
-    run_cases("triton_latent_cases.py", ON_A_GPU)
+    run_cases(ON_A_GPU, "triton_latent_cases.py")

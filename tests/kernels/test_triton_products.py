@@ -6,8 +6,8 @@ from tests.kernels.own_process import ON_A_GPU, run_cases
 
 
 def test_products_with_codes_are_those_of_the_dequantised_weights() -> None:
-    run_cases("triton_product_cases.py", ON_A_GPU)
+    run_cases(ON_A_GPU, "triton_product_cases.py")
 
 
 def test_models_run_as_they_are_stored() -> None:
-    run_cases("triton_model_cases.py", ON_A_GPU)
+    run_cases(ON_A_GPU, "triton_model_cases.py")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.api_parts import Api, FakeCluster, says, served
 
-EXAMPLES = int(os.environ.get("KVFERRY_TEST_EXAMPLES", "6"))
+EXAMPLES = int(os.environ.get("KVFERRY_TEST_EXAMPLES", "3"))
 """Of each route, beside those that cover each keyword of its schema; more in `make fuzz-api`."""
 SEED = os.environ.get("KVFERRY_TEST_SEED", "1")
 CHECKS = (
