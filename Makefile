@@ -3,7 +3,7 @@
 # make test-clients  install other people's clients, each into an environment of its own, and run their checks
 # make test-schemas  the demo model under a thousand random schemas: every output validates (an hour on two cores)
 # make test-simulated  a simulation beside a running cluster: times to first token within 20 % (up to eight minutes)
-# make fuzz      damaged and changed model files, ten thousand of them: each is read, or refused in plain words
+# make fuzz      damaged and changed model files: each is read, or refused in plain words: make fuzz MUTANTS=1000000 FROM=0
 # make fuzz-api  ten thousand hostile requests and as many damaged messages: make fuzz-api SEED=7
 # make test-avx512  the CPU kernels' tests with AVX-512, BF16, VNNI and AMX emulated, on a processor without them
 # make test-arm  the same on an emulated ARM processor, compiled for it: make test-arm CPU=cortex-a76
@@ -78,6 +78,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 MINUTES ?= 20
 HOURS   ?= 8
+MUTANTS ?= 100000
 SEED    ?= 1
 SEEDS   ?= 10000
 FIRST   ?= 0
@@ -117,7 +118,7 @@ test-simulated: $(VENV)/test.done $(VENV)/model.done
 	KVFERRY_TEST_SIMULATED=8 $(BIN)/python -m pytest -s tests/cluster/test_simulated_live.py
 
 fuzz: $(VENV)/test.done
-	KVFERRY_TEST_MUTANTS=10000 KVFERRY_TEST_MUTANTS_FROM=$$(date +%s) $(BIN)/python -m pytest -s tests/model_files/test_fuzzed_files.py
+	KVFERRY_TEST_MUTANTS=$(MUTANTS) KVFERRY_TEST_MUTANTS_FROM=$(or $(FROM),$$(date +%s)) $(BIN)/python -m pytest -s tests/model_files/test_fuzzed_files.py
 
 fuzz-api: $(VENV)/test.done $(VENV)/model.done
 	KVFERRY_TEST_HOSTILE=10000 KVFERRY_TEST_MUTATIONS=4000 KVFERRY_TEST_EXAMPLES=100 KVFERRY_TEST_SEED=$(SEED) $(BIN)/python -m pytest -s \

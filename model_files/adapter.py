@@ -56,7 +56,9 @@ def read_adapter(path: str, max_rank: int) -> AdapterFiles:
     _check_kind(folder, config)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise _refused(folder, f"r and lora_alpha must be a whole number and a number, got {rank!r} and {alpha!r}")
+        raise _refused(
+            folder, f"r and lora_alpha must be a whole number and a number, got {rank!r:.80} and {alpha!r:.80}"
+        )
     if rank > max_rank:
         raise _refused(folder, f"its rank is {rank} and --max-lora-rank is {max_rank}")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -65,9 +67,9 @@ def read_adapter(path: str, max_rank: int) -> AdapterFiles:
 
 def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        raise _refused(folder, f"its peft_type is {config.get('peft_type')!r}; only LORA is supported")
+        raise _refused(folder, f"its peft_type is {config.get('peft_type')!r:.80}; only LORA is supported")
     if config.get("bias", "none") != "none":
-        raise _refused(folder, f"it changes biases (bias: {config['bias']!r})")
+        raise _refused(folder, f"it changes biases (bias: {config['bias']!r:.80})")
     for name, why in _REFUSED.items():
         if config.get(name):
             raise _refused(folder, f"{why} ({name})")

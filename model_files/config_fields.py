@@ -16,8 +16,15 @@ def whole(config: dict[str, Any], name: str) -> int:
     """Return a field that must be a positive whole number. Raises ConfigError, or KeyError without it."""
     value = config[name]
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {name} must be a whole number of at least 1, got {value!r}", param="model")
+        raise ConfigError(f"config.json: {name} must be a whole number of at least 1, got {value!r:.80}", param="model")
     return value
+
+
+def whole_or(config: dict[str, Any], name: str, otherwise: int) -> int:
+    """Return a field that must be a positive whole number; `otherwise` if it is missing, null or 0.
+
+    Python multiplies texts and lists by numbers, too, and takes their memory. Raises ConfigError."""
+    return whole(config, name) if config.get(name) else otherwise
 
 
 def check_layers(value: Any) -> None:

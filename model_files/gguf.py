@@ -145,6 +145,9 @@ class Strings(Sequence[str]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        return f"an array of {self._length} texts"
+
     @cached_property
     def _decoded(self) -> list[str]:
         data, at, size, found = self._data, 0, struct.Struct("<Q").unpack_from, []

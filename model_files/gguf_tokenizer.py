@@ -52,7 +52,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer = _sentencepiece(metadata)
     else:
         raise ConfigError(
-            f"tokenizer.ggml.model {kind!r} of the GGUF file is not supported (gpt2, llama)", param="model"
+            f"tokenizer.ggml.model {kind!r:.80} of the GGUF file is not supported (gpt2, llama)", param="model"
         )
     _add_tokens(tokenizer, metadata)
     _frame(tokenizer, metadata)
@@ -87,7 +87,7 @@ def _pre_tokenizer(pre: str) -> Any:
     if pre == "default":
         words = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
         return _isolated(r"[\p{P}\$\+<=>\^~\|]+", words, r"\p{N}+", r"[0-9][0-9][0-9]")
-    raise ConfigError(f"tokenizer.ggml.pre {pre!r} of the GGUF file is not supported", param="model")
+    raise ConfigError(f"tokenizer.ggml.pre {pre!r:.80} of the GGUF file is not supported", param="model")
 
 
 def _isolated(*patterns: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.model_files.config_fields import LAYER_FIELDS
+from kvferry.model_files.config_fields import LAYER_FIELDS, whole_or
 from kvferry.model_files.gguf import GGUFFile, GGUFTensor, read_gguf
 from kvferry.model_files.gguf_latent import latent_fields
 from kvferry.model_files.latent import LatentSizes, latent_sizes
@@ -144,8 +144,8 @@ def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_mod
     If no tensors are given, it assumes those of a gated decoder with this config. Raises ConfigError."""
     text = text_config(config)
     hidden, layers, heads = (_whole(text, *names) for names in (_HIDDEN, LAYER_FIELDS, _ATTENTION_HEADS))
-    kv_heads = text.get("num_key_value_heads") or (1 if text.get("multi_query") else heads)
-    head_dim, planes = text.get("head_dim") or hidden // heads, 2
+    kv_heads = whole_or(text, "num_key_value_heads", 1 if text.get("multi_query") else heads)
+    head_dim, planes = whole_or(text, "head_dim", hidden // heads), 2
     query_size, attention = heads * head_dim, 2 * (heads + kv_heads) * head_dim * hidden
     if text.get("model_type") in LATENT:
         sizes = _latent(text)
@@ -179,17 +179,17 @@ def _experts(text: dict[str, Any]) -> int:
 
 def _gated_decoder(text: dict[str, Any], hidden: int, layers: int, attention: int) -> Iterator[Tensor]:
     """Yield the large tensors of a Llama-like decoder or one with experts. attention: weights of a layer."""
-    vocab, inner = _whole(text, "vocab_size"), text.get("intermediate_size") or 4 * hidden
+    vocab, inner = _whole(text, "vocab_size"), whole_or(text, "intermediate_size", 4 * hidden)
     yield Tensor("embed_tokens.weight", (vocab, hidden))
     if not text.get("tie_word_embeddings", text.get("model_type") == "smollm3"):
         yield Tensor("lm_head.weight", (vocab, hidden))
     yield Tensor("layers.attn.weight", (layers, attention))
     experts = _experts(text)
-    mixed = layers - (text.get("first_k_dense_replace") or 0) if experts else 0
+    mixed = layers - whole_or(text, "first_k_dense_replace", 0) if experts else 0
     yield Tensor("layers.mlp.weight", (layers - mixed, 3 * inner, hidden))
-    inner = text.get("moe_intermediate_size") or inner
+    inner = whole_or(text, "moe_intermediate_size", inner)
     yield Tensor("layers.experts.weight", (mixed, 3 * experts * inner, hidden))
-    yield Tensor("layers.shared_experts.weight", (mixed, 3 * (text.get("n_shared_experts") or 0) * inner, hidden))
+    yield Tensor("layers.shared_experts.weight", (mixed, 3 * whole_or(text, "n_shared_experts", 0) * inner, hidden))
 
 
 def _hf_needs(source: ModelSource) -> ModelNeeds:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from kvferry.protocol.errors import ConfigError, reason
 
+MAX_REFUSAL = 800
+"""Longest error about a model's files, in characters: they may quote a field that is as long as the file."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
@@ -71,15 +74,18 @@ def require_distinct(names: Sequence[ModelName]) -> None:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Turn any exception from reading the model's files into a ConfigError that names the model.
+    """Turn any exception from reading the model's files into a ConfigError that names the model, in a short line.
 
     Files can be damaged in more ways than their readers expect."""
     try:
         yield
     except ConfigError as error:
-        if error.param not in ("model", "chat_template") or name in error.message:
+        message = error.message if name in error.message else f"{name}: {error.message}"
+        if len(message) > MAX_REFUSAL:
+            message = message[: MAX_REFUSAL - 1] + "…"
+        if error.param not in ("model", "chat_template") or message == error.message:
             raise
-        raise ConfigError(f"{name}: {error.message}", param=error.param) from error
+        raise ConfigError(message, param=error.param) from error
     except MemoryError as error:
         raise ConfigError(
             f"{name}: the model that its files describe does not fit into memory", param="model"

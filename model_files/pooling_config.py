@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import text_config
 from kvferry.model_files.source import ModelSource, read_json, read_list
 from kvferry.model_files.supported_encoders import is_encoder
@@ -74,6 +75,11 @@ GENERATES = PoolingConfig()
 
 def read_task(source: ModelSource, pooling: str = "auto") -> PoolingConfig:
     """Return the task of a model. `pooling`: one of POOLINGS, overrides the files. Raises ConfigError."""
+    with naming(source.name):
+        return _task(source, pooling)
+
+
+def _task(source: ModelSource, pooling: str) -> PoolingConfig:
     if source.kind == "gguf":
         file = read_gguf(source.path)
         found = _GGUF_POOLINGS.get(int(file.get("pooling_type", 3)), "last")
@@ -117,11 +123,11 @@ def _embedder(path: Path, config: dict[str, Any], pooling: str) -> PoolingConfig
             dense.append(folder)
             width = int(read_json(path / folder / "config.json").get("out_features") or width)
         elif kind != "Transformer":
-            raise ConfigError(f"{path}/modules.json names a module {kind!r}, which is not supported", param="model")
+            raise ConfigError(f"{path}/modules.json names a module {kind!r:.80}, which is not supported", param="model")
     chosen = found if pooling == "auto" else pooling
     if chosen not in POOLINGS:
         raise ConfigError(
-            f"the pooling {chosen!r} of {path} is not supported; choose another with --pooling", param="pooling"
+            f"the pooling {chosen!r:.80} of {path} is not supported; choose another with --pooling", param="pooling"
         )
     return PoolingConfig("embed" if encoder else "generate", encoder, chosen, normalize, width, tuple(dense))
 

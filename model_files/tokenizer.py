@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from tokenizers import Tokenizer
 
 from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.gguf_tokenizer import build_tokenizer
-from kvferry.model_files.source import ModelSource
-from kvferry.protocol.errors import ConfigError
+from kvferry.model_files.source import MAX_VOCAB, ModelSource
+from kvferry.protocol.errors import ConfigError, reason
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -48,6 +49,9 @@ class TextTokenizer:
         self.byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in steps else {}
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        if largest >= MAX_VOCAB:  # grammars take memory for every id up to it
+            raise ConfigError(f"the tokenizer has a token of id {largest}; the limit is {MAX_VOCAB - 1}", param="model")
         self._closing = _closing(tokenizer)
 
     @classmethod
@@ -59,10 +63,8 @@ class TextTokenizer:
                 f"{path} has no tokenizer.json; create it once with AutoTokenizer.from_pretrained(...).save_pretrained",
                 param="model",
             )
-        try:
+        with _reading(file):
             return cls(Tokenizer.from_file(str(file)))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"cannot read {file}: {error}", param="model") from error
 
     @property
     def special_texts(self) -> tuple[str, ...]:
@@ -106,8 +108,22 @@ class TextTokenizer:
 def load_tokenizer(source: ModelSource) -> TextTokenizer:
     """Return the tokenizer in a model's files. Raises ConfigError."""
     if source.kind == "gguf":
-        return TextTokenizer(build_tokenizer(read_gguf(source.path).metadata))
+        with _reading(source.path):
+            return TextTokenizer(build_tokenizer(read_gguf(source.path).metadata))
     return TextTokenizer.from_directory(source.path)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Turn whatever the `tokenizers` library or a damaged file raises into a ConfigError that names the file."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and a panic of Rust, which is none
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise ConfigError(f"cannot read the tokenizer of {file}: {reason(error)}", param="model") from error
 
 
 def _closing(tokenizer: Tokenizer) -> int:
@@ -129,3 +145,8 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
     state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     return [step["type"] for step in steps]
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Return whether a library written in Rust failed an assertion of its own, which Python sees as no Exception."""
+    return type(error).__name__ == "PanicException"

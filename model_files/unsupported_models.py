@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
 from kvferry.model_files.quantisation import quantisation
 from kvferry.model_files.source import ModelSource, read_json, resolve, unweighted
@@ -31,14 +32,18 @@ def resolve_runnable(model: str, load_format: str = "auto") -> ModelSource:
 
 def require_runnable(source: ModelSource) -> None:
     """Raise ConfigError naming the model and the reason, if its config already tells that it cannot run."""
-    if source.kind == "gguf":
-        file = read_gguf(source.path)
-        kind, reason = file.architecture, _gguf_reason(file.architecture, file.get("attention.kv_lora_rank"))
-    else:
-        config = read_json(source.path / "config.json")
-        kind, reason = str(config.get("model_type", "")), _config_reason(config)
+    with naming(source.name):
+        kind, reason = _kind_and_reason(source)
     if reason is not None:
         raise ConfigError(f"{source.name} ({kind}) cannot be served: {reason}", param="model")
+
+
+def _kind_and_reason(source: ModelSource) -> tuple[str, str | None]:
+    if source.kind == "gguf":
+        file = read_gguf(source.path)
+        return file.architecture, _gguf_reason(file.architecture, file.get("attention.kv_lora_rank"))
+    config = read_json(source.path / "config.json")
+    return str(config.get("model_type", "")), _config_reason(config)
 
 
 def _config_reason(config: dict[str, Any]) -> str | None:

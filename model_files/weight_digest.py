@@ -65,8 +65,10 @@ def kept_digest(path: Path) -> Path | None:
 def _read(path: Path) -> str:
     import xxhash  # a router has no weights to read, and need not have it
 
-    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        chunk = memoryview(bytearray(min(max(size, 1), _CHUNK_BYTES)))
         while read := file.readinto(chunk):
             digest.update(chunk[:read])
     return digest.hexdigest()

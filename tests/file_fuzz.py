@@ -2,49 +2,57 @@
 
     python tests/file_fuzz.py HOME FIRST LAST
 
-writes a line of JSON for each mutant before it reads it, and one for what came of it. `fuzzed` runs as many of those
-processes as it takes, and tells what must not be: a process that died, hung or took too much, an error without a type,
-and one that does not say which model it is about.
+writes a line before it reads a mutant, and one for what came of it. `fuzzed` runs as many of those processes as it
+takes, and tells what must not be: a process that died, hung or took too much, an error without a type, one that does
+not say which model it is about, and one of several lines.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIMIT_S = 30.0
-"""For one mutant, on a machine however busy; a whole model takes 0.1 s."""
-MEMORY = 3 * 2**30
-"""Bytes of address space beyond what the process has once all is imported."""
+LIMIT_CPU_S, LIMIT_S = 5.0, 120.0
+"""For one mutant, of this process's CPU time and of time on a machine however busy; a whole model takes 0.02 s."""
+MEMORY, ADDRESSES = 2**30, 3 * 2**30
+"""Bytes of memory and of address space beyond what the process has once all is imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of a mutant. wrong: what must not be, or empty; said: the error it was refused with."""
+    """What came of a mutant. wrong: what must not be, or empty; said: the error it was refused with.
+
+    again: it was not read, because the process had read the same bytes before, all that there is a reader of."""
 
     seed: int
     done: str
     wrong: str = ""
     said: str = ""
+    again: bool = False
 
 
 def fuzzed(home: Path, first: int, last: int) -> Iterator[Found]:
     """Mutants first … last - 1."""
     while first < last:
-        command = [sys.executable, str(HERE / "file_fuzz.py"), str(home / str(first)), str(first), str(last)]
+        here = home / str(first)
+        command = [sys.executable, str(HERE / "file_fuzz.py"), str(here), str(first), str(last)]
         env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        with (home / f"{first}.err").open("w+") as errors:
+        begun, begin = None, first
+        with (home / "errors").open("w+") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
             assert process.stdout is not None
-            begun = None
             for line in process.stdout:
                 told = json.loads(line)
                 if "wrong" not in told:
@@ -56,95 +64,77 @@ def fuzzed(home: Path, first: int, last: int) -> Iterator[Found]:
             status = process.wait()
             errors.seek(0)
             tail = errors.read()[-3000:]
+        shutil.rmtree(here, ignore_errors=True)
         if begun is not None:
             yield Found(begun.seed, begun.done, f"the process ended with {status}:\n{tail}")
             first = begun.seed + 1
-        elif status:
+        elif status or first == begin:
             raise RuntimeError(f"the fuzzing process ended with {status}:\n{tail}")
 
 
 def main(home: Path, first: int, last: int) -> None:
+    """Read mutants until all are read, one took too much memory, or much is remembered: then it is another's turn."""
     import torch
 
     from tests.file_mutants import Mutants
+    from tests.file_readers import FileReaders
 
     torch.set_num_threads(1)
-    mutants = Mutants(home)
-    for path in (mutants.directory, *mutants.files):
-        read(path)
-    _bound_memory()
+    mutants, readers = Mutants(home), FileReaders()
+    for whole in mutants.whole():
+        outcome = readers.outcome(whole)
+        assert not outcome.wrong + outcome.said, outcome
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # what is remembered lives on
+    bound()
+    least, ended = resident(), ""
     for seed in range(first, last):
-        path, done = mutants.write(seed)
-        _say(seed=seed, done=done)
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-        wrong, said = _outcome(path)
-        faulthandler.cancel_dump_traceback_later()
-        _say(seed=seed, done=done, wrong=wrong, said=said)
+        mutant = mutants.write(seed)
+        _say(ended + json.dumps({"seed": seed, "done": mutant.done}))
+        before, highest = resident(), peak()
+        with timed():
+            outcome = readers.outcome(mutant)
+        found = Found(seed, mutant.done, outcome.wrong, outcome.said, outcome.again)
+        taken = peak() - before
+        if taken > MEMORY and peak() > highest:
+            _say(json.dumps(asdict(found) | {"wrong": f"it took {taken >> 20} MiB. {outcome.wrong}"}))
+            return
+        ended = json.dumps(asdict(found)) + "\n"
+        if before > least + MEMORY // 2:
+            break
+    _say(ended.rstrip())
 
 
-def read(path: Path) -> None:
-    """All that a router and a worker read of a model, and a few tokens of it. Raises what they raise."""
-    from kvferry.engine.events import Failed
-    from kvferry.model_files.memory_needs import model_needs
-    from kvferry.model_files.source import resolve
-    from kvferry.protocol.errors import ConfigError, InvalidRequest
-    from kvferry.protocol.messages import Job
-    from kvferry.protocol.sampling import SamplingParams
-    from kvferry.protocol.settings import RouterSettings, WorkerSettings
-    from kvferry.protocol.work import Generate, Grammar
-    from kvferry.router.text.grammar_vocabulary import vocabulary_of
-    from kvferry.router.text.load import load_text_model
-    from kvferry.structured_output.llguidance_backend import LlguidanceBackend
-    from kvferry.worker.engine_factory import assemble
-
-    model_needs(resolve(str(path)))
-    text = load_text_model(RouterSettings(model=(str(path),)))
-    ids = text.encode("Hello 12 wörld, a")
-    text.tokenizer.decode(ids)
-    if text.template is not None:
-        with suppress(InvalidRequest):
-            text.render([{"role": "user", "content": "hello"}])
-    with suppress(ConfigError):  # such a model is served without grammars
-        LlguidanceBackend(vocabulary_of(text)).compile(Grammar("json_object", ""))
-    settings = WorkerSettings(role="decode", model=str(path), kv_blocks=16, threads=1, model_impl="kvferry")
-    engine = assemble(settings).engine
-    prompt = tuple(range(min(20, engine.longest - 1)))
-    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=None)
-    engine.add(Job("r", 0, prompt, len(prompt), Generate(params), "t"))
-    while engine.has_work():
-        engine.step()
-    for event in engine.events:
-        if isinstance(event, Failed):
-            raise event.error
+def _say(lines: str) -> None:
+    os.write(1, lines.encode() + b"\n")
 
 
-def _outcome(path: Path) -> tuple[str, str]:
-    """What is wrong, and the error's text."""
-    from kvferry.protocol.errors import KvferryError, ModelFailed
-
-    try:
-        read(path)
-    except ModelFailed as error:  # weights that compute no number
-        return "", error.message
-    except KvferryError as error:
-        named = path.stem in error.message
-        return ("" if named else f"it does not name the model: {error.message}"), error.message
-    except Exception as error:
-        import traceback
-
-        return f"no typed error: {error!r}\n{traceback.format_exc()[-2500:]}", ""
-    return "", ""
+@contextmanager
+def timed() -> Iterator[None]:
+    """End this process, with its stacks on standard error, if the body takes too long."""
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_CPU_S)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _say(**told: object) -> None:
-    print(json.dumps(told), flush=True)
+def bound() -> None:
+    """Bound addresses, and prepare `timed`."""
+    addresses = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (addresses + ADDRESSES, resource.RLIM_INFINITY))
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        faulthandler.register(number, all_threads=True, chain=True)
 
 
-def _bound_memory() -> None:
-    import resource
+def resident() -> int:
+    """Memory of this process now, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, resource.RLIM_INFINITY))
+
+def peak() -> int:
+    """Most memory that this process has had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 if __name__ == "__main__":

@@ -6,17 +6,20 @@ import json
 import random
 import shutil
 import struct
-from copy import deepcopy
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+import xxhash
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
 from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, build_tokenizer
+from tests.file_changes import bytes_mutated, json_mutated
 from tests.gguf_files import finish, gguf_name
 from tests.gguf_mutants import fields_mutated
 from tests.hostile_templates import TEMPLATES
@@ -30,11 +33,6 @@ TEMPLATE = (
     "{{ message['content'] | trim }}{% endif %}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 3, 2**31, 2**32 + 1, 2**63, 10**30, 1e308, -0.5, float("nan"), float("inf"), "", "x", "é" * 9,
-    [], [0], [[]], ["a", 1], {}, {"a": 1}, {"type": "BPE"}, "</s>", 64, 4096,
-)  # fmt: skip
-NUMBERS = (0, 1, 2, 31, 63, 64, 127, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
 
 def metadata() -> dict[str, Any]:
@@ -114,97 +112,84 @@ def write_gguf(path: Path, tokenizer: dict[str, Any]) -> Path:
     return path
 
 
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A model with one file damaged or changed, on disk until the next one is written.
+
+    done: what was done to which of its files. changed: the name of that file, or empty. files: digests of the files'
+    contents by their names."""
+
+    path: Path
+    done: str
+    changed: str
+    files: Mapping[str, str]
+
+
 class Mutants:
-    """Under `home`: a directory and two files that are whole, and one mutant at a time."""
+    """Under `home`: a directory and two files that are whole, and one mutant at a time.
+
+    Only the file that a mutant changes is written, and the one that the mutant before it changed."""
 
     def __init__(self, home: Path) -> None:
-        self._home = home
         home.mkdir(parents=True, exist_ok=True)
         self.directory = write_directory(home / "whole")
         self.files = [
             write_gguf(home / f"{name}.gguf", tokenizer)
             for name, tokenizer in (("bytes", metadata()), ("pieces", sentencepiece()))
         ]
+        self._mutant, self._mutant_file = home / "mutant", home / "mutant.gguf"
+        shutil.copytree(self.directory, self._mutant)
+        self._whole = {file.name: file.read_bytes() for file in sorted(self.directory.iterdir())}
+        self._digests = {name: _digest(data) for name, data in self._whole.items()}
+        self._data = {path: path.read_bytes() for path in self.files}
+        self._changed = ""
 
-    def write(self, seed: int) -> tuple[Path, str]:
-        """The model's path, and what was done to which of its files."""
+    def whole(self) -> list[Mutant]:
+        """The models as they are without a change."""
+        files = [Mutant(path, "nothing", "", {path.name: _digest(data)}) for path, data in self._data.items()]
+        return [Mutant(self.directory, "nothing", "", self._digests), *files]
+
+    def write(self, seed: int) -> Mutant:
+        """Write the mutant of this seed; its place is that of the mutant before it."""
         chance = random.Random(seed)
-        shutil.rmtree(self._home / "mutant", ignore_errors=True)
         if chance.random() < 0.4:
-            path = self._home / "mutant.gguf"
             whole = chance.choice(self.files)
             if chance.random() < 0.5:
                 data, done = fields_mutated(chance, whole)
             else:
-                data, done = bytes_mutated(chance, whole.read_bytes(), head=12_000)
-            path.write_bytes(data)
-            return path, f"gguf: {done}"
-        path = self._home / "mutant"
-        shutil.copytree(self.directory, path)
-        name = chance.choice([file.name for file in sorted(path.iterdir())] + ["chat_template.jinja"])
-        file = path / name
+                data, done = bytes_mutated(chance, self._data[whole], head=12_000)
+            self._mutant_file.write_bytes(data)
+            name = self._mutant_file.name
+            return Mutant(self._mutant_file, f"gguf: {done}", name, {name: _digest(data)})
+        name = chance.choice([*self._whole, "chat_template.jinja"])
+        data, done = self._mutated(chance, name)
+        self._restore()
+        (self._mutant / name).write_bytes(data)
+        self._changed = name
+        return Mutant(self._mutant, f"{name}: {done}", name, {**self._digests, name: _digest(data)})
+
+    def _mutated(self, chance: random.Random, name: str) -> tuple[bytes, str]:
         if name == "chat_template.jinja":
-            file.write_bytes(_template(chance).encode("utf-8", "surrogatepass"))
-            return path, f"{name}: {file.read_bytes()[:80]!r}"
+            data = _template(chance).encode("utf-8", "surrogatepass")
+            return data, repr(data[:80])
+        whole = self._whole[name]
         if name == "model.safetensors" and chance.random() < 0.5:
-            done = _safetensors(chance, file)
-        elif name.endswith(".json") and chance.random() < 0.75:
-            value = json.loads(file.read_text())
+            return _safetensors(chance, whole)
+        if name.endswith(".json") and chance.random() < 0.75:
+            value = json.loads(whole)
             done = "; ".join(json_mutated(chance, value) for _ in range(chance.choice((1, 1, 1, 2, 4))))
-            file.write_text(json.dumps(value))
-        else:
-            data, done = bytes_mutated(chance, file.read_bytes(), head=2_000)
-            file.write_bytes(data)
-        return path, f"{name}: {done}"
+            return json.dumps(value).encode(), done
+        return bytes_mutated(chance, whole, head=2_000)
+
+    def _restore(self) -> None:
+        if self._changed in self._whole:
+            (self._mutant / self._changed).write_bytes(self._whole[self._changed])
+        elif self._changed:
+            (self._mutant / self._changed).unlink()
 
 
-def bytes_mutated(chance: random.Random, data: bytes, head: int) -> tuple[bytes, str]:
-    """A few changes, most of them within the first `head` bytes."""
-    changed, done = bytearray(data), []
-    for _ in range(chance.choice((1, 1, 1, 2, 3, 8))):
-        place = chance.randrange(max(1, min(head, len(changed)) if chance.random() < 0.9 else len(changed)))
-        match chance.randrange(6):
-            case 0:
-                changed[place : place + 1] = bytes([chance.randrange(256)])
-                done.append(f"a byte at {place}")
-            case 1 | 2:
-                width, number = chance.choice((4, 8)), chance.choice(NUMBERS)
-                changed[place : place + width] = struct.pack("<Q", number)[:width]
-                done.append(f"{number} in {width} bytes at {place}")
-            case 3:
-                del changed[place:]
-                done.append(f"cut at {place}")
-            case 4:
-                del changed[place : place + chance.randrange(1, 64)]
-                done.append(f"a gap at {place}")
-            case _:
-                changed[place:place] = chance.randbytes(chance.randrange(1, 64))
-                done.append(f"noise at {place}")
-    return bytes(changed), ", ".join(done)
-
-
-def json_mutated(chance: random.Random, value: Any) -> str:
-    """One value somewhere within is another, is gone, or lies very deep."""
-    place, path = value, []
-    while True:
-        keys: list[Any] = list(place) if isinstance(place, dict) else list(range(len(place)))
-        if not keys:
-            return "nothing"
-        key = chance.choice(keys)
-        path.append(str(key))
-        if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.8:
-            place = place[key]
-            continue
-        odd: Any = deepcopy(chance.choice(ODD))
-        if chance.random() < 0.05:
-            odd = 0
-            for _ in range(400):
-                odd = [odd]
-        if chance.random() < 0.15:
-            del place[key]
-            return f"no {'.'.join(path)}"
-        place[key] = odd
-        return f"{'.'.join(path)} = {str(odd)[:40]}"
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _template(chance: random.Random) -> str:
@@ -214,12 +199,10 @@ def _template(chance: random.Random) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _safetensors(chance: random.Random, file: Path) -> str:
+def _safetensors(chance: random.Random, data: bytes) -> tuple[bytes, str]:
     """The header of a file whose length field stays true."""
-    data = file.read_bytes()
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])
     done = json_mutated(chance, header)
     text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-    return f"header: {done}"
+    return struct.pack("<Q", len(text)) + text + data[8 + length :], f"header: {done}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.gguf import GGUFTensor, read_gguf
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 KEYS = ("general.alignment", "split.count", "split.no", "tokenizer.ggml.add_bos_token", "llama.rope.scaling.type",
@@ -17,14 +20,13 @@ KEYS = ("general.alignment", "split.count", "split.no", "tokenizer.ggml.add_bos_
 
 def fields_mutated(chance: random.Random, file: Path) -> tuple[bytes, str]:
     """The file with some fields of its header written anew, and what was done to them."""
-    found = read_gguf(file)
-    fields = {name: field_of(value) for name, value in found.metadata.items()}
+    whole = _whole(file)
+    fields, tensors = dict(whole.fields), whole.tensors
     done = []
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         name = chance.choice(KEYS if chance.random() < 0.3 else list(fields))
         fields[name], said = odd_field(chance)
         done.append(f"{name} = {said}")
-    tensors = list(found.tensors.values())
     counts = [3, len(tensors), len(fields)]
     if chance.random() < 0.1:
         place = chance.randrange(3)
@@ -37,7 +39,23 @@ def fields_mutated(chance: random.Random, file: Path) -> tuple[bytes, str]:
         shape = tensor.shape[::-1]
         head += text(tensor.name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
         head += struct.pack("<IQ", tensor.type, tensor.offset - start)
-    return head + bytes(-len(head) % 32) + file.read_bytes()[start:], ", ".join(done)
+    return head + bytes(-len(head) % 32) + whole.data[start:], ", ".join(done)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A file that is whole. fields: its metadata by name, as in a header."""
+
+    fields: Mapping[str, bytes]
+    tensors: Sequence[GGUFTensor]
+    data: bytes
+
+
+@cache
+def _whole(file: Path) -> _Whole:
+    found = read_gguf(file)
+    fields = {name: field_of(value) for name, value in found.metadata.items()}
+    return _Whole(fields, list(found.tensors.values()), file.read_bytes())
 
 
 def text(value: str) -> bytes:

@@ -9,7 +9,7 @@ from kvferry.engine.models.experts_config import ExpertsConfig, parse_experts, u
 from kvferry.engine.models.families import FAMILIES, LLAMA, Family
 from kvferry.engine.models.rope_config import ROPE_KINDS, RopeConfig, mscale, parse_rope, rope_dicts, rope_kind
 from kvferry.engine.models.windows import rotations_and_windows
-from kvferry.model_files.config_fields import check_layers, whole
+from kvferry.model_files.config_fields import check_layers, whole, whole_or
 from kvferry.model_files.latent import LatentSizes, latent_sizes
 from kvferry.model_files.quantisation import quantisation
 from kvferry.protocol.errors import ConfigError
@@ -96,13 +96,13 @@ class DecoderConfig:
 def unsupported(config: dict[str, Any]) -> str | None:
     """Return why kvferry's decoder cannot run this config.json (transformers may still); None: it can."""
     if config.get("model_type") not in FAMILIES:
-        return f"architecture {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}"
+        return f"architecture {config.get('model_type')!r:.80} is not one of {', '.join(FAMILIES)}"
     family = FAMILIES[config["model_type"]]
     if (stored := config.get("quantization_config")) and (quantisation(config) is None) != family.stacked:
-        return f"quantisation {stored.get('quant_method', 'unnamed')!r} of a checkpoint of {config['model_type']}"
+        return f"quantisation {stored.get('quant_method', 'unnamed')!r:.80} of a checkpoint of {config['model_type']}"
     act = config.get("hidden_activation") or config.get("hidden_act", "")
     if act not in ("", *(GELU if family.gelu else SILU)):
-        return f"activation {act!r}"
+        return f"activation {act!r:.80}"
     names = ["use_bidirectional_attention", "clip_qkv"]
     if not family.capped:
         names += ["attn_logit_softcapping", "final_logit_softcapping"]
@@ -117,7 +117,7 @@ def unsupported(config: dict[str, Any]) -> str | None:
         if any(isinstance(value, dict) for value in rope.values()):
             return "rope parameters that differ between layers"
         if rope_kind(rope) not in ROPE_KINDS:
-            return f"rope scaling {rope_kind(rope)!r}"
+            return f"rope scaling {rope_kind(rope)!r:.80}"
     return None
 
 
@@ -139,7 +139,7 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
     )
     check_layers(layers)
     latent = latent_sizes(config) if family.latent else None
-    head_dim = latent.head_dim if latent else config.get("head_dim") or family.head_dim or hidden_size // heads
+    head_dim = latent.head_dim if latent else whole_or(config, "head_dim", family.head_dim or hidden_size // heads)
     bias = bool(config.get("attention_bias", family.attention_bias))
     rotated, windows = rotations_and_windows(config, layers, family)
     turned = latent.rotated if latent else head_dim
@@ -151,7 +151,7 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         intermediate_size=whole(config, "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
+        num_kv_heads=whole_or(config, "num_key_value_heads", heads),
         head_dim=head_dim,
         norm_eps=config.get("layer_norm_eps", 1e-5) if family.centred else config.get("rms_norm_eps", 1e-6),
         tie_embeddings=bool(config.get("tie_word_embeddings", family.tie_embeddings)),

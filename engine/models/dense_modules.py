@@ -22,7 +22,7 @@ def load_dense(source: ModelSource, folders: tuple[str, ...], device: torch.devi
 def _load(path: Path, device: torch.device) -> Dense:
     name = str(read_json(path / "config.json").get("activation_function") or "Identity").rpartition(".")[2]
     if name not in _ACTIVATIONS:
-        raise ConfigError(f"{path}: activation {name!r} is not supported", param="model")
+        raise ConfigError(f"{path}: activation {name!r:.80} is not supported", param="model")
     try:
         tensors = _tensors(path)
         weight, bias = tensors["linear.weight"], tensors.get("linear.bias")

@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.engine.models.families import ExpertNames, Family
 from kvferry.kernels.expert_routing import Routing
 from kvferry.kernels.gated_activation import Gate
-from kvferry.model_files.config_fields import whole
+from kvferry.model_files.config_fields import whole, whole_or
 from kvferry.protocol.errors import ConfigError
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -36,9 +36,9 @@ def unsupported_routing(config: dict[str, Any], names: ExpertNames) -> str | Non
     methods = ("noaux_tc",) if names.sigmoid else ("greedy", "group_limited_greedy")
     scores = "sigmoid" if names.sigmoid else "softmax"
     if (config.get("topk_method") or methods[0]) not in methods:
-        return f"topk_method {config['topk_method']!r}"
+        return f"topk_method {config['topk_method']!r:.80}"
     if config.get("scoring_func", scores) != scores:
-        return f"scoring_func {config['scoring_func']!r}"
+        return f"scoring_func {config['scoring_func']!r:.80}"
     return None
 
 
@@ -55,7 +55,7 @@ def parse_experts(config: dict[str, Any], family: Family, layers: int) -> Expert
         layers=tuple(_holds_experts(config, index) for index in range(layers)),
         routing=_routing(config, names, count),
         held=range(count),
-        shared=size * (config.get("n_shared_experts") or 0),
+        shared=size * whole_or(config, "n_shared_experts", 0),
         gate=_clamped(config) if names.clamped else None,
     )
 

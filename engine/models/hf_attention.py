@@ -139,6 +139,6 @@ class ShapeProbe:
         types = getattr(config, "layer_types", None) or ["full_attention"] * len(self.shapes)
         for layer, kind in enumerate(types[: len(self.shapes)]):
             if kind not in ("full_attention", "sliding_attention"):
-                raise ConfigError(f"layer type {kind!r} of the model is not supported", param="model")
+                raise ConfigError(f"layer type {kind!r:.80} of the model is not supported", param="model")
             if kind == "sliding_attention" and not self.shapes[layer].window:
                 raise ConfigError("the model hides its sliding window from the attention interface", param="model")

@@ -29,9 +29,10 @@ from kvferry.kernels.cpu import CpuOps
 from kvferry.kernels.ops import Ops
 from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.memory_needs import has_experts
+from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import is_multimodal, text_config
 from kvferry.model_files.quantisation import quantisation
-from kvferry.model_files.source import ModelSource, gguf_facts, read_facts, read_json
+from kvferry.model_files.source import ModelSource, read_facts, read_json
 from kvferry.model_files.supported_decoders import gguf_family, own_alone
 from kvferry.model_files.unsupported_models import require_runnable
 from kvferry.protocol.errors import ConfigError, reason
@@ -67,20 +68,19 @@ def load_model(
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     require_runnable(source)
-    try:
-        opened = _open_as(source, impl, load_format)
-        return _load(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd, part)
-    except ConfigError as error:
-        if error.param != "model" or source.name in error.message:
+    with naming(source.name):
+        try:
+            opened = _open_as(source, impl, load_format)
+            return _load(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd, part)
+        except ConfigError:
             raise
-        raise ConfigError(f"{source.name}: {error.message}", param="model") from error
-    except Exception as error:
-        log.debug("loading %s", source.path, exc_info=True)
-        told = f"{source.name} cannot be run: {reason(error)}"
-        # PyTorch's allocator on a CPU raises a plain RuntimeError.
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            told = f"the weights of {source.name} do not fit the memory of {device}"
-        raise ConfigError(told, param="model") from error
+        except Exception as error:
+            log.debug("loading %s", source.path, exc_info=True)
+            told = f"{source.name} cannot be run: {reason(error)}"
+            # PyTorch's allocator on a CPU raises a plain RuntimeError.
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                told = f"the weights of {source.name} do not fit the memory of {device}"
+            raise ConfigError(told, param="model") from error
 
 
 def _load(
@@ -182,7 +182,7 @@ def _open_gguf(source: ModelSource, must: bool) -> OpenedModel | None:
     config = parse_gguf(file)
     permuted = FAMILIES[config.model_type].gguf_permuted
     weights = GGUFWeights(file, (config.num_heads, config.num_kv_heads) if permuted else None)
-    return OpenedModel(config, weights, gguf_facts(file).max_model_len, weights.rope_divisors())
+    return OpenedModel(config, weights, read_facts(source).max_model_len, weights.rope_divisors())
 
 
 def _load_decoder(

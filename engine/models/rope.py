@@ -25,7 +25,8 @@ def rope_tables(
     if divisors is not None:
         frequencies = frequencies / divisors.float().cpu()
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+    cos = angles.cos().mul_(scale)
+    return cos.to(device), angles.sin_().mul_(scale).to(device)  # in place: the tables of long contexts take GiB
 
 
 def _frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engine.models.families import Family
+from kvferry.protocol.errors import ConfigError
 
 SLIDING = "sliding_attention"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -63,6 +64,10 @@ def rope_kind(rope: dict[str, Any]) -> str:
 def parse_rope(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> RopeConfig:
     """Parse the rotary settings of a config. Raises ConfigError."""
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or family.partial
+    if not 0 < partial <= 1:
+        raise ConfigError(
+            f"rope: partial_rotary_factor must be above 0 and at most 1, got {partial!r:.40}", param="model"
+        )
     longest = config["max_position_embeddings"]
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
     optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")

@@ -85,8 +85,10 @@ def _from_gguf(source: ModelSource) -> tuple[dict[str, str], _Templates]:
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in names.items()}
     special_tokens = {name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
-    templates = _Templates(metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_template.tool_use"))
-    return special_tokens, templates
+    templates = [metadata.get(f"tokenizer.chat_template{suffix}") for suffix in ("", ".tool_use")]
+    if odd := [value for value in templates if value is not None and not isinstance(value, str)]:
+        raise ConfigError(f"a chat template of the GGUF file is no text but {odd[0]!r:.80}", param="chat_template")
+    return special_tokens, _Templates(*templates)
 
 
 def _from_directory(source: ModelSource) -> tuple[dict[str, str], _Templates]:

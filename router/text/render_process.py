@@ -64,7 +64,9 @@ def _answered(handle: _Handler) -> bytes | None:
 
 def _compiled(templates: _Templates, frame: bytes) -> tuple[bytes, str]:
     sandbox = environment(Sandbox)
-    templates.update({name: sandbox.from_string(source) for name, source in unpack(frame).items()})
+    sources = unpack(frame)
+    compiled = {source: sandbox.from_string(source) for source in dict.fromkeys(sources.values())}
+    templates.update({name: compiled[source] for name, source in sources.items()})
     return READY, ""
 
 

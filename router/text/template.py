@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -57,11 +57,12 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self.sources = pack(texts)
         try:
-            trees = _parsed(texts)
-            self.cheap = all(is_cheap(trees[name], text) for name, text in texts.items())
-            self._compiled = _compiled(texts) if self.cheap else {}
+            trees = _parsed(list(texts.values()))
+            self.cheap = all(is_cheap(tree, text) for text, tree in trees.items())
+            compiled = _compiled(trees) if self.cheap else {}
         except (TemplateError, SyntaxError, RecursionError, ValueError) as error:  # jinja compiles to Python
             raise ConfigError(f"the chat template does not parse: {reason(error)}", param="chat_template") from error
+        self._compiled = {name: compiled[text] for name, text in texts.items()} if compiled else {}
         self.knows_tools = any(name.name == "tools" for tree in trees.values() for name in tree.find_all(nodes.Name))
         self.roles = frozenset[str]().union(*map(_roles, trees.values()))
         self.cheap = self.cheap and self._renders_here()
@@ -146,18 +147,18 @@ def _shown(text: str) -> bool:
     return _PROBE in text and "'type'" not in text
 
 
-def _parsed(texts: Mapping[str, str]) -> dict[str, nodes.Template]:
-    """Return the syntax of each; raise ValueError for one that is too long."""
-    longest = max(map(len, texts.values()))
+def _parsed(texts: Collection[str]) -> dict[str, nodes.Template]:
+    """Return the syntax of each text, once where two are equal; raise ValueError for one that is too long."""
+    longest = max(map(len, texts))
     if longest > MAX_SOURCE:
         raise ValueError(f"it has {longest} characters; the limit is {MAX_SOURCE}")
     language = environment(ImmutableSandboxedEnvironment)
-    return {name: language.parse(text) for name, text in texts.items()}
+    return {text: language.parse(text) for text in dict.fromkeys(texts)}
 
 
-def _compiled(texts: Mapping[str, str]) -> dict[str, Template]:
+def _compiled(texts: Iterable[str]) -> dict[str, Template]:
     sandbox = cheap_environment()
-    return {name: sandbox.from_string(text) for name, text in texts.items()}
+    return {text: sandbox.from_string(text) for text in texts}
 
 
 def _roles(tree: nodes.Template) -> frozenset[str]:

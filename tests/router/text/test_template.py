@@ -4,8 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from jinja2 import nodes
 
 from kvferry.protocol.errors import ConfigError, InvalidRequest
+from kvferry.router.text.cheap_templates import CheapSandbox
 from kvferry.router.text.template import MAX_SOURCE, ChatTemplate
 from kvferry.router.text.text_model import TextModel
 from tests.api_parts import demo_text
@@ -34,6 +36,21 @@ def test_the_demo_models_own_template() -> None:
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_template_is_compiled_once_and_one_for_tools_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    parse = CheapSandbox._parse
+
+    def counted(self: CheapSandbox, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        compiled.append(source)
+        return parse(self, source, name, filename)
+
+    monkeypatch.setattr(CheapSandbox, "_parse", counted)
+    ChatTemplate(CHATML, {})
+    assert compiled == [CHATML]
+    ChatTemplate(CHATML, {}, tool_use=CHATML + "!")
+    assert compiled[1:] == [CHATML, CHATML + "!"]
 
 
 def test_blocks_are_trimmed_as_models_expect() -> None:
@@ -134,7 +151,7 @@ def test_a_broken_template_is_a_config_error() -> None:
 def test_a_template_that_needs_all_memory_to_compile_is_refused() -> None:
     constant = "{{ 'x' | center(1048576) | replace('', 'y' | center(60)) | list | list | length }}"
     with pytest.raises(ConfigError, match="cannot be compiled within 256 MiB of memory"):
-        ChatTemplate(constant, {})
+        ChatTemplate(constant, {}, tool_use=constant + " ")
 
 
 def test_a_template_of_costly_operations_is_read_as_others_are() -> None:
