@@ -40,6 +40,11 @@ class AttemptPlanner:
         self._held: dict[NodeKey, int] = {}
         self._hashes: Hashes = {}
 
+    @property
+    def begun(self) -> bool:
+        """Return whether a token has been delivered."""
+        return bool(self._delivered)
+
     def hashes(self, node: NodeLease) -> Sequence[bytes]:
         """Return the hashes of the full blocks of all tokens on such a node, as computed by `reuse`."""
         return self._hashes.get(node.fingerprint, ())

@@ -46,6 +46,7 @@ class Migration:
         """Start a successor for attempt `number`, whose node drains; return whether one was started.
 
         Without a successor, or after one failed, it tries again for as long as the attempt runs on the draining node.
+        The first token must be out: after the handover nobody listens to the prefill node, which sends it.
         """
         reuse = await self._planner.reuse()
         if self.concerns(number):  # The successor's node drains too: ask again once the stream is there.
@@ -54,7 +55,7 @@ class Migration:
             return False
         attempt = self._hedged.leader
         placement = None
-        if attempt is not None and attempt.job.attempt == number and attempt.decoding:
+        if attempt is not None and attempt.job.attempt == number and attempt.decoding and self._planner.begun:
             if attempt.decode_node and not attempt.decode_node.drains:
                 return False  # the node no longer drains
             placement = self._planner.onward(attempt.placement, self._unfit, reuse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,20 @@ import pytest
 import kvferry.router.dispatch.migration
 import kvferry.router.dispatch.migration_attempt
 from kvferry.protocol.errors import BlocksCorrupt, NodeLost, TransferFailed
-from kvferry.protocol.messages import AttemptFailed, MoveRequest, StepFrame
+from kvferry.protocol.messages import AttemptFailed, MoveRequest, PrefillRequest, StepFrame
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
-from tests.fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
+from tests.fake_workers import (
+    PROMPT,
+    Bench,
+    FakeWorker,
+    collect,
+    decode,
+    expected,
+    first_token,
+    ids,
+    prefill,
+    ship_done,
+)
 from tests.waiting import until
 
 MOST = 120
@@ -296,3 +308,27 @@ async def test_a_node_that_stays_after_all_keeps_its_streams() -> None:
         moves, at.move_refusals = len(at.moves), []
         assert await tokens == expected(PROMPT, MOST)
         assert len(at.moves) == moves
+
+
+async def test_a_stream_moves_only_after_its_first_token() -> None:
+    """It comes from the prefill node, on another connection: a stream that had moved before waited for it for ever."""
+    gate = asyncio.Event()
+
+    async def late(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        first = first_token(request.job)
+        assert request.target
+        worker.peers[request.target.node_id].decode(request.job, first.delta.index + 1)
+        await gate.wait()
+        yield first
+        yield ship_done(request.job)
+
+    async with Bench([prefill(prefill_script=late), decode("d1"), decode("d2")]) as bench:
+        at, other, tokens = await begun(bench)
+        await drain(bench, at)
+        await until(lambda: bench.nodes.entries[at.node_id, 1].drains)
+        await asyncio.sleep(0.1)
+        early = len(at.moves)
+        gate.set()
+        async with asyncio.timeout(10.0):
+            assert await tokens == expected(PROMPT, MOST)
+        assert (early, len(at.moves), len(other.jobs)) == (0, 1, 1)
