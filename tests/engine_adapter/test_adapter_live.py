@@ -62,6 +62,10 @@ def at_once(made: Fleet, asked: list[dict[str, Any]], then: Any = None) -> list[
     return answers
 
 
+def busiest(made: Fleet) -> Engine:
+    return max(made.engines, key=lambda engine: engine.behave()["running"])
+
+
 def restarted(made: Fleet, engine: Engine) -> None:
     """A new engine with a new adapter in the place of one that died, so that the next test has two again."""
     engine.adapter.end()
@@ -99,13 +103,15 @@ def test_what_the_engine_reused_is_told_with_the_usage(running: Fleet):
 def test_a_killed_engine_costs_no_stream_a_token(running: Fleet):
     undisturbed = at_once(running, KINDS)
     assert not any(answer.error for answer in undisturbed)
-    victim = running.engines[0]
+    victims: list[Engine] = []
 
     def kill() -> None:
-        assert victim.behave()["running"] > 0
-        victim.server.popen.kill()
+        victims.append(busiest(running))
+        assert victims[0].behave()["running"] > 0
+        victims[0].server.popen.kill()
 
     disturbed = at_once(running, KINDS, kill)
+    (victim,) = victims
     assert [answer.error for answer in disturbed] == [""] * len(KINDS)
     assert [answer.tokens for answer in disturbed] == [answer.tokens for answer in undisturbed]
     assert [len(answer.logprobs) for answer in disturbed] == [len(answer.logprobs) for answer in undisturbed]
@@ -191,7 +197,7 @@ def test_a_stream_on_an_engine_that_is_not_deterministic_ends_with_the_reason(ru
     victims: list[Engine] = []
 
     def strike() -> None:
-        victims.append(max(running.engines, key=lambda engine: engine.behave()["running"]))
+        victims.append(busiest(running))
         victims[0].server.popen.kill()
 
     answers = at_once(running, [{"frequency_penalty": 0.5}] * 5, strike)
