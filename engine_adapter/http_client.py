@@ -27,6 +27,8 @@ log = logging.getLogger("kvferry.adapter")
 
 CONNECT_S, ANSWER_S = 2.0, 10.0
 """Longest time to connect and longest silence of a short answer, in seconds."""
+HEALTH_S = 2.0
+"""Longest silence of a health check, in seconds."""
 MAX_IDLE = 64
 """Largest number of idle connections."""
 MAX_EVENT_BYTES = 64 * 2**20
@@ -92,6 +94,13 @@ class EngineHttp:
     async def text(self, path: str, silence_s: float = ANSWER_S) -> str:
         """Return the text of a path."""
         return (await self._whole(f"GET {self._path}{path}", None, silence_s)).decode("utf-8", "replace")
+
+    async def health(self) -> None:
+        """Return if GET /health succeeds. Raises NodeDied if the server says that it is not well."""
+        try:
+            await self.text("/health", HEALTH_S)
+        except (Overloaded, StepFailed) as error:
+            raise NodeDied(f"the engine is not well: {error.message}") from error
 
     async def close(self) -> None:
         """Close the idle connections."""

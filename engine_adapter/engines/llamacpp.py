@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad
 from kvferry.engine_adapter.http_client import EngineHttp
-from kvferry.protocol.errors import InvalidRequest, NodeDied, Overloaded, StepFailed
+from kvferry.protocol.errors import InvalidRequest, StepFailed
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate, Grammar
@@ -18,8 +18,6 @@ UNSUPPORTED = ("bad_words", "allowed_token_ids", "prompt_logprobs", "min_tokens"
 GRAMMARS = ("json_schema", "json_object", "ebnf")
 BLOCK_SIZE = 32
 """Tokens per block in kvferry's index: the server keeps whole sequences, by slot."""
-HEALTH_S = 2.0
-"""Longest silence of a health check, in seconds."""
 
 
 class LlamaCppEngine:
@@ -51,10 +49,7 @@ class LlamaCppEngine:
 
     async def health(self) -> None:
         """Return if the server is well and has loaded its model."""
-        try:
-            await self._http.text("/health", HEALTH_S)
-        except (Overloaded, StepFailed) as error:
-            raise NodeDied(f"the engine is not well: {error.message}") from error
+        await self._http.health()
 
     async def load(self) -> EngineLoad:
         """Return how many slots work."""

@@ -9,7 +9,7 @@ from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, 
 from kvferry.engine_adapter.engines.addresses import reachable
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.prometheus_text import value
-from kvferry.protocol.errors import InvalidRequest, NodeDied, Overloaded, StepFailed
+from kvferry.protocol.errors import InvalidRequest, StepFailed
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate, Grammar
@@ -19,8 +19,6 @@ GRAMMARS = {"json_schema": "json_schema", "json_object": "json_schema", "regex":
 """Kinds of grammars, and SGLang's names for them."""
 UNSUPPORTED = ("bad_words", "allowed_token_ids", "prompt_logprobs")
 """Parameters that SGLang's token interface lacks."""
-HEALTH_S = 2.0
-"""Longest silence of a health check, in seconds."""
 
 
 class SglangEngine:
@@ -54,10 +52,7 @@ class SglangEngine:
 
     async def health(self) -> None:
         """Return if the server is well."""
-        try:
-            await self._http.text("/health", HEALTH_S)
-        except (Overloaded, StepFailed) as error:
-            raise NodeDied(f"the engine is not well: {error.message}") from error
+        await self._http.health()
 
     async def load(self) -> EngineLoad:
         """Return the numbers of requests and the share of tokens in use, from the server's metrics."""

@@ -11,7 +11,7 @@ from kvferry.engine_adapter.engines import vllm_params
 from kvferry.engine_adapter.engines.addresses import reachable
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.prometheus_text import labels, value
-from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDied, Overloaded, StepFailed
+from kvferry.protocol.errors import ConfigError, InvalidRequest, StepFailed
 from kvferry.protocol.messages import Job
 
 log = logging.getLogger("kvferry.adapter")
@@ -19,8 +19,6 @@ log = logging.getLogger("kvferry.adapter")
 GENERATE = "/inference/v1/generate"
 DEFAULT_BLOCK_SIZE = 16
 """Tokens per block of a server that does not say."""
-HEALTH_S = 2.0
-"""Longest silence of a health check, in seconds."""
 
 
 class VllmEngine:
@@ -56,10 +54,7 @@ class VllmEngine:
 
     async def health(self) -> None:
         """Return if the server and its engine core are well."""
-        try:
-            await self._http.text("/health", HEALTH_S)
-        except (Overloaded, StepFailed) as error:
-            raise NodeDied(f"the engine is not well: {error.message}") from error
+        await self._http.health()
 
     async def load(self) -> EngineLoad:
         """Return the numbers of requests and the share of blocks in use, from the server's metrics."""
