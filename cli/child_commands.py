@@ -10,6 +10,7 @@ from kvferry.cli.child import Command
 from kvferry.cli.options import to_argv, variable
 from kvferry.cluster_state.redis_url import has_password
 from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 
 PREFILL_NICENESS = 5

@@ -18,11 +18,10 @@ REFUSED = {
     "llamacpp": "start llama-server with a model that generates, and with --slots",
 }
 """Remedies by kind, for an engine that refuses requests in tokens."""
+SOCKETS = '"publisher": "zmq", "endpoint": "ipc:///run/kvferry/events", "replay_endpoint": "ipc:///run/kvferry/replay"'
 EVENTS = {
-    "vllm": """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", """
-    """"replay_endpoint": "tcp://*:5558"}'""",
-    "sglang": """--page-size 16 --kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", """
-    """"replay_endpoint": "tcp://*:5558"}'""",
+    "vllm": f"--kv-events-config '{{\"enable_kv_cache_events\": true, {SOCKETS}}}'",
+    "sglang": f"--page-size 16 --kv-events-config '{{{SOCKETS}}}'",
 }
 """Flags by kind that make the engine publish KV events."""
 DETAILS = {"vllm": "--enable-prompt-tokens-details"}

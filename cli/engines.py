@@ -6,6 +6,8 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from kvferry.cli.child import Command
 from kvferry.cli.child_commands import Program, settings_command
@@ -19,6 +21,28 @@ NICENESS = 5
 """Niceness of an engine: one that spins on all cores must not cost router and adapter their signs of life."""
 EVENTS_KEPT = 10_000
 """Batches of KV events that an engine keeps for a reader that lost some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an engine is started with. kv_events, kv_events_replay: ZeroMQ addresses that it binds to."""
+
+    model: str
+    name: str
+    host: str
+    port: int
+    kv_events: str
+    kv_events_replay: str
+
+    @property
+    def publisher(self) -> dict[str, object]:
+        """Return the part of the KV events' configuration that engines share."""
+        return {
+            "publisher": "zmq",
+            "endpoint": self.kv_events,
+            "replay_endpoint": self.kv_events_replay,
+            "buffer_steps": EVENTS_KEPT,
+        }
 
 
 def attached(settings: ServeSettings) -> bool:
@@ -37,20 +61,24 @@ def checked_engines(settings: ServeSettings) -> ServeSettings:
     return dataclasses.replace(settings, prefill=0, decode=len(settings.attach) or settings.decode)
 
 
-def engine_commands(settings: ServeSettings, model: str, name: str, program: Program) -> list[Command]:
+def engine_commands(settings: ServeSettings, model: str, name: str, program: Program, folder: Path) -> list[Command]:
     """Return the commands of the engines that `serve` starts itself, and of an adapter for each engine.
 
-    model: directory or file of the model. name: by which requests call it."""
+    model: directory or file of the model. name: by which requests call it. folder: of mode 0700, for the sockets of KV
+    events, which hold the tokens of prompts."""
     host, commands = loopback(), []
-    urls = list(settings.attach)
+    urls, events = list(settings.attach), list[tuple[str, str]]()
     if not urls:
         for number in range(settings.decode):
             port = free_port(host, 0)
-            argv = (*ENGINES[settings.engine](settings, model, name, host, port), *shlex.split(settings.engine_args))
+            events.append((f"ipc://{folder}/events-{number}", f"ipc://{folder}/replay-{number}"))
+            start = Start(model, name, host, port, *events[number])
+            argv = (*ENGINES[settings.engine](settings.engine_python, start), *shlex.split(settings.engine_args))
             url = f"http://{host_port(host, port)}"
             commands.append(Command(f"engine-{number}", argv, reports=False, niceness=NICENESS, address=url))
             urls.append(url)
     for number, url in enumerate(urls):
+        published, replayed = events[number] if events and settings.engine != "llamacpp" else ("", "")
         adapter = AdapterSettings(
             **{
                 field.name: getattr(settings, field.name)
@@ -61,49 +89,34 @@ def engine_commands(settings: ServeSettings, model: str, name: str, program: Pro
         adapter = dataclasses.replace(
             adapter, url=url, role="decode", node_id=f"adapter-{number}", host=host, port=0, served_model_name=(name,),
             ssl_certfile="", ssl_keyfile="", ssl_ca_certs="",
+            kv_events=published, kv_events_replay=replayed,
         )  # fmt: skip
         commands.append(settings_command(f"adapter-{number}", "adapt", adapter, program))
     return commands
 
 
-def _vllm(settings: ServeSettings, model: str, name: str, host: str, port: int) -> Sequence[str]:
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://{host}:{free_port(host, 0)}",
-        "replay_endpoint": f"tcp://{host}:{free_port(host, 0)}",
-        "buffer_steps": EVENTS_KEPT,
-    }
+def _vllm(python: str, start: Start) -> Sequence[str]:
     return (
-        settings.engine_python, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port),
-        "--model", model, "--served-model-name", name, "--enable-scale-out", "--enable-prompt-tokens-details",
-        "--kv-events-config", json.dumps(events),
+        python, "-m", "vllm.entrypoints.openai.api_server", "--host", start.host, "--port", str(start.port),
+        "--model", start.model, "--served-model-name", start.name, "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **start.publisher}),
     )  # fmt: skip
 
 
-def _sglang(settings: ServeSettings, model: str, name: str, host: str, port: int) -> Sequence[str]:
-    events = {
-        "publisher": "zmq",
-        "endpoint": f"tcp://{host}:{free_port(host, 0)}",
-        "replay_endpoint": f"tcp://{host}:{free_port(host, 0)}",
-    }
+def _sglang(python: str, start: Start) -> Sequence[str]:
     return (
-        settings.engine_python, "-m", "sglang.launch_server", "--host", host, "--port", str(port), "--model-path",
-        model, "--served-model-name", name, "--page-size", "16", "--enable-metrics",
-        "--kv-events-config", json.dumps(events),
+        python, "-m", "sglang.launch_server", "--host", start.host, "--port", str(start.port), "--model-path",
+        start.model, "--served-model-name", start.name, "--page-size", "16", "--enable-metrics",
+        "--kv-events-config", json.dumps(start.publisher),
     )  # fmt: skip
 
 
-def _llamacpp(settings: ServeSettings, model: str, name: str, host: str, port: int) -> Sequence[str]:
+def _llamacpp(server: str, start: Start) -> Sequence[str]:
     return (
-        settings.engine_python, "--host", host, "--port", str(port), "-m", model, "--alias", name, "--slots",
-        "--cache-reuse", "0",
+        server, "--host", start.host, "--port", str(start.port), "-m", start.model, "--alias", start.name, "--slots"
     )  # fmt: skip
 
 
-ENGINES: dict[str, Callable[[ServeSettings, str, str, str, int], Sequence[str]]] = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "llamacpp": _llamacpp,
-}
-"""Command lines of engines by kind."""
+ENGINES: dict[str, Callable[[str, Start], Sequence[str]]] = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}
+"""Command lines of engines by kind, from the interpreter or program."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import http.client
 import json
@@ -17,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TypeVar
 
 from kvferry.cli import preflight
@@ -105,18 +105,22 @@ def cluster_commands(
     program: Program,
     cores_fd: int = -1,
     weights: Callable[[], int] = lambda: -1,
+    folder: Path = Path(),
 ) -> list[Command]:
     """Return the commands of the router and of a worker for each seat.
 
     `settings.redis_url` must be set. Only the router listens beyond this machine, and only if --host says so.
     cores_fd: lock for workers that share cores. weights: makes the shared memory for the weights of a model that has
-    several workers on the CPU."""
+    several workers on the CPU. folder: of mode 0700, for the sockets of other engines."""
     router = dataclasses.replace(_narrow(RouterSettings, settings), worker_ca_certs="", worker_server_name="")
     commands = [settings_command("router", "router", router, program)]
     served = split_names(settings.served_model_name, len(settings.model))
     if attached(settings):
         source = resolve(settings.model[0])
-        return commands + engine_commands(settings, str(source.path), (served[0] or (source.name,))[0], program)
+        name = (served[0] or (source.name,))[0]
+        if not settings.attach and not settings.engine_revision:
+            settings = dataclasses.replace(settings, engine_revision=source.revision)
+        return commands + engine_commands(settings, str(source.path), name, program, folder)
     threads = worker_threads(settings.threads, settings.tensor_parallel_size)
     on_cpu = sum(seat.device == "cpu" for seat in seats)
     crowded = on_cpu > 1 and threads * settings.tensor_parallel_size * on_cpu > available_cores()
@@ -162,26 +166,31 @@ async def serve_cluster(checked: Checked, program: Program = kvferry_program) ->
     ending = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
-    settings, folders, valkey = checked.settings, contextlib.ExitStack(), None
-    if not settings.redis_url:
-        valkey = valkey_command(folders.enter_context(private_folder()), settings.log_level)
-    try:
-        await supervisor.watch(_live(supervisor, checked, program, progress, valkey), ending)
-    finally:
-        progress.close()
-        await supervisor.stop()
-        folders.close()
+    settings, valkey = checked.settings, None
+    with private_folder() as folder:
+        if not settings.redis_url:
+            valkey = valkey_command(folder, settings.log_level)
+        try:
+            await supervisor.watch(_live(supervisor, checked, program, progress, valkey, folder), ending)
+        finally:
+            progress.close()
+            await supervisor.stop()
 
 
 async def _live(
-    supervisor: Supervisor, checked: Checked, program: Program, progress: Progress, valkey: Command | None
+    supervisor: Supervisor,
+    checked: Checked,
+    program: Program,
+    progress: Progress,
+    valkey: Command | None,
+    folder: Path,
 ) -> None:
     settings = checked.settings
     if valkey is not None:
         settings = dataclasses.replace(settings, redis_url=valkey.address)
         supervisor.start(valkey)
     weights = shared_file.make if settings.share_weights else lambda: -1
-    commands = cluster_commands(settings, checked.seats, program, core_lock.make(), weights)
+    commands = cluster_commands(settings, checked.seats, program, core_lock.make(), weights, folder)
     children = [child for child in map(supervisor.start, commands) if child.command.reports]
     for child in children:
         _show(progress, child)
