@@ -260,7 +260,7 @@ async def test_an_answer_with_holes_is_asked_for_again(publish, read):
     assert len(engine.asked) > 1
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", msgpack.packb([1.0, 5]), pack([{"type": "BlockRemoved"}])])
+@pytest.mark.parametrize("payload", [b"", b"\xc1", msgpack.packb([1.0, 5]), pack([{"type": "BlockRemoved"}], 1.0)])
 async def test_a_batch_that_cannot_be_read_is_a_reset(publish, read, payload):
     engine = publish(repeats=False)
     reader = read(engine.source)
