@@ -19,6 +19,7 @@ from kvferry.protocol.errors import (
     ModelFailed,
     NodeDied,
     Overloaded,
+    ReplayDiffers,
     Retryable,
     RoleKept,
     from_body,
@@ -54,9 +55,9 @@ def test_an_error_arrives_as_the_class_that_was_sent(cls: type[KvferryError]) ->
 
 def test_what_another_attempt_cannot_help() -> None:
     hopeless = {cls for cls in CLASSES if not cls.retryable}
-    assert hopeless == {ConfigError, ModelFailed, GrammarFailed, FatalRequest, RoleKept, DeadlineExceeded} | {
-        cls for cls in CLASSES if issubclass(cls, InvalidRequest)
-    }
+    of_a_process = {ConfigError, RoleKept, DeadlineExceeded}
+    of_a_request = {ModelFailed, GrammarFailed, ReplayDiffers, FatalRequest}
+    assert hopeless == of_a_process | of_a_request | {cls for cls in CLASSES if issubclass(cls, InvalidRequest)}
 
 
 def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:

@@ -238,7 +238,7 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_too() -> None
     api = Api(FakeCluster(LONG, gap_s=30.0))
     with served(api.app) as url:
         with pytest.raises(httpx.ReadTimeout):
-            await httpx.AsyncClient(base_url=url, timeout=0.3).post("/v1/chat/completions", json={"messages": MESSAGES})
+            await httpx.AsyncClient(base_url=url, timeout=1.0).post("/v1/chat/completions", json={"messages": MESSAGES})
         await until(lambda: api.cluster.dispatches[0].cancelled.is_set(), 1.0)
 
 
@@ -258,7 +258,7 @@ async def test_work_that_ignores_the_first_cancellation_is_cancelled_again() -> 
     api = Api(DeafCluster(LONG))
     with served(api.app) as url:
         with pytest.raises(httpx.ReadTimeout):
-            await httpx.AsyncClient(base_url=url, timeout=0.3).post("/v1/chat/completions", json={"messages": MESSAGES})
+            await httpx.AsyncClient(base_url=url, timeout=1.0).post("/v1/chat/completions", json={"messages": MESSAGES})
         await until(lambda: api.sample("kvferry_requests_inflight") == 0, 1.0)
 
 
