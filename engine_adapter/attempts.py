@@ -67,7 +67,7 @@ class Attempts:
     def __init__(
         self,
         engine: Engine,
-        streams: Callable[[], RouterStreams],
+        streams: RouterStreams,
         guarantees: tuple[str, ...],
         adapters: Mapping[str, str],
         *,
@@ -194,4 +194,4 @@ class Attempts:
     def _send(self) -> None:
         outbox, self._outbox = self._outbox, defaultdict(_Frame)
         for router_id, frame in outbox.items():
-            self._streams().publish(router_id, StepFrame(tuple(frame.deltas), tuple(frame.failed)))
+            self._streams.publish(router_id, StepFrame(tuple(frame.deltas), tuple(frame.failed)))

@@ -157,6 +157,13 @@ def refusal(status: int, body: bytes, retry_after: str | None) -> KvferryError:
     return Overloaded(told, retry_after=1.0) if status in (429, 503) else StepFailed(told)
 
 
+def failure(error: Any) -> KvferryError:
+    """Return the error for one that the engine sends inside an answer with status 200."""
+    told = error if isinstance(error, dict) else {"message": str(error)}
+    kind = InvalidRequest if told.get("code") == 400 else StepFailed
+    return kind(f"the engine failed: {str(told.get('message', ''))[:500]}")
+
+
 def _message(body: bytes) -> str:
     """Return the message of an error's body in any engine's form, shortened."""
     try:

@@ -112,7 +112,7 @@ class AdapterNode:
         state.streams = streams
         state.attempts = Attempts(
             self._engine,
-            lambda: streams,
+            streams,
             guarantees,
             {each.id: each.name for each in state.adapters},
             suspect=watch.confirm,

@@ -87,10 +87,8 @@ def _most_hopeful(
     It is not too long if it fits into the pool of a node that is only excluded for now."""
     if full := [error for error in refusals if isinstance(error, Overloaded)]:
         return min(full, key=lambda error: error.retry_after or 0.0)
-    demand, largest = (
-        groups[0][0],
-        max((n.pool_tokens for _, nodes in groups for n in nodes if n.role == "decode"), default=0),
-    )
+    demand, _ = groups[0]
+    largest = max((node.pool_tokens for _, nodes in groups for node in nodes if node.role == "decode"), default=0)
     return too_long(demand.total_len + 1, largest) if 0 < largest <= demand.total_len else no_nodes(demand.model)
 
 

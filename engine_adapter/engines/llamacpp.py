@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad
-from kvferry.engine_adapter.http_client import EngineHttp
+from kvferry.engine_adapter.http_client import EngineHttp, failure
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
@@ -154,13 +154,6 @@ def cached_tokens(chunk: dict[str, Any]) -> int | None:
         return None
     found = timings.get("cache_n")
     return int(found) if found is not None else None
-
-
-def failure(error: Any) -> Exception:
-    """Return the error for one that the server sends inside an answer with status 200."""
-    told = error if isinstance(error, dict) else {"message": str(error)}
-    kind = InvalidRequest if told.get("code") == 400 else StepFailed
-    return kind(f"the engine failed: {str(told.get('message', ''))[:500]}")
 
 
 def _logprobs(chunk: dict[str, Any], new: int, params: SamplingParams) -> tuple[TokenLogprobs, ...] | None:

@@ -9,9 +9,9 @@ from typing import Any
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource
 from kvferry.engine_adapter.engines import vllm_params
 from kvferry.engine_adapter.engines.addresses import reachable
-from kvferry.engine_adapter.http_client import EngineHttp
+from kvferry.engine_adapter.http_client import EngineHttp, failure
 from kvferry.engine_adapter.prometheus_text import labels, value
-from kvferry.protocol.errors import ConfigError, InvalidRequest, StepFailed
+from kvferry.protocol.errors import ConfigError, StepFailed
 from kvferry.protocol.messages import Job
 
 log = logging.getLogger("kvferry.adapter")
@@ -110,13 +110,6 @@ class VllmEngine:
                     reachable(source["endpoint"], host), reachable(replay, host), source.get("topic", "")
                 )
         return None
-
-
-def failure(error: Any) -> Exception:
-    """Return the error for one that the engine sends inside an answer with status 200."""
-    told = error if isinstance(error, dict) else {"message": str(error)}
-    kind = InvalidRequest if told.get("code") == 400 else StepFailed
-    return kind(f"the engine failed: {str(told.get('message', ''))[:500]}")
 
 
 def _process(metrics: str) -> str:

@@ -69,7 +69,7 @@ def attempts_of(script: Script, suspect: Callable[[KvferryError], Awaitable[None
     engine: Any = ScriptedEngine(script)
     outcomes: list[str] = []
     made = Attempts(
-        engine, lambda: streams, ("greedy_resume",), {"id": "lora"}, suspect=suspect, counted=outcomes.append, **more
+        engine, streams, ("greedy_resume",), {"id": "lora"}, suspect=suspect, counted=outcomes.append, **more
     )
     return made, streams, engine, outcomes
 
