@@ -7,6 +7,7 @@ from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource
 from kvferry.engine_adapter.engines.addresses import reachable
+from kvferry.engine_adapter.engines.sampling import common_sampling
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.prometheus_text import value
 from kvferry.protocol.errors import InvalidRequest, StepFailed
@@ -131,23 +132,14 @@ def body(call: EngineCall) -> dict[str, Any]:
 
 
 def sampling(params: SamplingParams, grammar: Grammar | None) -> dict[str, Any]:
-    """Return SGLang's sampling_params. Its own end-of-sequence tokens are off: the router says what ends an output."""
+    """Return SGLang's sampling_params."""
     built: dict[str, Any] = {
+        **common_sampling(params),
         "max_new_tokens": max(1, params.max_tokens),
         "min_new_tokens": params.min_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
         "top_k": params.top_k if params.top_k > 0 else -1,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "presence_penalty": params.presence_penalty,
         "sampling_seed": params.seed % 2**31,
-        "stop_token_ids": params.ending_token_ids,
-        "ignore_eos": True,
     }
-    if params.logit_bias:
-        built["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
     if grammar is not None:
         built[GRAMMARS[grammar.kind]] = grammar.source or '{"type": "object"}'
     return built

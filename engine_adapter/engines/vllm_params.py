@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta
+from kvferry.engine_adapter.engines.sampling import common_sampling
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import MAX_LOGPROBS, SamplingParams
@@ -47,22 +48,13 @@ def body(call: EngineCall, model: str) -> dict[str, Any]:
 def sampling(params: SamplingParams, grammar: Grammar | None) -> dict[str, Any]:
     """Return vLLM's sampling_params."""
     built: dict[str, Any] = {
+        **common_sampling(params),
         "max_tokens": max(1, params.max_tokens),
         "min_tokens": params.min_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
         "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "presence_penalty": params.presence_penalty,
         "seed": params.seed,
-        "stop_token_ids": params.ending_token_ids,
-        "ignore_eos": True,
         "detokenize": False,
     }
-    if params.logit_bias:
-        built["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
     if params.allowed_token_ids is not None:
         built["allowed_token_ids"] = params.allowed_token_ids
     if params.logprobs is not None:
