@@ -6,6 +6,8 @@
 # beside    tests that only compute and time nothing: the same, until the end; most of their time is what clusters leave
 # tests without clusters, in three processes, the longest files first (tests/longest.py)
 # clusters  two at a time: they mostly wait; then, one by one, those that tests/alone.py names
+#
+# A pytest that still runs after 40 minutes tells where each of its threads is, and ends.
 set -uo pipefail
 python=$1 logs=$2
 shift 2
@@ -19,9 +21,11 @@ idle="nice -n 19"
 command -v chrt > /dev/null && idle="chrt --idle 0"
 failed=0
 KVFERRY_TEST_RUN=$(mktemp -d) # tests/once_a_run.py
-export KVFERRY_TEST_RUN
+export KVFERRY_TEST_RUN PYTHONUNBUFFERED=1
+bounded="timeout --foreground --signal=ABRT --kill-after=30 2400"
 
-run() { "$python" -m pytest "$@" || { echo "failed: pytest $*"; failed=1; }; }
+# shellcheck disable=SC2086
+run() { $bounded "$python" -m pytest "$@" || { echo "failed: pytest $*"; failed=1; }; }
 
 # As soon as a job in the background has ended, its output comes at once and whole.
 job() {
@@ -37,7 +41,8 @@ job() {
 }
 
 # shellcheck disable=SC2086
-job beside $idle "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 3000 $BESIDE & beside=$!
+job beside $idle "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 3000 -o faulthandler_timeout=3100 \
+  $BESIDE & beside=$!
 # shellcheck disable=SC2086
 job lint $idle "$@" & lint=$!
 trap 'kill $beside $lint 2> /dev/null; rm -rf "$KVFERRY_TEST_RUN"' EXIT
