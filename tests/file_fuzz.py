@@ -51,17 +51,17 @@ def fuzzed(home: Path, first: int, last: int) -> Iterator[Found]:
         env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         begun, begin = None, first
         with (home / "errors").open("w+") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
-            assert process.stdout is not None
-            for line in process.stdout:
-                told = json.loads(line)
-                if "wrong" not in told:
-                    begun = Found(**told)
-                    continue
-                begun = None
-                yield Found(**told)
-                first = told["seed"] + 1
-            status = process.wait()
+            with _ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    told = json.loads(line)
+                    if "wrong" not in told:
+                        begun = Found(**told)
+                        continue
+                    begun = None
+                    yield Found(**told)
+                    first = told["seed"] + 1
+                status = process.wait()
             errors.seek(0)
             tail = errors.read()[-3000:]
         shutil.rmtree(here, ignore_errors=True)
@@ -70,6 +70,16 @@ def fuzzed(home: Path, first: int, last: int) -> Iterator[Found]:
             first = begun.seed + 1
         elif status or first == begin:
             raise RuntimeError(f"the fuzzing process ended with {status}:\n{tail}")
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """End the process also where who reads what it says does not go on."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def main(home: Path, first: int, last: int) -> None:
