@@ -42,7 +42,7 @@ class _Frame:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """One attempt. first_at, last_at: times of its first and newest output; 0: none yet."""
+    """One attempt. first_at, last_at: times of its first and newest output; 0: none yet. outcome: see `Attempts`."""
 
     job: Job
     began: float
@@ -52,6 +52,7 @@ class _Running:
     last_at: float = 0.0
     tokens: int = 0
     cached: int | None = None
+    outcome: str = "cancelled"
 
 
 class Attempts:
@@ -62,7 +63,9 @@ class Attempts:
     suspect     called when a call failed: it returns once the engine is known to be well, or never
     sent        called before each call to the engine
     ended       called after each attempt with its job and the engine's account of cached tokens (None: unknown)
-    counted     called with the outcome of each attempt: done, cancelled or failed"""
+    counted     called with the outcome of each attempt: done, cancelled or failed
+
+    heard_at: when output of any call came last, in monotonic seconds."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class Attempts:
         self._cancelled: OrderedDict[str, int] = OrderedDict()
         self._outbox: defaultdict[str, _Frame] = defaultdict(_Frame)
         self._calls = 0
-        self.progressed_at = time.monotonic()
+        self.heard_at = 0.0
 
     @property
     def running(self) -> int:
@@ -107,10 +110,9 @@ class Attempts:
         key = (job.request_id, job.attempt)
         if key in self._running or self._cancelled.get(job.request_id, -1) >= job.attempt:
             return
-        if not self._running:
-            self.progressed_at = time.monotonic()
         running = self._running[key] = _Running(job, time.monotonic(), alone=not self._running)
-        running.task = asyncio.create_task(self._run(key, running))
+        running.task = asyncio.create_task(self._run(running))
+        running.task.add_done_callback(lambda task: self._over(key, running, task))
 
     def cancel(self, cancel: CancelRequest) -> None:
         """Drop all attempts of a request up to the given one, also those that come later."""
@@ -128,30 +130,32 @@ class Attempts:
             if running.task is not None:
                 running.task.cancel()
 
-    async def _run(self, key: tuple[str, int], running: _Running) -> None:
-        job, outcome = running.job, "done"
+    async def _run(self, running: _Running) -> None:
+        job = running.job
         try:
             async with asyncio.timeout(max(0.0, job.deadline_s)):
                 await self._generate(running)
-        except asyncio.CancelledError:
-            outcome = "cancelled"
-            self._fail(job, Cancelled("the attempt was cancelled"))
+            running.outcome = "done"
         except TimeoutError:
-            outcome = "failed"
+            running.outcome = "failed"
             self._fail(job, DeadlineExceeded(f"not finished after {job.deadline_s:.3g} s"))
         except KvferryError as error:
-            outcome = "failed"
+            running.outcome = "failed"
             if isinstance(error, NodeLost | StepFailed):
                 await self._suspect(error)
             self._fail(job, error)
         except Exception as error:
-            outcome = "failed"
+            running.outcome = "failed"
             log.exception("attempt %d of %s", job.attempt, job.request_id)
             self._fail(job, KvferryError(f"the adapter failed: {type(error).__name__}"))
-        finally:
-            del self._running[key]
-            self._learn(running)
-            self._counted(outcome)
+
+    def _over(self, key: tuple[str, int], running: _Running, task: asyncio.Task[None]) -> None:
+        """Forget the attempt. A task that is cancelled before its first step runs no line of `_run`."""
+        del self._running[key]
+        if task.cancelled():
+            self._fail(running.job, Cancelled("the attempt was cancelled"))
+        self._learn(running)
+        self._counted(running.outcome)
 
     async def _generate(self, running: _Running) -> None:
         job = running.job
@@ -162,7 +166,7 @@ class Attempts:
                        resumed=resumed)  # fmt: skip
 
         def deliver(delta: EngineDelta) -> None:
-            self.progressed_at = running.last_at = time.monotonic()
+            self.heard_at = running.last_at = time.monotonic()
             running.first_at = running.first_at or running.last_at
             running.tokens += len(delta.token_ids)
             if delta.cached_tokens is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from kvferry.engine_adapter.engine import Engine, EngineLoad
 from kvferry.protocol.errors import KvferryError, NodeDied
@@ -20,10 +21,12 @@ SILENT_S = 15.0
 
 
 class EngineWatch:
-    """Watches an engine until it ends. fault: why it counts as gone; `gone` is set then."""
+    """Watches an engine until it ends. fault: why it counts as gone; `gone` is set then.
 
-    def __init__(self, engine: Engine, process: str) -> None:
-        self._engine, self._process = engine, process
+    heard_at: returns when output came last, in monotonic seconds: an engine too busy to answer is not gone."""
+
+    def __init__(self, engine: Engine, process: str, heard_at: Callable[[], float] = lambda: 0.0) -> None:
+        self._engine, self._process, self._heard_at = engine, process, heard_at
         self.load = EngineLoad()
         self.fault = ""
         self.gone = asyncio.Event()
@@ -33,8 +36,11 @@ class EngineWatch:
     @property
     def still_s(self) -> float:
         """Return the seconds since the engine's last answer, if it stands; 0 if it is well."""
-        silent_s = time.monotonic() - self._answered_at
-        return silent_s if silent_s > STANDS_S else 0.0
+        return self._silent_s if self._silent_s > STANDS_S else 0.0
+
+    @property
+    def _silent_s(self) -> float:
+        return time.monotonic() - max(self._answered_at, self._heard_at())
 
     def start(self) -> None:
         """Begin to watch."""
@@ -77,7 +83,7 @@ class EngineWatch:
             self.end(error.message)
             raise
         except KvferryError:
-            if time.monotonic() - self._answered_at > SILENT_S:
+            if self._silent_s > SILENT_S:
                 self.end(f"it has not answered for {SILENT_S:g} s")
             raise
         self._answered_at = time.monotonic()

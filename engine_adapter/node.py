@@ -104,7 +104,7 @@ class AdapterNode:
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
         epoch = await new_epoch(self._store, self.address.node_id)
-        watch = EngineWatch(self._engine, facts.process)
+        watch = EngineWatch(self._engine, facts.process, self._heard_at)
         streams = RouterStreams(epoch, self._pulse, self._router_lost, self._clock)
         if self._settings.accept_inexact:
             guarantees = tuple(dict.fromkeys((*guarantees, "greedy_resume", "seeded_resume")))
@@ -194,6 +194,9 @@ class AdapterNode:
     def _router_lost(self, router_id: str) -> None:
         if self.state is not None:
             self.state.attempts.router_lost(router_id)
+
+    def _heard_at(self) -> float:
+        return self.state.attempts.heard_at if self.state else 0.0
 
     def _pulse(self) -> Pulse:
         return Pulse(engine_s=self.state.watch.still_s) if self.state else Pulse()

@@ -51,7 +51,8 @@ def fuzzed(home: Path, first: int, last: int) -> Iterator[Found]:
         env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         begun, begin = None, first
         with (home / "errors").open("w+") as errors:
-            with _ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)) as process:
+            started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+            with _ended(started) as process:
                 assert process.stdout is not None
                 for line in process.stdout:
                     told = json.loads(line)

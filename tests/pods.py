@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 
 from kvferry.cli.child import Command
+from tests.chaos.commands import free_port
 from tests.chaos.load import Answered, Clients, Tokens, difference
 from tests.chaos.redis_proxy import Ways
-from tests.chaos.stage import MODEL, free_port
+from tests.chaos.shape import MODEL
 from tests.chaos.zygote import ForkedChild, Zygote
 from tests.redis_servers import redis_server
 

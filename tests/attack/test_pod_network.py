@@ -5,6 +5,7 @@ At most it reads the workers' status paths, and holds connections open for as lo
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +15,8 @@ import httpx
 import pytest
 
 import kvferry
+from kvferry.decode_worker.scale_out import api
+from kvferry.decode_worker.scale_out.api import ABORTS
 from kvferry.kv_transfer.handshake import HandshakeTerms
 from kvferry.kv_transfer.stream import CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
 from kvferry.protocol.lease import NodeLease
@@ -26,6 +29,7 @@ HALF_OPEN = 200
 WORK = (
     "/attempts/prefill", "/attempts/generate", "/attempts/move", "/attempts/cancel", "/adapters", "/role",
     "/streams/router-1", "/streams/router-1/seen", "/docs", "/openapi.json", "/redoc", "/unheard-of", "/",
+    "/inference/v1/generate", "/v1/models", "/kv_event_sources", *ABORTS,
     "//attempts/cancel", "/health/../adapters", "/metrics/../role", "/health/", "/health%2f..%2fadapters",
 )  # fmt: skip
 
@@ -141,12 +145,13 @@ def _terms(attacked: Attacked) -> dict[str, str]:
 
 def _routes_in_the_code() -> set[str]:
     """Paths of a worker, so that a new one is attacked as well."""
-    found: set[str] = set()
+    found: set[str] = set(ABORTS)
     root = Path(kvferry.__file__).parent
     for room in ("worker", "prefill_worker", "decode_worker", "elastic_worker"):
-        for path in (root / room).rglob("*.py"):
-            for part in path.read_text().split("app.")[1:]:
-                if part.startswith(("get(", "post(", "put(", "delete(")):
-                    found.add(part.split("(", 1)[1].split('"')[1].partition("{")[0])
-    assert found
+        for file in (root / room).rglob("*.py"):
+            for named in re.findall(r"app\.(?:get|post|put|delete)\(([^,)]+)", file.read_text()):
+                if named != "path":  # in a loop over ABORTS
+                    literal = named if named.startswith('"') else repr(getattr(api, named))
+                    found.add(literal.strip("\"'").partition("{")[0])
+    assert found >= {"/role", api.GENERATE}
     return found

@@ -15,12 +15,13 @@ from pathlib import Path
 import click
 
 from tests.chaos import network
+from tests.chaos.engines import EngineShape
 from tests.chaos.look import to_look_into
 from tests.chaos.picture import picture
-from tests.chaos.plan import KINDS, NETWORK
+from tests.chaos.plan import ALL, BESIDE_ENGINES, ENGINE, KINDS, NETWORK
 from tests.chaos.report import Run, summary, table
 from tests.chaos.run import Settings, Tell, run
-from tests.chaos.stage import Shape
+from tests.chaos.shape import Shape
 
 SOAK_ROUND_S, SOAK_EVERY_S = 600.0, 120.0
 
@@ -38,16 +39,22 @@ SOAK_ROUND_S, SOAK_EVERY_S = 600.0, 120.0
 @click.option("--kinds", default="", help="names of faults, separated by commas; default: all that can be had here")
 @click.option("--network/--no-network", "wanted", default=False, help="nodes in namespaces, over tcp, with cuts")
 @click.option("--features/--no-features", default=False, help="with canary, fetches, tiers and roles that change")
+@click.option(
+    "--engines", type=click.Choice(["", "mock", "vllm"]), default="", help="nodes are adapters of such servers"
+)
+@click.option("--engine-python", default="python3", help="interpreter that has vLLM installed")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="default: a new directory")
 def main(
     minutes: float, hours: float, seed: int, streams: int, every: float, calm: float, model: str, step_ms: float,
-    disconnects: int, kinds: str, wanted: bool, features: bool, out: Path | None,
+    disconnects: int, kinds: str, wanted: bool, features: bool, engines: str, engine_python: str, out: Path | None,
 ) -> None:  # fmt: skip
     if wanted and not network.possible():
         raise click.UsageError("network namespaces cannot be had here: they need root")
     out = out or Path(tempfile.mkdtemp(prefix="kvferry-chaos-"))
     out.mkdir(parents=True, exist_ok=True)
-    known = KINDS | (NETWORK if wanted else {})
+    if engines and (features or wanted):
+        raise click.UsageError("engines of others have neither --features nor --network")
+    known = {name: ALL[name] for name in (*BESIDE_ENGINES, *ENGINE)} if engines else KINDS | (NETWORK if wanted else {})
     chosen = tuple(name.strip() for name in kinds.split(",") if name.strip()) or tuple(
         name for name, kind in known.items() if kind.weight
     )
@@ -55,7 +62,11 @@ def main(
         raise click.UsageError(f"no such faults: {sorted(unknown)}; there are {sorted(known)}")
     soak = hours > 0
     shape = Shape(out, model=model, step_ms=step_ms, network=wanted, features=features)
-    if model != "tiny":
+    if engines:
+        shape = replace(
+            shape, engines=EngineShape(engines, engine_python), model="smollm2" if model == "tiny" else model
+        )
+    elif model != "tiny":
         shape = replace(shape, extra=("--dtype", "float32"))
     settings = Settings(seed, minutes * 60, streams, every, calm, disconnects, chosen)
     if soak:

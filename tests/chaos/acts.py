@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
+from tests.chaos.engines import processes, send
 from tests.chaos.load import Clients
 from tests.chaos.plan import NODES, ROUTERS, Fault
 from tests.chaos.stage import Stage
@@ -41,6 +43,24 @@ class Acts:
         await asyncio.sleep(fault.seconds)
         with suppress(ProcessLookupError):
             self._stage.signal(fault.target, signal.SIGCONT)
+
+    async def _kill_engine(self, fault: Fault) -> None:
+        """All of its processes, as when its container is killed, or one that is not its first."""
+        members = self._engine(fault)
+        send(members if "part" not in fault.kind else [self._rng.choice(members[1:] or members)], signal.SIGKILL)
+        await asyncio.sleep(0.2)
+
+    async def _freeze_engine(self, fault: Fault) -> None:
+        members = self._engine(fault)
+        send(members, signal.SIGSTOP)
+        await asyncio.sleep(fault.seconds)
+        send(members, signal.SIGCONT)
+
+    def _engine(self, fault: Fault) -> list[psutil.Process]:
+        pid = self._stage.pid(fault.target)
+        if pid is None:
+            raise ProcessLookupError(f"{fault.target} does not run")
+        return processes(pid)
 
     async def _in_mid_ship(self, fault: Fault, number: int, then: Callable[[Fault], Awaitable[None]]) -> None:
         """The process strikes itself at a block of a ship; later this one strikes all the same."""
@@ -185,6 +205,8 @@ _KINDS: dict[Callable[[Acts, Fault], Awaitable[str | None]], tuple[str, ...]] = 
     Acts._crowd: ("crowd",),
     Acts._clock: ("clock", "clock and kill"),
     Acts._full_disk: ("full disk",),
+    Acts._kill_engine: ("kill engine", "kill part of engine"),
+    Acts._freeze_engine: ("freeze engine",),
     Acts._cut_off: ("cut off", "half open", "cut pair", "thin line"),
 }
 ACTS = {kind: act for act, kinds in _KINDS.items() for kind in kinds}

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.chaos.plan import NODES, ROUTERS
+from tests.chaos.plan import ROUTERS
 from tests.chaos.stage import Stage
 
 IDLE_S = 30.0
@@ -42,10 +42,10 @@ async def aftermath(stage: Stage, since: float | None = None) -> Aftermath:
             await asyncio.sleep(0.02)
             remains = await _remains(stage, client)
         found = Aftermath(None if remains else round(time.monotonic() - began, 2), remains)
-        for name in NODES:
+        for name in stage.roster.nodes:
             for reason, blocks in ((await _books(stage, name)).get("holds") or {}).items():
                 found.leaks[reason] = found.leaks.get(reason, 0) + blocks
-        for name in (*NODES, *ROUTERS):
+        for name in (*stage.roster.nodes, *ROUTERS):
             url = stage.urls.get(name) or stage.child(name).url
             try:
                 health = (await client.get(f"{url}/health")).json()
@@ -58,9 +58,12 @@ async def aftermath(stage: Stage, since: float | None = None) -> Aftermath:
 
 async def _remains(stage: Stage, client: httpx.AsyncClient) -> dict[str, Any]:
     """What is under way, by process; empty: nothing."""
-    names = [*NODES, *ROUTERS]
+    nodes, engines = stage.roster.nodes, stage.roster.engines
+    names = [*nodes, *engines, *ROUTERS]
     found = await asyncio.gather(
-        *(_of_node(stage, name) for name in NODES), *(_of_router(stage, client, name) for name in ROUTERS)
+        *(_of_node(stage, name) for name in nodes),
+        *(_of_engine(stage, client, name) for name in engines),
+        *(_of_router(stage, client, name) for name in ROUTERS),
     )
     return {name: what for name, what in zip(names, found, strict=True) if what}
 
@@ -80,6 +83,16 @@ async def _books(stage: Stage, name: str) -> dict[str, Any]:
     with suppress(OSError):
         return await stage.order(name, "books")
     return {}
+
+
+async def _of_engine(stage: Stage, client: httpx.AsyncClient, name: str) -> Any:
+    """Requests that it still runs, whoever asked for them."""
+    try:
+        text = (await client.get(f"{stage.child(name).command.address}/metrics")).text
+        left = sum(sample(text, f"vllm:num_requests_{state}") for state in ("running", "waiting"))
+    except (httpx.HTTPError, LookupError) as error:
+        return repr(error)
+    return {"requests": left} if left else None
 
 
 async def _of_router(stage: Stage, client: httpx.AsyncClient, name: str) -> Any:

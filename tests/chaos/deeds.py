@@ -11,10 +11,11 @@ import httpx
 
 from tests.chaos.acts import ACTS, Acts
 from tests.chaos.load import Clients
-from tests.chaos.plan import NODES, ROUTERS, Fault
+from tests.chaos.plan import ROUTERS, Fault
 from tests.chaos.stage import Stage
 
-RECOVERY_S = 60.0
+AWAY_S = 3.0
+"""Until a node has noticed that its engine is gone."""
 TAKES_AWAY = ("kill", "freeze", "hang", "drain", "clock and kill", "cut off", "half open", "sever")
 """Beginnings of kinds that take a process from the others: of two equal ones only one at a time."""
 
@@ -62,15 +63,22 @@ class Deeds:
         own = (done for done in self.done if done.fault.target == router and "router" in done.fault.kind)
         return any(done.at < ended and (not done.until or done.until + 1.0 > began) for done in own if not done.failed)
 
+    @property
+    def _processes(self) -> tuple[str, ...]:
+        """Those of which another one is the like."""
+        return (*self._stage.roster.nodes, *self._stage.roster.engines, *ROUTERS)
+
     def _alone(self, fault: Fault) -> bool:
         """Whether the process that the fault would take away is the only one of its role that is there, or has gone
         already."""
         target = fault.target
-        if not fault.kind.startswith(TAKES_AWAY) or target not in (*NODES, *ROUTERS):
+        if not fault.kind.startswith(TAKES_AWAY) or target not in self._processes:
             return False
+        target = self._stage.roster.node(target)
         role, _, number = target.rpartition("-")
         other = f"{role}-{1 - int(number)}"
-        away = {d.fault.target for d in self.done if not d.until and d.fault.kind.startswith(TAKES_AWAY)}
+        now = [done.fault for done in self.done if not done.until and done.fault.kind.startswith(TAKES_AWAY)]
+        away = {self._stage.roster.node(fault.target) for fault in now}
         return not self._stage.ready(other) or not self._stage.ready(target) or bool({other, target} & away)
 
     async def _do(self, done: Done) -> None:
@@ -79,15 +87,17 @@ class Deeds:
             done.note = await ACTS[fault.kind](self._acts, fault) or ""
         except (OSError, httpx.HTTPError) as error:
             done.note, done.failed = repr(error), True
-        if not done.failed and fault.target in (*NODES, *ROUTERS) and fault.kind.startswith(TAKES_AWAY):
+        if not done.failed and fault.target in self._processes and fault.kind.startswith(TAKES_AWAY):
             await self._recovered(done)
         done.until = time.monotonic()
 
     async def _recovered(self, done: Done) -> None:
         """Until the process says that it is ready."""
-        stage, name = self._stage, done.fault.target
+        stage, name = self._stage, self._stage.roster.node(done.fault.target)
+        while name != done.fault.target and stage.ready(name) and time.monotonic() < done.at + AWAY_S:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
-            while time.monotonic() < done.at + RECOVERY_S:
+            while time.monotonic() < done.at + stage.recovery_s:
                 url = stage.child(name).url
                 if stage.ready(name) and url:
                     with suppress(httpx.HTTPError):

@@ -32,6 +32,7 @@ class Parts:
     loop: Any = None
     engine: Any = None
     link: Any = None
+    adapter: Any = None
 
 
 class Clock:
@@ -87,6 +88,18 @@ def prepare_worker() -> None:
     kvferry.engine.loop.EngineLoop.start = started  # type: ignore[method-assign]
 
 
+def prepare_adapter() -> None:
+    import kvferry.engine_adapter.node
+
+    run = kvferry.engine_adapter.node.AdapterNode.run
+
+    async def noted(self: Any, stop: Any) -> bool:
+        PARTS.adapter = self
+        return await run(self, stop)
+
+    kvferry.engine_adapter.node.AdapterNode.run = noted  # type: ignore[method-assign]
+
+
 def hang(thread: str, seconds: float) -> None:
     """Keep one of the threads from doing anything, as a call that does not return would."""
     if thread == "engine":
@@ -113,6 +126,9 @@ def at_block(blocks: int, number: int) -> None:
 def books() -> dict[str, Any]:
     """Who holds blocks for what, and whether anything is under way, as the engine thread sees it."""
     found: dict[str, Any] = {}
+    if PARTS.adapter is not None and PARTS.adapter.state is not None:
+        running = PARTS.adapter.state.attempts.running
+        return {"holds": {}, "available": 0, "size": 0, "waiting": bool(running), "transfer_holds": 0}
     if PARTS.engine is None:
         return found
     seen = threading.Event()
@@ -175,8 +191,8 @@ def main() -> None:
 
     uvloop.run = lambda main: run(noted(main))
     listen()
-    if sys.argv[1] != "router":
-        prepare_worker()
+    prepare = {"router": lambda: None, "adapt": prepare_adapter}.get(sys.argv[1], prepare_worker)
+    prepare()
     from kvferry.cli.main import main as kvferry
 
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -16,7 +16,7 @@ import httpx
 
 from kvferry.simulate.rate_probe import lines
 from tests.chaos.plan import ROUTERS
-from tests.chaos.stage import MODEL
+from tests.chaos.shape import MODEL
 from tests.chaos.watch import Late
 
 PATIENCE_S = 60.0

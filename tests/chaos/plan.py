@@ -8,7 +8,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 PREFILLS, DECODES, ROUTERS = ("prefill-0", "prefill-1"), ("decode-0", "decode-1"), ("router-0", "router-1")
-NODES = (*PREFILLS, *DECODES)
+NODES, ENGINES = (*PREFILLS, *DECODES), ("engine-0", "engine-1")
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Names of a cluster's processes beside its routers. engines: servers of others, of which each has the node with
+    its number."""
+
+    nodes: tuple[str, ...] = NODES
+    engines: tuple[str, ...] = ()
+
+    def node(self, name: str) -> str:
+        """The node that is away with this process."""
+        return name.replace("engine-", "decode-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +86,34 @@ NETWORK: dict[str, Kind] = {
     "thin line": Kind(2, NODES, lasts=(2, 6), numbers=(1, 20)),
 }
 """Only where nodes have network namespaces."""
+ENGINE: dict[str, Kind] = {
+    "kill engine": Kind(3, ENGINES),
+    "kill part of engine": Kind(1, ENGINES),
+    "freeze engine": Kind(2, ENGINES, lasts=(0.5, 8)),
+}
+"""Only where nodes are adapters of other servers, which have no link, no engine thread and no clock of their own."""
+BESIDE_ENGINES = tuple(
+    name for name in KINDS if not any(word in name for word in ("ship", "link", "lost", "hang engine"))
+)
+ALL = KINDS | NETWORK | ENGINE
 
 
-def make_plan(seed: int, seconds: float, every_s: float, kinds: Sequence[str]) -> list[Fault]:
+def make_plan(
+    seed: int, seconds: float, every_s: float, kinds: Sequence[str], roster: Roster = Roster()
+) -> list[Fault]:
     """Faults about every_s seconds apart, of these kinds by weight; each kind comes once before the dice decide, as far
     as there is time. Of both nodes of a role only one is disturbed at a time by what takes its process away."""
     rng = random.Random(seed)
-    known = KINDS | NETWORK
     first = rng.sample(list(kinds), len(kinds))
     plan: list[Fault] = []
     away: dict[str, float] = {}
+    absent = {*NODES, *ENGINES} - {*roster.nodes, *roster.engines}
     at = every_s
     while at < seconds - every_s:
-        name = first.pop() if first else rng.choices(kinds, [known[kind].weight for kind in kinds])[0]
-        kind = known[name]
+        name = first.pop() if first else rng.choices(kinds, [ALL[kind].weight for kind in kinds])[0]
+        kind = ALL[name]
         spared = {other for target, until in away.items() if until > at for other in _beside(target)}
-        targets = [target for target in kind.targets if target not in spared]
+        targets = [target for target in kind.targets if target not in spared and target not in absent]
         if targets:
             target = rng.choice(targets)
             lasts, number = rng.uniform(*kind.lasts), rng.uniform(*kind.numbers)
@@ -100,4 +125,5 @@ def make_plan(seed: int, seconds: float, every_s: float, kinds: Sequence[str]) -
 
 def _beside(target: str) -> list[str]:
     role, _, number = target.rpartition("-")
-    return [] if not role else [f"{role}-{1 - int(number)}"]
+    roles = ("decode", "engine") if role in ("decode", "engine") else (role,)
+    return [f"{each}-{1 - int(number)}" for each in roles] if role else []

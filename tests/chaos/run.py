@@ -13,15 +13,16 @@ from statistics import median
 from typing import Any
 
 from tests.chaos.aftermath import aftermath
+from tests.chaos.commands import tiny_model
 from tests.chaos.deeds import Deeds
 from tests.chaos.load import BODIES, Clients, Ledger, make_bodies, pauses
-from tests.chaos.plan import NODES, make_plan
+from tests.chaos.plan import make_plan
 from tests.chaos.report import Run, Storm
-from tests.chaos.stage import Shape, Stage, stage, tiny_model
+from tests.chaos.shape import Shape
+from tests.chaos.stage import Stage, stage
 from tests.chaos.watch import Watch
 
 TINY_VOCAB, DEMO_VOCAB = 512, 40000
-ALL_BACK_S = 60.0
 AT_ONCE = 64
 PHASES: dict[str, Callable[[int], bool] | None] = {
     "queue": None,
@@ -100,7 +101,9 @@ async def _round(
 ) -> None:
     """Faults under load, then a moment without either, in which the books are read."""
     seed = settings.seed + 7919 * number
-    plan = make_plan(seed, settings.seconds, settings.every_s, settings.kinds) if settings.every_s else []
+    plan = (
+        make_plan(seed, settings.seconds, settings.every_s, settings.kinds, cluster.roster) if settings.every_s else []
+    )
     tell(f"round {number + 1} of {settings.rounds}: {len(plan)} faults in {settings.seconds:.0f} s")
     began, stop = time.monotonic(), asyncio.Event()
     load = asyncio.create_task(clients.run(settings.streams, seed, stop))
@@ -129,11 +132,11 @@ async def _calm(clients: Clients, settings: Settings, number: int) -> tuple[Ledg
 
 
 async def _all_back(cluster: Stage, tell: Tell) -> None:
-    until = time.monotonic() + ALL_BACK_S
-    while time.monotonic() < until and not all(map(cluster.ready, NODES)):  # noqa: ASYNC110
+    until = time.monotonic() + cluster.recovery_s
+    while time.monotonic() < until and not all(map(cluster.ready, cluster.roster.nodes)):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     try:
-        await cluster.routers_see(len(NODES), max(until - time.monotonic(), 1.0))
+        await cluster.routers_see(len(cluster.roster.nodes), max(until - time.monotonic(), 1.0))
     except TimeoutError:
         tell("not all nodes came back")
 
@@ -146,8 +149,10 @@ async def _storms(cluster: Stage, clients: Clients, settings: Settings, found: R
         clients.book, rounds = Ledger(), -(-settings.disconnects // AT_ONCE)
         for _ in range(rounds):
             await clients.leave(AT_ONCE, rng, until)
-        left, refused = clients.book.left, clients.book.refused
-        found.disconnects[phase] = Storm(rounds * AT_ONCE, left, refused, (await aftermath(cluster)).idle_s)
+        left, refused, after = clients.book.left, clients.book.refused, await aftermath(cluster)
+        if after.remains:
+            tell(f"not idle: {after.remains}")
+        found.disconnects[phase] = Storm(rounds * AT_ONCE, left, refused, after.idle_s)
 
 
 async def _progress(clients: Clients, deeds: Deeds, began: float, seconds: float, tell: Tell) -> None:

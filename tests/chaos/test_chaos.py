@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.plan import make_plan
 from tests.chaos.report import GOAL, summary, table
 from tests.chaos.run import Settings, run
-from tests.chaos.stage import Shape
+from tests.chaos.shape import Shape
 
 KINDS = (
     *("kill", "kill in mid-ship", "freeze in mid-ship", "hang engine", "cut from redis", "freeze redis"),

@@ -23,10 +23,11 @@ from tests.chaos.deeds import Deeds, Done
 from tests.chaos.load import Answered, Asked, Clients, Ledger, difference, make_bodies
 from tests.chaos.look import to_look_into
 from tests.chaos.picture import picture
-from tests.chaos.plan import KINDS, NETWORK, Fault, make_plan
+from tests.chaos.plan import ALL, KINDS, Fault, make_plan
 from tests.chaos.redis_proxy import Ways
 from tests.chaos.report import Run, Storm, summary, table
-from tests.chaos.stage import Shape, Stage
+from tests.chaos.shape import Shape
+from tests.chaos.stage import Stage
 from tests.chaos.watch import Sample, growth, suspects
 
 
@@ -40,7 +41,7 @@ def test_a_plan_is_a_function_of_its_seed_and_has_every_kind():
 
 
 def test_every_kind_of_fault_is_an_act():
-    assert set(ACTS) == KINDS.keys() | NETWORK.keys()
+    assert set(ACTS) == ALL.keys()
 
 
 def test_bodies_are_of_all_kinds_and_repeated_by_their_seed():

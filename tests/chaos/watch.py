@@ -11,7 +11,7 @@ from statistics import median
 
 import psutil
 
-from tests.chaos.plan import NODES, ROUTERS
+from tests.chaos.plan import ROUTERS
 from tests.chaos.stage import Stage
 
 EVERY_S = 5.0
@@ -58,7 +58,7 @@ class Watch:
                 self._sample(now)
 
     def _sample(self, now: float) -> None:
-        for name in (*NODES, *ROUTERS, "valkey"):
+        for name in (*self._stage.roster.nodes, *ROUTERS, "valkey"):
             pid = self._stage.pid(name)
             try:
                 process = psutil.Process(pid) if pid else None

@@ -32,6 +32,7 @@ IMPORTED = (
     "kvferry.prefill_worker.main",
     "kvferry.decode_worker.main",
     "kvferry.elastic_worker.main",
+    "kvferry.engine_adapter.main",
     "kvferry.engine.models.hf",
     "ucxx",
     "uvloop",

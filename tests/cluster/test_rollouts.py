@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.chaos.stage import MODEL, tiny_model
+from tests.chaos.commands import tiny_model
+from tests.chaos.shape import MODEL
 from tests.chaos.zygote import Zygote
 from tests.pods import House, Met, Service, house
 from tests.waiting import until

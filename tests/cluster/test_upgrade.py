@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.stage import tiny_model
+from tests.chaos.commands import tiny_model
 from tests.chaos.zygote import Zygote
 from tests.cluster.test_rollouts import under_load
 from tests.later_wire import LaterZygote

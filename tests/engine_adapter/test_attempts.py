@@ -119,6 +119,16 @@ async def test_a_cancel_drops_the_call_and_is_told():
     assert made.running == 0
 
 
+async def test_a_cancel_in_the_turn_of_the_start_leaves_nothing_behind():
+    made, streams, engine, outcomes = attempts_of(forever)
+    made.start(job())
+    made.cancel(CancelRequest("r", 0))
+    await until(lambda: made.running == 0)
+    await asyncio.sleep(0)
+    assert (engine.calls, outcomes) == ([], ["cancelled"])
+    assert [failed.code for failed in streams.failed] == ["cancelled"]
+
+
 async def test_an_attempt_that_comes_after_its_cancel_never_begins():
     made, _, engine, _ = attempts_of(forever)
     made.cancel(CancelRequest("r", 1))
