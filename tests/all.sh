@@ -16,7 +16,7 @@ engine() { printf 'tests/engine/test_%s.py ' "$@"; }
 BESIDE="tests/kernels tests/virtual tests/simulate $(engine local_parity adapters adapters_gguf hf_packed models models_cpu \
   models_gguf models_quantised ranks ranks_adapters ranks_apart ranks_experts ranks_invariant sampler)"
 CLUSTERS="tests/cluster tests/chaos tests/clients tests/attack"
-SELECTED="not clients and not images"
+SELECTED="not clients and not images and not engines"
 idle="nice -n 19"
 command -v chrt > /dev/null && idle="chrt --idle 0"
 failed=0

@@ -29,11 +29,12 @@ class Process:
 
     argv: list[str]
     log: Path
+    env: dict[str, str] | None = None
     popen: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         with self.log.open("ab") as out:
-            self.popen = subprocess.Popen(self.argv, stdout=out, stderr=subprocess.STDOUT)
+            self.popen = subprocess.Popen(self.argv, stdout=out, stderr=subprocess.STDOUT, env=self.env)
 
     def end(self) -> None:
         self.popen.kill()
@@ -77,12 +78,15 @@ class Fleet:
         port, adapter_port = free_ports(2)
         name, url = f"{kind}-{port}", f"http://127.0.0.1:{port}"
         argv = [sys.executable, "-m", module, str(port), json.dumps(behaviour)]
-        server = Process(argv, self.folder / f"{name}.log")
+        return self.adapt(kind, name, url, Process(argv, self.folder / f"{name}.log"), adapter_port, *words)
+
+    def adapt(self, kind: str, name: str, url: str, server: Process, port: int, *words: str) -> Engine:
+        """Start the adapter of a server that has been started."""
         adapter = self.kvferry(
-            f"adapter-{name}", "adapt", "--engine", kind, "--url", url, "--port", str(adapter_port),
+            f"adapter-{name}", "adapt", "--engine", kind, "--url", url, "--port", str(port),
             "--node-id", name, "--served-model-name", SERVED, *words,
         )  # fmt: skip
-        engine = Engine(name, url, f"http://127.0.0.1:{adapter_port}", server, adapter)
+        engine = Engine(name, url, f"http://127.0.0.1:{port}", server, adapter)
         self.engines.append(engine)
         return engine
 
@@ -93,7 +97,7 @@ class Fleet:
             "router", "router", "--port", str(port), "--model", model, "--served-model-name", SERVED
         )
 
-    def ready(self, nodes: int) -> None:
+    def ready(self, nodes: int, within_s: float = START_S) -> None:
         """Wait until the router knows so many decode nodes."""
 
         def known() -> bool:
@@ -101,7 +105,7 @@ class Fleet:
                 return httpx.get(f"{self.router_url}/ready?nodes={nodes}", timeout=5).status_code == 200
             return False
 
-        wait_for(known, START_S, self.logs)
+        wait_for(known, within_s, self.logs)
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
