@@ -7,11 +7,12 @@ import logging
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta
 from kvferry.engine_adapter.learned_rates import LearnedRates
-from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, resumes
+from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, length_of
+from kvferry.engine_adapter.transfer import Transfer
 from kvferry.protocol.errors import (
     AdapterNotLoaded,
     Cancelled,
@@ -42,11 +43,14 @@ class _Frame:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """One attempt. first_at, last_at: times of its first and newest output; 0: none yet. outcome: see `Attempts`."""
+    """One attempt. first_at, last_at: times of its first and newest output; 0: none yet. outcome: see `Attempts`.
+
+    transfer: of its prompt's blocks; None: this engine computes them."""
 
     job: Job
     began: float
     alone: bool
+    transfer: Transfer | None = None
     task: asyncio.Task[None] | None = None
     first_at: float = 0.0
     last_at: float = 0.0
@@ -64,6 +68,7 @@ class Attempts:
     sent        called before each call to the engine
     ended       called after each attempt with its job and the engine's account of cached tokens (None: unknown)
     counted     called with the outcome of each attempt: done, cancelled or failed
+    arrived     called after each attempt whose blocks came from another engine, with its call
 
     heard_at: when output of any call came last, in monotonic seconds."""
 
@@ -78,9 +83,11 @@ class Attempts:
         sent: Callable[[Job, EngineCall], None] = lambda job, call: None,
         ended: Callable[[Job, int | None], None] = lambda job, cached: None,
         counted: Callable[[str], None] = lambda outcome: None,
+        arrived: Callable[[Job, EngineCall, Transfer], None] = lambda job, call, transfer: None,
     ) -> None:
         self._engine, self._streams, self._guarantees, self._names = engine, streams, guarantees, adapters
         self._suspect, self._sent, self._ended, self._counted = suspect, sent, ended, counted
+        self._arrived = arrived
         self.rates = LearnedRates()
         self._running: dict[tuple[str, int], _Running] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()
@@ -96,9 +103,10 @@ class Attempts:
     @property
     def waiting_tokens(self) -> int:
         """Return the prompt tokens of attempts without output yet."""
-        return sum(len(each.job.token_ids) for each in self._running.values() if not each.first_at)
+        waiting = (each for each in self._running.values() if not each.first_at and each.transfer is None)
+        return sum(len(each.job.token_ids) for each in waiting)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Job, transfer: Transfer | None = None) -> None:
         """Begin an attempt. Raises InvalidRequest, AdapterNotLoaded and Overloaded.
 
         An attempt that was cancelled before it came is dropped, and one that runs already is not begun twice."""
@@ -109,8 +117,12 @@ class Attempts:
             raise Overloaded(f"{MAX_ATTEMPTS} attempts run or wait on this node", retry_after=1.0)
         key = (job.request_id, job.attempt)
         if key in self._running or self._cancelled.get(job.request_id, -1) >= job.attempt:
+            if transfer is not None:
+                transfer.fail(Cancelled("the attempt was cancelled, or runs already"))
             return
-        running = self._running[key] = _Running(job, time.monotonic(), alone=not self._running)
+        if transfer is not None:
+            job = transfer.job_behind(job)
+        running = self._running[key] = _Running(job, time.monotonic(), not self._running, transfer)
         running.task = asyncio.create_task(self._run(running))
         running.task.add_done_callback(lambda task: self._over(key, running, task))
 
@@ -137,38 +149,41 @@ class Attempts:
                 await self._generate(running)
             running.outcome = "done"
         except TimeoutError:
-            running.outcome = "failed"
-            self._fail(job, DeadlineExceeded(f"not finished after {job.deadline_s:.3g} s"))
+            self._fail(running, DeadlineExceeded(f"not finished after {job.deadline_s:.3g} s"))
         except KvferryError as error:
             running.outcome = "failed"
             if isinstance(error, NodeLost | StepFailed):
                 await self._suspect(error)
-            self._fail(job, error)
+            self._fail(running, error)
         except Exception as error:
-            running.outcome = "failed"
             log.exception("attempt %d of %s", job.attempt, job.request_id)
-            self._fail(job, KvferryError(f"the adapter failed: {type(error).__name__}"))
+            self._fail(running, KvferryError(f"the adapter failed: {type(error).__name__}"))
 
     def _over(self, key: tuple[str, int], running: _Running, task: asyncio.Task[None]) -> None:
         """Forget the attempt. A task that is cancelled before its first step runs no line of `_run`."""
         del self._running[key]
         if task.cancelled():
-            self._fail(running.job, Cancelled("the attempt was cancelled"))
+            self._fail(running, Cancelled("the attempt was cancelled"), "cancelled")
         self._learn(running)
         self._counted(running.outcome)
 
     async def _generate(self, running: _Running) -> None:
-        job = running.job
-        resumed = len(job.token_ids) > job.prompt_len and resumes(job, self._guarantees)
-        sequence = OutputSequence(job, resumed=resumed)
+        job, transfer = running.job, running.transfer
+        length = length_of(job, self._guarantees) if transfer is None else transfer.length
+        sequence = OutputSequence(job, length)
         self._calls += 1
-        call = call_of(job, f"{job.request_id}-{job.attempt}-{self._calls}", self._names.get(job.adapter, ""),
-                       resumed=resumed)  # fmt: skip
+        call = call_of(job, f"{job.request_id}-{job.attempt}-{self._calls}", self._names.get(job.adapter, ""), length)
+        if transfer is not None:  # the prefill node's answer has the prompt's log-probabilities
+            params = replace(call.params, prompt_logprobs=None)
+            call = replace(call, params=params, reference=transfer.reference)
 
         def deliver(delta: EngineDelta) -> None:
             self.heard_at = running.last_at = time.monotonic()
             running.first_at = running.first_at or running.last_at
             running.tokens += len(delta.token_ids)
+            if transfer is not None:
+                transfer.see(delta)
+                delta.cached_tokens = None  # the engine counts only blocks that it had before
             if delta.cached_tokens is not None:
                 running.cached = delta.cached_tokens
             if (told := sequence.push(delta)) is not None:
@@ -176,6 +191,8 @@ class Attempts:
 
         self._sent(job, call)
         await self._engine.generate(call, deliver)
+        if transfer is not None:
+            self._arrived(job, call, transfer)
 
     def _learn(self, running: _Running) -> None:
         if not running.first_at:
@@ -186,7 +203,10 @@ class Attempts:
         self.rates.stream(running.tokens - 1, running.last_at - running.first_at)
         self._ended(running.job, running.cached)
 
-    def _fail(self, job: Job, error: KvferryError) -> None:
+    def _fail(self, running: _Running, error: KvferryError, outcome: str = "failed") -> None:
+        running.outcome, job = outcome, running.job
+        if running.transfer is not None:
+            running.transfer.fail(error)
         self._to_router(job).failed.append(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
 
     def _to_router(self, job: Job) -> _Frame:

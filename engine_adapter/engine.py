@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
@@ -34,7 +34,8 @@ class EngineFacts:
     max_num_seqs    requests that it runs at once; 0: unknown
     arithmetic      what else two engines must share to give the same tokens, such as dtypes, in any form
     adapters        names of its LoRA adapters
-    kv_events       where it publishes KV events; None: nowhere"""
+    kv_events       where it publishes KV events; None: nowhere
+    kv_transfer     how it fetches KV blocks from another engine of its kind, such as "nixl"; empty: not at all"""
 
     kind: str
     version: str
@@ -48,6 +49,7 @@ class EngineFacts:
     arithmetic: str = ""
     adapters: tuple[str, ...] = ()
     kv_events: KvEventSource | None = None
+    kv_transfer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class EngineCall:
     request_id   unique among all calls of this adapter
     token_ids    the prompt, then output tokens that the engine is to continue
     adapter      name of a LoRA adapter; empty: none
-    cache_salt   separates the cached prefixes of tenants; empty: shared"""
+    cache_salt   separates the cached prefixes of tenants; empty: shared
+    reference    the KV blocks of exactly these tokens in another engine, in its own words; empty: none"""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -77,6 +80,7 @@ class EngineCall:
     grammar: Grammar | None = None
     adapter: str = ""
     cache_salt: str = ""
+    reference: str = ""
 
 
 @dataclass(slots=True)
@@ -93,6 +97,17 @@ class EngineDelta:
     finish_reason: str | None = None
     cached_tokens: int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt that an engine computed for another one.
+
+    delta       its first token; the finish_reason is "length" unless the token ends the output
+    reference   where its blocks are, for one call of the other engine; empty: the engine gave none"""
+
+    delta: EngineDelta
+    reference: str
 
 
 class Engine(Protocol):
@@ -126,4 +141,15 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Close all connections."""
+        ...
+
+
+@runtime_checkable
+class TransferEngine(Engine, Protocol):
+    """Client of an engine that can compute a prompt for another engine, which fetches the blocks."""
+
+    async def prefill(self, call: EngineCall) -> Prefilled:
+        """Compute the prompt and its first token. The engine keeps the blocks until they are fetched or a lease ends.
+
+        Raises what `generate` raises. If it is cancelled, the engine drops the request."""
         ...

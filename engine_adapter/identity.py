@@ -15,14 +15,17 @@ def model_name(facts: EngineFacts) -> str:
     return PurePath(facts.model).name or facts.model
 
 
-def fingerprint(facts: EngineFacts, revision: str) -> str:
-    """Return the fingerprint: engines that share it continue each other's streams.
+def fingerprint(facts: EngineFacts, revision: str, transfer: str = "") -> str:
+    """Return the fingerprint: engines that share it continue each other's streams, and transfer blocks.
 
     It is 32 hex digits over kind and version of the engine, model, revision, arithmetic, block size and wire version.
-    An engine does not tell what weights it loaded, so `revision` comes from the operator."""
-    fields = (
+    An engine does not tell what weights it loaded, so `revision` comes from the operator. transfer: how engines fetch
+    blocks from each other; NIXL does not connect two that were started with different paths of a model."""
+    fields = [
         facts.kind, facts.version, model_name(facts), revision, facts.arithmetic, facts.block_size, WIRE_VERSION
-    )  # fmt: skip
+    ]  # fmt: skip
+    if transfer:
+        fields += [transfer, facts.model]
     return hashlib.sha256("|".join(("engine", *map(str, fields))).encode()).hexdigest()[:32]
 
 

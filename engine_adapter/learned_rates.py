@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvferry.protocol.lease import Rates
 
 WEIGHT = 0.1
@@ -11,7 +13,7 @@ LEAST_TOKENS = 64
 
 
 class LearnedRates:
-    """Moving averages of prompt tokens per second and of seconds per step."""
+    """Moving averages of prompt tokens per second, of seconds per step and of bytes shipped per second."""
 
     def __init__(self, first: Rates | None = None) -> None:
         self.rates = first or Rates()
@@ -27,6 +29,13 @@ class LearnedRates:
         """Learn from the tokens of a stream behind its first one."""
         if tokens > 0 and seconds > 0:
             self._learn(self.rates.prefill_tokens_per_s, seconds / tokens)
+
+    def shipped(self, size: int, seconds: float) -> None:
+        """Learn from a prompt whose blocks another engine fetched. size: in bytes; 0: unknown."""
+        if size and seconds > 0:
+            old = self.rates
+            ship = old.ship_bytes_per_s + WEIGHT * (size / seconds - old.ship_bytes_per_s)
+            self.rates = replace(old, ship_bytes_per_s=ship)
 
     def _learn(self, prefill: float, step_s: float) -> None:
         old = self.rates

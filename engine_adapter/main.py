@@ -28,8 +28,8 @@ async def serve_adapter(settings: AdapterSettings) -> None:
     """Run an adapter until SIGTERM or SIGINT, or until its engine ends. Raises ConfigError when it cannot start.
 
     If the engine ends, the process ends with exit status 1 at once: to routers its node has died."""
-    if settings.role != "decode":
-        raise ConfigError("an adapter is a decode node: its engine computes the prompts, too", param="role")
+    if settings.role == "prefill" and (settings.engine != "vllm" or settings.kv_transfer == "none"):
+        raise ConfigError("only vLLM's prompts can be computed for another engine, by NIXL", param="role")
     stop = StopSignal()
     stop.listen()
     engine = engine_client(settings.engine, settings.url, settings.engine_api_key)

@@ -7,7 +7,8 @@ import logging
 import time
 from itertools import count
 
-from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta
+from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta, TransferEngine
+from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.lease import Rates
 from kvferry.protocol.sampling import SamplingParams
 
@@ -56,6 +57,18 @@ class Measurement:
         await self._engine.generate(self._call(SEEDED, (), 7), lambda delta: times.append(time.monotonic()))
         first_s, steps = max(1e-4, times[0] - began), max(1, len(times) - 1)
         return Rates(PROMPT_TOKENS / first_s, max(1e-4, (times[-1] - times[0]) / steps))
+
+    async def transfer(self) -> None:
+        """Raise ConfigError unless the engine computes prompts for other engines."""
+        if isinstance(self._engine, TransferEngine):
+            prefilled = await self._engine.prefill(self._call(GREEDY, (), 9))
+            if prefilled.reference:
+                return
+        raise ConfigError(
+            "the engine gives no references to the blocks of a prompt, which a prefill node needs: start vLLM with "
+            "--kv-transfer-config and a NixlConnector",
+            param="role",
+        )
 
     async def _tokens(self, params: SamplingParams, delivered: tuple[int, ...] = (), shift: int = 0) -> tuple[int, ...]:
         tokens: list[int] = []

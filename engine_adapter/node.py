@@ -12,22 +12,21 @@ import os
 import time
 from dataclasses import asdict
 
-from fastapi import Request
-
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.seal import Seal
-from kvferry.engine_adapter.attempts import Attempts
+from kvferry.engine_adapter.endpoints import Endpoints
 from kvferry.engine_adapter.engine import Engine, EngineFacts
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import model_name
 from kvferry.engine_adapter.measured_guarantees import Measurement
+from kvferry.engine_adapter.node_parts import NodeParts
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.protocol.adapter_metrics import AdapterMetrics
-from kvferry.protocol.errors import ConfigError, Draining, KvferryError, RegistryUnavailable
-from kvferry.protocol.messages import CancelRequest, GenerateRequest, Pulse
+from kvferry.protocol.errors import ConfigError, KvferryError, RegistryUnavailable
+from kvferry.protocol.messages import Pulse
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
-from kvferry.runtime.http import read_message, serve_metrics
+from kvferry.runtime.http import serve_metrics
 from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.runtime.suspend_aware_clock import LoopClock
@@ -67,7 +66,8 @@ class AdapterNode:
 
         Raises ConfigError if the engine cannot be used, or was not ready in time."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
-        self._mount()
+        endpoints = Endpoints(self.address.node_id, lambda: self.state, lambda: self.draining)
+        endpoints.mount(self.address.app, self._settings.role)
         self._clock.start()
         self.address.start()
         with contextlib.suppress(OSError):
@@ -101,6 +101,8 @@ class AdapterNode:
         facts = await self._ready_facts()
         measurement = Measurement(self._engine)
         guarantees, rates = await measurement.guarantees(), await measurement.rates()
+        if self._settings.role == "prefill":
+            await measurement.transfer()
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
         epoch = await new_epoch(self._store, self.address.node_id)
@@ -110,16 +112,11 @@ class AdapterNode:
             guarantees = tuple(dict.fromkeys((*guarantees, "greedy_resume", "seeded_resume")))
         state = self.state = NodeState(self._settings, self.address, facts, guarantees, epoch, watch)
         state.streams = streams
-        state.attempts = Attempts(
-            self._engine,
-            streams,
-            guarantees,
-            {each.id: each.name for each in state.adapters},
-            suspect=watch.confirm,
-            sent=state.sent,
-            ended=state.ended,
-            counted=lambda outcome: self.metrics.attempts[outcome].inc(),
-        )
+        parts = NodeParts(state, self._engine, self.metrics, self.mirror_metrics, self.address.secrets.token)
+        if self._settings.role == "prefill":
+            state.attempts = parts.prefill_attempts(self._clock)
+        else:
+            state.attempts = parts.decode_attempts()
         state.attempts.rates.rates = rates
         state.draining = lambda: self.draining
         state.membership = Membership(self._store, state.lease, state.rows, self.metrics)
@@ -165,6 +162,8 @@ class AdapterNode:
             await asyncio.sleep(0.05)
         gone.cancel()
         state.watch.stop()
+        if state.canary is not None:
+            state.canary.stop()
         if state.mirroring is not None:
             await state.mirroring.stop()
         await state.membership.leave()
@@ -172,24 +171,6 @@ class AdapterNode:
         await self.address.stop()
         await state.membership.close()
         await self._engine.close()
-
-    def _mount(self) -> None:
-        app = self.address.app
-        app.post("/attempts/generate", status_code=202)(self.post_generate)
-        app.post("/attempts/cancel", status_code=202)(self.post_cancel)
-
-    async def post_generate(self, request: Request) -> None:
-        """Begin an attempt; its output goes to the router's stream."""
-        job = (await read_message(request, GenerateRequest)).job
-        if self.state is None or self.draining:
-            raise Draining(f"{self.address.node_id} takes no new work")
-        self.state.attempts.start(job)
-
-    async def post_cancel(self, request: Request) -> None:
-        """Drop all attempts of a request up to the given one."""
-        cancel = await read_message(request, CancelRequest)
-        if self.state is not None:
-            self.state.attempts.cancel(cancel)
 
     def _router_lost(self, router_id: str) -> None:
         if self.state is not None:

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.engine_adapter.attempts import Attempts
+from kvferry.engine_adapter.block_bytes import block_bytes
 from kvferry.engine_adapter.engine import EngineCall, EngineFacts, KvEventSource
 from kvferry.engine_adapter.engine_watch import EngineWatch
+from kvferry.engine_adapter.handovers import Handovers
 from kvferry.engine_adapter.identity import adapter_names, fingerprint, model_name
 from kvferry.engine_adapter.mirroring import Mirroring
+from kvferry.engine_adapter.prefill_attempts import PrefillAttempts
+from kvferry.engine_adapter.transfer_canary import TransferCanary
 from kvferry.model_files.model_name import split_names
 from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.adapters import AdapterName
@@ -31,7 +35,9 @@ ASSUMED_SEQS = 256
 
 @dataclass
 class NodeState:
-    """Parts of an adapter that has found its engine. mirroring: None for an engine without KV events."""
+    """Parts of an adapter that has found its engine.
+
+    mirroring: None for an engine without KV events. handovers: None for one that fetches no blocks from others."""
 
     settings: AdapterSettings
     address: NodeAddress
@@ -39,17 +45,22 @@ class NodeState:
     guarantees: tuple[str, ...]
     epoch: int
     watch: EngineWatch
-    attempts: Attempts = field(init=False)
+    attempts: Attempts | PrefillAttempts = field(init=False)
     streams: RouterStreams = field(init=False)
     membership: Membership = field(init=False)
     draining: Callable[[], bool] = field(init=False)
     mirroring: Mirroring | None = None
+    handovers: Handovers | None = None
+    canary: TransferCanary | None = None
 
     def __post_init__(self) -> None:
+        given_transfer = self.settings.kv_transfer
+        self.transfer = self.facts.kv_transfer if given_transfer == "auto" else given_transfer.replace("none", "")
         self.adapters: tuple[AdapterName, ...] = adapter_names(self.facts, self.settings.engine_revision)
         (given,) = split_names(self.settings.served_model_name, 1)
         self.served_names = given or self.facts.served_names
-        self.fingerprint = fingerprint(self.facts, self.settings.engine_revision)
+        self.fingerprint = fingerprint(self.facts, self.settings.engine_revision, self.transfer)
+        self.block_bytes = block_bytes(self.facts, self.settings.kv_bytes_per_token) if self.transfer else 0
         seqs = self.facts.max_num_seqs or ASSUMED_SEQS
         self.total_blocks = self.facts.total_blocks or seqs * blocks_for(
             min(self.facts.max_model_len, 4096), self.facts.block_size
@@ -96,7 +107,8 @@ class NodeState:
     def load(self) -> Load:
         """Return the load in kvferry's terms. What the engine runs for others counts, too."""
         told, total = self.watch.load, self.total_blocks
-        active = min(total, round(told.cache_usage * total))
+        pinned = self.attempts.pinned.blocks if isinstance(self.attempts, PrefillAttempts) else 0
+        active = min(total, max(pinned, round(told.cache_usage * total)))
         cached = min(self.mirroring.mirror.blocks if self.mirroring else 0, total - active)
         running = max(told.running_requests, self.attempts.running - told.waiting_requests)
         return Load(
@@ -118,12 +130,12 @@ class NodeState:
             epoch=self.epoch,
             state="draining" if self.draining() else "ready",
             http_url=self.address.url,
-            link_address="",
+            link_address=self.address.url if self.handovers else "",
             fingerprint=self.fingerprint,
             model=model_name(facts),
             max_model_len=facts.max_model_len,
             block_size=facts.block_size,
-            block_bytes=0,
+            block_bytes=self.block_bytes,
             load=self.load,
             rates=self.attempts.rates.rates,
             served_names=self.served_names,
@@ -139,6 +151,9 @@ class NodeState:
         """Set the gauges of load, index rows and mirror."""
         if self.mirroring:
             self.mirroring.set_gauges(of_mirror)
+        if isinstance(self.attempts, PrefillAttempts):
+            of_mirror.pinned_blocks.set(self.attempts.pinned.blocks)
+            of_mirror.pinned_prompts.set(self.attempts.pinned.prompts)
         load = self.load
         metrics.requests_waiting.set(load.waiting_requests)
         metrics.waiting_tokens.set(load.waiting_tokens)

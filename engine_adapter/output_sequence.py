@@ -23,29 +23,31 @@ def resumes(job: Job, guarantees: tuple[str, ...]) -> bool:
     return ("greedy_resume" if params.temperature == 0 else "seeded_resume") in guarantees
 
 
-def call_of(job: Job, request_id: str, adapter: str, *, resumed: bool) -> EngineCall:
-    """Return the engine call of an attempt. adapter: name of the LoRA adapter, empty: none."""
-    params, tokens = job.params, job.token_ids
-    if resumed:
-        delivered = len(tokens) - job.prompt_len
+def length_of(job: Job, guarantees: tuple[str, ...]) -> int:
+    """Return how many of the job's tokens its call begins with: all, or the prompt alone if the rest is replayed."""
+    return len(job.token_ids) if len(job.token_ids) > job.prompt_len and resumes(job, guarantees) else job.prompt_len
+
+
+def call_of(job: Job, request_id: str, adapter: str, length: int) -> EngineCall:
+    """Return the engine call of an attempt.
+
+    adapter: name of the LoRA adapter, empty: none. length: see `length_of`."""
+    params, delivered = job.params, length - job.prompt_len
+    if delivered:
         params = replace(
             params,
             max_tokens=params.max_tokens - delivered,
             min_tokens=max(0, params.min_tokens - delivered),
         )
-    else:
-        tokens = tokens[: job.prompt_len]
-    return EngineCall(request_id, tokens, params, job.grammar, adapter, job.namespace)
+    return EngineCall(request_id, job.token_ids[:length], params, job.grammar, adapter, job.namespace)
 
 
 class OutputSequence:
-    """Translates an attempt's engine output into deltas of its request."""
+    """Translates an attempt's engine output into deltas of its request. length: see `length_of`."""
 
-    def __init__(self, job: Job, *, resumed: bool) -> None:
-        delivered = job.token_ids[job.prompt_len :]
-        self._job, self._index = job, len(delivered) if resumed else 0
-        self._expected = () if resumed else delivered
-        self._prompt_len = len(job.token_ids) if resumed else job.prompt_len
+    def __init__(self, job: Job, length: int) -> None:
+        self._job, self._length = job, length
+        self._expected, self._index = job.token_ids[job.prompt_len :], length - job.prompt_len
         self._ending = frozenset(job.params.ending_token_ids)
 
     def push(self, delta: EngineDelta) -> TokenDelta | None:
@@ -81,5 +83,5 @@ class OutputSequence:
         """Return the account of the tokens that the router sent; a replay computes the delivered ones."""
         if cached is None:
             return None
-        cached, total = min(cached, self._prompt_len), len(self._job.token_ids)
+        cached, total = min(cached, self._length), len(self._job.token_ids)
         return Reuse(total, reused_decode=cached, computed=total - cached)

@@ -8,7 +8,7 @@ from kvferry.protocol.model_metrics import ModelRegistry
 
 
 class AdapterMetrics:
-    """Gauges of the mirror of an engine's cache; all are totals since the adapter's start, unless stated."""
+    """Gauges of an engine's cache and transfers; all are totals since the adapter's start, unless stated."""
 
     def __init__(self, registry: ModelRegistry) -> None:
         def gauge(name: str, help: str) -> Gauge:
@@ -25,4 +25,12 @@ class AdapterMetrics:
         )
         self.blocks = gauge("kvferry_mirror_blocks", "Blocks that the engine is known to cache now.")
         self.gaps = gauge("kvferry_mirror_gaps", "Times that published KV events were missing.")
+        self.pinned_blocks = gauge(
+            "kvferry_transfer_pinned_blocks",
+            "Blocks that the engine keeps until decode engines have fetched them.",
+        )
+        self.pinned_prompts = gauge("kvferry_transfer_pinned_prompts", "Prompts of these blocks.")
+        self.refused = gauge(
+            "kvferry_transfer_refused", "Handovers of prompts that were refused, such as old or repeated ones."
+        )
         self.resets = gauge("kvferry_mirror_resets", "Times that the mirror was emptied because events were lost.")

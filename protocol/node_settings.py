@@ -34,6 +34,19 @@ class EngineSettings(CommonSettings):
         False,
         "continue streams of lost nodes even where the engine may give other tokens than the lost node would have",
     )
+    kv_transfer: str = setting(
+        "auto",
+        "how the engine fetches KV blocks from another one; auto: as its metrics say",
+        choices=("auto", "nixl", "none"),
+    )
+    kv_lease: float = setting(
+        30.0,
+        "seconds for which a prefill engine keeps blocks that were not fetched (kv_lease_duration)",
+        least=0.1,
+    )
+    kv_bytes_per_token: int = setting(
+        0, "bytes of a token's K and V in the engine, to price transfers; 0: from the model's config.json", least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +57,14 @@ class AdapterSettings(NodeSettings, EngineSettings):
     url: str = setting("http://127.0.0.1:8001", "URL of the engine's HTTP server")
     kv_events: str = setting("", "ZeroMQ address of the engine's KV events; default: as the engine says")
     kv_events_replay: str = setting("", "ZeroMQ address that replays KV events; default: as the engine says")
+    canary_rate: float = setting(
+        0.0,
+        "share of transferred prompts that a decode engine computes itself to compare tokens, 0 to 1; 0: none",
+        least=0,
+        most=1,
+    )
+    worker_ca_certs: str = setting("", "PEM file of authorities that sign decode adapters' certificates")
+    worker_server_name: str = setting("", "name that decode adapters' certificates must carry; default: their host")
 
 
 @dataclass(frozen=True, kw_only=True)

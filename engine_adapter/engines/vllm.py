@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource
+from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource, Prefilled
 from kvferry.engine_adapter.engines import vllm_params
 from kvferry.engine_adapter.engines.addresses import reachable
 from kvferry.engine_adapter.http_client import EngineHttp, failure
@@ -17,12 +18,14 @@ from kvferry.protocol.messages import Job
 log = logging.getLogger("kvferry.adapter")
 
 GENERATE = "/inference/v1/generate"
+NIXL_METRICS = "vllm:nixl_"
+"""Start of the names of metrics that only a server with a NixlConnector has."""
 DEFAULT_BLOCK_SIZE = 16
 """Tokens per block of a server that does not say."""
 
 
 class VllmEngine:
-    """Client of one vLLM server. Implements `engine.Engine`."""
+    """Client of one vLLM server. Implements `engine.TransferEngine`."""
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
@@ -50,6 +53,7 @@ class VllmEngine:
             arithmetic=f"cache {cache.get('cache_dtype', '')}",
             adapters=tuple(each["id"] for each in models if each.get("parent")),
             kv_events=await self._event_source(),
+            kv_transfer="nixl" if NIXL_METRICS in metrics else "",
         )
 
     async def health(self) -> None:
@@ -95,6 +99,13 @@ class VllmEngine:
         if last is None:
             raise StepFailed("the engine's answer ended without a finish reason")
         deliver(last)
+
+    async def prefill(self, call: EngineCall) -> Prefilled:
+        """Compute a prompt for another server. vLLM tells the reference only in an answer that is no stream."""
+        answer = await self._http.post(GENERATE, vllm_params.prefill_body(call, call.adapter or self._model), None)
+        told = answer.get("kv_transfer_params") or {}
+        reference = json.dumps(told, separators=(",", ":")) if told.get("do_remote_prefill") else ""
+        return Prefilled(vllm_params.whole(answer, call.params), reference)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta
@@ -15,6 +16,12 @@ from kvferry.protocol.work import Generate, Grammar
 GRAMMARS = {"json_schema": "json", "json_object": "json_object", "regex": "regex", "choice": "choice",
             "ebnf": "grammar", "lark": "grammar", "structural_tag": "structural_tag"}  # fmt: skip
 """Kinds of grammars, and vLLM's names for them. Its backend `guidance` reads both GBNF and Lark as `grammar`."""
+
+KEEP_BLOCKS = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+"""kv_transfer_params that ask a server to keep a prompt's blocks for another one. A client's never get here."""
 
 
 def check(job: Job) -> None:
@@ -42,6 +49,18 @@ def body(call: EngineCall, model: str) -> dict[str, Any]:
         built["stream_options"] = {"include_usage": True}
     if call.cache_salt:
         built["cache_salt"] = call.cache_salt
+    if call.reference:
+        built["kv_transfer_params"] = json.loads(call.reference)
+    return built
+
+
+def prefill_body(call: EngineCall, model: str) -> dict[str, Any]:
+    """Return the body of a request that computes a prompt, whose blocks another server fetches."""
+    params = replace(call.params, max_tokens=1, min_tokens=min(1, call.params.min_tokens))
+    built = body(replace(call, params=params), model)
+    built.pop("stream_options", None)
+    built["stream"] = False
+    built["kv_transfer_params"] = dict(KEEP_BLOCKS)
     return built
 
 

@@ -22,7 +22,9 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from kvferry.runtime.disconnect import disconnected
 from tests.engine_adapter.mock_kv_events import MockKvEvents
+from tests.engine_adapter.mock_transfer import MockTransfer
 from tests.engine_adapter.model_cache import ModelCache
 
 LEAST_ID, IDS = 1000, 20_000
@@ -35,7 +37,8 @@ class Behaviour:
 
     fault: "" or what befalls each new request: error_event (an error behind status 200, the engine stays well),
     dead_core (the same, and /health answers 503), hang (no token), refuse (503). loose: greedy tokens depend on the
-    requests that run beside."""
+    requests that run beside. prefill_s: seconds per prompt token that is computed. transfer: it has a NixlConnector;
+    kv_lease and corrupt: see MockTransfer."""
 
     step_s: float = 0.0
     noise: str = "position"
@@ -50,6 +53,10 @@ class Behaviour:
     blocks: int = 4096
     max_model_len: int = 4096
     loras: tuple[str, ...] = ()
+    prefill_s: float = 0.0
+    transfer: bool = False
+    kv_lease: float = 30.0
+    corrupt: str = ""
 
 
 class Toy:
@@ -81,13 +88,19 @@ class Toy:
         return LEAST_ID + drawn % IDS
 
 
+async def read(chunks: AsyncIterator[str]) -> list[dict[str, Any]]:
+    return [json.loads(chunk[6:]) async for chunk in chunks if chunk[6:10] != "[DON"]
+
+
 def row(token: int, most: int) -> dict[str, Any]:
     top = [{"token_id": token + at, "logprob": -0.5 - at, "rank": at + 1} for at in range(max(most, 1))]
     return {"token_id": token, "logprob": -0.5, "rank": 1, "top_logprobs": top}
 
 
-def app_of(behaviour: Behaviour) -> FastAPI:
+def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
     app, toy, began = FastAPI(), Toy(behaviour), time.time()
+    transfer = MockTransfer(port, behaviour.block_size, behaviour.kv_lease, behaviour.corrupt)
+    transfer.mount(app)
     dead = False
 
     @app.get("/health")
@@ -112,21 +125,25 @@ def app_of(behaviour: Behaviour) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        usage = min(1.0, toy.running * 8 / behaviour.blocks)
+        usage = min(1.0, (toy.running * 8 + transfer.pinned_blocks) / behaviour.blocks)
+        nixl = "vllm:nixl_num_kv_expired_reqs_total 0.0\n" if behaviour.transfer else ""
         return Response(
             f"process_start_time_seconds {began}\n"
             f'vllm:num_requests_running{{engine="0",model_name="toy"}} {toy.running}.0\n'
             f'vllm:num_requests_waiting{{engine="0",model_name="toy"}} 0.0\n'
             f'vllm:kv_cache_usage_perc{{engine="0",model_name="toy"}} {usage}\n'
             f'vllm:cache_config_info{{block_size="{behaviour.block_size}",cache_dtype="auto",'
-            f'num_gpu_blocks="{behaviour.blocks}"}} 1.0\n'
+            f'num_gpu_blocks="{behaviour.blocks}"}} 1.0\n{nixl}'
         )
 
     @app.post("/mock")
     async def change(request: Request) -> dict[str, Any]:
         for name, value in (await request.json()).items():
-            setattr(behaviour, name, value)
-        return {"asked": toy.asked, "running": toy.running, "aborted": toy.aborted, "pid": os.getpid()}
+            setattr(transfer if name == "corrupt" else behaviour, name, value)
+        return {
+            "asked": toy.asked, "running": toy.running, "aborted": toy.aborted, "pid": os.getpid(),
+            "dangers": transfer.dangers, "fetched": transfer.fetched, "pinned": transfer.pinned_blocks,
+        }  # fmt: skip
 
     @app.post("/inference/v1/generate")
     async def generate(request: Request) -> Response:
@@ -140,25 +157,35 @@ def app_of(behaviour: Behaviour) -> FastAPI:
         chunks = stream(body)
         if body["stream"]:
             return StreamingResponse(chunks, media_type="text/event-stream")
-        told = [json.loads(chunk[6:]) async for chunk in chunks if chunk[6:10] != "[DON"]
-        choice = {
-            **told[0]["choices"][0],
-            "token_ids": [t for c in told for ch in c["choices"] for t in ch["token_ids"]],
-        }
-        ended = [ch["finish_reason"] for c in told for ch in c["choices"]][-1]
+        reading = asyncio.create_task(read(chunks))
+        leaving = asyncio.create_task(disconnected(request.receive))
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (reading, leaving):
+            task.cancel()
+        told = await reading
+        choices = [choice for chunk in told for choice in chunk["choices"]]
+        logprobs = choices[0]["logprobs"] and {"content": [row for ch in choices for row in ch["logprobs"]["content"]]}
+        choice = {"index": 0, "token_ids": [token for each in choices for token in each["token_ids"]],
+                  "finish_reason": choices[-1]["finish_reason"], "logprobs": logprobs}  # fmt: skip
         rows = [None, *({str(token): {"logprob": -1.0, "rank": 1}} for token in body["token_ids"][1:])]
+        asks = (body.get("kv_transfer_params") or {}).get("do_remote_decode") and behaviour.transfer
+        kept = transfer.keep(f"generate-tokens-{body['request_id']}", body["token_ids"]) if asks else None
         return JSONResponse(
-            {"choices": [{**choice, "finish_reason": ended, "logprobs": None}], "prompt_logprobs": rows,
-             "usage": told[-1].get("usage")}
+            {"choices": [choice], "prompt_logprobs": rows,
+             "usage": told[-1].get("usage"), "kv_transfer_params": kept}
         )  # fmt: skip
 
     async def stream(body: dict[str, Any]) -> AsyncIterator[str]:
         nonlocal dead
         params, tokens = body["sampling_params"], list(body["token_ids"])
         start, salt, name = len(tokens), body.get("cache_salt") or "", f"generate-tokens-{body['request_id']}"
-        cached = toy.run(tokens, salt)
         toy.running += 1
+        wrong, reference = "computed", body.get("kv_transfer_params") or {}
         try:
+            if reference.get("do_remote_prefill"):
+                wrong = await transfer.fetch(reference, tokens)
+            cached = toy.run(tokens, salt)
+            await asyncio.sleep(behaviour.prefill_s * (len(tokens) - cached) if wrong == "computed" else 0)
             for step in range(params["max_tokens"]):
                 await asyncio.sleep(behaviour.step_s)
                 if behaviour.fault in ("error_event", "dead_core") and step == behaviour.fault_at:
@@ -169,6 +196,8 @@ def app_of(behaviour: Behaviour) -> FastAPI:
                 while behaviour.fault == "hang":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 token = toy.next_token(tokens, start, params)
+                if wrong == "first" or (wrong == "later" and step):
+                    token = LEAST_ID + (token + 1) % IDS
                 tokens.append(token)
                 ends = token in params["stop_token_ids"] and step + 1 > params["min_tokens"]
                 reason = "stop" if ends else "length" if step + 1 == params["max_tokens"] else None
@@ -195,7 +224,8 @@ def app_of(behaviour: Behaviour) -> FastAPI:
 
 def main() -> None:
     behaviour = Behaviour(**json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})
-    uvicorn.run(app_of(behaviour), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+    port = int(sys.argv[1])
+    uvicorn.run(app_of(behaviour, port), host="127.0.0.1", port=port, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.engine_adapter.fleet import Answer, Engine, Fleet, ask, fleet
+from tests.engine_adapter.fleet import START_S, Answer, Engine, Fleet, ask, fleet
 from tests.local_cluster import scrape, value
 from tests.waiting import wait_for
 
@@ -81,7 +81,7 @@ def wait_until_ready(engine: Engine) -> None:
             return httpx.get(f"{engine.adapter_url}/ready", timeout=5).status_code == 200
         return False
 
-    wait_for(ready, 60)
+    wait_for(ready, START_S)
 
 
 def test_an_adapter_measures_its_engine_and_stays_small(running: Fleet):

@@ -48,20 +48,20 @@ def test_what_looks_at_the_output_alone_is_never_resumed(params, grammar, keeps,
 
 
 def test_a_resumed_call_carries_what_was_delivered_and_asks_for_the_rest():
-    call = call_of(job((7, 8)), "r-2-1", "lora", resumed=True)
+    call = call_of(job((7, 8)), "r-2-1", "lora", 5)
     assert call.token_ids == (*PROMPT, 7, 8)
     assert (call.params.max_tokens, call.params.min_tokens) == (8, 2)
     assert (call.adapter, call.cache_salt, call.request_id) == ("lora", "tenant", "r-2-1")
 
 
 def test_a_replayed_call_begins_at_the_prompt_with_all_bounds():
-    call = call_of(job((7, 8)), "r-2-1", "", resumed=False)
+    call = call_of(job((7, 8)), "r-2-1", "", 3)
     assert call.token_ids == PROMPT
     assert (call.params.max_tokens, call.params.min_tokens) == (10, 4)
 
 
 def test_a_resumed_output_is_numbered_behind_what_was_delivered():
-    told = pushed(OutputSequence(job((7, 8)), resumed=True), EngineDelta((9,)), EngineDelta((10, 11), cached_tokens=4))
+    told = pushed(OutputSequence(job((7, 8)), 5), EngineDelta((9,)), EngineDelta((10, 11), cached_tokens=4))
     assert [(each.index, each.token_ids) for each in told] == [(2, (9,)), (3, (10, 11))]
     assert told[1].reuse == Reuse(5, reused_decode=4, computed=1)
 
@@ -75,7 +75,7 @@ def test_a_replay_delivers_the_rest_however_the_engine_cuts_it(delivered, cuts):
     parts = [OUTPUT[a:b] for a, b in itertools.pairwise(bounds)]
     deltas = [EngineDelta(part, tuple(TokenLogprobs(token, -1.0, 1) for token in part)) for part in parts]
     deltas[-1].finish_reason = "length"
-    told = pushed(OutputSequence(job(OUTPUT[:delivered]), resumed=False), *deltas)
+    told = pushed(OutputSequence(job(OUTPUT[:delivered]), len(PROMPT)), *deltas)
     assert tuple(token for each in told for token in each.token_ids) == OUTPUT[delivered:]
     at = delivered
     for each in told:
@@ -89,26 +89,26 @@ def test_a_replay_delivers_the_rest_however_the_engine_cuts_it(delivered, cuts):
 def test_a_replay_that_differs_ends_at_the_first_difference(delivered, wrong):
     wrong = min(wrong, delivered - 1)
     given_before = (*OUTPUT[:wrong], 5, *OUTPUT[wrong + 1 : delivered])
-    sequence = OutputSequence(job(given_before), resumed=False)
+    sequence = OutputSequence(job(given_before), len(PROMPT))
     assert all(sequence.push(EngineDelta((token,))) is None for token in OUTPUT[:wrong])
     with pytest.raises(ReplayDiffers, match=f"output token {wrong} "):
         sequence.push(EngineDelta((OUTPUT[wrong],)))
 
 
 def test_a_replay_that_ends_before_what_was_delivered_differs():
-    sequence = OutputSequence(job((100, 101, 102)), resumed=False)
+    sequence = OutputSequence(job((100, 101, 102)), len(PROMPT))
     with pytest.raises(ReplayDiffers, match="output token 2 "):
         sequence.push(EngineDelta((100, 101), finish_reason="stop"))
 
 
 def test_a_stop_token_is_named_and_another_end_is_not():
-    stopped = pushed(OutputSequence(job(), resumed=False), EngineDelta((7, 99), finish_reason="stop"))
+    stopped = pushed(OutputSequence(job(), len(PROMPT)), EngineDelta((7, 99), finish_reason="stop"))
     assert (stopped[0].finish_reason, stopped[0].stop_token) == ("stop", 99)
-    cut = pushed(OutputSequence(job(), resumed=False), EngineDelta((7, 98), finish_reason="length"))
+    cut = pushed(OutputSequence(job(), len(PROMPT)), EngineDelta((7, 98), finish_reason="length"))
     assert (cut[0].finish_reason, cut[0].stop_token) == ("length", None)
 
 
 def test_the_account_of_a_replay_adds_up_to_what_the_router_sent():
-    told = pushed(OutputSequence(job((100,)), resumed=False), EngineDelta((100, 101), None, "length", 3))
+    told = pushed(OutputSequence(job((100,)), len(PROMPT)), EngineDelta((100, 101), None, "length", 3))
     assert told[0].reuse == Reuse(4, reused_decode=3, computed=1)
     assert told[0].reuse.balanced

@@ -1,0 +1,77 @@
+"""HTTP endpoints of an adapter for routers and for other adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request, Response
+
+from kvferry.engine_adapter.attempts import Attempts
+from kvferry.engine_adapter.handover_client import HANDOVER_PATH, OFFER_PATH
+from kvferry.engine_adapter.handovers import Handovers
+from kvferry.engine_adapter.node_state import NodeState
+from kvferry.engine_adapter.prefill_attempts import PrefillAttempts
+from kvferry.protocol.errors import Draining, Incompatible
+from kvferry.protocol.handover_messages import Handover, HandoverOffer
+from kvferry.protocol.messages import CancelRequest, GenerateRequest, PrefillRequest
+from kvferry.protocol.wire import pack
+from kvferry.runtime.http import read_message
+from kvferry.worker.message_stream import MEDIA_TYPE, MessageStreamResponse
+
+
+class Endpoints:
+    """Endpoints of one node. state: returns its parts; raises Draining while it takes no new work."""
+
+    def __init__(self, node_id: str, state: Callable[[], NodeState | None], draining: Callable[[], bool]) -> None:
+        self._node_id, self._state, self._draining = node_id, state, draining
+
+    def mount(self, app: FastAPI, role: str) -> None:
+        """Add the endpoints of a role."""
+        if role == "prefill":
+            app.post("/attempts/prefill")(self.post_prefill)
+        else:
+            app.post("/attempts/generate", status_code=202)(self.post_generate)
+            app.post(OFFER_PATH)(self.post_offer)
+            app.post(HANDOVER_PATH)(self.post_handover)
+        app.post("/attempts/cancel", status_code=202)(self.post_cancel)
+
+    async def post_generate(self, request: Request) -> None:
+        """Begin an attempt; its output goes to the router's stream."""
+        job = (await read_message(request, GenerateRequest)).job
+        attempts = self._ready().attempts
+        assert isinstance(attempts, Attempts)
+        attempts.start(job)
+
+    async def post_prefill(self, request: Request) -> Response:
+        """Begin an attempt; the response streams FirstToken, then ShipDone or AttemptFailed."""
+        message = await read_message(request, PrefillRequest)
+        attempts = self._ready().attempts
+        assert isinstance(attempts, PrefillAttempts)
+        attempt = attempts.start(message)
+        return MessageStreamResponse(attempt.messages(), on_close=lambda: attempts.abandon(attempt))
+
+    async def post_offer(self, request: Request) -> Response:
+        """Give a ticket for a handover."""
+        offer = await read_message(request, HandoverOffer)
+        return Response(pack(self._handovers().offer(offer)), media_type=MEDIA_TYPE)
+
+    async def post_handover(self, request: Request) -> None:
+        """Begin an attempt whose blocks another engine has; answer once they have come."""
+        await self._handovers().take(await read_message(request, Handover))
+
+    async def post_cancel(self, request: Request) -> None:
+        """Drop all attempts of a request up to the given one."""
+        cancel = await read_message(request, CancelRequest)
+        if (state := self._state()) is not None:
+            state.attempts.cancel(cancel)
+
+    def _ready(self) -> NodeState:
+        state = self._state()
+        if state is None or self._draining():
+            raise Draining(f"{self._node_id} takes no new work")
+        return state
+
+    def _handovers(self) -> Handovers:
+        if (handovers := self._ready().handovers) is None:
+            raise Incompatible(f"the engine of {self._node_id} fetches no blocks: it has no --kv-transfer-config")
+        return handovers

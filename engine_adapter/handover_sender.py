@@ -1,0 +1,99 @@
+"""Handover of computed prompts from a prefill node's adapter to those of decode nodes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kvferry.engine_adapter.handover_client import HandoverClient
+from kvferry.engine_adapter.learned_rates import LearnedRates
+from kvferry.engine_adapter.pinned_blocks import PinnedBlocks
+from kvferry.protocol.errors import Cancelled, GrantRefused, Incompatible, KvferryError, NodeLost, TransferFailed
+from kvferry.protocol.handover_messages import Handover, HandoverOffer
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.messages import DecodeTarget, Job, ShipDone
+from kvferry.protocol.process_names import NodeName
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """Tokens and bytes of a block (0: unknown), and seconds for which the engine keeps a prompt's blocks."""
+
+    size: int
+    bytes: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A decode node's ticket, and when it came, in monotonic seconds."""
+
+    ticket: str
+    received: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrompt:
+    """A prompt whose blocks the engine keeps.
+
+    length       in tokens
+    first_token  drawn behind it
+    reference    see EngineCall; empty: the engine gave none
+    ended        when the engine's answer came, in monotonic seconds
+    suspended_s  how long this process was suspended during the call: the answer may have come so much earlier
+    number       by which the blocks are pinned"""
+
+    length: int
+    first_token: int
+    reference: str
+    ended: float
+    suspended_s: float
+    number: int
+
+
+class HandoverSender:
+    """Handovers from one prefill node. pinned: blocks that were not fetched yet. rates: learn from the transfers."""
+
+    def __init__(self, client: HandoverClient, name: NodeName, blocks: BlockFacts, rates: LearnedRates) -> None:
+        self._client, self._name, self._blocks, self.rates = client, name, blocks, rates
+        self.pinned = PinnedBlocks(blocks.lease_s)
+
+    async def offer(self, job: Job, target: DecodeTarget) -> Ticket:
+        """Return a ticket of the decode node. Raises an error that tells routers who is at fault."""
+        try:
+            ticket = await self._client.offer(
+                target, HandoverOffer(job.request_id, job.attempt, self._name, target.epoch)
+            )
+            return Ticket(ticket, time.monotonic())
+        except KvferryError as error:
+            raise of_decode(error) from error
+
+    def keep(self, length: int, first_token: int, reference: str, suspended_s: float) -> KeptPrompt:
+        """Note that the engine keeps a prompt's blocks from now on."""
+        number = self.pinned.pin(blocks_for(length, self._blocks.size)) if reference else -1
+        return KeptPrompt(length, first_token, reference, time.monotonic(), suspended_s, number)
+
+    async def send(self, job: Job, target: DecodeTarget, prompt: KeptPrompt, ticket: Ticket) -> ShipDone:
+        """Hand a prompt over; return once the decode engine has its blocks. Raises as `offer`."""
+        if not prompt.reference:
+            raise TransferFailed("the engine gave no reference to the prompt's blocks")
+        age_s, began = ticket.received - prompt.ended + prompt.suspended_s, time.monotonic()
+        handover = Handover(job, ticket.ticket, self._name, target.epoch, prompt.length, prompt.first_token,
+                            prompt.reference, age_s, self._blocks.lease_s)  # fmt: skip
+        left_s = self._blocks.lease_s - prompt.suspended_s - (began - prompt.ended)
+        try:
+            await self._client.hand_over(target, handover, max(0.0, left_s))
+        except KvferryError as error:
+            raise of_decode(error) from error
+        seconds, blocks = time.monotonic() - began, blocks_for(prompt.length, self._blocks.size)
+        self.pinned.fetched(prompt.number)
+        size = blocks * self._blocks.bytes
+        self.rates.shipped(size, seconds)
+        return ShipDone(job.request_id, job.attempt, blocks, size, seconds, seconds)
+
+
+def of_decode(error: KvferryError) -> KvferryError:
+    """Return the error by which routers know who is at fault for what a decode node answered."""
+    if isinstance(error, NodeLost | TransferFailed | Incompatible | Cancelled):
+        return error
+    return GrantRefused(error.message, retry_after=error.retry_after)

@@ -1,0 +1,240 @@
+"""Attempts of a prefill node: its engine computes prompts, and a decode node's engine fetches their blocks.
+
+States of an attempt: in the engine, while its decode node is asked for a ticket → first token to the router, reference
+to the decode node's adapter → the decode engine has the blocks. Without a decode node it only passes the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvferry.engine_adapter.engine import EngineCall, EngineDelta, Prefilled, TransferEngine
+from kvferry.engine_adapter.handover_sender import HandoverSender, Ticket
+from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, length_of
+from kvferry.protocol.errors import (
+    AdapterNotLoaded,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvferryError,
+    NodeLost,
+    Overloaded,
+    StepFailed,
+)
+from kvferry.protocol.messages import (
+    AttemptFailed,
+    CancelRequest,
+    DecodeTarget,
+    FirstToken,
+    Job,
+    PrefillRequest,
+)
+from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.protocol.wire import pack
+
+log = logging.getLogger("kvferry.adapter")
+
+MAX_ATTEMPTS = 4096
+"""Most attempts at once; the engine queues what it cannot run."""
+MAX_CANCELS = 4096
+"""Most cancellations that are remembered for attempts which come after them."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillAttempt:
+    """One attempt with the answer to its router; None ends the `outbox`. first_at: time of the first token; 0: none."""
+
+    job: Job
+    target: DecodeTarget | None
+    alone: bool
+    began: float = field(default_factory=time.monotonic)
+    first_at: float = 0.0
+    outcome: str = "cancelled"
+    task: asyncio.Task[None] | None = None
+    outbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Yield the answer's messages."""
+        while (message := await self.outbox.get()) is not None:
+            yield pack(message)
+
+
+class PrefillAttempts:
+    """Prefills for all routers, on the asyncio loop.
+
+    sender        hands prompts over
+    suspended_s   returns how long this process has been suspended so far, in seconds
+    The other parameters are those of `Attempts`."""
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        sender: HandoverSender,
+        guarantees: tuple[str, ...],
+        adapters: Mapping[str, str],
+        *,
+        suspect: Callable[[KvferryError], Awaitable[None]],
+        sent: Callable[[Job, EngineCall], None] = lambda job, call: None,
+        ended: Callable[[Job, int | None], None] = lambda job, cached: None,
+        counted: Callable[[str], None] = lambda outcome: None,
+        suspended_s: Callable[[], float] = float,
+    ) -> None:
+        self._engine, self._sender = engine, sender
+        self._guarantees, self._names, self._suspended_s = guarantees, adapters, suspended_s
+        self._suspect, self._sent, self._ended, self._counted = suspect, sent, ended, counted
+        self.rates, self.pinned = sender.rates, sender.pinned
+        self.heard_at = 0.0
+        self._running: dict[tuple[str, int], PrefillAttempt] = {}
+        self._cancelled: OrderedDict[str, int] = OrderedDict()
+        self._calls = 0
+
+    @property
+    def running(self) -> int:
+        """Return the number of attempts that have not ended."""
+        return len(self._running)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Return the prompt tokens of attempts without a first token."""
+        return sum(len(each.job.token_ids) for each in self._running.values() if not each.first_at)
+
+    def start(self, request: PrefillRequest) -> PrefillAttempt:
+        """Begin an attempt and return it. Raises InvalidRequest, AdapterNotLoaded, Cancelled and Overloaded."""
+        job, target = request.job, request.target
+        self._engine.check(job)
+        key, delivered = (job.request_id, job.attempt), len(job.token_ids) - job.prompt_len
+        if job.adapter and job.adapter not in self._names:
+            raise AdapterNotLoaded("the engine has no LoRA adapter of this id")
+        if target is None and not job.work.ends_on_prompt(delivered):
+            raise InvalidRequest("a prefill without a decode target must have max_tokens 1", param="max_tokens")
+        if key in self._running:
+            raise InvalidRequest(f"attempt {job.attempt} of {job.request_id} is already running", param="attempt")
+        if self._cancelled.get(job.request_id, -1) >= job.attempt:
+            raise Cancelled("the attempt was cancelled")
+        if len(self._running) >= MAX_ATTEMPTS:
+            raise Overloaded(f"{MAX_ATTEMPTS} attempts run or wait on this node", retry_after=1.0)
+        if target is not None and not self._repeats(job):
+            raise Overloaded("the engine does not repeat drawn tokens: the decode node computes the prompt")
+        attempt = self._running[key] = PrefillAttempt(job, target, alone=not self._running)
+        attempt.task = asyncio.create_task(self._run(attempt))
+        attempt.task.add_done_callback(lambda task: self._over(attempt, task))
+        return attempt
+
+    def cancel(self, cancel: CancelRequest) -> None:
+        """Drop all attempts of a request up to the given one, also those that come later."""
+        self._cancelled[cancel.request_id] = cancel.attempt
+        while len(self._cancelled) > MAX_CANCELS:
+            self._cancelled.popitem(last=False)
+        self._drop(lambda job: job.request_id == cancel.request_id and job.attempt <= cancel.attempt)
+
+    def router_lost(self, router_id: str) -> None:
+        """Drop everything that runs for a router."""
+        self._drop(lambda job: job.router_id == router_id)
+
+    def _drop(self, chosen: Callable[[Job], bool]) -> None:
+        for attempt in [each for each in self._running.values() if chosen(each.job)]:
+            self.abandon(attempt)
+
+    def abandon(self, attempt: PrefillAttempt) -> None:
+        """Cancel an attempt if it has not ended."""
+        if attempt.task is not None:
+            attempt.task.cancel()
+
+    def _repeats(self, job: Job) -> bool:
+        """Return whether the decode engine draws the first token again."""
+        return ("greedy_replay" if job.params.temperature == 0 else "seeded_replay") in self._guarantees
+
+    async def _run(self, attempt: PrefillAttempt) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, attempt.job.deadline_s)):
+                await self._compute(attempt)
+            attempt.outcome = "done"
+        except TimeoutError:
+            self._fail(attempt, DeadlineExceeded(f"not finished after {attempt.job.deadline_s:.3g} s"))
+        except KvferryError as error:
+            if isinstance(error, NodeLost | StepFailed) and not attempt.first_at:
+                await self._suspect(error)
+            self._fail(attempt, error)
+        except Exception as error:
+            log.exception("attempt %d of %s", attempt.job.attempt, attempt.job.request_id)
+            self._fail(attempt, KvferryError(f"the adapter failed: {type(error).__name__}"))
+
+    async def _compute(self, attempt: PrefillAttempt) -> None:
+        job, target = attempt.job, attempt.target
+        length = length_of(job, self._guarantees)
+        self._calls += 1
+        call = call_of(job, f"{job.request_id}-{job.attempt}-{self._calls}", self._names.get(job.adapter, ""), length)
+        self._sent(job, call)
+        if target is None:
+            sequence, deltas = OutputSequence(job, length), list[EngineDelta]()
+            await self._engine.generate(call, deltas.append)
+            self._first(attempt, sequence, joined(deltas))
+            return
+        offering = asyncio.create_task(self._sender.offer(job, target))
+        computing = asyncio.create_task(self._engine.prefill(call))
+        try:
+            await self._hand_over(attempt, target, call, computing, offering)
+        finally:
+            offering.cancel()
+            computing.cancel()
+            await asyncio.gather(offering, computing, return_exceptions=True)
+
+    async def _hand_over(
+        self,
+        attempt: PrefillAttempt,
+        target: DecodeTarget,
+        call: EngineCall,
+        computing: asyncio.Task[Prefilled],
+        offering: asyncio.Task[Ticket],
+    ) -> None:
+        job, length, suspended_s = attempt.job, len(call.token_ids), self._suspended_s()
+        await asyncio.wait({computing, offering}, return_when=asyncio.FIRST_COMPLETED)
+        if offering.done():
+            offering.result()  # if it is refused the prompt need not be computed
+        prefilled = await computing
+        delta = prefilled.delta
+        kept = self._sender.keep(length, delta.token_ids[0], prefilled.reference, self._suspended_s() - suspended_s)
+        if delta.finish_reason == "length" and not job.work.ends_on_prompt(length - job.prompt_len):
+            delta = replace(delta, finish_reason=None)
+        self._first(attempt, OutputSequence(job, length), delta)
+        if delta.finish_reason is None:
+            attempt.outbox.put_nowait(await self._sender.send(job, target, kept, await offering))
+
+    def _first(self, attempt: PrefillAttempt, sequence: OutputSequence, delta: EngineDelta) -> None:
+        """Tell the router the first token, unless it was delivered before, and learn from its time."""
+        job, cached = attempt.job, delta.cached_tokens
+        attempt.first_at = self.heard_at = time.monotonic()
+        compute_s = attempt.first_at - attempt.began
+        if (told := sequence.push(delta)) is not None:
+            if told.reuse is not None:
+                told.reuse = Reuse(told.reuse.prompt_len, reused_prefill=told.reuse.reused_decode,
+                                   computed=told.reuse.computed)  # fmt: skip
+            attempt.outbox.put_nowait(FirstToken(told, 0.0, compute_s))
+        if cached is not None:
+            self.rates.first_token(len(job.token_ids) - cached, compute_s, alone=attempt.alone)
+        self._ended(job, cached)
+
+    def _fail(self, attempt: PrefillAttempt, error: KvferryError, outcome: str = "failed") -> None:
+        attempt.outcome, job = outcome, attempt.job
+        attempt.outbox.put_nowait(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
+
+    def _over(self, attempt: PrefillAttempt, task: asyncio.Task[None]) -> None:
+        """Forget the attempt. A task that is cancelled before its first step runs no line of `_run`."""
+        del self._running[attempt.job.request_id, attempt.job.attempt]
+        if task.cancelled():
+            self._fail(attempt, Cancelled("the attempt was cancelled"), "cancelled")
+        self._counted(attempt.outcome)
+        attempt.outbox.put_nowait(None)
+
+
+def joined(deltas: Sequence[EngineDelta]) -> EngineDelta:
+    """Return a whole output as one delta."""
+    first, last = deltas[0], deltas[-1]
+    logprobs = None if first.logprobs is None else tuple(row for each in deltas for row in each.logprobs or ())
+    tokens = tuple(token for each in deltas for token in each.token_ids)
+    return EngineDelta(tokens, logprobs, last.finish_reason, last.cached_tokens, first.prompt_logprobs)

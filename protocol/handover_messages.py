@@ -1,0 +1,57 @@
+"""Messages between the adapters of two engines of which one computes prompts and the other decodes.
+
+The engines transfer the blocks themselves; the adapters pass on where they are. Durations are seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.protocol.messages import Job
+from kvferry.protocol.process_names import NodeName
+from kvferry.protocol.wire import message
+
+
+@message(60, checked=True)
+@dataclass(frozen=True, slots=True)
+class HandoverOffer:
+    """Prefill → decode, `POST /attempts/handover/offer`, while the prompt is computed; answered by a HandoverTicket.
+
+    sender: the prefill node. decode_epoch: of the process that is meant."""
+
+    request_id: str
+    attempt: int
+    sender: NodeName
+    decode_epoch: int
+
+
+@message(61, checked=True)
+@dataclass(frozen=True, slots=True)
+class HandoverTicket:
+    """Decode → prefill: permits one handover. The decode node measures the reference's age from here on."""
+
+    ticket: str
+
+
+@message(62, checked=True)
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Prefill → decode, `POST /attempts/handover`; answered once the decode engine has all blocks, or has failed.
+
+    ticket        of the offer
+    sender        the prefill node
+    decode_epoch  of the process that is meant
+    length        how many of the job's tokens the blocks are of
+    first_token   that the prefill engine drew behind them
+    reference     the blocks' place in the engine's own words
+    age_s         seconds from the end of the prefill to the arrival of the ticket; negative if it came before
+    lease_s       seconds for which the prefill engine keeps the blocks"""
+
+    job: Job
+    ticket: str
+    sender: NodeName
+    decode_epoch: int
+    length: int
+    first_token: int
+    reference: str
+    age_s: float
+    lease_s: float
