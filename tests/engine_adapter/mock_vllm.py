@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.background import BackgroundTask
 
 from kvferry.runtime.disconnect import disconnected
 from tests.engine_adapter.mock_kv_events import MockKvEvents
@@ -36,7 +37,8 @@ class Behaviour:
     """How the mock behaves.
 
     fault: "" or what befalls each new request: error_event (an error behind status 200, the engine stays well),
-    dead_core (the same, and /health answers 503), hang (no token), refuse (503). loose: greedy tokens depend on the
+    dead_core (the same, and /health answers 503), hang (no token), refuse (503), dies_behind_prefill (when the answer
+    with a reference is out), dies_on_fetch. loose: greedy tokens depend on the
     requests that run beside. prefill_s: seconds per prompt token that is computed. transfer: it has a NixlConnector;
     kv_lease and corrupt: see MockTransfer."""
 
@@ -172,7 +174,8 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
         kept = transfer.keep(f"generate-tokens-{body['request_id']}", body["token_ids"]) if asks else None
         return JSONResponse(
             {"choices": [choice], "prompt_logprobs": rows,
-             "usage": told[-1].get("usage"), "kv_transfer_params": kept}
+             "usage": told[-1].get("usage"), "kv_transfer_params": kept},
+            background=BackgroundTask(os._exit, 9) if kept and behaviour.fault == "dies_behind_prefill" else None,
         )  # fmt: skip
 
     async def stream(body: dict[str, Any]) -> AsyncIterator[str]:
@@ -183,6 +186,8 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
         wrong, reference = "computed", body.get("kv_transfer_params") or {}
         try:
             if reference.get("do_remote_prefill"):
+                if behaviour.fault == "dies_on_fetch":
+                    os._exit(9)
                 wrong = await transfer.fetch(reference, tokens)
             cached = toy.run(tokens, salt)
             await asyncio.sleep(behaviour.prefill_s * (len(tokens) - cached) if wrong == "computed" else 0)
