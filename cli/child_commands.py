@@ -35,7 +35,9 @@ def settings_command(name: str, subcommand: str, settings: CommonSettings, progr
         env[variable("scale_out_api_key")] = settings.scale_out_api_key
     if isinstance(settings, AdapterSettings) and settings.engine_api_key:
         env[variable("engine_api_key")] = settings.engine_api_key
-    skip = {"api_key", "cluster_secret", "engine_api_key", "role", "scale_out_api_key", "status_fd"}
+    skip = {"api_key", "cluster_secret", "engine_api_key", "scale_out_api_key", "status_fd"}
+    if not isinstance(settings, AdapterSettings):
+        skip.add("role")  # the subcommand says it
     if has_password(settings.redis_url):
         env[variable("redis_url")] = settings.redis_url
         skip.add("redis_url")

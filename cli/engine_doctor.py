@@ -26,6 +26,11 @@ EVENTS = {
 """Flags by kind that make the engine publish KV events."""
 DETAILS = {"vllm": "--enable-prompt-tokens-details"}
 """Flags by kind that make the engine tell the reused tokens."""
+NIXL = (
+    '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both", '
+    '"kv_load_failure_policy": "recompute"}\''
+)
+"""Flag that makes vLLM compute prompts for other engines, and fetch blocks from them."""
 PROMPT = tuple(range(40, 56))
 
 
@@ -53,8 +58,10 @@ async def check_engine(settings: ServeSettings, url: str) -> Result:
             await engine.generate(EngineCall("kvferry-doctor", PROMPT, params), deltas.append)
         except KvferryError as error:
             return Result("fail", "engine", f"{url} refuses token ids: {error.message}", REFUSED[kind])
-        missing = list(_missing(kind, facts, deltas))
+        missing = list(_missing(settings, kind, facts, deltas))
         found = f"{url} is {facts.kind} {facts.version} with {facts.model}, blocks of {facts.block_size} tokens"
+        if facts.kv_transfer:
+            found += f", which transfers KV blocks by {facts.kv_transfer}"
         if missing:
             told = "; ".join(why for why, _ in missing)
             return Result("warn", "engine", f"{found}: {told}", "add " + " ".join(flag for _, flag in missing))
@@ -63,8 +70,12 @@ async def check_engine(settings: ServeSettings, url: str) -> Result:
         await engine.close()
 
 
-def _missing(kind: str, facts: EngineFacts, deltas: list[EngineDelta]) -> Iterator[tuple[str, str]]:
-    """Yield what the engine does not tell, and the flag that mends it."""
+def _missing(
+    settings: ServeSettings, kind: str, facts: EngineFacts, deltas: list[EngineDelta]
+) -> Iterator[tuple[str, str]]:
+    """Yield what the engine does not tell or do, and the flag that mends it."""
+    if settings.prefill_engines and not facts.kv_transfer:
+        yield "it transfers no KV blocks, as its metrics show none of NIXL", NIXL
     if kind in EVENTS and facts.kv_events is None:
         yield "it publishes no KV events, so its cache is unknown", EVENTS[kind]
     elif facts.kv_events is not None and not facts.kv_events.replay:

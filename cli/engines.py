@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,18 @@ from kvferry.runtime.address import host_port, loopback
 
 NICENESS = 5
 """Niceness of an engine: one that spins on all cores must not cost router and adapter their signs of life."""
+UNPINNED = ("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+"""Variable that keeps vLLM from pinning its threads to cores of a CPU, and its value."""
 EVENTS_KEPT = 10_000
 """Batches of KV events that an engine keeps for a reader that lost some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an engine is started with. kv_events, kv_events_replay: ZeroMQ addresses that it binds to."""
+    """What an engine is started with.
+
+    kv_events, kv_events_replay: ZeroMQ addresses that it binds to. kv_lease: seconds for which it keeps the blocks of a
+    prompt for another engine; 0: it transfers none."""
 
     model: str
     name: str
@@ -33,6 +39,7 @@ class Start:
     port: int
     kv_events: str
     kv_events_replay: str
+    kv_lease: float = 0.0
 
     @property
     def publisher(self) -> dict[str, object]:
@@ -58,24 +65,36 @@ def checked_engines(settings: ServeSettings) -> ServeSettings:
         raise ConfigError("--attach needs --engine: vllm, sglang or llamacpp", param="engine")
     if not settings.attach and settings.engine == "openai":
         raise ConfigError("--engine openai needs --attach with the server's URL", param="attach")
-    return dataclasses.replace(settings, prefill=0, decode=len(settings.attach) or settings.decode)
+    prefill = settings.prefill_engines
+    if prefill and (settings.engine != "vllm" or settings.kv_transfer == "none"):
+        raise ConfigError("--prefill-engines needs --engine vllm and NIXL", param="prefill_engines")
+    if settings.attach and prefill >= len(settings.attach):
+        raise ConfigError(
+            f"--prefill-engines {prefill} leaves none of the {len(settings.attach)} attached engines to decode",
+            param="prefill_engines",
+        )
+    decode = len(settings.attach) - prefill if settings.attach else settings.decode
+    return dataclasses.replace(settings, prefill=prefill, decode=decode)
 
 
 def engine_commands(settings: ServeSettings, model: str, name: str, program: Program, folder: Path) -> list[Command]:
     """Return the commands of the engines that `serve` starts itself, and of an adapter for each engine.
 
+    The first `prefill_engines` compute prompts for the others.
     model: directory or file of the model. name: by which requests call it. folder: of mode 0700, for the sockets of KV
     events, which hold the tokens of prompts."""
     host, commands = loopback(), []
     urls, events = list(settings.attach), list[tuple[str, str]]()
     if not urls:
-        for number in range(settings.decode):
+        kv_lease = settings.kv_lease if settings.prefill_engines else 0.0
+        for number in range(settings.prefill_engines + settings.decode):
             port = free_port(host, 0)
             events.append((f"ipc://{folder}/events-{number}", f"ipc://{folder}/replay-{number}"))
-            start = Start(model, name, host, port, *events[number])
+            start = Start(model, name, host, port, *events[number], kv_lease)
             argv = (*ENGINES[settings.engine](settings.engine_python, start), *shlex.split(settings.engine_args))
             url = f"http://{host_port(host, port)}"
-            commands.append(Command(f"engine-{number}", argv, reports=False, niceness=NICENESS, address=url))
+            env = transfer_env(host) if kv_lease else {}
+            commands.append(Command(f"engine-{number}", argv, env, reports=False, niceness=NICENESS, address=url))
             urls.append(url)
     for number, url in enumerate(urls):
         published, replayed = events[number] if events and settings.engine != "llamacpp" else ("", "")
@@ -87,8 +106,9 @@ def engine_commands(settings: ServeSettings, model: str, name: str, program: Pro
             }
         )
         adapter = dataclasses.replace(
-            adapter, url=url, role="decode", node_id=f"adapter-{number}", host=host, port=0, served_model_name=(name,),
-            ssl_certfile="", ssl_keyfile="", ssl_ca_certs="",
+            adapter, url=url, role="prefill" if number < settings.prefill_engines else "decode",
+            node_id=f"adapter-{number}", host=host, port=0, served_model_name=(name,),
+            ssl_certfile="", ssl_keyfile="", ssl_ca_certs="", worker_ca_certs="", worker_server_name="",
             kv_events=published, kv_events_replay=replayed,
         )  # fmt: skip
         commands.append(settings_command(f"adapter-{number}", "adapt", adapter, program))
@@ -101,7 +121,36 @@ def _vllm(python: str, start: Start) -> Sequence[str]:
         "--model", start.model, "--served-model-name", start.name, "--enable-scale-out",
         "--enable-prompt-tokens-details",
         "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **start.publisher}),
+        *(("--kv-transfer-config", json.dumps(nixl(start.kv_lease))) if start.kv_lease else ()),
     )  # fmt: skip
+
+
+def nixl(kv_lease: float) -> dict[str, object]:
+    """Return vLLM's kv_transfer_config. kv_lease: seconds for which a prompt's blocks are kept for another engine.
+
+    `recompute`: blocks that cannot be fetched are computed; by default the request would fail."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": kv_lease},
+        **({} if has_gpu() else {"kv_buffer_device": "cpu"}),
+    }
+
+
+def transfer_env(host: str) -> dict[str, str]:
+    """Return the environment of an engine that transfers blocks: a side channel of its own.
+
+    On a CPU a NIXL thread spins: pinned to the core that computes, it would stop the engine for minutes."""
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(host, 0))}
+    if not has_gpu() and UNPINNED[0] not in os.environ:
+        env[UNPINNED[0]] = UNPINNED[1]
+    return env
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has a GPU device of NVIDIA or AMD."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def _sglang(python: str, start: Start) -> Sequence[str]:

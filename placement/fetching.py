@@ -36,10 +36,16 @@ class Fetch(NamedTuple):
 
 
 def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[Holding, ...]:
-    """Return the nodes to fetch from; none for a migrating stream, which takes its blocks along."""
+    """Return the nodes to fetch from; none for a migrating stream, which takes its blocks along.
+
+    Engines of others do not fetch prefixes: only kvferry's own do."""
     if not demand.fetches or demand.source:
         return ()
-    able = [node for node in nodes if node.cached_len and node.role and node.cached_len >= node.lease.block_size]
+    able = [
+        node
+        for node in nodes
+        if node.cached_len and node.role and node.cached_len >= node.lease.block_size and not node.lease.engine
+    ]
     best = nsmallest(CANDIDATES, able, key=lambda n: (-n.cached_len, n.waiting_tokens, n.streams))
     held = [(node, whole_len(node, demand)) for node in best]
     return tuple(Holding(node, tokens, fetch_s(node, tokens)) for node, tokens in held)

@@ -78,4 +78,7 @@ class AttachSettings(EngineSettings):
     )
     attach: tuple[str, ...] = setting((), "URL of an engine server that runs already, repeatable; none is started then")
     engine_python: str = setting("python3", "interpreter that has the engine installed; llamacpp: its llama-server")
+    prefill_engines: int = setting(
+        0, "engines, the first of --attach, that compute prompts for the others by NIXL (vLLM only)", least=0
+    )
     engine_args: str = setting("", "further arguments for each engine that is started, as in a shell")

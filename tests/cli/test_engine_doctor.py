@@ -71,3 +71,18 @@ def test_each_attached_engine_has_a_line() -> None:
     results = list(all_checks(settings, engine_checks(settings)))
     assert [result.name for result in results] == ["redis", "port", f"engine {first}", f"engine {second}"]
     assert [result.level for result in results[2:]] == ["fail", "fail"]
+
+
+async def test_an_engine_that_transfers_no_blocks_is_named_where_prompts_are_computed_apart() -> None:
+    wanted = ServeSettings(engine="vllm", prefill_engines=1)
+    async with served() as url:
+        found = await check_engine(wanted, url)
+        alone = await check_engine(SETTINGS, url)
+    assert found.level == "warn"
+    assert "--kv-transfer-config" in found.remedy
+    assert "recompute" in found.remedy
+    assert alone.level == "ok"
+    async with served(transfer=True) as url:
+        found = await check_engine(wanted, url)
+    assert found.level == "ok"
+    assert "transfers KV blocks by nixl" in found.found

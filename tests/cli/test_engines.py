@@ -67,6 +67,8 @@ def test_an_engine_s_key_is_on_no_command_line() -> None:
         (ServeSettings(attach=("http://h:1",)), "--attach needs --engine"),
         (ServeSettings(engine="openai"), "--engine openai needs --attach"),
         (ServeSettings(engine="vllm", model=("a", "b")), "single model"),
+        (ServeSettings(engine="sglang", prefill_engines=1), "--prefill-engines needs --engine vllm"),
+        (ServeSettings(engine="vllm", attach=("http://a:1",), prefill_engines=1), "leaves none"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: ServeSettings, told: str) -> None:
@@ -77,3 +79,46 @@ def test_what_cannot_be_is_refused(settings: ServeSettings, told: str) -> None:
 def test_nodes_are_counted_by_the_attached_engines() -> None:
     checked = checked_engines(ServeSettings(engine="vllm", attach=("http://a:1", "http://b:1", "http://c:1")))
     assert (checked.prefill, checked.decode) == (0, 3)
+
+
+def test_prefill_engines_and_the_others_transfer_blocks_over_ports_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvferry.cli.engines.has_gpu", lambda: False)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    settings = ServeSettings(engine="vllm", prefill_engines=1, decode=2, kv_lease=20.0)
+    made = engine_commands(settings, "/m", "toy", lambda subcommand: ["kvferry", subcommand], FOLDER)
+    engines, adapters = made[:3], made[3:]
+    for engine in engines:
+        config = json.loads(after(list(engine.argv), "--kv-transfer-config"))
+        assert (config["kv_connector"], config["kv_load_failure_policy"]) == ("NixlConnector", "recompute")
+        assert config["kv_buffer_device"] == "cpu"
+        assert config["kv_connector_extra_config"] == {"kv_lease_duration": 20.0}
+        assert engine.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert len({engine.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for engine in engines}) == 3
+    assert ["prefill" if "prefill" in adapter.argv else "decode" for adapter in adapters] == [
+        "prefill",
+        "decode",
+        "decode",
+    ]
+    assert all(after(list(adapter.argv), "--kv-lease") == "20.0" for adapter in adapters)
+    monkeypatch.setattr("kvferry.cli.engines.has_gpu", lambda: True)
+    first, *_ = engine_commands(settings, "/m", "toy", lambda subcommand: ["kvferry", subcommand], FOLDER)
+    assert "kv_buffer_device" not in json.loads(after(list(first.argv), "--kv-transfer-config"))
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in first.env
+
+
+def test_without_prefill_engines_nothing_is_transferred() -> None:
+    found = engine_commands(ServeSettings(engine="vllm"), "/m", "toy", lambda each: ["kvferry", each], FOLDER)
+    assert all("--kv-transfer-config" not in command.argv and not command.env.get("UCX_TLS") for command in found)
+    assert all("VLLM_NIXL_SIDE_CHANNEL_PORT" not in command.env for command in found)
+
+
+def test_the_first_attached_engines_prefill() -> None:
+    urls = ("http://a:1", "http://b:1", "http://c:1")
+    settings = checked_engines(ServeSettings(engine="vllm", attach=urls, prefill_engines=1))
+    assert (settings.prefill, settings.decode) == (1, 2)
+    found = commands(settings)
+    assert [after(argv, "--role") if "--role" in argv else "decode" for argv in found.values()] == [
+        "prefill", "decode", "decode"
+    ]  # fmt: skip

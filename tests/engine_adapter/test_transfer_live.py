@@ -20,7 +20,7 @@ KINDS: list[dict[str, Any]] = [
     {}, {"temperature": 1.0, "seed": 7}, {"frequency_penalty": 0.5}, {"guided_regex": "[a-z]+"},
     {"temperature": 0.7, "seed": 3, "logprobs": 2}, {"presence_penalty": 0.3, "temperature": 0.9, "seed": 1},
 ]  # fmt: skip
-LEASE_S = 12.0
+LEASE_S = 20.0
 LONG = 600
 """Tokens of a prompt; at PREFILL_S seconds a token it is cheaper to transfer it than to compute it beside streams."""
 PREFILL_S, STEP_S = 0.0003, 0.01

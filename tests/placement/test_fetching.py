@@ -46,6 +46,13 @@ def test_nothing_is_fetched_where_nothing_is_gained(asks: NodeView, holds: NodeV
     assert fetching(asks, with_holders(asks, holds)) is None, why
 
 
+def test_engines_of_others_neither_fetch_nor_give_prefixes() -> None:
+    asks, holds = (replace(each, lease=replace(each.lease, engine="vllm 0.32.0"))
+                   for each in (node("p1"), node("p2", cached=512)))  # fmt: skip
+    assert holders(LONG, (asks, holds)) == ()
+    assert fetching(asks, with_holders(asks, holds)) is None
+
+
 def test_a_gain_below_the_threshold_is_none() -> None:
     asks = node("p1", rates=Rates(16 / (QUESTION_S + LEAST_GAIN_S), 0.02, 1e12))
     holds = node("p2", cached=16, rates=Rates(1000.0, 0.02, 1e18))
