@@ -1,6 +1,6 @@
 """Block transfer between mock engines, with the dangers of NIXL's pull mode.
 
-An engine reads blocks by their numbers and never checks whose they are. A reference that was consumed, or whose lease is
+An engine reads blocks by their numbers and never checks whose they are. A reference that was used, or whose lease is
 over, gives wrong tokens behind status 200; a prompt that needs more blocks than the reference names ends the process.
 `dangers` names each time that one of these was asked of this engine."""
 
@@ -67,7 +67,7 @@ class MockTransfer:
         }  # fmt: skip
 
     async def fetch(self, reference: dict[str, Any], tokens: list[int]) -> str:
-        """Fetch a prompt's blocks; returns which tokens are wrong, "", "first" or "later", or "computed" without any."""
+        """Fetch a prompt's blocks; returns which tokens are wrong: "", "first", "later"; "computed": no blocks came."""
         if self._blocks(tokens) > len(reference["remote_block_ids"][0]):
             os._exit(86)
         url = "http://{remote_host}:{remote_port}/mock/blocks/{remote_engine_id}/{remote_request_id}"
