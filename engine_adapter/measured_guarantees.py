@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from itertools import count
 
@@ -17,6 +18,8 @@ log = logging.getLogger("kvferry.adapter")
 PROMPT_TOKENS, OUTPUT_TOKENS, RESUMED_AT = 48, 24, 12
 LEAST_ID, IDS = 40, 400
 """First and number of the token ids that prompts are made of: past the special tokens of most vocabularies."""
+RATED = (7, 11, 13)
+"""Numbers of the prompts whose times are taken: the first one after a start is often slow."""
 BESIDE = 3
 """Other requests that run beside the one whose batch is varied."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
@@ -51,12 +54,17 @@ class Measurement:
         return tuple(kept)
 
     async def rates(self) -> Rates:
-        """Return the first rates: of a prompt that is not cached, and of a stream that runs alone."""
-        times: list[float] = []
-        began = time.monotonic()
-        await self._engine.generate(self._call(SEEDED, (), 7), lambda delta: times.append(time.monotonic()))
-        first_s, steps = max(1e-4, times[0] - began), max(1, len(times) - 1)
-        return Rates(PROMPT_TOKENS / first_s, max(1e-4, (times[-1] - times[0]) / steps))
+        """Return the first rates: of prompts that are not cached, and of streams that run alone. The fastest counts."""
+        first_s, step_s = math.inf, math.inf
+        for shift in RATED:
+            times: list[float] = []
+            began = time.monotonic()
+            await self._engine.generate(
+                self._call(SEEDED, (), shift), lambda delta, to=times: to.append(time.monotonic())
+            )
+            first_s = min(first_s, max(1e-4, times[0] - began))
+            step_s = min(step_s, max(1e-4, (times[-1] - times[0]) / max(1, len(times) - 1)))
+        return Rates(PROMPT_TOKENS / first_s, step_s)
 
     async def transfer(self) -> None:
         """Raise ConfigError unless the engine computes prompts for other engines."""

@@ -22,13 +22,13 @@ KINDS: list[dict[str, Any]] = [
 ]  # fmt: skip
 LEASE_S = 20.0
 LONG = 600
-"""Tokens of a prompt; at PREFILL_S seconds a token it is cheaper to transfer it than to compute it beside streams."""
-PREFILL_S, STEP_S = 0.0003, 0.01
+"""Tokens of a prompt; at PREFILL_S seconds a token, it is cheaper to transfer it than to compute it."""
+PREFILL_S, STEP_S = {"prefill": 0.0001, "decode": 0.001}, 0.01
 
 
 def add(made: Fleet, role: str) -> Engine:
     words = ("--role", role, "--kv-bytes-per-token", "256", "--kv-lease", str(LEASE_S), "--canary-rate", "1")
-    told: dict[str, Any] = {"transfer": True, "prefill_s": PREFILL_S, "step_s": STEP_S, "kv_lease": LEASE_S}
+    told: dict[str, Any] = {"transfer": True, "prefill_s": PREFILL_S[role], "step_s": STEP_S, "kv_lease": LEASE_S}
     return made.add(MOCK, "vllm", *words, **told)
 
 
@@ -78,6 +78,10 @@ def computed_by(engine: Engine, body: dict[str, Any]) -> list[int]:
     return [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
 
 
+def busy(made: Fleet) -> int:
+    return sum(engine.behave()["running"] for engine in made.engines)
+
+
 def remote(answers: list[Answer], made: Fleet) -> int:
     return sum(f"prefill={made.engines[0].name}" in answer.route for answer in answers)
 
@@ -106,13 +110,17 @@ def test_a_client_s_kv_transfer_params_reach_no_engine(running: Fleet):
 
 def test_a_client_that_leaves_stops_both_legs_and_what_stays_pinned_is_counted(running: Fleet):
     prefill, *decodes = running.engines
+    wait_for(lambda: busy(running) == 0)  # canaries of earlier tests
     for engine in decodes:
         engine.behave(fault="hang")
     body = {"model": "toy", "prompt": prompt(930, LONG), "max_tokens": 50, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{running.router_url}/v1/completions", json=body, timeout=30) as response:
-        next(response.iter_lines())
-        wait_for(lambda: sum(engine.behave()["running"] for engine in decodes), 10)
-    wait_for(lambda: sum(engine.behave()["running"] for engine in running.engines) == 0, 5)
+        told = next(lines := response.iter_lines())  # httpx leaves when the generator is dropped
+        assert response.status_code == 200, told
+        wait_for(lambda: busy(running), 10, lambda: told + running.logs())
+        assert f"prefill={prefill.name}" in response.headers["x-kvferry-route"]
+        assert lines
+    wait_for(lambda: busy(running) == 0, 5)
     for engine in decodes:
         engine.behave(fault="")
 
