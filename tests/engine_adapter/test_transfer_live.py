@@ -9,6 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.protocol.handover_messages import Handover, HandoverOffer
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import pack
+from kvferry.protocol.work import Generate
 from tests.engine_adapter.fleet import Answer, Engine, Fleet, ask, fleet
 from tests.engine_adapter.test_adapter_live import at_once, prompt, wait_until_ready
 from tests.local_cluster import scrape, value
@@ -108,6 +113,28 @@ def test_a_client_s_kv_transfer_params_reach_no_engine(running: Fleet):
     assert all("forged" not in json.dumps(engine.behave()["asked"]) for engine in running.engines)
 
 
+def test_a_handover_of_another_epoch_or_without_a_ticket_reaches_no_engine(running: Fleet):
+    decode = running.engines[1]
+    asked = len(decode.behave()["asked"])
+    work = Generate(SamplingParams(temperature=0.0, max_tokens=8))
+    for epoch, code in ((10**6, "fenced"), (epoch_of(decode), "transfer_failed")):
+        job = Job("forged", 0, (1, 2, 3), 3, work, "router")
+        handover = Handover(job, "0" * 32, ("p", 1), epoch, 3, 50, "{}", 0.0, 30.0)
+        told = httpx.post(f"{decode.adapter_url}/attempts/handover", content=pack(handover), timeout=10)
+        assert (told.status_code, told.json()["error"]["code"]) == (503, code)
+    assert value(scrape(decode.adapter_url), "kvferry_transfer_refused") == 2
+    assert len(decode.behave()["asked"]) == asked
+
+
+def epoch_of(engine: Engine) -> int:
+    """The adapter's epoch: the one for which it gives tickets."""
+    for epoch in range(1, 100):
+        offer = HandoverOffer("forged", 0, ("p", 1), epoch)
+        if httpx.post(f"{engine.adapter_url}/attempts/handover/offer", content=pack(offer)).status_code == 200:
+            return epoch
+    raise AssertionError("no ticket for any epoch")
+
+
 def test_a_client_that_leaves_stops_both_legs_and_what_stays_pinned_is_counted(running: Fleet):
     prefill, *decodes = running.engines
     wait_for(lambda: busy(running) == 0)  # canaries of earlier tests
@@ -171,20 +198,21 @@ def test_the_prefill_engine_killed_under_streams_costs_none_a_token(running: Fle
     restarted(running, victim, "prefill")
 
 
-@pytest.mark.parametrize("corrupt", ["first", "later"])
-def test_a_pair_whose_transfers_are_wrong_is_parted(running: Fleet, corrupt: str):
+@pytest.mark.parametrize(("corrupt", "seed"), [("first", 1500), ("later", 1600)])
+def test_a_pair_whose_transfers_are_wrong_is_parted(running: Fleet, corrupt: str, seed: int):
     """A wrong first token fails the attempt, and the request is computed again; later ones are found by the canary."""
+    before = value(scrape(running.router_url), "kvferry_quarantines_total")
     for engine in running.engines[1:]:
         engine.behave(corrupt=corrupt)
     answers = []
     for number in range(30):
-        answers.append(ask(running, prompt(960 + number + 100 * len(corrupt), LONG), 12))
+        answers.append(ask(running, prompt(seed + number, LONG), 12))
         if len(answers) > 3 and not remote(answers[-3:], running):
             break
     assert [answer.error for answer in answers] == [""] * len(answers)
     assert remote(answers[:1], running) == 1 or corrupt == "first"
     assert not remote(answers[-3:], running), [answer.route for answer in answers]
-    assert value(scrape(running.router_url), "kvferry_quarantines_total") >= 1
+    assert value(scrape(running.router_url), "kvferry_quarantines_total") > before
     differed = sum(
         value(scrape(engine.adapter_url), "kvferry_canary_looks_total", outcome="differed")
         for engine in running.engines[1:]
@@ -192,4 +220,6 @@ def test_a_pair_whose_transfers_are_wrong_is_parted(running: Fleet, corrupt: str
     assert (differed > 0) == (corrupt == "later")
     for engine in running.engines[1:]:
         engine.behave(corrupt="")
+    if corrupt == "first":
+        assert answers[0].tokens == ask(running, prompt(seed, LONG), 12).tokens
     restarted(running, running.engines[0], "prefill")
