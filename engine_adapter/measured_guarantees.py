@@ -57,14 +57,15 @@ class Measurement:
         """Return the first rates: of prompts that are not cached, and of streams that run alone. The fastest counts."""
         first_s, step_s = math.inf, math.inf
         for shift in RATED:
-            times: list[float] = []
-            began = time.monotonic()
-            await self._engine.generate(
-                self._call(SEEDED, (), shift), lambda delta, to=times: to.append(time.monotonic())
-            )
+            began, times = time.monotonic(), await self._times(shift)
             first_s = min(first_s, max(1e-4, times[0] - began))
             step_s = min(step_s, max(1e-4, (times[-1] - times[0]) / max(1, len(times) - 1)))
         return Rates(PROMPT_TOKENS / first_s, step_s)
+
+    async def _times(self, shift: int) -> list[float]:
+        times: list[float] = []
+        await self._engine.generate(self._call(SEEDED, (), shift), lambda delta: times.append(time.monotonic()))
+        return times
 
     async def transfer(self) -> None:
         """Raise ConfigError unless the engine computes prompts for other engines."""
