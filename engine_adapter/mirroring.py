@@ -81,3 +81,4 @@ class Mirroring:
         metrics.blocks.set(self.mirror.blocks)
         metrics.resets.set(counters.resets)
         metrics.gaps.set(counters.gaps)
+        metrics.repeated.set(counters.repeated)

@@ -117,6 +117,11 @@ def test_a_killed_engine_costs_no_stream_a_token(running: Fleet):
     assert [len(answer.logprobs) for answer in disturbed] == [len(answer.logprobs) for answer in undisturbed]
     assert max(answer.longest_pause_s for answer in disturbed) < 10
     assert victim.adapter.popen.wait(5) == 1
+    (survivor,) = [engine for engine in running.engines if engine is not victim]
+    told = scrape(survivor.adapter_url)
+    assert value(told, "kvferry_engine_continued_streams") > 0
+    assert value(told, "kvferry_engine_up") == 1
+    assert value(told, "kvferry_engine_guarantee", guarantee="kv_events") == 1
     restarted(running, victim)
 
 
