@@ -21,6 +21,9 @@
 {{- if not $values.image }}
 {{- fail (printf "%s: image is missing; name the engine's image, such as vllm/vllm-openai:v0.32.0" $at) }}
 {{- end }}
+{{- if not (regexMatch "(:[^/:@]+|@sha256:[0-9a-f]{64})$" $values.image) }}
+{{- fail (printf "%s: image %s has neither tag nor digest; adapters are written for certain versions of an engine" $at $values.image) }}
+{{- end }}
 {{- if not $root.Values.model.servedName }}
 {{- fail (printf "%s: model.servedName is missing; routers find the nodes of a model by the name that clients use" $at) }}
 {{- end }}

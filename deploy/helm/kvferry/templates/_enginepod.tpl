@@ -3,6 +3,8 @@ adapter, whose streams it finishes. Arguments: a dict of root, component and val
 {{- define "kvferry.enginePod" -}}
 {{- $scope := . }}{{- $root := .root }}
 {{- $confined := include "kvferry.confined" (dict "root" $root) | fromYaml }}
+{{- /* What the hub has comes to the pod's own cache, and needs none of the release's volumes. */}}
+{{- $local := hasPrefix "/" .values.model }}
 {{- with .values -}}
 metadata: {{- include "kvferry.podMetadata" $scope | nindent 2 }}
 spec:
@@ -10,7 +12,7 @@ spec:
   # --drain-timeout + 15 s for the adapter to leave the registry + 15 s for the engine to end.
   terminationGracePeriodSeconds: {{ add .drainTimeout 30 }}
   initContainers:
-    {{- with include "kvferry.modelWaits" $scope | trim }}
+    {{- with $local | ternary (include "kvferry.modelWaits" $scope) "" | trim }}
     {{- . | nindent 4 }}
     {{- end }}
     {{- with .initContainers }}
@@ -65,7 +67,7 @@ spec:
         - {name: shm, mountPath: /dev/shm}
         - {name: cache, mountPath: /cache}
         - {name: events, mountPath: /run/kvferry/engine}
-        {{- with include "kvferry.modelMounts" $root | trim }}
+        {{- with $local | ternary (include "kvferry.modelMounts" $root) "" | trim }}
         {{- . | nindent 8 }}
         {{- end }}
         {{- with .extraVolumeMounts }}
@@ -137,7 +139,7 @@ spec:
     - {name: cache, emptyDir: {sizeLimit: {{ .cache.size }}}}
     {{- end }}
     {{- include "kvferry.secretVolumes" $root | trim | nindent 4 }}
-    {{- with include "kvferry.modelVolumes" $root | trim }}
+    {{- with $local | ternary (include "kvferry.modelVolumes" $root) "" | trim }}
     {{- . | nindent 4 }}
     {{- end }}
     {{- with .extraVolumes }}
