@@ -62,7 +62,9 @@
 {{/* As the root of a pool, for one group of engines: its GPUs are those of the group. Arguments: a root, a group. */}}
 {{- define "kvferry.engineRoot" -}}
 {{- $root := index . 0 | deepCopy }}{{ $group := index . 1 }}
-{{- $_ := set $root.Values "worker" (merge (pick $group.values "gpuResource" "gpuNodes") $root.Values.worker) }}
+{{- range list "gpuResource" "gpuNodes" }}
+{{- $_ := set $root.Values.worker . (get $group.values .) }}
+{{- end }}
 {{- toYaml (set $root "engine" $group.name) }}
 {{- end }}
 
