@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -59,8 +60,8 @@ def pod_specs(objects: Objects) -> dict[str, Manifest]:
     return made
 
 
-def render_within(overlay: str, component: str) -> Objects:
-    """All objects of an overlay that names the component itself, so that its settings and images reach it.
+def render_within(overlay: str, *components: str) -> Objects:
+    """All objects of an overlay that names the components itself, so that its settings and images reach them.
 
     Skips the test where no kubectl can be had."""
     binary = need(kubectl_binary(), "kubectl")
@@ -68,7 +69,8 @@ def render_within(overlay: str, component: str) -> Objects:
         folder = Path(above) / "k8s"
         shutil.copytree(K8S, folder)
         file = folder / "overlays" / overlay / "kustomization.yaml"
-        file.write_text(f"{file.read_text()}components: [../../components/{component}]\n")
+        named = json.dumps([f"../../components/{each}" for each in components])
+        file.write_text(f"{file.read_text()}components: {named}\n")
         done = subprocess.run([binary, "kustomize", file.parent], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return tuple(yaml.load_all(done.stdout, yaml.CSafeLoader))

@@ -162,7 +162,10 @@ def test_an_engine_may_start_slowly_and_an_adapter_waits_as_long(objects: Object
     assert deadline >= allowed + pod.spec["terminationGracePeriodSeconds"]
 
 
-def test_probes_of_the_adapter_ask_its_port(pod: EnginePod) -> None:
+def test_probes_and_scrapes_ask_the_adapter_s_port(objects: Objects, pod: EnginePod) -> None:
+    annotations = of_kind(objects, "Deployment")[pod.name]["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(pod.adapter["port"])
+    assert not pod.engine.get("ports"), "a scrape has one target a pod"
     adapter = pod.spec["containers"][0]
     (port,) = adapter["ports"]
     assert (port["name"], port["containerPort"]) == ("http", pod.adapter["port"])

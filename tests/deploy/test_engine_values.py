@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
+import yaml
 
 from kvferry.engine_adapter.main import serve_adapter
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.node_settings import AdapterSettings
+from tests.deploy.binaries import ROOT
 from tests.deploy.charts import chart, plain, refusal
 from tests.deploy.engines import engine_pods
 from tests.deploy.installations import ENGINES, own
@@ -43,6 +47,7 @@ SCALED: dict[str, Any] = {**ONE, "autoscaling": {"enabled": True, "min": 1, "max
         ({"args": ["-tp", "2"]}, "args has -tp"),
         ({"args": ["--host=0.0.0.0"]}, "args has --host"),
         ({"args": ["--data-parallel-size", "2"]}, "use replicas"),
+        ({"exposed": True}, "/engines/0/exposed"),
         ({"engine": "sglang", "nixl": {"enabled": True}}, "nixl is for vllm"),
         ({"workload": "StatefulSet", "cache": {"existingClaim": "c"}}, "cache.existingClaim"),
         ({"workload": "DaemonSet"}, "/engines/0/workload"),
@@ -63,6 +68,10 @@ def test_wrong_values_are_refused_by_name(changes: dict[str, Any], told: str) ->
         ({"engines": [SCALED, {**ONE, "name": "two"}], **ALONE}, "must be its only nodes"),
         ({"engines": [{**SCALED, "autoscaling": {"enabled": True, "min": 0}}], **ALONE}, "no HorizontalPodAutoscaler"),
         ({"engineDefaults": {"role": "prefill"}}, "/engineDefaults/role"),
+        (
+            {"engines": [{**ONE, "exposed": {"enabled": True}}], "network": {"host": "::"}, **ALONE},
+            "exposed needs network.host 0.0.0.0",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(values: dict[str, Any], told: str) -> None:
@@ -73,6 +82,24 @@ async def test_the_role_that_the_schema_refuses_is_one_that_adapters_refuse() ->
     """When adapters can be prefill nodes, the chart is to let them."""
     with pytest.raises(ConfigError, match="decode node"):
         await serve_adapter(AdapterSettings(role="prefill"))
+
+
+def test_an_exposed_engine_has_the_pod_s_address_and_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endpoint picker names the URL of the adapter's lease to its gateway."""
+    gateway = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}
+    group = {**ONE, "exposed": {"enabled": True, "clients": [gateway]}}
+    objects = chart(**ALONE, engines=[group], autoscaling={"kind": "none"})
+    pod = engine_pods(objects, monkeypatch)["one"]
+    assert pod.after("--host") == "0.0.0.0"
+    assert pod.adapter["url"].replace("$(KVFERRY_ADVERTISE_HOST)", "10.1.2.3") == "http://10.1.2.3:8000"
+    assert pod.engine["ports"] == [{"name": "engine", "containerPort": 8000}]
+    (rule,) = of_kind(objects, "NetworkPolicy")["kvferry-engine-one"]["spec"]["ingress"]
+    assert rule["ports"] == [{"port": 8000, "protocol": "TCP"}]
+    assert gateway in rule["from"]
+    assert len(rule["from"]) == 2, "Prometheus may scrape the engine, too"
+    for item in own(objects):
+        check_object(item, "1.37")
+    assert "kvferry-engine-one" not in of_kind(chart(**ALONE, engines=[ONE]), "NetworkPolicy")
 
 
 def test_entries_override_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,3 +211,12 @@ def test_examples_replace_the_workers(
     pod = engine_pods(objects, monkeypatch)["vllm"]
     assert pod.engine["resources"]["limits"]["nvidia.com/gpu"] == gpus
     assert ("--tensor-parallel-size" in pod.argv) == (gpus > 1)
+    assert ("NVIDIA-H100-80GB-HBM3" in json.dumps(pod.spec.get("affinity"))) == (gpus > 1)
+
+
+def test_the_values_of_the_guide_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = (ROOT / "docs" / "how-to" / "other-engines.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", told, re.DOTALL)
+    pod = engine_pods(chart("chat", **yaml.safe_load(block)), monkeypatch)["vllm"]
+    assert pod.after("--model") == "/models/qwen3-8b"
+    assert f"deployment/{pod.name} " in told

@@ -50,6 +50,9 @@
 {{- if and (eq $values.workload "StatefulSet") $values.cache.existingClaim }}
 {{- fail (printf "%s: a StatefulSet has a claim for each pod; leave cache.existingClaim empty, or use a Deployment" $at) }}
 {{- end }}
+{{- if and $values.exposed.enabled (ne $root.Values.network.host "0.0.0.0") }}
+{{- fail (printf "%s: exposed needs network.host 0.0.0.0, for the engine's URL holds the pod's address" $at) }}
+{{- end }}
 {{- if and $values.nixl.enabled (ne $values.engine "vllm") }}
 {{- fail (printf "%s: nixl is for vllm" $at) }}
 {{- end }}
@@ -95,7 +98,8 @@
 {{- $values := .values }}
 {{- $name := splitList "," .root.Values.model.servedName | first }}
 {{- $events := dict "publisher" "zmq" "endpoint" (include "kvferry.eventsEndpoint" .) "replay_endpoint" (include "kvferry.replayEndpoint" .) "buffer_steps" 10000 }}
-{{- $flags := list "--host" "127.0.0.1" "--port" (toString (int $values.port)) }}
+{{- $host := ternary .root.Values.network.host "127.0.0.1" $values.exposed.enabled }}
+{{- $flags := list "--host" $host "--port" (toString (int $values.port)) }}
 {{- if eq $values.engine "vllm" }}
 {{- $flags = concat $flags (list "--model" $values.model "--served-model-name" $name "--enable-scale-out" "--enable-prompt-tokens-details" "--kv-events-config" (toJson (set $events "enable_kv_cache_events" true))) }}
 {{- with $values.blockSize }}{{ $flags = concat $flags (list "--block-size" (toString (int .))) }}{{ end }}

@@ -46,6 +46,10 @@ spec:
         {{- with .extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- if .exposed.enabled }}
+      ports:
+        - {name: engine, containerPort: {{ int .port }}}
+      {{- end }}
       # Probes run inside, because the server listens on the loopback address.
       startupProbe:
         exec:
@@ -79,7 +83,7 @@ spec:
       args:
         - adapt
         - --engine={{ .engine }}
-        - --url=http://127.0.0.1:{{ int .port }}
+        - --url=http://{{ ternary "$(KVFERRY_ADVERTISE_HOST)" "127.0.0.1" .exposed.enabled }}:{{ int .port }}
         - --role={{ .role }}
         {{- if ne .engine "llamacpp" }}
         - --kv-events={{ include "kvferry.eventsEndpoint" $scope }}
