@@ -116,7 +116,7 @@ def test_entries_override_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("workload", ["Deployment", "StatefulSet"])
 def test_engines_scale_by_the_signal_of_decode_nodes(kind: str, scaler: str, workload: str) -> None:
     """In place of them, within the group's own bounds."""
-    values = {"autoscaling": {"kind": kind}}
+    values: dict[str, Any] = {"autoscaling": {"kind": kind}}
     objects = chart(**ALONE, **values, engines=[{**SCALED, "workload": workload}])
     scaled, expected = of_kind(objects, scaler), of_kind(chart(**values), scaler)["kvferry-decode"]["spec"]
     assert set(scaled) == {"kvferry-router", "kvferry-engine-one"}
@@ -174,7 +174,7 @@ def test_objects_of_both_workloads_fit_the_schema(version: str) -> None:
 
 def test_the_component_renders_what_the_chart_does() -> None:
     """In the gpu overlay, with two vLLM engines of the overlay's model."""
-    values = {"worker": {"enabled": False}, "engines": [{**ONE, "name": "vllm", "replicas": 2}]}
+    values: dict[str, Any] = {"worker": {"enabled": False}, "engines": [{**ONE, "name": "vllm", "replicas": 2}]}
     found = plain(render_within("gpu", "engines"))
     unused = found.pop("ConfigMap kvferry-worker")
     assert "KVFERRY_DEVICE" in unused["data"]
