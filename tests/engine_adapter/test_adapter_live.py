@@ -152,7 +152,7 @@ def test_an_error_behind_status_200_is_retried_elsewhere(running: Fleet):
     running.engines[0].behave(fault="")
     assert [answer.error for answer in answers] == [""] * 4
     assert all(answer.tokens == expected.tokens for answer in answers)
-    wait_for(lambda: httpx.get(f"{running.router_url}/ready?nodes=2").status_code == 200, 30)
+    wait_for(lambda: running.nodes() == 2, 30, running.logs)
 
 
 def test_a_client_that_leaves_frees_the_engine_within_a_second(running: Fleet):

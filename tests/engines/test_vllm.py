@@ -38,7 +38,9 @@ def direct(engine: Engine, tokens: list[int], **more: Any) -> list[int]:
     """Output tokens of the engine itself, without kvferry."""
     body = {"model": SERVED, "prompt": tokens, "max_tokens": 24, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True, **more}  # fmt: skip
-    told = httpx.post(f"{engine.url}/v1/completions", json=body, timeout=120).json()
+    answer = httpx.post(f"{engine.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
     return list(told["choices"][0]["token_ids"])
 
 
