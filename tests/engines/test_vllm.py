@@ -93,7 +93,7 @@ def test_prompts_in_a_thousand_mixed_requests_are_reused_as_the_mirror_promised(
         assert not [answer.error for answer in at_once(running, asked) if answer.error]
     told = [scrape(engine.adapter_url) for engine in running.engines]
     promised, reused, apart = (
-        sum(value(text, f"kvferry_mirror_{name}_tokens_total") for text in told)
+        sum(value(text, f"kvferry_mirror_{name}_tokens") for text in told)
         for name in ("predicted", "actual", "difference")
     )
     asked_for = BATCHES * AT_ONCE * 360
