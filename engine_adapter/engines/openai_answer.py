@@ -84,6 +84,8 @@ class Answer:
         told = rows_of(choice.get("logprobs")) if asked is not None else []
         if self._text is None:
             ids = token_ids(choice)
+            if choice.get("text") and not ids:
+                raise StepFailed("the engine's answer has text without token ids")
             return ids, None if asked is None else of_tokens(ids, told, asked, self._vocabulary)
         text = choice.get("text") or ""
         ids = self._text.feed(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine_adapter.http_client import EngineHttp, EventDecoder, refusal
+from kvferry.engine_adapter.http_client import MAX_EVENT_BYTES, EngineHttp, EventDecoder, refusal
 from kvferry.engine_adapter.prometheus_text import labels, value
 from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDied, NodeLost, Overloaded, StepFailed
 from tests.redis_servers import free_ports
@@ -25,6 +26,16 @@ def test_events_are_read_however_the_bytes_are_cut(cuts):
     decoder, bounds = EventDecoder(), [0, *sorted(cuts), len(EVENTS)]
     found = [each for a, b in itertools.pairwise(bounds) for each in decoder.feed(EVENTS[a:b])]
     assert found == [b'{"a": 1}', b'{"b": "\xc3\xa4"}']
+
+
+def test_an_event_without_an_end_costs_what_its_bytes_cost():
+    """Each part is looked at once: a decoder that joins all parts again for each new one copies gigabytes."""
+    decoder, part = EventDecoder(), b"x" * 4096
+    began = time.process_time()
+    with pytest.raises(ValueError, match="too long"):
+        for _ in range(MAX_EVENT_BYTES // len(part) + 1):
+            decoder.feed(part)
+    assert time.process_time() - began < 2.0
 
 
 @asynccontextmanager
