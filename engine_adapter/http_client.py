@@ -130,18 +130,37 @@ class EngineHttp:
             f"content-length: {len(data)}\r\n\r\n"
         )
         try:
-            connection = await self._connection(decoder)
-            await connection.exchange(head.encode() + data, silence_s, None, deliver)
+            connection = self._idle_connection(decoder)
+            if connection is None or not await self._answered(connection, head.encode() + data, silence_s, deliver):
+                connection = await self._connection(decoder)
+                await connection.exchange(head.encode() + data, silence_s, None, deliver)
         except ConnectionError as error:
             raise NodeDied(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         except (OSError, httptools.HttpParserError, ValueError) as error:
             raise NodeLost(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         self._rest(decoder, connection)
 
-    async def _connection(self, decoder: type[Decoder]) -> Connection:
+    async def _answered(
+        self, connection: Connection, request: bytes, silence_s: float | None, deliver: Callable[..., None]
+    ) -> bool:
+        """Send a request on a connection that was idle; return False if the server had closed it just before.
+
+        A server may close one at any time, as llama.cpp's does after each stream, although it promises to keep it."""
+        try:
+            await connection.exchange(request, silence_s, None, deliver)
+        except ConnectionError:
+            if connection.answered:
+                raise
+            return False
+        return True
+
+    def _idle_connection(self, decoder: type[Decoder]) -> Connection | None:
         while idle := self._idle[decoder]:
             if (connection := idle[-1]).wake():
                 return connection
+        return None
+
+    async def _connection(self, decoder: type[Decoder]) -> Connection:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
             _, connection = await loop.create_connection(

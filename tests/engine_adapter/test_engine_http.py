@@ -72,6 +72,29 @@ async def test_a_connection_that_breaks_in_a_stream_is_a_node_that_died():
     assert seen == [{"a": 1}]
 
 
+async def test_a_connection_that_the_server_closed_while_it_was_idle_is_no_death():
+    """llama.cpp's server promises to keep the connection of a stream, and closes it."""
+    asked: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.append(len(asked))
+        writer.write(head("200 OK", 16) + b'data: {"a": 1}\n\n')
+        await reader.read(1)  # the next request arrives, and nobody reads it
+        writer.transport.abort()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    http = EngineHttp(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    seen: list[Any] = []
+    for _ in range(3):
+        await http.stream("/x", {}, seen.append)
+    assert (seen, len(asked)) == ([{"a": 1}] * 3, 3)
+    server.close()
+    with pytest.raises(NodeDied):
+        await http.stream("/x", {}, seen.append)
+    await http.close()
+
+
 async def test_a_refused_connection_is_a_node_that_died():
     (port,) = free_ports(1)
     with pytest.raises(NodeDied):
