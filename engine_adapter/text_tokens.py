@@ -36,14 +36,15 @@ class TextVocabulary:
             return (one,)
         for spelled in (text, text.removeprefix(" ")):  # some tokenizers put a space before each text
             found = self._tokenizer.library.encode_batch_fast([spelled], add_special_tokens=False)[0].ids
-            if self._spells(found, data):
+            if self.spells(found, data):
                 return tuple(found)
         head, _, tail = text.partition(" ")
         if head and tail:
             return self.ids(head) + self.ids(" " + tail)
         return self._longest_first(data)
 
-    def _spells(self, ids: Sequence[int], data: bytes) -> bool:
+    def spells(self, ids: Sequence[int], data: bytes) -> bool:
+        """Return whether the text of these tokens has exactly these bytes in UTF-8."""
         special, bytes_of = self._tokenizer.special_ids, self._tokenizer.token_bytes
         return special.isdisjoint(ids) and b"".join(map(bytes_of, ids)) == data
 

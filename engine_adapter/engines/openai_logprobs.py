@@ -52,17 +52,19 @@ def of_text(
 ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
     """Return the tokens of a text and their entries, by the server's own cuts where its entries spell the text.
 
-    Otherwise `ids` stay; the first one has the sum of the log-probabilities, and the others 0."""
-    if "".join(str(row.token) for row in rows) != text and not all(isinstance(row.token, int) for row in rows):
-        whole = TokenLogprobs(ids[0], sum(row.logprob for row in rows), 1) if ids else None
-        return tuple(ids), (*([whole] if whole else []), *(TokenLogprobs(token, 0.0, 1) for token in ids[1:]))
-    parts = [_parts(row.token, vocabulary) for row in rows]
+    ids: tokens of the text, at least one. Otherwise `ids` stay; the first one has the sum of the log-probabilities, and the others 0."""
+    names = [row.token for row in rows if isinstance(row.token, str)]
+    parts = [_parts(row.token, vocabulary) for row in rows] if not names or "".join(names) == text else []
+    tokens = tuple(token for each in parts for token in each)
+    if not vocabulary.spells(tokens, text.encode("utf-8", "replace")):
+        whole = TokenLogprobs(ids[0], sum(row.logprob for row in rows), 1)
+        return tuple(ids), (whole, *(TokenLogprobs(token, 0.0, 1) for token in ids[1:]))
     entries = [
         _entry(token, row if number == 0 else Row(token, 0.0), most, vocabulary)
-        for row, tokens in zip(rows, parts, strict=True)
-        for number, token in enumerate(tokens)
+        for row, each in zip(rows, parts, strict=True)
+        for number, token in enumerate(each)
     ]
-    return tuple(token for tokens in parts for token in tokens), tuple(entries)
+    return tokens, tuple(entries)
 
 
 def _entry(token: int, row: Row, most: int, vocabulary: TextVocabulary | None) -> TokenLogprobs:

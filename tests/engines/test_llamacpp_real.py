@@ -44,8 +44,9 @@ def test_greedy_answers_are_llamacpps_own(running: Fleet, text: str) -> None:
     own = direct(running.engines[0], ids(text), 40)
     answer = ask(running, ids(text), 40)
     assert not answer.error
-    assert answer.tokens == own["tokens"]
-    assert answer.usage["completion_tokens"] == 40
+    assert answer.tokens == own["tokens"][: len(answer.tokens)]
+    assert len(answer.tokens) == 40 or TOKENIZER.decode(own["tokens"]).endswith("\ufffd")
+    assert answer.usage["completion_tokens"] == len(answer.tokens) >= 37  # half a character is not streamed
 
 
 def test_parameters_mean_what_they_mean_to_llamacpp(running: Fleet) -> None:
@@ -87,7 +88,7 @@ def test_what_llamacpp_refuses_is_told_to_the_client(running: Fleet) -> None:
     assert (told.status_code, told.json()["error"]["code"]) == (400, "context_length_exceeded")
     told = posted(running, prompt="a", bad_words=["b"])
     assert (told.status_code, told.json()["error"]["param"]) == (400, "bad_words")
-    told = posted(running, prompt=ids(PLAIN) * 60, max_tokens=100)
+    told = posted(running, prompt=(ids(PLAIN) * 99)[: CONTEXT - 20], max_tokens=100)
     assert told.status_code == 400
     assert ask(running, list(range(500, 480 + CONTEXT)), 16).finish == "length"
 
@@ -139,6 +140,6 @@ def test_the_openai_client_reads_llamacpps_text() -> None:
             own = direct(made.engines[0], ids(text), 40, ignore_eos=False)
             answer = ask(made, ids(text), 40, ignore_eos=False)
             assert not answer.error
-            assert TOKENIZER.decode(answer.tokens) == own["content"]
+            assert TOKENIZER.decode(answer.tokens) == own["content"].rstrip("\ufffd")  # half a character is not streamed
         log = (made.folder / f"adapter-{made.engines[0].name}.log").read_text()
         assert "sends text alone" in log
