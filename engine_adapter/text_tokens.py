@@ -11,8 +11,8 @@ from kvferry.protocol.errors import ConfigError, StepFailed
 class TextVocabulary:
     """Spells any text in tokens of a model. The tokenizer must be the caller's own: special tokens are turned off.
 
-    The model may have drawn other tokens for the same text. Raises ConfigError for a vocabulary without tokens of single
-    bytes, which cannot spell every text."""
+    The model may have drawn other tokens for the same text. Raises ConfigError for a vocabulary without tokens of
+    single bytes, which cannot spell every text."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         if not tokenizer.byte_level and not tokenizer.byte_tokens:

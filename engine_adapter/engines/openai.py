@@ -205,7 +205,12 @@ class OpenaiEngine:
 def _length(model: dict[str, Any]) -> int:
     """Return the length of the context under the names that servers have for it; 0: it is not told."""
     meta = model.get("meta") or {}
-    for told in (model.get("max_model_len"), meta.get("n_ctx"), model.get("context_length"), model.get("context_window")):
+    for told in (
+        model.get("max_model_len"),
+        meta.get("n_ctx"),
+        model.get("context_length"),
+        model.get("context_window"),
+    ):
         if isinstance(told, int) and told > 0:
             return told
     return 0

@@ -118,4 +118,3 @@ def finish_reason(told: Any) -> str | None:
     if told not in _REASONS:
         raise StepFailed(f"the engine ended the request: {str(told)[:100]}")
     return _REASONS[told]
-

@@ -52,7 +52,8 @@ def of_text(
 ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
     """Return the tokens of a text and their entries, by the server's own cuts where its entries spell the text.
 
-    ids: tokens of the text, at least one. Otherwise `ids` stay; the first one has the sum of the log-probabilities, and the others 0."""
+    ids: tokens of the text, at least one. They stay where the entries do not spell it; the first one then has the sum
+    of the log-probabilities, and the others 0."""
     names = [row.token for row in rows if isinstance(row.token, str)]
     parts = [_parts(row.token, vocabulary) for row in rows] if not names or "".join(names) == text else []
     tokens = tuple(token for each in parts for token in each)

@@ -81,6 +81,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 def logprobs_of(ids: list[int], as_ids: bool) -> dict[str, Any]:
     """Entries in the completions' form: each token has -0.5, and a rival with -0.25."""
+
     def name(token: int) -> str:
         return f"token_id:{token}" if as_ids else tokenizer().token_bytes(token).decode("utf-8", "replace")
 

@@ -96,7 +96,7 @@ async def test_a_stop_token_ends_the_output_and_the_servers_work() -> None:
     """The API has no stop tokens: where the server tells ids, the adapter looks for them itself."""
     stop = expected(list(PROMPT), 3)[-1]
     params = dataclasses.replace(PARAMS, stop_token_ids=(stop,), max_tokens=1000)
-    async with served(step_s=0.005) as (engine, _, how):
+    async with served(step_s=0.005) as (engine, _, _):
         deltas = await answered(engine, params)
         assert (tokens_of(deltas), deltas[-1].finish_reason) == (expected(list(PROMPT), 3), "stop")
         engine.check(Job("r", 0, PROMPT, 20, Generate(params), "router"))
@@ -112,7 +112,7 @@ async def mocked(engine: OpenaiEngine, **changes: Any) -> dict[str, Any]:
 
 async def until_idle(engine: OpenaiEngine) -> None:
     async with asyncio.timeout(1):
-        while (await mocked(engine))["running"]:
+        while (await mocked(engine))["running"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -208,7 +208,7 @@ async def test_an_answer_without_its_done_is_whole() -> None:
 async def test_a_cancelled_call_ends_the_servers_work() -> None:
     async with served(step_s=0.01) as (engine, _, _):
         task = asyncio.create_task(answered(engine, dataclasses.replace(PARAMS, max_tokens=1000)))
-        while not (await mocked(engine))["running"]:
+        while not (await mocked(engine))["running"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert (await engine.load()).running_requests == 1
         task.cancel()
@@ -277,4 +277,3 @@ async def test_a_time_of_creation_that_is_always_now_tells_nothing(monkeypatch: 
     monkeypatch.setattr("kvferry.engine_adapter.engines.openai.CREATED_S", 1.1)
     async with served(created="now") as (engine, facts, _):
         assert facts.process == (await engine.load()).process == ""
-

@@ -54,7 +54,9 @@ def test_names_cut_the_text_as_the_server_did():
 
 
 def test_tokens_named_by_their_ids_need_no_vocabulary():
-    told = rows_of({"tokens": ["token_id:7"], "token_logprobs": [-0.5], "top_logprobs": [{"token_id:9": -0.25, "x": -1}]})
+    told = rows_of(
+        {"tokens": ["token_id:7"], "token_logprobs": [-0.5], "top_logprobs": [{"token_id:9": -0.25, "x": -1}]}
+    )
     (entry,) = of_tokens([7], told, 5, None)
     assert (entry.token_id, entry.rank, entry.top) == (7, 2, ((9, -0.25),))
     with pytest.raises(ValueError, match="shorter"):

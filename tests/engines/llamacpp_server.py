@@ -99,8 +99,9 @@ def llamacpp_fleet(engines: int, kind: str = "llamacpp", *words: str) -> Iterato
 def direct(engine: Engine, prompt: list[int], count: int, **more: Any) -> dict[str, Any]:
     """The server's own answer, not streamed, without its cache."""
     body = {"prompt": prompt, "n_predict": count, "return_tokens": True, "cache_prompt": False, "temperature": 0,
-            "repeat_penalty": 1.0, "ignore_eos": True, "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
-            "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_last_n": CONTEXT, **more}  # fmt: skip
+            "repeat_penalty": 1.0, "ignore_eos": True,
+            "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"], "top_k": 0,
+            "top_p": 1.0, "min_p": 0.0, "repeat_last_n": CONTEXT, **more}  # fmt: skip
     told: dict[str, Any] = httpx.post(f"{engine.url}/completion", json=body, timeout=120).json()
     return told
 
