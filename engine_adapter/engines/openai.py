@@ -55,6 +55,7 @@ class OpenaiEngine:
         self._health_path, self._was_well = HEALTH, False
         self._form = _Form(True, True, "")
         self._vocabulary: TextVocabulary | None = None
+        self._context = 0
         self._created = self._metrics = False
         self._running = self._tokens = 0
 
@@ -63,11 +64,8 @@ class OpenaiEngine:
         models = await self._models()
         base = self._chosen(models)
         self._model = base["id"]
-        length = _length(base)
-        if self._files:
-            source = resolve(self._files, weights=False)
-            self._vocabulary = TextVocabulary(load_tokenizer(source))
-            length = length or read_facts(source).max_model_len
+        self._read_files()
+        length = _length(base) or self._context
         if not length:
             raise ConfigError("the server does not tell the length of its context: name the model's files",
                               param="tokenizer")  # fmt: skip
@@ -132,6 +130,13 @@ class OpenaiEngine:
     async def close(self) -> None:
         """Close all connections."""
         await self._http.close()
+
+    def _read_files(self) -> None:
+        """Read the model's files, once. Raises ConfigError."""
+        if self._files and self._vocabulary is None:
+            source = resolve(self._files, weights=False)
+            self._context = read_facts(source).max_model_len
+            self._vocabulary = TextVocabulary(load_tokenizer(source))
 
     async def _models(self) -> list[dict[str, Any]]:
         told = await self._http.get(MODELS)
