@@ -55,7 +55,7 @@ def checked_engines(settings: ServeSettings) -> ServeSettings:
     if len(settings.model) > 1:
         raise ConfigError("other engines need a single model; start the adapters of several separately", param="model")
     if settings.attach and settings.engine == "kvferry":
-        raise ConfigError("--attach needs --engine: vllm, sglang or llamacpp", param="engine")
+        raise ConfigError("--attach needs --engine: vllm, sglang, llamacpp or openai", param="engine")
     if not settings.attach and settings.engine == "openai":
         raise ConfigError("--engine openai needs --attach with the server's URL", param="attach")
     return dataclasses.replace(settings, prefill=0, decode=len(settings.attach) or settings.decode)
@@ -89,7 +89,7 @@ def engine_commands(settings: ServeSettings, model: str, name: str, program: Pro
         adapter = dataclasses.replace(
             adapter, url=url, role="decode", node_id=f"adapter-{number}", host=host, port=0, served_model_name=(name,),
             ssl_certfile="", ssl_keyfile="", ssl_ca_certs="",
-            kv_events=published, kv_events_replay=replayed,
+            kv_events=published, kv_events_replay=replayed, tokenizer=model if settings.engine == "openai" else "",
         )  # fmt: skip
         commands.append(settings_command(f"adapter-{number}", "adapt", adapter, program))
     return commands

@@ -34,7 +34,8 @@ class EngineFacts:
     max_num_seqs    requests that it runs at once; 0: unknown
     arithmetic      what else two engines must share to give the same tokens, such as dtypes, in any form
     adapters        names of its LoRA adapters
-    kv_events       where it publishes KV events; None: nowhere"""
+    kv_events       where it publishes KV events; None: nowhere
+    exact           its answers have token ids; False: they are computed from its text, and nothing is kept exactly"""
 
     kind: str
     version: str
@@ -48,6 +49,7 @@ class EngineFacts:
     arithmetic: str = ""
     adapters: tuple[str, ...] = ()
     kv_events: KvEventSource | None = None
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)

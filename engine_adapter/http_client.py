@@ -39,13 +39,19 @@ class EventDecoder:
     """Decoder of server-sent events: the data of each event, without the final [DONE]."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []
+        self._length = 0
 
     def feed(self, data: bytes) -> Sequence[bytes]:
         """Return the data of the events that are complete now. Raises ValueError for one that is too long."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
+        self._length += len(data)
+        if self._length > MAX_EVENT_BYTES:
             raise ValueError("an event is too long")
+        self._rest.append(data)
+        if b"\n" not in data:
+            return ()
+        *lines, rest = b"".join(self._rest).split(b"\n")
+        self._rest, self._length = [rest], len(rest)
         found = (line[5:].strip() for line in lines if line.startswith(b"data:"))
         return [each for each in found if each and each != b"[DONE]"]
 
@@ -62,9 +68,10 @@ class EngineHttp:
     """Calls to one engine server at `url`.
 
     Every call raises NodeDied if the connection breaks or is refused, NodeLost if the server does not answer, and the
-    error of `refusal` if it refuses. A cancelled call closes its connection. api_key: sent as a bearer token."""
+    error of `refusal` if it refuses. A cancelled call closes its connection. api_key: returns the key that is sent as a
+    bearer token, asked for each call; empty: none."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: Callable[[], str] = str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"url must be http://host:port of the engine, got {url!r}", param="url")
@@ -72,7 +79,7 @@ class EngineHttp:
         self._path, self._netloc = parts.path.rstrip("/"), parts.netloc
         self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self._encrypted = PLAIN.options(parts)
-        self._key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._api_key = api_key
         self._idle: dict[type, list[Connection]] = {EventDecoder: [], WholeBody: []}
 
     async def stream(self, path: str, body: Any, deliver: Callable[[dict[str, Any]], None]) -> None:
@@ -117,23 +124,43 @@ class EngineHttp:
         self, what: str, body: Any, decoder: type[Decoder], silence_s: float | None, deliver: Callable[..., None]
     ) -> None:
         data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        key = f"authorization: Bearer {told}\r\n" if (told := self._api_key()) else ""
         head = (
-            f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{self._key}content-type: application/json\r\n"
+            f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{key}content-type: application/json\r\n"
             f"content-length: {len(data)}\r\n\r\n"
         )
         try:
-            connection = await self._connection(decoder)
-            await connection.exchange(head.encode() + data, silence_s, None, deliver)
+            connection = self._idle_connection(decoder)
+            if connection is None or not await self._answered(connection, head.encode() + data, silence_s, deliver):
+                connection = await self._connection(decoder)
+                await connection.exchange(head.encode() + data, silence_s, None, deliver)
         except ConnectionError as error:
             raise NodeDied(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         except (OSError, httptools.HttpParserError, ValueError) as error:
             raise NodeLost(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         self._rest(decoder, connection)
 
-    async def _connection(self, decoder: type[Decoder]) -> Connection:
+    async def _answered(
+        self, connection: Connection, request: bytes, silence_s: float | None, deliver: Callable[..., None]
+    ) -> bool:
+        """Send a request on a connection that was idle; return False if the server had closed it just before.
+
+        A server may close one at any time, as llama.cpp's does after each stream, although it promises to keep it."""
+        try:
+            await connection.exchange(request, silence_s, None, deliver)
+        except ConnectionError:
+            if connection.answered:
+                raise
+            return False
+        return True
+
+    def _idle_connection(self, decoder: type[Decoder]) -> Connection | None:
         while idle := self._idle[decoder]:
             if (connection := idle[-1]).wake():
                 return connection
+        return None
+
+    async def _connection(self, decoder: type[Decoder]) -> Connection:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
             _, connection = await loop.create_connection(

@@ -99,7 +99,7 @@ class AdapterNode:
     async def _load(self) -> NodeState:
         """Wait for the engine, measure it, and take an epoch."""
         facts = await self._ready_facts()
-        measurement = Measurement(self._engine)
+        measurement = Measurement(self._engine, exact=facts.exact)
         guarantees, rates = await measurement.guarantees(), await measurement.rates()
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()

@@ -99,6 +99,11 @@ class Connection(asyncio.Protocol):
         self._move_on()
         return True
 
+    @property
+    def answered(self) -> bool:
+        """Return whether the answer to the latest request has begun."""
+        return self._head_bytes != 0
+
     def close(self) -> None:
         """Close the connection."""
         self._move_on()
