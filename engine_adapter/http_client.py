@@ -84,16 +84,16 @@ class EngineHttp:
         await self._call(f"POST {self._path}{path}", body, EventDecoder, None, event)
 
     async def post(self, path: str, body: Any, silence_s: float | None = ANSWER_S) -> Any:
-        """POST a JSON body and return the JSON of the answer; None if it is empty."""
+        """POST a body, or its JSON, and return the JSON of the answer; None if it is empty."""
         return _json(await self._whole(f"POST {self._path}{path}", body, silence_s))
 
     async def get(self, path: str, silence_s: float = ANSWER_S) -> Any:
         """Return the JSON of a path."""
-        return _json(await self._whole(f"GET {self._path}{path}", None, silence_s))
+        return _json(await self._whole(f"GET {self._path}{path}", b"", silence_s))
 
     async def text(self, path: str, silence_s: float = ANSWER_S) -> str:
         """Return the text of a path."""
-        return (await self._whole(f"GET {self._path}{path}", None, silence_s)).decode("utf-8", "replace")
+        return (await self._whole(f"GET {self._path}{path}", b"", silence_s)).decode("utf-8", "replace")
 
     async def health(self) -> None:
         """Return if GET /health succeeds. Raises NodeDied if the server says that it is not well."""
@@ -116,7 +116,7 @@ class EngineHttp:
     async def _call(
         self, what: str, body: Any, decoder: type[Decoder], silence_s: float | None, deliver: Callable[..., None]
     ) -> None:
-        data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
         head = (
             f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{self._key}content-type: application/json\r\n"
             f"content-length: {len(data)}\r\n\r\n"

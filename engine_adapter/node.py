@@ -21,7 +21,9 @@ from kvferry.engine_adapter.engine import Engine, EngineFacts
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import model_name
 from kvferry.engine_adapter.measured_guarantees import Measurement
+from kvferry.engine_adapter.measured_modalities import measured_modalities
 from kvferry.engine_adapter.node_state import NodeState
+from kvferry.engine_adapter.render_route import mount_render
 from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.errors import ConfigError, Draining, KvferryError, RegistryUnavailable
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, Pulse
@@ -101,6 +103,8 @@ class AdapterNode:
         facts = await self._ready_facts()
         measurement = Measurement(self._engine)
         guarantees, rates = await measurement.guarantees(), await measurement.rates()
+        auto = self._settings.engine_modalities == "auto"
+        modalities = await measured_modalities(self._engine) if auto else ()
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
         epoch = await new_epoch(self._store, self.address.node_id)
@@ -109,12 +113,12 @@ class AdapterNode:
         if self._settings.accept_inexact:
             guarantees = tuple(dict.fromkeys((*guarantees, "greedy_resume", "seeded_resume")))
         state = self.state = NodeState(self._settings, self.address, facts, guarantees, epoch, watch)
-        state.streams = streams
+        state.streams, state.modalities = streams, modalities
         state.attempts = Attempts(
             self._engine,
             streams,
             guarantees,
-            {each.id: each.name for each in state.adapters},
+            state.adapter_names,
             suspect=watch.confirm,
             sent=state.sent,
             ended=state.ended,
@@ -177,6 +181,7 @@ class AdapterNode:
         app = self.address.app
         app.post("/attempts/generate", status_code=202)(self.post_generate)
         app.post("/attempts/cancel", status_code=202)(self.post_cancel)
+        mount_render(app, self._engine.media, lambda: self.state.adapter_names if self.state else {})
 
     async def post_generate(self, request: Request) -> None:
         """Begin an attempt; its output goes to the router's stream."""

@@ -9,6 +9,7 @@ from typing import Any
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource
 from kvferry.engine_adapter.engines import vllm_params
 from kvferry.engine_adapter.engines.addresses import reachable
+from kvferry.engine_adapter.engines.vllm_media import VllmMedia
 from kvferry.engine_adapter.http_client import EngineHttp, failure
 from kvferry.engine_adapter.prometheus_text import labels, value
 from kvferry.protocol.errors import ConfigError, StepFailed
@@ -27,6 +28,7 @@ class VllmEngine:
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
         self._model = ""
+        self.media = VllmMedia(http, lambda: self._model)
 
     async def facts(self) -> EngineFacts:
         """Return the server's version, models, cache layout and where it publishes KV events."""

@@ -1,0 +1,69 @@
+"""Media of vLLM's token interface: its render endpoint, and the features that it makes of images, audio and video."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvferry.engine_adapter.http_client import EngineHttp
+from kvferry.protocol.errors import InvalidRequest, StepFailed
+from kvferry.protocol.media import MAX_ITEM_BYTES, MediaItem, RenderedPrompt
+
+CHAT = "/v1/chat/completions"
+
+
+class VllmMedia:
+    """Media of one vLLM server. Implements `media_engine.MediaEngine`. model: returns the name of its base model."""
+
+    def __init__(self, http: EngineHttp, model: Callable[[], str]) -> None:
+        self._http, self._model = http, model
+
+    async def render(self, chat: bytes, adapter: str = "") -> RenderedPrompt:
+        """Return the prompt that vLLM makes of a chat. Raises InvalidRequest if its media become too large."""
+        asked = with_fields(chat, model=adapter or self._model(), max_tokens=1)
+        told = await self._http.post(f"{CHAT}/render", asked, None)
+        try:
+            return RenderedPrompt(tuple(told["token_ids"]), items_of(told.get("features")))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise StepFailed(f"the engine's prompt cannot be read: {type(error).__name__} {error}") from error
+
+    async def answer(self, chat: bytes, tokens: int, cache_salt: str) -> tuple[int, ...]:
+        """Return greedy tokens of the answer to a chat."""
+        asked = with_fields(
+            chat, model=self._model(), max_tokens=tokens, temperature=0.0, ignore_eos=True, cache_salt=cache_salt,
+            return_token_ids=True,
+        )  # fmt: skip
+        told = await self._http.post(CHAT, asked, None)
+        return tuple(told["choices"][0].get("token_ids") or ())
+
+
+def with_fields(chat: bytes, **fields: Any) -> bytes:
+    """Return the JSON of a chat with further fields, without reading its media again."""
+    return json.dumps(fields, separators=(",", ":")).encode()[:-1] + b"," + chat[1:]
+
+
+def items_of(features: dict[str, Any] | None) -> tuple[MediaItem, ...]:
+    """Return vLLM's features as media in order. Raises InvalidRequest if they are too large to travel."""
+    items: list[MediaItem] = []
+    for modality, hashes in ((features or {}).get("mm_hashes") or {}).items():
+        assert features
+        ranges, datas = features["mm_placeholders"][modality], features["kwargs_data"][modality]
+        if sum(len(data) for data in datas) * 3 // 4 > MAX_ITEM_BYTES:
+            raise InvalidRequest(f"the {modality} parts become more than {MAX_ITEM_BYTES} bytes of tensors; send less")
+        for name, place, data in zip(hashes, ranges, datas, strict=True):
+            items.append(MediaItem(modality, name, place["offset"], place["length"], base64.b64decode(data)))
+    return tuple(sorted(items, key=lambda item: item.offset))
+
+
+def features_of(items: Sequence[MediaItem]) -> dict[str, Any]:
+    """Return the features that vLLM's token interface takes for these media."""
+    hashes: dict[str, list[str]] = {}
+    ranges: dict[str, list[dict[str, int]]] = {}
+    datas: dict[str, list[str]] = {}
+    for item in items:
+        hashes.setdefault(item.modality, []).append(item.hash)
+        ranges.setdefault(item.modality, []).append({"offset": item.offset, "length": item.length})
+        datas.setdefault(item.modality, []).append(base64.b64encode(item.data).decode())
+    return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": datas}

@@ -1,0 +1,63 @@
+"""What vLLM's render endpoint does, with toys in the place of template, tokenizer and image processor."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Any
+
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from tests.engine_adapter.model_cache import Media
+
+PLACEHOLDER, PART_TOKENS = 777, 24
+"""Token that stands for media, and how many of it an image has."""
+
+
+def render(body: dict[str, Any], modalities: tuple[str, ...]) -> Response:
+    """The prompt of a chat: a token a character, and placeholders for media; refuses what the toy does not take."""
+    tokens: list[int] = []
+    hashes: dict[str, list[str]] = {}
+    ranges: dict[str, list[dict[str, int]]] = {}
+    datas: dict[str, list[str]] = {}
+    for message in body["messages"]:
+        tokens += characters(f"<{message['role']}>")
+        content = message.get("content") or ""
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "text":
+                tokens += characters(part["text"])
+                continue
+            modality = part["type"].removesuffix("_url")
+            url = part[part["type"]]["url"]
+            if modality not in modalities or not url.startswith("data:"):
+                return JSONResponse({"error": {"message": f"no {part['type']}", "code": 400}}, 400)
+            data = base64.b64decode(url.partition(",")[2].split(",")[0])
+            hashes.setdefault(modality, []).append(hashlib.sha256(data).hexdigest())
+            ranges.setdefault(modality, []).append({"offset": len(tokens), "length": PART_TOKENS})
+            datas.setdefault(modality, []).append(base64.b64encode(b"tensors of " + data).decode())
+            tokens += [PLACEHOLDER] * PART_TOKENS
+    tokens += characters("<assistant>" if body.get("add_generation_prompt", True) else "")
+    features = {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": datas, "mm_metadata": None}
+    return JSONResponse({"request_id": "chatcmpl-1", "token_ids": tokens, "features": features if hashes else None})
+
+
+def characters(text: str) -> list[int]:
+    return [1000 + ord(each) % 1000 for each in text]
+
+
+def media_of(features: dict[str, Any] | None) -> list[Media]:
+    """Hash, offset and length of each part, in order."""
+    if not features:
+        return []
+    found = [
+        (name, place["offset"], place["length"])
+        for modality, names in features["mm_hashes"].items()
+        for name, place in zip(names, features["mm_placeholders"][modality], strict=True)
+    ]
+    return sorted(found, key=lambda each: each[1])
+
+
+def seen_in(features: dict[str, Any] | None) -> list[object]:
+    """What the toy model sees: the media's places, and their tensors."""
+    return [*media_of(features), *features["kwargs_data"].items()] if features else []

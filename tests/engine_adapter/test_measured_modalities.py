@@ -1,0 +1,178 @@
+"""Media that an engine reads: measured against its own chat, never assumed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import wave
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.engine_adapter.engine import EngineCall
+from kvferry.engine_adapter.engines import vllm_media, vllm_params
+from kvferry.engine_adapter.engines.vllm import VllmEngine
+from kvferry.engine_adapter.measured_modalities import measured_modalities as measured
+from kvferry.engine_adapter.measured_modalities import probe
+from kvferry.protocol.errors import InvalidRequest, NodeDied, StepFailed
+from kvferry.protocol.media import MediaItem
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.router.media.formats import format_of, wav_fault
+from kvferry.router.media.image_size import image_size
+from tests.engine_adapter.mock_vllm import Behaviour, app_of
+
+
+class MockHttp:
+    """The mock engine in this process, asked as `EngineHttp` asks."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, **behaviour: Any) -> None:
+        self.app = app_of(Behaviour(**{"events": False, **behaviour}))
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://engine")
+
+    async def post(self, path: str, body: Any, silence_s: float | None = None) -> Any:
+        answer = await self.http.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
+        if answer.status_code == 400:
+            raise InvalidRequest(answer.text)
+        if answer.status_code != 200:
+            raise StepFailed(answer.text)
+        return answer.json()
+
+    async def get(self, path: str) -> Any:
+        return (await self.http.get(path)).json()
+
+    async def text(self, path: str) -> str:
+        return (await self.http.get(path)).text
+
+    async def stream(self, path: str, body: Any, deliver: Callable[[dict[str, Any]], None]) -> None:
+        answer = await self.http.post(path, json=body)
+        for line in answer.text.split("\n\n"):
+            if line.startswith("data: {"):
+                deliver(json.loads(line[6:]))
+
+
+async def engine_of(**behaviour: Any) -> VllmEngine:
+    http: Any = MockHttp(**behaviour)
+    engine = VllmEngine(http)
+    await engine.facts()
+    return engine
+
+
+@pytest.mark.parametrize("modalities", [(), ("image",), ("image", "audio", "video"), ("audio",)])
+async def test_an_engine_takes_what_it_renders_and_answers(modalities: tuple[str, ...]):
+    assert await measured(await engine_of(modalities=modalities)) == modalities
+
+
+async def test_an_engine_whose_token_interface_loses_the_picture_takes_none():
+    assert await measured(await engine_of(modalities=("image",), blind=True)) == ()
+
+
+async def test_an_engine_that_refuses_the_probe_takes_none():
+    assert await measured(await engine_of(modalities=("image",), fault="refuse")) == ()
+
+
+async def test_an_engine_without_media_is_not_asked():
+    class Plain:
+        media = None
+
+    engine: Any = Plain()
+    assert await measured(engine) == ()
+
+
+async def test_an_engine_that_dies_at_the_probe_is_told():
+    engine = await engine_of(modalities=("image",))
+
+    async def dies(*asked: Any) -> Any:
+        raise NodeDied("gone")
+
+    engine.media.render = dies  # type: ignore[method-assign]
+    with pytest.raises(NodeDied):
+        await measured(engine)
+
+
+def test_the_probes_are_what_they_say():
+    """Sound images, audio and frames: an engine must not refuse them for what they are."""
+    image = data_of(probe("image"))
+    assert (format_of(image), image_size(image, "image/png")) == ("image/png", (64, 64))
+    audio = data_of(probe("audio"))
+    assert (format_of(audio), wav_fault(audio)) == ("audio/wav", "")
+    with wave.open(io.BytesIO(audio)) as read:
+        assert (read.getframerate(), read.getnframes()) == (16_000, 16_000)
+    frames = probe("video")["video_url"]["url"].partition(",")[2].split(",")
+    assert len(set(frames)) == 4
+    assert {format_of(base64.b64decode(frame)) for frame in frames} == {"image/png"}
+
+
+def data_of(part: dict[str, Any]) -> bytes:
+    return base64.b64decode(part[part["type"]]["url"].partition(",")[2])
+
+
+FEATURES = {
+    "mm_hashes": {"image": ["i0", "i1"], "audio": ["a0"]},
+    "mm_placeholders": {"image": [{"offset": 2, "length": 3}, {"offset": 9, "length": 1}],
+                        "audio": [{"offset": 5, "length": 4}]},
+    "kwargs_data": {"image": ["AAE=", "Ag=="], "audio": ["Aw=="]},
+}  # fmt: skip
+ITEMS = (
+    MediaItem("image", "i0", 2, 3, b"\0\1"),
+    MediaItem("audio", "a0", 5, 4, b"\3"),
+    MediaItem("image", "i1", 9, 1, b"\2"),
+)
+
+
+def test_features_travel_to_another_engine_as_they_were():
+    assert vllm_media.items_of({**FEATURES, "mm_metadata": {"image": ["x", None]}}) == ITEMS
+    call = EngineCall("r", (1,) * 12, SamplingParams(), media=ITEMS)
+    assert vllm_params.body(call, "toy")["features"] == FEATURES
+    assert "features" not in vllm_params.body(EngineCall("r", (1,), SamplingParams()), "toy")
+    assert vllm_media.items_of(None) == ()
+
+
+def test_media_that_become_too_large_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vllm_media, "MAX_ITEM_BYTES", 3)
+    with pytest.raises(InvalidRequest, match="image parts become more than 3 bytes"):
+        vllm_media.items_of({**FEATURES, "kwargs_data": {"image": ["AAAA", "AAAA"], "audio": [""]}})
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        {"token_ids": None},
+        {"token_ids": [1], "features": {"mm_hashes": {"image": ["a"]}}},
+        {"token_ids": [1], "features": {**FEATURES, "kwargs_data": {"image": [None, None], "audio": [None]}}},
+        {"token_ids": [1], "features": {**FEATURES, "mm_placeholders": {"image": [], "audio": []}}},
+        {"token_ids": [1], "features": {**FEATURES, "kwargs_data": {"image": ["a", "b"], "audio": ["!"]}}},
+    ],
+)
+async def test_an_answer_that_cannot_be_read_fails_this_request_alone(told: Any):
+    engine = await engine_of()
+
+    async def answer(*asked: Any) -> Any:
+        return told
+
+    engine._http.post = answer  # type: ignore[method-assign]
+    with pytest.raises(StepFailed, match="cannot be read"):
+        await engine.media.render(b'{"messages":[]}')
+
+
+async def test_a_chat_goes_to_the_engine_as_it_is_with_what_the_adapter_adds():
+    asked: list[tuple[str, Any]] = []
+    engine = await engine_of()
+
+    async def answer(path: str, body: bytes, *more: Any) -> Any:
+        asked.append((path, json.loads(body)))
+        return {"token_ids": [1]}
+
+    engine._http.post = answer  # type: ignore[method-assign]
+    await asyncio.gather(engine.media.render(b'{"messages":[1]}'), engine.media.render(b'{"messages":[2]}', "lora"))
+    path = "/v1/chat/completions/render"
+    assert asked == [
+        (path, {"model": "toy", "max_tokens": 1, "messages": [1]}),
+        (path, {"model": "lora", "max_tokens": 1, "messages": [2]}),
+    ]
