@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from kvferry.placement.capacity import Capacity
 from kvferry.placement.types import NodeKey
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.media import MediaItem, RenderRequest
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
@@ -28,6 +29,32 @@ class Fork:
     fingerprint: str = ""
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class PromptMedia:
+    """Images, audio and video of a prompt, prepared for the nodes of one fingerprint."""
+
+    items: tuple[MediaItem, ...]
+    fingerprint: str
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Return the modalities of the items."""
+        return frozenset(item.modality for item in self.items)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes that the items take in memory."""
+        return sum(len(item.data) for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedMedia:
+    """A prompt with media: its tokens, with placeholders, and the media themselves."""
+
+    token_ids: tuple[int, ...]
+    media: PromptMedia
+
+
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One token sequence to process for the API call `call`.
@@ -36,6 +63,7 @@ class RequestSpec:
     `fork_of`    a request with the same first tokens; placement prefers its node while that is cheapest
     `adapter`    id of the LoRA adapter, empty for the base model
     `newcomer`   served ahead of other tenants' requests (see Job)
+    `media`      images, audio and video of the prompt; None: text alone
     """
 
     call: RequestContext
@@ -46,6 +74,7 @@ class RequestSpec:
     fork_of: Fork | None = None
     adapter: str = ""
     newcomer: bool = False
+    media: PromptMedia | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -144,11 +173,28 @@ class Adapters(Protocol):
         Raises the error of a node that refused, after restoring the previous state. Raises NoNodes without nodes."""
 
 
+class MediaPrompts(Protocol):
+    """Prompts with media, which nodes make."""
+
+    def check(self, modalities: Collection[str], adapter: str = "") -> None:
+        """Raise InvalidRequest if no node takes these media, and NoNodes if none is known at present.
+
+        adapter: id of the LoRA adapter that the node must have; empty: none."""
+
+    async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
+        """Return a chat's prompt. Raises NoNodes, or the error of the node that could not make it."""
+        ...
+
+
 class Cluster(Protocol):
     """The nodes of one model as the router sees them."""
 
     held: PendingRequests
     """Requests that wait because no node can take them now."""
+
+    @property
+    def media(self) -> MediaPrompts:
+        """Return the prompts with media."""
 
     @property
     def adapters(self) -> Adapters:
