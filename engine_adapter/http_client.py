@@ -83,6 +83,18 @@ class EngineHttp:
 
         await self._call(f"POST {self._path}{path}", body, EventDecoder, None, event)
 
+    async def upload(
+        self,
+        path: str,
+        body: bytes,
+        content_type: str,
+        begun: Callable[[str], None],
+        deliver: Callable[[bytes], None],
+    ) -> None:
+        """POST a body and deliver the answer's bytes as they come, after `begun` with the answer's content type."""
+        what = f"POST {self._path}{path}"
+        await self._call(what, body, WholeBody, None, deliver, content_type=content_type, begun=begun)
+
     async def post(self, path: str, body: Any, silence_s: float | None = ANSWER_S) -> Any:
         """POST a body, or its JSON, and return the JSON of the answer; None if it is empty."""
         return _json(await self._whole(f"POST {self._path}{path}", body, silence_s))
@@ -114,16 +126,25 @@ class EngineHttp:
         return b"".join(parts)
 
     async def _call(
-        self, what: str, body: Any, decoder: type[Decoder], silence_s: float | None, deliver: Callable[..., None]
+        self,
+        what: str,
+        body: Any,
+        decoder: type[Decoder],
+        silence_s: float | None,
+        deliver: Callable[..., None],
+        *,
+        content_type: str = "application/json",
+        begun: Callable[[str], None] | None = None,
     ) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
         head = (
-            f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{self._key}content-type: application/json\r\n"
+            f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{self._key}content-type: {content_type}\r\n"
             f"content-length: {len(data)}\r\n\r\n"
         )
         try:
             connection = await self._connection(decoder)
-            await connection.exchange(head.encode() + data, silence_s, None, deliver)
+            opened = begun and (lambda: begun(connection.header("content-type")))
+            await connection.exchange(head.encode() + data, silence_s, opened, deliver)
         except ConnectionError as error:
             raise NodeDied(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         except (OSError, httptools.HttpParserError, ValueError) as error:

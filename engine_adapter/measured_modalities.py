@@ -16,8 +16,9 @@ from typing import Any
 from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta
 from kvferry.engine_adapter.media_engine import MediaEngine
 from kvferry.protocol.errors import InvalidRequest, Overloaded, StepFailed
-from kvferry.protocol.media import MODALITIES
+from kvferry.protocol.media import MODALITIES, TRANSCRIPTION
 from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.speech import SpeechRequest
 
 log = logging.getLogger("kvferry.adapter")
 
@@ -30,12 +31,14 @@ TOKENS = 8
 
 
 async def measured_modalities(engine: Engine) -> tuple[str, ...]:
-    """Return the modalities of `protocol.media.MODALITIES` that the engine reads.
+    """Return the modalities of `protocol.media.MODALITIES` that the engine reads, and TRANSCRIPTION if it transcribes.
 
     Raises NodeDied and NodeLost as the engine does."""
     if engine.media is None:
         return ()
     kept = [modality for modality in MODALITIES if await _reads(engine, engine.media, modality)]
+    if await _transcribes(engine.media):
+        kept.append(TRANSCRIPTION)
     log.info("measured: prompts may hold %s", ", ".join(kept) or "text alone")
     return tuple(kept)
 
@@ -61,6 +64,17 @@ async def _reads(engine: Engine, media: MediaEngine, modality: str) -> bool:
     if tuple(given) != due:
         log.warning("prompts may hold no %s: the engine's token interface answers otherwise than its chat", modality)
     return tuple(given) == due
+
+
+async def _transcribes(media: MediaEngine) -> bool:
+    """Return whether the engine answers for a tone, whatever it hears in it."""
+    asked, heard = SpeechRequest(False, (("response_format", "json"),), "tone.wav", _wav()), bytearray()
+    try:
+        await media.transcribe(asked, lambda content_type: None, heard.extend)
+    except (InvalidRequest, StepFailed, Overloaded) as error:
+        log.info("the engine transcribes nothing: %s", error.message)
+        return False
+    return bool(heard)
 
 
 def _text() -> dict[str, Any]:

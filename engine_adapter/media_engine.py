@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from kvferry.protocol.media import RenderedPrompt
+from kvferry.protocol.speech import SpeechRequest
 
 
 class MediaEngine(Protocol):
@@ -18,4 +20,10 @@ class MediaEngine(Protocol):
 
     async def answer(self, chat: bytes, tokens: int, cache_salt: str) -> tuple[int, ...]:
         """Return so many greedy tokens that the engine answers a chat with, asked by its OpenAI API."""
+        ...
+
+    async def transcribe(
+        self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
+    ) -> None:
+        """Write down, or translate, what audio says. begun: called with the content type before the first bytes."""
         ...

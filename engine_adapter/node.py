@@ -22,10 +22,19 @@ from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import model_name
 from kvferry.engine_adapter.measured_guarantees import Measurement
 from kvferry.engine_adapter.measured_modalities import measured_modalities
+from kvferry.engine_adapter.media_routes import MediaRoutes
 from kvferry.engine_adapter.node_state import NodeState
-from kvferry.engine_adapter.render_route import mount_render
 from kvferry.protocol.adapter_metrics import AdapterMetrics
-from kvferry.protocol.errors import ConfigError, Draining, KvferryError, RegistryUnavailable
+from kvferry.protocol.errors import (
+    ConfigError,
+    Draining,
+    InvalidRequest,
+    KvferryError,
+    RegistryUnavailable,
+    StepFailed,
+)
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.media import TRANSCRIPTION
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, Pulse
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
@@ -102,9 +111,14 @@ class AdapterNode:
         """Wait for the engine, measure it, and take an epoch."""
         facts = await self._ready_facts()
         measurement = Measurement(self._engine)
-        guarantees, rates = await measurement.guarantees(), await measurement.rates()
         auto = self._settings.engine_modalities == "auto"
         modalities = await measured_modalities(self._engine) if auto else ()
+        try:
+            guarantees, rates = await measurement.guarantees(), await measurement.rates()
+        except (InvalidRequest, StepFailed):
+            if TRANSCRIPTION not in modalities:
+                raise
+            guarantees, rates = (), Rates()  # of a model that takes no prompts without audio
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
         epoch = await new_epoch(self._store, self.address.node_id)
@@ -165,7 +179,7 @@ class AdapterNode:
         self.draining = True
         log.info("%s drains", self.address.node_id)
         await state.membership.announce()
-        while state.attempts.running and may_wait() and not gone.done():  # noqa: ASYNC110
+        while (state.attempts.running or self._media.running) and may_wait() and not gone.done():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         gone.cancel()
         state.watch.stop()
@@ -181,7 +195,9 @@ class AdapterNode:
         app = self.address.app
         app.post("/attempts/generate", status_code=202)(self.post_generate)
         app.post("/attempts/cancel", status_code=202)(self.post_cancel)
-        mount_render(app, self._engine.media, lambda: self.state.adapter_names if self.state else {})
+        self._media = MediaRoutes(
+            app, self._engine.media, lambda: self.state.adapter_names if self.state and not self.draining else None
+        )
 
     async def post_generate(self, request: Request) -> None:
         """Begin an attempt; its output goes to the router's stream."""

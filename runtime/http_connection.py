@@ -81,6 +81,10 @@ class Connection(asyncio.Protocol):
             finally:
                 del error  # the traceback refers to this frame
 
+    def header(self, name: str) -> str:
+        """Return a header of the answer by its name in lower case; empty: none. It is known once `opened` is called."""
+        return self._headers.get(name, "")
+
     def rest(self, left: Callable[[], None]) -> None:
         """Keep the connection idle; call `left` once, when the next exchange begins or the connection closes."""
         self._left, self._rested_at = left, self._loop.time()

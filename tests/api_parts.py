@@ -26,6 +26,7 @@ from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.settings import RouterSettings
+from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.work import Generate, Grammar
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModels, pool_of
@@ -119,6 +120,8 @@ class FakeMedia:
         self.modalities: tuple[str, ...] = ()
         self.answers: list[RenderedMedia | KvferryError] = []
         self.asked: list[RenderRequest] = []
+        self.speech: list[SpeechPart | KvferryError] = []
+        self.heard: list[SpeechRequest] = []
 
     def check(self, modalities: Collection[str], adapter: str = "") -> None:
         if missing := sorted(set(modalities) - set(self.modalities)):
@@ -130,6 +133,14 @@ class FakeMedia:
         if isinstance(answer, KvferryError):
             raise answer
         return answer
+
+    async def transcribe(self, request: SpeechRequest, deliver: Callable[[SpeechPart], None]) -> None:
+        self.heard.append(request)
+        for part in self.speech:
+            if isinstance(part, KvferryError):
+                raise part
+            deliver(part)
+            await asyncio.sleep(0)
 
 
 class FakeCluster:

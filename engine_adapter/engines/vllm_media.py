@@ -7,11 +7,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvferry.engine_adapter.form_data import form_data
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 from kvferry.protocol.media import MAX_ITEM_BYTES, MediaItem, RenderedPrompt
+from kvferry.protocol.speech import SpeechRequest
 
 CHAT = "/v1/chat/completions"
+TRANSCRIBE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
 class VllmMedia:
@@ -37,6 +40,13 @@ class VllmMedia:
         )  # fmt: skip
         told = await self._http.post(CHAT, asked, None)
         return tuple(told["choices"][0].get("token_ids") or ())
+
+    async def transcribe(
+        self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
+    ) -> None:
+        """Ask vLLM's endpoint for audio."""
+        body, kind = form_data((*request.fields, ("model", self._model())), request.filename, request.audio)
+        await self._http.upload(TRANSLATE if request.translate else TRANSCRIBE, body, kind, begun, deliver)
 
 
 def with_fields(chat: bytes, **fields: Any) -> bytes:

@@ -13,8 +13,7 @@ from kvferry.protocol.model_metrics import ModelMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.work import Generate, Grammar, Work
 from kvferry.router.api.bodies.fields import Prompt
-from kvferry.router.api.bodies.generating import GenerationBody
-from kvferry.router.api.sampling_defaults import BadWords, sampling_of
+from kvferry.router.api.bodies.generating import BadWords, GenerationBody
 from kvferry.router.dispatch.interface import Cluster, RequestSpec
 from kvferry.router.media.chat import MediaChat
 from kvferry.router.media.loading import MediaLoader
@@ -156,7 +155,7 @@ class ServedModel:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
         budget = self._budget(body, len(token_ids))
         self.check_ids(token_ids, field)
-        params = sampling_of(body, self.text.facts, budget, bad_words)
+        params = body.sampling(self.text.facts, budget, bad_words)
         return self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt)
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:

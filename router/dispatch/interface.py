@@ -14,6 +14,7 @@ from kvferry.protocol.media import MediaItem, RenderRequest
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.work import Generate, Work
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.request_context import RequestContext
@@ -173,17 +174,21 @@ class Adapters(Protocol):
         Raises the error of a node that refused, after restoring the previous state. Raises NoNodes without nodes."""
 
 
-class MediaPrompts(Protocol):
-    """Prompts with media, which nodes make."""
+class MediaServices(Protocol):
+    """What a model's nodes do with media besides generating."""
 
-    def check(self, modalities: Collection[str], adapter: str = "") -> None:
-        """Raise InvalidRequest if no node takes these media, and NoNodes if none is known at present.
+    def check(self, abilities: Collection[str], adapter: str = "") -> None:
+        """Raise InvalidRequest if no node has these abilities, and NoNodes if none is known at present.
 
-        adapter: id of the LoRA adapter that the node must have; empty: none."""
+        abilities: of those in leases' modalities. adapter: id of a LoRA adapter that the node must have; empty: none.
+        """
 
     async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
         """Return a chat's prompt. Raises NoNodes, or the error of the node that could not make it."""
         ...
+
+    async def transcribe(self, request: SpeechRequest, deliver: Callable[[SpeechPart], None]) -> None:
+        """Deliver a node's answer as it comes. Raises NoNodes, or the error of the node that failed."""
 
 
 class Cluster(Protocol):
@@ -193,8 +198,8 @@ class Cluster(Protocol):
     """Requests that wait because no node can take them now."""
 
     @property
-    def media(self) -> MediaPrompts:
-        """Return the prompts with media."""
+    def media(self) -> MediaServices:
+        """Return what the nodes do with media."""
 
     @property
     def adapters(self) -> Adapters:

@@ -27,8 +27,8 @@ from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.inflight_prefixes import InflightPrefixes
 from kvferry.router.dispatch.interface import ClusterInfo, RequestSpec
-from kvferry.router.dispatch.media_rendering import MediaRendering
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
+from kvferry.router.dispatch.model_media import ModelMedia
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.dispatch.readiness import Readiness
 from kvferry.router.dispatch.shared import Shared
@@ -58,7 +58,7 @@ class ModelCluster:
         self._client, self._prefixes, self._local_tokens = shared.client, shared.prefixes, shared.local_tokens
         self._buddies, self._fetch, self.canary = shared.buddies, shared.fetch, shared.canary
         self.adapters = ModelAdapters(model, shared.nodes, shared.client)
-        self.media = MediaRendering(model, shared.nodes, shared.client)
+        self.media = ModelMedia(model, shared.nodes, shared.client)
         self.leases = model.leases
         self._info: ClusterInfo | None = None
         self.trouble = Readiness(shared.nodes)

@@ -12,6 +12,8 @@ FORMATS = {
 """MIME types of each modality that are taken.
 
 Audio has only formats whose decoded length follows from their size: silence in FLAC or Opus takes nearly no bytes."""
+SPEECH = ("audio/wav", "audio/mpeg", "audio/flac", "audio/ogg", "video/mp4", "video/webm")
+"""MIME types of files whose words can be written down; MP4 and WebM may hold sound alone."""
 _ALIASES = {
     "image/jpg": "image/jpeg", "audio/x-wav": "audio/wav", "audio/wave": "audio/wav", "audio/vnd.wave": "audio/wav",
     "audio/mp3": "audio/mpeg",
@@ -42,6 +44,8 @@ def format_of(data: bytes) -> str:
         return {b"WEBP": "image/webp", b"WAVE": "audio/wav"}.get(bytes(data[8:12]), "")
     if data.startswith(b"ID3") or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2):
         return "audio/mpeg"  # the frame's layer is III
+    if data.startswith((b"fLaC", b"OggS")):
+        return "audio/flac" if data[:1] == b"f" else "audio/ogg"
     if data[4:8] == b"ftyp":
         return "video/mp4"
     return "video/webm" if data.startswith(b"\x1a\x45\xdf\xa3") else ""

@@ -37,16 +37,6 @@ class MediaPart:
         return MODALITIES[self.kind]
 
 
-def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a chat has an image, audio or video."""
-    return any(
-        _kind(part) in MODALITIES
-        for message in messages
-        if isinstance(content := message.get("content"), list)
-        for part in content
-    )
-
-
 def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[MediaPart]:
     """Return all images, audios and videos of a chat in order.
 

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary, finalize
 
 from kvferry.protocol.errors import InvalidRequest, Overloaded
 from kvferry.protocol.media import RenderRequest
-from kvferry.router.dispatch.interface import MediaPrompts, PromptMedia, RenderedMedia
+from kvferry.router.dispatch.interface import MediaServices, PromptMedia, RenderedMedia
 from kvferry.router.media.chat import MediaChat
 from kvferry.router.media.limits import MAX_HELD_BYTES, MAX_RENDERS, RENDERS_PER_TENANT
 from kvferry.router.media.loading import MediaLoader
@@ -47,7 +47,7 @@ class MediaBudget:
 class MediaPrompter:
     """Makes prompts of one model's chats with media. Belongs to one asyncio loop; the owner must call `close`."""
 
-    def __init__(self, loader: MediaLoader, nodes: MediaPrompts) -> None:
+    def __init__(self, loader: MediaLoader, nodes: MediaServices) -> None:
         self._loader, self._nodes, self.budget = loader, nodes, MediaBudget()
         self._places = asyncio.Semaphore(MAX_RENDERS)
         self._places_of = WeakValueDictionary[str, asyncio.Semaphore]()

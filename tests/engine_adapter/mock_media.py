@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import Response
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.datastructures import UploadFile
 
 from tests.engine_adapter.model_cache import Media
 
@@ -61,3 +65,33 @@ def media_of(features: dict[str, Any] | None) -> list[Media]:
 def seen_in(features: dict[str, Any] | None) -> list[object]:
     """What the toy model sees: the media's places, and their tensors."""
     return [*media_of(features), *features["kwargs_data"].items()] if features else []
+
+
+def mount_speech(app: FastAPI) -> None:
+    """Endpoints of audio: what is heard is the size of the file and the form's fields."""
+
+    async def heard(request: Request) -> Response:
+        form = await request.form()
+        file = form["file"]
+        assert isinstance(file, UploadFile)
+        data = await file.read()
+        fields = {name: form.getlist(name) for name in form if name != "file"}
+        if fields.get("prompt") == ["fail"]:
+            return JSONResponse({"error": {"message": "cannot hear", "code": 400}}, 400)
+        told = {"text": f"{request.url.path} {file.filename} {len(data)}", "fields": fields}
+        if fields.get("stream") == ["true"]:
+            return StreamingResponse(spoken(told["text"].split(), fields), media_type="text/event-stream")
+        if fields["response_format"] == ["text"]:
+            return Response(told["text"], media_type="text/plain")
+        return JSONResponse(told)
+
+    async def spoken(words: list[str], fields: dict[str, Any]) -> AsyncIterator[str]:
+        for word in words:
+            yield f"data: {json.dumps({'choices': [{'delta': {'content': word}}]})}\n\n"
+            await asyncio.sleep(0.01)
+            if fields.get("prompt") == ["break"]:
+                raise RuntimeError("the engine ends")
+        yield "data: [DONE]\n\n"
+
+    app.post("/v1/audio/transcriptions")(heard)
+    app.post("/v1/audio/translations")(heard)

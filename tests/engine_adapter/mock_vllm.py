@@ -23,7 +23,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from tests.engine_adapter.mock_kv_events import MockKvEvents
-from tests.engine_adapter.mock_media import media_of, render, seen_in
+from tests.engine_adapter.mock_media import media_of, mount_speech, render, seen_in
 from tests.engine_adapter.model_cache import Media, ModelCache
 
 LEAST_ID, IDS = 1000, 20_000
@@ -36,7 +36,8 @@ class Behaviour:
 
     fault: "" or what befalls each new request: error_event (an error behind status 200, the engine stays well),
     dead_core (the same, and /health answers 503), hang (no token), refuse (503). loose: greedy tokens depend on the
-    requests that run beside. modalities: media that it takes. blind: its token interface does not see them."""
+    requests that run beside. modalities: media that it takes. hears: it transcribes. blind: its token
+    interface does not see media."""
 
     step_s: float = 0.0
     noise: str = "position"
@@ -52,6 +53,7 @@ class Behaviour:
     max_model_len: int = 4096
     loras: tuple[str, ...] = ()
     modalities: tuple[str, ...] = ()
+    hears: bool = False
     blind: bool = False
 
 
@@ -225,6 +227,8 @@ def app_of(behaviour: Behaviour) -> FastAPI:
             toy.run(tokens[:-1], salt, media)
 
     mount_media(app, behaviour, toy)
+    if behaviour.hears:
+        mount_speech(app)
     return app
 
 

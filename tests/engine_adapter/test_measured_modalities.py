@@ -43,6 +43,13 @@ class MockHttp:
             raise StepFailed(answer.text)
         return answer.json()
 
+    async def upload(self, path: str, body: bytes, content_type: str, begun: Any, deliver: Any) -> None:
+        answer = await self.http.post(path, content=body, headers={"content-type": content_type})
+        if answer.status_code != 200:
+            raise StepFailed(f"the engine answered {answer.status_code}")
+        begun(answer.headers["content-type"])
+        deliver(answer.content)
+
     async def get(self, path: str) -> Any:
         return (await self.http.get(path)).json()
 
@@ -66,6 +73,11 @@ async def engine_of(**behaviour: Any) -> VllmEngine:
 @pytest.mark.parametrize("modalities", [(), ("image",), ("image", "audio", "video"), ("audio",)])
 async def test_an_engine_takes_what_it_renders_and_answers(modalities: tuple[str, ...]):
     assert await measured(await engine_of(modalities=modalities)) == modalities
+
+
+async def test_an_engine_that_hears_transcribes():
+    assert await measured(await engine_of(hears=True)) == ("transcription",)
+    assert await measured(await engine_of(hears=True, modalities=("audio",))) == ("audio", "transcription")
 
 
 async def test_an_engine_whose_token_interface_loses_the_picture_takes_none():

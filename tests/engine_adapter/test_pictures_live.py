@@ -30,7 +30,7 @@ def running() -> Iterator[Fleet]:
     """Two engines that see, and one that reads text alone."""
     with fleet() as started:
         for modalities in SEES:
-            started.add(step_s=STEP_S, modalities=modalities)
+            started.add(step_s=STEP_S, modalities=modalities, hears="audio" in modalities)
         started.start_router("smollm2", "--allowed-media-domains", "127.0.0.1,localhost,169.254.169.254,::1")
         started.ready(3)
         for engine in started.engines:
@@ -129,7 +129,7 @@ def restarted_seer(running: Fleet, victim: Any) -> None:
     victim.adapter.end()
     victim.server.end()
     place = running.engines.index(victim)
-    running.add(step_s=STEP_S, modalities=SEES[place])
+    running.add(step_s=STEP_S, modalities=SEES[place], hears="audio" in SEES[place])
     running.engines[place] = running.engines.pop()
     wait_until_ready(running.engines[place])
     running.ready(3)
@@ -175,3 +175,34 @@ def test_sound_goes_to_the_engine_that_hears(running: Fleet):
     assert all(running.engines[0].name in answer.route for answer in answers)
     (features,) = {json.dumps(body["features"]["mm_hashes"]) for body in running.engines[0].behave()["asked"][-3:]}
     assert {name: len(hashes) for name, hashes in json.loads(features).items()} == {"audio": 1, "image": 1}
+
+
+def transcribe(running: Fleet, name: str = "transcriptions", data: bytes = b"", **fields: Any) -> httpx.Response:
+    files = {"file": ("talk.wav", data or made.wav(), "audio/wav")}
+    url = f"{running.router_url}/v1/audio/{name}"
+    return httpx.post(url, files=files, data={"model": SERVED, **fields}, timeout=30)
+
+
+def test_speech_is_written_down_by_the_engine_that_hears(running: Fleet):
+    size = len(made.wav())
+    told = transcribe(running, temperature="0.5", language="en").json()
+    assert told["text"] == f"/v1/audio/transcriptions talk.wav {size}"
+    assert told["fields"] == {"model": ["toy"], "response_format": ["json"], "temperature": ["0.5"], "language": ["en"]}
+    plain = transcribe(running, "translations", response_format="text")
+    assert plain.headers["content-type"].startswith("text/plain")
+    assert plain.text == f"/v1/audio/translations talk.wav {size}"
+    streamed = transcribe(running, stream="true")
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert [line for line in streamed.text.split("\n\n") if line][-1] == "data: [DONE]"
+    assert streamed.text.count("delta") == 3
+
+
+def test_what_the_engine_refuses_or_breaks_off_is_told(running: Fleet):
+    refused = transcribe(running, prompt="fail")
+    assert (refused.status_code, "cannot hear" in refused.text) == (400, True)
+    broken = transcribe(running, stream="true", prompt="break")
+    assert broken.status_code == 200
+    assert "delta" in broken.text
+    assert "node_lost" in broken.text
+    assert "[DONE]" not in broken.text
+    assert transcribe(running).status_code == 200

@@ -4,13 +4,15 @@ Unknown fields are ignored. Each body class defines what differs between the API
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import Field, StrictBool
 
+from kvferry.model_files.source import ModelFacts
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.sampling import MAX_COUNT
+from kvferry.protocol.sampling import MAX_COUNT, SamplingParams
 from kvferry.router.api.bodies.chat_prompt import ChatPrompt
 from kvferry.router.api.bodies.choices import ChoiceFields
 from kvferry.router.api.bodies.fields import (
@@ -24,6 +26,7 @@ from kvferry.router.api.bodies.fields import (
     Stops,
     StreamOptions,
     Top,
+    has_part,
 )
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.structured import Asked, StructuredFields
@@ -34,7 +37,7 @@ from kvferry.router.api.bodies.unsupported_fields import (
     UnsupportedForCompletions,
 )
 from kvferry.router.media.chat import MediaChat, chat_of
-from kvferry.router.media.parts import has_media
+from kvferry.router.media.parts import MODALITIES
 from kvferry.router.text.parsers.stage import PLAIN, Parsing
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
@@ -42,6 +45,12 @@ from kvferry.router.text.transcript import TextOptions
 
 MAX_SEQUENCES = 1024
 """Largest number of sequences in one request."""
+BadWords = tuple[tuple[int, ...], ...]
+"""Token sequences that outputs may not contain."""
+_SAMPLING = (
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty",
+)  # fmt: skip
 
 
 class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnsupportedFields, RequestBody):
@@ -107,6 +116,27 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
     def prompt_top(self) -> int | None:
         """Return how many top log-probabilities each prompt token shows; None without log-probabilities."""
         return self.prompt_logprobs
+
+    def sampling(self, facts: ModelFacts, max_tokens: int, bad_words: BadWords) -> SamplingParams:
+        """Return the parameters of a prompt's first choice, with the model's defaults; raise InvalidRequest.
+
+        Without a seed it draws one, so that a retried attempt continues the same text."""
+        top, given = self.top(), {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        params = SamplingParams(
+            **{**dict(facts.sampling), **given},
+            max_tokens=max_tokens,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            seed=self.seed if self.seed is not None else random.getrandbits(63),
+            logprobs=top or 0 if self.sequences() > (self.n or 1) else top,
+            prompt_logprobs=self.prompt_top(),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=bad_words,
+            eos_token_ids=facts.eos_token_ids,
+            ignore_eos=bool(self.ignore_eos),
+        )
+        params.validate(facts.vocab_size)
+        return params
 
     def text_options(self) -> TextOptions:
         """Return the display options of the output."""
@@ -197,7 +227,7 @@ class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
 
     def media_chat(self, text: TextModel) -> MediaChat | None:
         """Return the chat if it has images, audio or video, which only an engine can read; raise InvalidRequest."""
-        if not has_media(self.messages):
+        if not has_part(self.messages, MODALITIES):
             return None
         tools = None if self._use() is None else self.usable()
         return chat_of(text, self.messages, tools=tools, **self.template_fields())

@@ -89,6 +89,41 @@ async def test_all_choices_share_the_prompt():
     assert len({id(each.spec.media) for each in api.cluster.dispatches}) == 1
 
 
+DATA = URL.partition(",")[2]
+ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [TEXT, ANTHROPIC]}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": TEXT["text"]},
+                                                                  {"type": "input_image", "image_url": URL}]}]}),
+    ],
+)  # fmt: skip
+async def test_pictures_of_other_apis_reach_the_engine_in_a_chats_form(path: str, body: dict[str, Any]):
+    api = api_of("image")
+    answer = await api.http.post(path, json={"model": "SmolLM2-135M-Instruct", **body})
+    assert (answer.status_code, "A cat." in answer.text) == (200, True)
+    (request,) = api.cluster.media.asked
+    (message,) = json.loads(request.chat)["messages"]
+    assert message["content"] == [TEXT, {"type": "image_url", "image_url": {"url": URL}}]
+    blind = api_of()
+    refused = await blind.http.post(path, json={"model": "SmolLM2-135M-Instruct", **body})
+    assert (refused.status_code, "no node of the model takes image" in refused.text) == (400, True)
+
+
+async def test_a_stored_response_keeps_its_picture_for_the_next_turn():
+    api = api_of("image", answers=[prompt(), prompt()])
+    first = await api.http.post("/v1/responses", json={"input": [{"role": "user", "content": [
+        {"type": "input_image", "image_url": URL}]}]})  # fmt: skip
+    again = await api.http.post("/v1/responses", json={"input": "And now?", "previous_response_id": first.json()["id"]})
+    assert again.status_code == 200
+    picture, _, text = json.loads(api.cluster.media.asked[1].chat)["messages"]
+    assert picture["content"] == [{"type": "image_url", "image_url": {"url": URL}}]
+    assert text["content"] == "And now?"
+
+
 async def test_text_alone_never_asks_an_engine():
     api = api_of("image")
     answer = await api.chat(messages=[{"role": "user", "content": [TEXT]}])

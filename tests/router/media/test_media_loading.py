@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.fields import has_part
 from kvferry.router.media import loading
 from kvferry.router.media.limits import MAX_MEDIA, MAX_MEDIA_BYTES
 from kvferry.router.media.loading import MediaLoader
-from kvferry.router.media.parts import has_media, media_parts
+from kvferry.router.media.parts import MODALITIES, media_parts
 from tests.router.media import pictures as made
 
 FIELD = "messages[0].content[1].image_url.url"
@@ -64,8 +65,8 @@ async def test_each_kind_becomes_a_data_url_in_its_usual_form(part: dict[str, An
 
 
 def test_text_alone_has_no_media():
-    assert not has_media([{"role": "user", "content": "hello"}, *chat({"type": ["odd"]}, "odd")])
-    assert has_media(chat(image("x")))
+    assert not has_part([{"role": "user", "content": "hello"}, *chat({"type": ["odd"]}, "odd")], MODALITIES)
+    assert has_part(chat(image("x")), MODALITIES)
 
 
 @pytest.mark.parametrize(
