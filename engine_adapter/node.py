@@ -20,21 +20,11 @@ from kvferry.engine_adapter.attempts import Attempts
 from kvferry.engine_adapter.engine import Engine, EngineFacts
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import model_name
-from kvferry.engine_adapter.measured_guarantees import Measurement
-from kvferry.engine_adapter.measured_modalities import measured_modalities
+from kvferry.engine_adapter.measured_engine import measured_engine
 from kvferry.engine_adapter.media_routes import MediaRoutes
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.protocol.adapter_metrics import AdapterMetrics
-from kvferry.protocol.errors import (
-    ConfigError,
-    Draining,
-    InvalidRequest,
-    KvferryError,
-    RegistryUnavailable,
-    StepFailed,
-)
-from kvferry.protocol.lease import Rates
-from kvferry.protocol.media import TRANSCRIPTION
+from kvferry.protocol.errors import ConfigError, Draining, KvferryError, RegistryUnavailable
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, Pulse
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
@@ -110,15 +100,8 @@ class AdapterNode:
     async def _load(self) -> NodeState:
         """Wait for the engine, measure it, and take an epoch."""
         facts = await self._ready_facts()
-        measurement = Measurement(self._engine)
-        auto = self._settings.engine_modalities == "auto"
-        modalities = await measured_modalities(self._engine) if auto else ()
-        try:
-            guarantees, rates = await measurement.guarantees(), await measurement.rates()
-        except (InvalidRequest, StepFailed):
-            if TRANSCRIPTION not in modalities:
-                raise
-            guarantees, rates = (), Rates()  # of a model that takes no prompts without audio
+        measured = await measured_engine(self._engine, media=self._settings.engine_modalities == "auto")
+        guarantees = measured.guarantees
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
         epoch = await new_epoch(self._store, self.address.node_id)
@@ -127,7 +110,7 @@ class AdapterNode:
         if self._settings.accept_inexact:
             guarantees = tuple(dict.fromkeys((*guarantees, "greedy_resume", "seeded_resume")))
         state = self.state = NodeState(self._settings, self.address, facts, guarantees, epoch, watch)
-        state.streams, state.modalities = streams, modalities
+        state.streams, state.modalities = streams, measured.modalities
         state.attempts = Attempts(
             self._engine,
             streams,
@@ -138,7 +121,7 @@ class AdapterNode:
             ended=state.ended,
             counted=lambda outcome: self.metrics.attempts[outcome].inc(),
         )
-        state.attempts.rates.rates = rates
+        state.attempts.rates.rates = measured.rates
         state.draining = lambda: self.draining
         state.membership = Membership(self._store, state.lease, state.rows, self.metrics)
         state.follow_events()

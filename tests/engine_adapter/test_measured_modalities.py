@@ -16,9 +16,11 @@ import pytest
 from kvferry.engine_adapter.engine import EngineCall
 from kvferry.engine_adapter.engines import vllm_media, vllm_params
 from kvferry.engine_adapter.engines.vllm import VllmEngine
+from kvferry.engine_adapter.measured_engine import measured_engine
 from kvferry.engine_adapter.measured_modalities import measured_modalities as measured
 from kvferry.engine_adapter.measured_modalities import probe
 from kvferry.protocol.errors import InvalidRequest, NodeDied, StepFailed
+from kvferry.protocol.lease import Rates
 from kvferry.protocol.media import MediaItem
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.router.media.formats import format_of, wav_fault
@@ -58,6 +60,8 @@ class MockHttp:
 
     async def stream(self, path: str, body: Any, deliver: Callable[[dict[str, Any]], None]) -> None:
         answer = await self.http.post(path, json=body)
+        if answer.status_code == 400:
+            raise InvalidRequest(answer.text)
         for line in answer.text.split("\n\n"):
             if line.startswith("data: {"):
                 deliver(json.loads(line[6:]))
@@ -78,6 +82,21 @@ async def test_an_engine_takes_what_it_renders_and_answers(modalities: tuple[str
 async def test_an_engine_that_hears_transcribes():
     assert await measured(await engine_of(hears=True)) == ("transcription",)
     assert await measured(await engine_of(hears=True, modalities=("audio",))) == ("audio", "transcription")
+
+
+async def test_all_is_measured_at_once_and_media_only_if_asked_for():
+    found = await measured_engine(await engine_of(modalities=("image",)), media=True)
+    assert found.modalities == ("image",)
+    assert {"greedy_resume", "seeded_resume"} <= set(found.guarantees)
+    assert found.rates.prefill_tokens_per_s != Rates().prefill_tokens_per_s
+    assert (await measured_engine(await engine_of(modalities=("image",)), media=False)).modalities == ()
+
+
+async def test_a_model_that_only_transcribes_joins_without_guarantees():
+    engine = await engine_of(hears=True, max_model_len=4)
+    with pytest.raises((InvalidRequest, StepFailed)):
+        await measured_engine(engine, media=False)
+    assert await measured_engine(engine, media=True) == ((), ("transcription",), Rates())
 
 
 async def test_an_engine_whose_token_interface_loses_the_picture_takes_none():
