@@ -1,4 +1,4 @@
-"""What one model's nodes do with media: prompts of chats, made for all nodes of a fingerprint, and transcriptions."""
+"""Calls of one model's nodes about media: for prompts of chats, made for a whole fingerprint, and transcriptions."""
 
 from __future__ import annotations
 
