@@ -134,7 +134,7 @@ class EngineHttp:
         deliver: Callable[..., None],
         *,
         content_type: str = "application/json",
-        begun: Callable[[str], None] | None = None,
+        begun: Callable[[str], None] = lambda kind: None,
     ) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
         head = (
@@ -143,8 +143,9 @@ class EngineHttp:
         )
         try:
             connection = await self._connection(decoder)
-            opened = begun and (lambda: begun(connection.header("content-type")))
-            await connection.exchange(head.encode() + data, silence_s, opened, deliver)
+            await connection.exchange(
+                head.encode() + data, silence_s, lambda: begun(connection.header("content-type")), deliver
+            )
         except ConnectionError as error:
             raise NodeDied(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         except (OSError, httptools.HttpParserError, ValueError) as error:

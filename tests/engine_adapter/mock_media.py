@@ -28,7 +28,8 @@ def render(body: dict[str, Any], modalities: tuple[str, ...]) -> Response:
     for message in body["messages"]:
         tokens += characters(f"<{message['role']}>")
         content = message.get("content") or ""
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for part in parts:
             if part["type"] == "text":
                 tokens += characters(part["text"])
                 continue
@@ -78,12 +79,12 @@ def mount_speech(app: FastAPI) -> None:
         fields = {name: form.getlist(name) for name in form if name != "file"}
         if fields.get("prompt") == ["fail"]:
             return JSONResponse({"error": {"message": "cannot hear", "code": 400}}, 400)
-        told = {"text": f"{request.url.path} {file.filename} {len(data)}", "fields": fields}
+        text = f"{request.url.path} {file.filename} {len(data)}"
         if fields.get("stream") == ["true"]:
-            return StreamingResponse(spoken(told["text"].split(), fields), media_type="text/event-stream")
+            return StreamingResponse(spoken(text.split(), fields), media_type="text/event-stream")
         if fields["response_format"] == ["text"]:
-            return Response(told["text"], media_type="text/plain")
-        return JSONResponse(told)
+            return Response(text, media_type="text/plain")
+        return JSONResponse({"text": text, "fields": fields})
 
     async def spoken(words: list[str], fields: dict[str, Any]) -> AsyncIterator[str]:
         for word in words:

@@ -121,7 +121,7 @@ async def test_an_engine_that_dies_at_the_probe_is_told():
     async def dies(*asked: Any) -> Any:
         raise NodeDied("gone")
 
-    engine.media.render = dies  # type: ignore[method-assign]
+    setattr(engine.media, "render", dies)  # noqa: B010 - a method
     with pytest.raises(NodeDied):
         await measured(engine)
 
@@ -143,7 +143,7 @@ def data_of(part: dict[str, Any]) -> bytes:
     return base64.b64decode(part[part["type"]]["url"].partition(",")[2])
 
 
-FEATURES = {
+FEATURES: dict[str, Any] = {
     "mm_hashes": {"image": ["i0", "i1"], "audio": ["a0"]},
     "mm_placeholders": {"image": [{"offset": 2, "length": 3}, {"offset": 9, "length": 1}],
                         "audio": [{"offset": 5, "length": 4}]},
@@ -176,9 +176,9 @@ def test_media_that_become_too_large_are_refused_before_they_are_decoded(monkeyp
         None,
         {"token_ids": None},
         {"token_ids": [1], "features": {"mm_hashes": {"image": ["a"]}}},
-        {"token_ids": [1], "features": {**FEATURES, "kwargs_data": {"image": [None, None], "audio": [None]}}},
-        {"token_ids": [1], "features": {**FEATURES, "mm_placeholders": {"image": [], "audio": []}}},
-        {"token_ids": [1], "features": {**FEATURES, "kwargs_data": {"image": ["a", "b"], "audio": ["!"]}}},
+        {"token_ids": [1], "features": FEATURES | {"kwargs_data": {"image": [None, None], "audio": [None]}}},
+        {"token_ids": [1], "features": FEATURES | {"mm_placeholders": {"image": [], "audio": []}}},
+        {"token_ids": [1], "features": FEATURES | {"kwargs_data": {"image": ["a", "b"], "audio": ["!"]}}},
     ],
 )
 async def test_an_answer_that_cannot_be_read_fails_this_request_alone(told: Any):
@@ -187,7 +187,7 @@ async def test_an_answer_that_cannot_be_read_fails_this_request_alone(told: Any)
     async def answer(*asked: Any) -> Any:
         return told
 
-    engine._http.post = answer  # type: ignore[method-assign]
+    setattr(engine._http, "post", answer)  # noqa: B010 - a method
     with pytest.raises(StepFailed, match="cannot be read"):
         await engine.media.render(b'{"messages":[]}')
 
@@ -200,7 +200,7 @@ async def test_a_chat_goes_to_the_engine_as_it_is_with_what_the_adapter_adds():
         asked.append((path, json.loads(body)))
         return {"token_ids": [1]}
 
-    engine._http.post = answer  # type: ignore[method-assign]
+    setattr(engine._http, "post", answer)  # noqa: B010 - a method
     await asyncio.gather(engine.media.render(b'{"messages":[1]}'), engine.media.render(b'{"messages":[2]}', "lora"))
     path = "/v1/chat/completions/render"
     assert asked == [

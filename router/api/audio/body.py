@@ -21,7 +21,9 @@ class SpeechBody(RequestBody):
     prompt: Annotated[str, Field(max_length=16_384)] | None = None
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    timestamp_granularities: list[Literal["word", "segment"]] = Field([], alias=GRANULARITIES, max_length=2)
+    timestamp_granularities: list[Literal["word", "segment"]] = Field(
+        default=[], alias="timestamp_granularities[]", max_length=2
+    )
     stream: bool = False
     stream_include_usage: bool = False
 

@@ -66,7 +66,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    stop: Stops = Field([])
+    stop: Stops = Field(default=[])
     include_stop_str_in_output: StrictBool | None = False
     skip_special_tokens: StrictBool | None = True
     spaces_between_special_tokens: StrictBool | None = True

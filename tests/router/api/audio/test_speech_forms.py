@@ -45,7 +45,10 @@ def test_what_the_adapter_writes_is_read_again():
         (written({"prompt": "x" * (MAX_VALUE_BYTES + 1)}), "prompt has more than 65536 bytes"),
         (written({}, file=("a" * 5000, b"")), "headers of a field have more|[Hh]eader (size|count) exceeded"),
         (written({}, other=("a.wav", b"")), "one file, named file"),
-        (b"--x\r\n" + b"a: b\r\n" * 2000 + b"\r\n\r\n--x--\r\n", "headers of a field have more|[Hh]eader (size|count) exceeded"),
+        (
+            b"--x\r\n" + b"a: b\r\n" * 2000 + b"\r\n\r\n--x--\r\n",
+            "headers of a field have more|[Hh]eader (size|count) exceeded",
+        ),
     ],
 )
 def test_a_form_beyond_its_bounds_is_refused(data: bytes, why: str):
