@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ class VllmMedia:
         asked = with_fields(chat, model=adapter or self._model(), max_tokens=1)
         told = await self._http.post(f"{CHAT}/render", asked, None)
         try:
-            return RenderedPrompt(tuple(told["token_ids"]), items_of(told.get("features")))
+            return RenderedPrompt(tuple(told["token_ids"]), await items_of(told.get("features")))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise StepFailed(f"the engine's prompt cannot be read: {type(error).__name__} {error}") from error
 
@@ -54,7 +55,7 @@ def with_fields(chat: bytes, **fields: Any) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()[:-1] + b"," + chat[1:]
 
 
-def items_of(features: dict[str, Any] | None) -> tuple[MediaItem, ...]:
+async def items_of(features: dict[str, Any] | None) -> tuple[MediaItem, ...]:
     """Return vLLM's features as media in order. Raises InvalidRequest if they are too large to travel."""
     items: list[MediaItem] = []
     for modality, hashes in ((features or {}).get("mm_hashes") or {}).items():
@@ -64,16 +65,20 @@ def items_of(features: dict[str, Any] | None) -> tuple[MediaItem, ...]:
             raise InvalidRequest(f"the {modality} parts become more than {MAX_ITEM_BYTES} bytes of tensors; send less")
         for name, place, data in zip(hashes, ranges, datas, strict=True):
             items.append(MediaItem(modality, name, place["offset"], place["length"], base64.b64decode(data)))
+            await asyncio.sleep(0)  # a large item takes a tenth of a second; signs of life go in between
     return tuple(sorted(items, key=lambda item: item.offset))
 
 
-def features_of(items: Sequence[MediaItem]) -> dict[str, Any]:
-    """Return the features that vLLM's token interface takes for these media."""
+async def with_features(body: bytes, items: Sequence[MediaItem]) -> bytes:
+    """Return the JSON of a request with the features that vLLM takes for these media; other work runs in between."""
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[dict[str, int]]] = {}
-    datas: dict[str, list[str]] = {}
+    datas: dict[str, list[bytes]] = {}
     for item in items:
         hashes.setdefault(item.modality, []).append(item.hash)
         ranges.setdefault(item.modality, []).append({"offset": item.offset, "length": item.length})
-        datas.setdefault(item.modality, []).append(base64.b64encode(item.data).decode())
-    return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": datas}
+        datas.setdefault(item.modality, []).append(base64.b64encode(item.data))
+        await asyncio.sleep(0)
+    tensors = b",".join(b'"%s":["%s"]' % (name.encode(), b'","'.join(each)) for name, each in datas.items())
+    told = json.dumps({"mm_hashes": hashes, "mm_placeholders": ranges}).encode()
+    return b'%s,"features":%s,"kwargs_data":{%s}}}' % (body[:-1], told[:-1], tensors)

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta
 from kvferry.engine_adapter.engines.sampling import common_sampling
-from kvferry.engine_adapter.engines.vllm_media import features_of
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import MAX_LOGPROBS, SamplingParams
@@ -43,8 +42,6 @@ def body(call: EngineCall, model: str) -> dict[str, Any]:
         built["stream_options"] = {"include_usage": True}
     if call.cache_salt:
         built["cache_salt"] = call.cache_salt
-    if call.media:
-        built["features"] = features_of(call.media)
     return built
 
 

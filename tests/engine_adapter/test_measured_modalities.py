@@ -59,7 +59,7 @@ class MockHttp:
         return (await self.http.get(path)).text
 
     async def stream(self, path: str, body: Any, deliver: Callable[[dict[str, Any]], None]) -> None:
-        answer = await self.http.post(path, json=body)
+        answer = await self.http.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
         if answer.status_code == 400:
             raise InvalidRequest(answer.text)
         for line in answer.text.split("\n\n"):
@@ -156,18 +156,28 @@ ITEMS = (
 )
 
 
-def test_features_travel_to_another_engine_as_they_were():
-    assert vllm_media.items_of({**FEATURES, "mm_metadata": {"image": ["x", None]}}) == ITEMS
-    call = EngineCall("r", (1,) * 12, SamplingParams(), media=ITEMS)
-    assert vllm_params.body(call, "toy")["features"] == FEATURES
-    assert "features" not in vllm_params.body(EngineCall("r", (1,), SamplingParams()), "toy")
-    assert vllm_media.items_of(None) == ()
+async def test_features_travel_to_another_engine_as_they_were():
+    assert await vllm_media.items_of({**FEATURES, "mm_metadata": {"image": ["x", None]}}) == ITEMS
+    body = vllm_params.body(EngineCall("r", (1,) * 12, SamplingParams(), media=ITEMS), "toy")
+    sent = await vllm_media.with_features(json.dumps(body).encode(), ITEMS)
+    assert json.loads(sent) == json.loads(json.dumps({**body, "features": FEATURES}))
+    assert await vllm_media.items_of(None) == ()
 
 
-def test_media_that_become_too_large_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch):
+async def test_signs_of_life_go_in_between_large_items():
+    items, turns = tuple(MediaItem("image", str(at), at, 1, b"x" * 2**20) for at in range(5)), 0
+    task = asyncio.create_task(vllm_media.with_features(b'{"a":1}', items))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 5
+    assert await vllm_media.items_of(json.loads(await task)["features"]) == items
+
+
+async def test_media_that_become_too_large_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm_media, "MAX_ITEM_BYTES", 3)
     with pytest.raises(InvalidRequest, match="image parts become more than 3 bytes"):
-        vllm_media.items_of({**FEATURES, "kwargs_data": {"image": ["AAAA", "AAAA"], "audio": [""]}})
+        await vllm_media.items_of({**FEATURES, "kwargs_data": {"image": ["AAAA", "AAAA"], "audio": [""]}})
 
 
 @pytest.mark.parametrize(
