@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.engine_adapter.media_engine import MediaEngine
+from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Grammar
@@ -71,7 +73,8 @@ class EngineCall:
     request_id   unique among all calls of this adapter
     token_ids    the prompt, then output tokens that the engine is to continue
     adapter      name of a LoRA adapter; empty: none
-    cache_salt   separates the cached prefixes of tenants; empty: shared"""
+    cache_salt   separates the cached prefixes of tenants; empty: shared
+    media        images, audio and video of the prompt"""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -79,6 +82,7 @@ class EngineCall:
     grammar: Grammar | None = None
     adapter: str = ""
     cache_salt: str = ""
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(slots=True)
@@ -103,6 +107,11 @@ class Engine(Protocol):
     Every call raises NodeDied if the server's connection breaks or is refused, NodeLost if it does not answer,
     InvalidRequest if it refuses the request for its contents, and StepFailed for any other refusal or failure of one
     request alone."""
+
+    @property
+    def media(self) -> MediaEngine | None:
+        """Return the part that concerns media; None for an engine that takes text alone."""
+        ...
 
     async def facts(self) -> EngineFacts:
         """Return what the engine says about itself; it may change only with `process`."""

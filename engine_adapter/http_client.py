@@ -6,15 +6,17 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
+from pydantic_core import from_json
 
+from kvferry.engine_adapter.engine_errors import refusal
 from kvferry.protocol.errors import (
     ConfigError,
-    InvalidRequest,
-    KvferryError,
     NodeDied,
     NodeLost,
     Overloaded,
@@ -31,6 +33,8 @@ HEALTH_S = 2.0
 """Longest silence of a health check, in seconds."""
 MAX_IDLE = 64
 """Largest number of idle connections."""
+LARGE_BYTES = 2**20
+"""Length in bytes from which an answer is read by a parser that is faster for long texts."""
 MAX_EVENT_BYTES = 64 * 2**20
 """Longest event or answer in bytes."""
 
@@ -64,6 +68,36 @@ class WholeBody:
         return (data,)
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One request. begun: called with the answer's content type before `deliver`."""
+
+    request: bytes
+    silence_s: float | None
+    deliver: Callable[..., None]
+    begun: Callable[[str], None]
+
+    async def on(self, connection: Connection) -> None:
+        """Send it and deliver the answer."""
+        opened = partial(self._opened, connection)
+        await connection.exchange(self.request, self.silence_s, opened, self.deliver)
+
+    async def answered(self, connection: Connection) -> bool:
+        """Send it on a connection that was idle; return False if the server had closed it just before.
+
+        A server may close one at any time, as llama.cpp's does after each stream, although it promises to keep it."""
+        try:
+            await self.on(connection)
+        except ConnectionError:
+            if connection.answered:
+                raise
+            return False
+        return True
+
+    def _opened(self, connection: Connection) -> None:
+        self.begun(connection.headers.get("content-type", ""))
+
+
 class EngineHttp:
     """Calls to one engine server at `url`.
 
@@ -90,17 +124,29 @@ class EngineHttp:
 
         await self._call(f"POST {self._path}{path}", body, EventDecoder, None, event)
 
+    async def upload(
+        self,
+        path: str,
+        body: bytes,
+        content_type: str,
+        begun: Callable[[str], None],
+        deliver: Callable[[bytes], None],
+    ) -> None:
+        """POST a body and deliver the answer's bytes as they come, after `begun` with the answer's content type."""
+        what = f"POST {self._path}{path}"
+        await self._call(what, body, WholeBody, None, deliver, content_type=content_type, begun=begun)
+
     async def post(self, path: str, body: Any, silence_s: float | None = ANSWER_S) -> Any:
-        """POST a JSON body and return the JSON of the answer; None if it is empty."""
+        """POST a body, or its JSON, and return the JSON of the answer; None if it is empty."""
         return _json(await self._whole(f"POST {self._path}{path}", body, silence_s))
 
     async def get(self, path: str, silence_s: float = ANSWER_S) -> Any:
         """Return the JSON of a path."""
-        return _json(await self._whole(f"GET {self._path}{path}", None, silence_s))
+        return _json(await self._whole(f"GET {self._path}{path}", b"", silence_s))
 
     async def text(self, path: str, silence_s: float = ANSWER_S) -> str:
         """Return the text of a path."""
-        return (await self._whole(f"GET {self._path}{path}", None, silence_s)).decode("utf-8", "replace")
+        return (await self._whole(f"GET {self._path}{path}", b"", silence_s)).decode("utf-8", "replace")
 
     async def health(self) -> None:
         """Return if GET /health succeeds. Raises NodeDied if the server says that it is not well."""
@@ -121,38 +167,33 @@ class EngineHttp:
         return b"".join(parts)
 
     async def _call(
-        self, what: str, body: Any, decoder: type[Decoder], silence_s: float | None, deliver: Callable[..., None]
+        self,
+        what: str,
+        body: Any,
+        decoder: type[Decoder],
+        silence_s: float | None,
+        deliver: Callable[..., None],
+        *,
+        content_type: str = "application/json",
+        begun: Callable[[str], None] = lambda kind: None,
     ) -> None:
-        data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
         key = f"authorization: Bearer {told}\r\n" if (told := self._api_key()) else ""
         head = (
-            f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{key}content-type: application/json\r\n"
+            f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{key}content-type: {content_type}\r\n"
             f"content-length: {len(data)}\r\n\r\n"
         )
+        exchange = _Exchange(head.encode() + data, silence_s, deliver, begun)
         try:
             connection = self._idle_connection(decoder)
-            if connection is None or not await self._answered(connection, head.encode() + data, silence_s, deliver):
+            if connection is None or not await exchange.answered(connection):
                 connection = await self._connection(decoder)
-                await connection.exchange(head.encode() + data, silence_s, None, deliver)
+                await exchange.on(connection)
         except ConnectionError as error:
             raise NodeDied(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         except (OSError, httptools.HttpParserError, ValueError) as error:
             raise NodeLost(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         self._rest(decoder, connection)
-
-    async def _answered(
-        self, connection: Connection, request: bytes, silence_s: float | None, deliver: Callable[..., None]
-    ) -> bool:
-        """Send a request on a connection that was idle; return False if the server had closed it just before.
-
-        A server may close one at any time, as llama.cpp's does after each stream, although it promises to keep it."""
-        try:
-            await connection.exchange(request, silence_s, None, deliver)
-        except ConnectionError:
-            if connection.answered:
-                raise
-            return False
-        return True
 
     def _idle_connection(self, decoder: type[Decoder]) -> Connection | None:
         while idle := self._idle[decoder]:
@@ -176,34 +217,10 @@ class EngineHttp:
             idle[0].close()
 
 
-def refusal(status: int, body: bytes, retry_after: str | None) -> KvferryError:
-    """Return the error for an engine's refusal: of the request's contents, for now, or of this request alone."""
-    told = f"the engine answered {status}: {_message(body)}"
-    if status in (400, 413, 422):
-        return InvalidRequest(told)
-    return Overloaded(told, retry_after=1.0) if status in (429, 503) else StepFailed(told)
-
-
-def failure(error: Any) -> KvferryError:
-    """Return the error for one that the engine sends inside an answer with status 200."""
-    told = error if isinstance(error, dict) else {"message": str(error)}
-    kind = InvalidRequest if told.get("code") == 400 else StepFailed
-    return kind(f"the engine failed: {str(told.get('message', ''))[:500]}")
-
-
-def _message(body: bytes) -> str:
-    """Return the message of an error's body in any engine's form, shortened."""
-    try:
-        found = json.loads(body)
-        found = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
-        found = found.get("message", found) if isinstance(found, dict) else found
-    except ValueError:
-        found = body.decode("utf-8", "replace")
-    return str(found)[:500]
-
-
 def _json(data: bytes) -> Any:
     try:
+        if len(data) > LARGE_BYTES:
+            return from_json(data)
         return json.loads(data) if data else None
     except ValueError as error:
         raise NodeLost(f"the engine's answer is no JSON: {error}") from error

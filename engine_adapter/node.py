@@ -20,7 +20,8 @@ from kvferry.engine_adapter.attempts import Attempts
 from kvferry.engine_adapter.engine import Engine, EngineFacts
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import model_name
-from kvferry.engine_adapter.measured_guarantees import Measurement
+from kvferry.engine_adapter.measured_engine import measured_engine
+from kvferry.engine_adapter.media_routes import MediaRoutes
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.errors import ConfigError, Draining, KvferryError, RegistryUnavailable
@@ -99,8 +100,10 @@ class AdapterNode:
     async def _load(self) -> NodeState:
         """Wait for the engine, measure it, and take an epoch."""
         facts = await self._ready_facts()
-        measurement = Measurement(self._engine, exact=facts.exact)
-        guarantees, rates = await measurement.guarantees(), await measurement.rates()
+        measured = await measured_engine(
+            self._engine, exact=facts.exact, media=self._settings.engine_modalities == "auto"
+        )
+        guarantees = measured.guarantees
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
         epoch = await new_epoch(self._store, self.address.node_id)
@@ -109,18 +112,18 @@ class AdapterNode:
         if self._settings.accept_inexact:
             guarantees = tuple(dict.fromkeys((*guarantees, "greedy_resume", "seeded_resume")))
         state = self.state = NodeState(self._settings, self.address, facts, guarantees, epoch, watch)
-        state.streams = streams
+        state.streams, state.modalities = streams, measured.modalities
         state.attempts = Attempts(
             self._engine,
             streams,
             guarantees,
-            {each.id: each.name for each in state.adapters},
+            state.adapter_names,
             suspect=watch.confirm,
             sent=state.sent,
             ended=state.ended,
             counted=lambda outcome: self.metrics.attempts[outcome].inc(),
         )
-        state.attempts.rates.rates = rates
+        state.attempts.rates.rates = measured.rates
         state.draining = lambda: self.draining
         state.membership = Membership(self._store, state.lease, state.rows, self.metrics)
         state.follow_events()
@@ -161,7 +164,7 @@ class AdapterNode:
         self.draining = True
         log.info("%s drains", self.address.node_id)
         await state.membership.announce()
-        while state.attempts.running and may_wait() and not gone.done():  # noqa: ASYNC110
+        while (state.attempts.running or self._media.running) and may_wait() and not gone.done():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         gone.cancel()
         state.watch.stop()
@@ -177,6 +180,9 @@ class AdapterNode:
         app = self.address.app
         app.post("/attempts/generate", status_code=202)(self.post_generate)
         app.post("/attempts/cancel", status_code=202)(self.post_cancel)
+        self._media = MediaRoutes(
+            app, self._engine.media, lambda: self.state.adapter_names if self.state and not self.draining else None
+        )
 
     async def post_generate(self, request: Request) -> None:
         """Begin an attempt; its output goes to the router's stream."""

@@ -63,6 +63,7 @@ class NodeState:
     draining: Callable[[], bool] = field(init=False)
     mirroring: Mirroring | None = None
     continued: ContinuedStreams = field(default_factory=ContinuedStreams)
+    modalities: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.adapters: tuple[AdapterName, ...] = adapter_names(self.facts, self.settings.engine_revision)
@@ -85,6 +86,11 @@ class NodeState:
         if self.settings.kv_events:
             return KvEventSource(self.settings.kv_events, self.settings.kv_events_replay)
         return self.facts.kv_events
+
+    @property
+    def adapter_names(self) -> dict[str, str]:
+        """Return the names of LoRA adapters by their ids."""
+        return {each.id: each.name for each in self.adapters}
 
     def follow_events(self) -> None:
         """Begin to mirror the engine's cache, if it publishes KV events. Raises ConfigError without pyzmq."""
@@ -159,6 +165,7 @@ class NodeState:
             engine=self.engine,
             engine_url=self.settings.url,
             guarantees=self.guarantees,
+            modalities=self.modalities,
         )
 
     def set_gauges(self, metrics: WorkerMetrics, of_engine: AdapterMetrics) -> None:

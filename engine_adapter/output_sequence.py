@@ -35,7 +35,7 @@ def call_of(job: Job, request_id: str, adapter: str, *, resumed: bool) -> Engine
         )
     else:
         tokens = tokens[: job.prompt_len]
-    return EngineCall(request_id, tokens, params, job.grammar, adapter, job.namespace)
+    return EngineCall(request_id, tokens, params, job.grammar, adapter, job.namespace, job.media)
 
 
 class OutputSequence:

@@ -34,6 +34,11 @@ class EngineSettings(CommonSettings):
         "", "name of the weights' version; nodes of one model continue each other's streams only if it is the same"
     )
     engine_timeout: float = setting(600.0, "seconds to wait for the engine to be ready", least=0)
+    engine_modalities: str = setting(
+        "auto",
+        "images, audio and video in prompts; auto: as measured when the node joins, none: text alone",
+        choices=("auto", "none"),
+    )
     accept_inexact: bool = setting(
         False,
         "continue streams of lost nodes even where the engine may give other tokens than the lost node would have",

@@ -35,6 +35,8 @@ class LlamaCppEngine:
 
     The server has no salt for tenants: requests of tenants that are kept apart reuse no cached prefix."""
 
+    media = None
+
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
         self._context = 0

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineDelta
-from kvferry.engine_adapter.http_client import failure
+from kvferry.engine_adapter.engine_errors import failure
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad
+from kvferry.engine_adapter.engine_errors import failure
 from kvferry.engine_adapter.engines import openai_params
 from kvferry.engine_adapter.engines.openai_answer import Answer, Ended, token_ids
-from kvferry.engine_adapter.http_client import HEALTH_S, EngineHttp, failure
+from kvferry.engine_adapter.http_client import HEALTH_S, EngineHttp
 from kvferry.engine_adapter.prometheus_text import value
 from kvferry.engine_adapter.text_tokens import TextVocabulary
 from kvferry.model_files.source import read_facts, resolve
@@ -49,6 +50,8 @@ class OpenaiEngine:
                 text alone, and for the length of the context where a server does not tell it; empty: none
 
     The API has no salt for tenants: a server that does not know `cache_salt` shares its prefix cache between them."""
+
+    media = None
 
     def __init__(self, http: EngineHttp, model: str = "", tokenizer: str = "") -> None:
         self._http, self._model, self._files = http, model, tokenizer

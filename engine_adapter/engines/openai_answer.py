@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineDelta
+from kvferry.engine_adapter.engine_errors import failure
 from kvferry.engine_adapter.engines.openai_logprobs import of_text, of_tokens, rows_of
-from kvferry.engine_adapter.http_client import failure
 from kvferry.engine_adapter.text_tokens import TextTokens, TextVocabulary
 from kvferry.protocol.errors import StepFailed
 from kvferry.protocol.messages import TokenLogprobs

@@ -16,7 +16,8 @@ import httptools
 
 from kvferry.protocol.errors import KvferryError, NodeDied, NodeLost
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.messages import CancelRequest, GenerateRequest, MoveRequest, PrefillRequest, Seen, StepFrame
+from kvferry.protocol.messages import CancelRequest, GenerateRequest, MoveRequest, PrefillRequest, StepFrame
+from kvferry.protocol.stream_messages import Seen
 from kvferry.protocol.wire import FrameReader, WireError, pack
 from kvferry.router.nodes.message_validation import check_answer, check_frame, refusal_of
 from kvferry.runtime.cluster_secret import HEADER

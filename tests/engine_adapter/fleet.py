@@ -90,11 +90,11 @@ class Fleet:
         self.engines.append(engine)
         return engine
 
-    def start_router(self, model: str) -> None:
+    def start_router(self, model: str, *words: str) -> None:
         (port,) = free_ports(1)
         self.router_url = f"http://127.0.0.1:{port}"
         self.router = self.kvferry(
-            "router", "router", "--port", str(port), "--model", model, "--served-model-name", SERVED
+            "router", "router", "--port", str(port), "--model", model, "--served-model-name", SERVED, *words
         )
 
     def ready(self, nodes: int, within_s: float = START_S) -> None:

@@ -23,7 +23,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from tests.engine_adapter.mock_kv_events import MockKvEvents
-from tests.engine_adapter.model_cache import ModelCache
+from tests.engine_adapter.mock_media import media_of, mount_speech, render, seen_in
+from tests.engine_adapter.model_cache import Media, ModelCache
 
 LEAST_ID, IDS = 1000, 20_000
 """First and number of the token ids that are drawn."""
@@ -35,7 +36,8 @@ class Behaviour:
 
     fault: "" or what befalls each new request: error_event (an error behind status 200, the engine stays well),
     dead_core (the same, and /health answers 503), hang (no token), refuse (503). loose: greedy tokens depend on the
-    requests that run beside."""
+    requests that run beside. modalities: media that it takes. hears: it transcribes. blind: its token
+    interface does not see media."""
 
     step_s: float = 0.0
     noise: str = "position"
@@ -50,27 +52,30 @@ class Behaviour:
     blocks: int = 4096
     max_model_len: int = 4096
     loras: tuple[str, ...] = ()
+    modalities: tuple[str, ...] = ()
+    hears: bool = False
+    blind: bool = False
 
 
 class Toy:
-    """The toy model with its prefix cache."""
+    """The toy model with its prefix cache. It hears and sees the hashes of media."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour, self.running, self.asked = behaviour, 0, list[dict[str, Any]]()
         self.cache = ModelCache(behaviour.blocks, behaviour.block_size)
-        self.aborted = 0
+        self.aborted, self.rendered = 0, list[dict[str, Any]]()
         self.events: MockKvEvents | None = None
 
-    def run(self, tokens: list[int], salt: str) -> int:
+    def run(self, tokens: list[int], salt: str, media: list[Media]) -> int:
         """Cache the full blocks; return the tokens that were reused."""
-        reused = self.cache.run(tokens, salt)
+        reused = self.cache.run(tokens, salt, media=media)
         if (events := self.cache.take()) and self.events is not None:
             self.events.publish(events)
         return reused
 
-    def next_token(self, tokens: list[int], start: int, params: dict[str, Any]) -> int:
+    def next_token(self, tokens: list[int], start: int, params: dict[str, Any], seen: list[object]) -> int:
         own = tokens[start:]
-        parts: list[object] = [tokens]
+        parts: list[object] = [tokens, *seen]
         if params["temperature"] > 0:
             parts += [params["seed"], len(own) if self.behaviour.noise == "call" else len(tokens)]
         if params["frequency_penalty"] or params["presence_penalty"] or params.get("structured_outputs"):
@@ -79,6 +84,29 @@ class Toy:
             parts += [self.running]
         drawn = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
         return LEAST_ID + drawn % IDS
+
+
+def mount_media(app: FastAPI, behaviour: Behaviour, toy: Toy) -> None:
+    @app.post("/v1/chat/completions/render")
+    async def rendered(request: Request) -> Response:
+        toy.rendered.append(await request.json())
+        if behaviour.fault == "refuse":
+            return JSONResponse({"error": {"message": "overloaded", "code": 503}}, 503)
+        return render(toy.rendered[-1], behaviour.modalities)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = await request.json()
+        made = render(body, behaviour.modalities)
+        if made.status_code != 200:
+            return made
+        prompt = json.loads(bytes(made.body))
+        tokens, start = list(prompt["token_ids"]), len(prompt["token_ids"])
+        params = {"temperature": body["temperature"], "frequency_penalty": 0, "presence_penalty": 0}
+        seen = seen_in(prompt["features"])
+        for _ in range(body["max_tokens"]):
+            tokens.append(toy.next_token(tokens, start, params, seen))
+        return JSONResponse({"choices": [{"index": 0, "token_ids": tokens[start:]}]})
 
 
 def row(token: int, most: int) -> dict[str, Any]:
@@ -126,7 +154,13 @@ def app_of(behaviour: Behaviour) -> FastAPI:
     async def change(request: Request) -> dict[str, Any]:
         for name, value in (await request.json()).items():
             setattr(behaviour, name, value)
-        return {"asked": toy.asked, "running": toy.running, "aborted": toy.aborted, "pid": os.getpid()}
+        return {
+            "asked": toy.asked,
+            "rendered": toy.rendered,
+            "running": toy.running,
+            "aborted": toy.aborted,
+            "pid": os.getpid(),
+        }
 
     @app.post("/inference/v1/generate")
     async def generate(request: Request) -> Response:
@@ -156,7 +190,9 @@ def app_of(behaviour: Behaviour) -> FastAPI:
         nonlocal dead
         params, tokens = body["sampling_params"], list(body["token_ids"])
         start, salt, name = len(tokens), body.get("cache_salt") or "", f"generate-tokens-{body['request_id']}"
-        cached = toy.run(tokens, salt)
+        media = media_of(body.get("features"))
+        seen = [] if behaviour.blind else seen_in(body.get("features"))
+        cached = toy.run(tokens, salt, media)
         toy.running += 1
         try:
             for step in range(params["max_tokens"]):
@@ -168,7 +204,7 @@ def app_of(behaviour: Behaviour) -> FastAPI:
                     return
                 while behaviour.fault == "hang":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
-                token = toy.next_token(tokens, start, params)
+                token = toy.next_token(tokens, start, params, seen)
                 tokens.append(token)
                 ends = token in params["stop_token_ids"] and step + 1 > params["min_tokens"]
                 reason = "stop" if ends else "length" if step + 1 == params["max_tokens"] else None
@@ -188,8 +224,11 @@ def app_of(behaviour: Behaviour) -> FastAPI:
             raise
         finally:
             toy.running -= 1
-            toy.run(tokens[:-1], salt)
+            toy.run(tokens[:-1], salt, media)
 
+    mount_media(app, behaviour, toy)
+    if behaviour.hears:
+        mount_speech(app)
     return app
 
 

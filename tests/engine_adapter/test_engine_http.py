@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine_adapter.http_client import MAX_EVENT_BYTES, EngineHttp, EventDecoder, refusal
+from kvferry.engine_adapter.engine_errors import refusal
+from kvferry.engine_adapter.http_client import MAX_EVENT_BYTES, EngineHttp, EventDecoder
 from kvferry.engine_adapter.prometheus_text import labels, value
 from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDied, NodeLost, Overloaded, StepFailed
 from tests.redis_servers import free_ports
