@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -12,14 +13,24 @@ from fastapi.responses import StreamingResponse
 
 from kvferry.engine_adapter.media_engine import MediaEngine
 from kvferry.protocol.errors import AdapterNotLoaded, DeadlineExceeded, Draining, InvalidRequest, StepFailed
-from kvferry.protocol.media import RenderRequest
+from kvferry.protocol.media import RenderRequest, joined, with_data, without_data
+from kvferry.protocol.messages import GenerateRequest, Job
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
-from kvferry.protocol.wire import pack
+from kvferry.protocol.wire import MAX_FRAME_BYTES, FrameReader, pack
 from kvferry.runtime.disconnect import until_disconnect
-from kvferry.runtime.http import read_message
+from kvferry.runtime.http import read_body, read_message
 
 T = TypeVar("T")
 MSGPACK = "application/msgpack"
+
+
+async def read_job(request: Request) -> Job:
+    """Return the job of a GenerateRequest with its media. Raises what `read_message` raises."""
+    found = list(FrameReader().feed(bytes(await read_body(request, MAX_FRAME_BYTES))))
+    if not found or not isinstance(found[0], GenerateRequest):
+        raise InvalidRequest("the body must be a GenerateRequest", param="body")
+    job, datas = found[0].job, found[1:]
+    return replace(job, media=joined(job.media, datas)) if job.media or datas else job
 
 
 class MediaRoutes:
@@ -40,7 +51,9 @@ class MediaRoutes:
         if asked.adapter and asked.adapter not in names:
             raise AdapterNotLoaded("the engine has no LoRA adapter of this id")
         made = engine.render(asked.chat, names.get(asked.adapter, ""))
-        return Response(pack(await self._in_time(request, made, asked.deadline_s)), media_type=MSGPACK)
+        prompt = await self._in_time(request, made, asked.deadline_s)
+        message = pack(replace(prompt, media=without_data(prompt.media)))
+        return Response(with_data(message, prompt.media), media_type=MSGPACK)
 
     async def post_transcribe(self, request: Request) -> Response:
         """Answer with SpeechParts. An error before the first part has a status; a later one breaks the answer off."""

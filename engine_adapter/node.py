@@ -21,11 +21,11 @@ from kvferry.engine_adapter.engine import Engine, EngineFacts
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import model_name
 from kvferry.engine_adapter.measured_engine import measured_engine
-from kvferry.engine_adapter.media_routes import MediaRoutes
+from kvferry.engine_adapter.media_routes import MediaRoutes, read_job
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.errors import ConfigError, Draining, KvferryError, RegistryUnavailable
-from kvferry.protocol.messages import CancelRequest, GenerateRequest, Pulse
+from kvferry.protocol.messages import CancelRequest, Pulse
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.http import read_message, serve_metrics
@@ -186,7 +186,7 @@ class AdapterNode:
 
     async def post_generate(self, request: Request) -> None:
         """Begin an attempt; its output goes to the router's stream."""
-        job = (await read_message(request, GenerateRequest)).job
+        job = await read_job(request)
         if self.state is None or self.draining:
             raise Draining(f"{self.address.node_id} takes no new work")
         self.state.attempts.start(job)

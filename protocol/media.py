@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvferry.protocol.hashing import NO_EXTRAS
-from kvferry.protocol.wire import message
+from kvferry.protocol.wire import WireError, message
 
 MODALITIES = ("image", "audio", "video")
 """Kinds of media that a prompt may hold."""
@@ -16,6 +18,10 @@ MAX_ITEMS, MAX_ITEM_BYTES = 64, 48 * 2**20
 """Largest number of media of a prompt, and of their bytes together, which travel in one message."""
 
 
+_BYTES, _BIN_32 = struct.Struct(">BI"), 0xC6
+"""Head of bytes in msgpack: their type and length."""
+
+
 @message(64, checked=True)
 @dataclass(frozen=True, slots=True)
 class MediaItem:
@@ -23,7 +29,8 @@ class MediaItem:
 
     hash            engine's name of its content
     offset, length  range of the prompt's tokens that stand for it
-    data            engine's input tensors in the engine's own form; nothing is read from it
+    data            engine's input tensors in the engine's own form; nothing is read from it. They travel behind the
+                    message, see `with_data`
     """
 
     modality: str
@@ -66,6 +73,26 @@ class RenderedPrompt:
             end = item.offset + item.length
         size = sum(len(item.data) for item in self.media)
         return end <= len(self.token_ids) and len(self.media) <= MAX_ITEMS and size <= MAX_ITEM_BYTES
+
+
+def without_data(items: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
+    """Return the media as they are inside a message."""
+    return tuple(replace(item, data=b"") for item in items)
+
+
+def with_data(message: bytes, items: Sequence[MediaItem]) -> bytes:
+    """Return a packed message with the data of its media behind it, each as a message of bytes.
+
+    Inside the message each level of nesting would copy them, which takes a tenth of a second for 16 MiB."""
+    parts = [part for item in items for part in (_BYTES.pack(_BIN_32, len(item.data)), item.data)]
+    return b"".join((message, *parts))
+
+
+def joined(items: Sequence[MediaItem], datas: Sequence[Any]) -> tuple[MediaItem, ...]:
+    """Return the media of a message with the data that came behind it. Raises WireError unless they fit."""
+    if len(datas) != len(items) or not all(isinstance(data, bytes) for data in datas):
+        raise WireError(f"{len(datas)} messages behind one with {len(items)} media")
+    return tuple(replace(item, data=data) for item, data in zip(items, datas, strict=True))
 
 
 def extras_of(keys: Iterable[tuple[str, int]]) -> bytes:

@@ -21,7 +21,7 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.adapters import AdapterName, ChangeAdapter
 from kvferry.protocol.errors import KvferryError, StreamGone, TransferFailed
 from kvferry.protocol.lease import Load, NodeLease
-from kvferry.protocol.media import RenderRequest
+from kvferry.protocol.media import RenderRequest, joined, with_data, without_data
 from kvferry.protocol.messages import (
     AttemptFailed,
     CancelRequest,
@@ -38,7 +38,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Missed, Reuse
 from kvferry.protocol.sampling import SamplingParams
-from kvferry.protocol.wire import pack, unpack
+from kvferry.protocol.wire import FrameReader, pack, unpack
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.cluster import RouterCluster
@@ -232,11 +232,11 @@ class FakeWorker:
         return StreamingResponse(body(), media_type="application/msgpack")
 
     async def _generate(self, request: Request) -> Response:
-        message = unpack(await request.body())
+        message, *datas = FrameReader().feed(await request.body())
         assert isinstance(message, GenerateRequest)
         if self.refusal:
             return _error(self.refusal)
-        job = message.job
+        job = replace(message.job, media=joined(message.job.media, datas))
         total = len(job.token_ids)
         reused = min(8, total - 1)
         self.decode(job, total - job.prompt_len, Reuse(total, 0, reused, 0, total - reused, evicted(job, reused)))
@@ -259,7 +259,11 @@ class FakeWorker:
         answer = self.prompts.pop(0)
         if answer == CRASH:
             self.crash()
-        return _error(answer) if isinstance(answer, KvferryError) else Response(pack(answer))
+        if isinstance(answer, KvferryError):
+            return _error(answer)
+        media = getattr(answer, "media", ())
+        message = pack(replace(answer, media=without_data(media)) if media else answer)
+        return Response(with_data(message, media))
 
     async def _move(self, request: Request) -> Response:
         message = unpack(await request.body())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from kvferry.placement.rejections import no_nodes
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeLost, StepFailed
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest
+from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest, joined
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.wire import WireError, pack
 from kvferry.router.dispatch.interface import PromptMedia, RenderedMedia
@@ -44,18 +44,11 @@ class ModelMedia:
         """Return a chat's prompt from the least busy node that takes its media, or from one other if that fails."""
 
         async def asked(node: NodeLease) -> RenderedMedia:
-            found: list[RenderedPrompt] = []
-
-            def answer(message: Any) -> None:
-                if not isinstance(message, RenderedPrompt) or not message.sound or found:
-                    raise WireError(f"a {type(message).__name__} that is invalid as an answer to a RenderRequest")
-                found.append(message)
-
-            await self._client.call(node, "POST /attempts/render", pack(request), request.deadline_s, None, answer)
-            if not found:
-                raise StepFailed(f"{node.node_id} ended its answer without a prompt")
-            (prompt,) = found
-            return RenderedMedia(prompt.token_ids, PromptMedia(prompt.media, node.fingerprint))
+            found: list[Any] = []
+            await self._client.call(
+                node, "POST /attempts/render", pack(request), request.deadline_s, None, found.append
+            )
+            return RenderedMedia(*_prompt(found, node))
 
         return await self._first(modalities, request.adapter, asked)
 
@@ -111,6 +104,18 @@ class ModelMedia:
             and takes(entry.lease, abilities)
         ]
         return sorted(able, key=lambda entry: (entry.key in shut, _work(entry.lease), random.random()))  # noqa: S311
+
+
+def _prompt(messages: Sequence[Any], node: NodeLease) -> tuple[tuple[int, ...], PromptMedia]:
+    """Return tokens and media of a node's answer. Raises StepFailed if it is none."""
+    try:
+        prompt, *datas = messages
+        found = RenderedPrompt(prompt.token_ids, joined(prompt.media, datas))
+    except (ValueError, AttributeError, WireError) as error:
+        raise StepFailed(f"{node.node_id} answered with no prompt") from error
+    if not isinstance(prompt, RenderedPrompt) or not found.sound:
+        raise StepFailed(f"{node.node_id} answered with a prompt that is invalid")
+    return found.token_ids, PromptMedia(found.media, node.fingerprint)
 
 
 def _work(lease: NodeLease) -> int:

@@ -8,18 +8,22 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
-from kvferry.engine_adapter.media_routes import MediaRoutes
+from kvferry.engine_adapter.media_routes import MediaRoutes, read_job
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDied
-from kvferry.protocol.media import RenderedPrompt, RenderRequest
+from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest, joined, with_data, without_data
+from kvferry.protocol.messages import GenerateRequest, Job
+from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
-from kvferry.protocol.wire import FrameReader, pack, unpack
+from kvferry.protocol.wire import FrameReader, WireError, pack
+from kvferry.protocol.work import Generate
 from kvferry.runtime.http import make_app
 from tests.api_parts import served
 from tests.waiting import wait_for
 
-PROMPT = RenderedPrompt((1, 2, 3), ())
+ITEMS = (MediaItem("image", "a", 0, 1, b"tensors"), MediaItem("audio", "b", 1, 2, b""))
+PROMPT = RenderedPrompt((1, 2, 3), ITEMS)
 
 
 class Media:
@@ -73,7 +77,9 @@ async def test_a_prompt_is_made_with_the_adapter_by_its_name():
     media = Media()
     app, routes = routes_of(media)
     answer = await post(app, "/attempts/render", RenderRequest(b"{}", "id"))
-    assert unpack(answer.content) == PROMPT
+    message, *datas = FrameReader().feed(answer.content)
+    assert message == RenderedPrompt((1, 2, 3), without_data(ITEMS))
+    assert joined(message.media, datas) == ITEMS
     assert media.heard == [(b"{}", "lora")]
     assert routes.running == 0
 
@@ -94,6 +100,40 @@ async def test_errors_have_a_status(path: str, media: Any, names: Any, more: dic
     answer = await post(app, path, asked)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert routes.running == 0
+
+
+def job(*items: MediaItem) -> Job:
+    return Job("r", 0, (1, 2, 3), 3, Generate(SamplingParams()), "router", media=items)
+
+
+@pytest.mark.parametrize("items", [(), ITEMS])
+async def test_a_jobs_media_come_behind_it(items: tuple[MediaItem, ...]):
+    body = with_data(pack(GenerateRequest(job(*without_data(items)))), items)
+    assert await read_job(request_of(body)) == job(*items)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        pack(SpeechRequest(False, (), "a", b"")),
+        pack(GenerateRequest(job(*ITEMS))),
+        pack(GenerateRequest(job())) + pack(b"more"),
+        with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS[:1]),
+        pack(GenerateRequest(job(ITEMS[0]))) + pack("text"),
+        with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS)[:-3],
+    ],
+)
+async def test_a_job_whose_media_do_not_fit_is_refused(body: bytes):
+    with pytest.raises((InvalidRequest, WireError)):
+        await read_job(request_of(body))
+
+
+def request_of(body: bytes) -> Request:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
 
 
 async def test_an_unknown_adapter_and_another_message_are_refused():

@@ -7,8 +7,18 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.hashing import chain
-from kvferry.protocol.media import MAX_ITEM_BYTES, MAX_ITEMS, MediaItem, RenderedPrompt, block_extras, extras_of
-from kvferry.protocol.wire import WireError, pack, unpack
+from kvferry.protocol.media import (
+    MAX_ITEM_BYTES,
+    MAX_ITEMS,
+    MediaItem,
+    RenderedPrompt,
+    block_extras,
+    extras_of,
+    joined,
+    with_data,
+    without_data,
+)
+from kvferry.protocol.wire import FrameReader, WireError, pack, unpack
 
 
 def item(offset: int, length: int, name: str = "a", data: bytes = b"") -> MediaItem:
@@ -55,6 +65,16 @@ def test_the_same_text_with_another_picture_shares_only_what_is_before_it() -> N
 )
 def test_what_a_node_tells_of_media_is_checked(media: tuple[MediaItem, ...], sound: bool) -> None:
     assert RenderedPrompt((1,) * 10, media).sound is sound
+
+
+def test_data_travel_behind_a_message_and_are_put_back() -> None:
+    items = (item(0, 1, data=b"x" * 300), item(1, 1, "b"))
+    message, *datas = FrameReader().feed(with_data(pack(RenderedPrompt((1, 2), without_data(items))), items))
+    assert message.media == without_data(items)
+    assert joined(message.media, datas) == items
+    for wrong in ([], datas[:1], [*datas, b""], ["text", b""]):
+        with pytest.raises(WireError):
+            joined(message.media, wrong)
 
 
 def test_too_many_media_are_not_sound() -> None:
