@@ -19,6 +19,7 @@
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
 # make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
+# make bench-adapter  measure what adapter and router cost in front of an engine that answers at once
 # make bench-grammars  measure what grammars cost: compiling, masks, and steps with and without them
 # make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
 # make bench-ships  what checksums cost ships between two processes over the link
@@ -89,7 +90,7 @@ ENGINED := $(if $(ENGINES),--engines $(ENGINES) --engine-python $(VENV)/engines/
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-clients test-engines test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs site bench bench-accuracy bench-grammars \
-  bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
+  bench-router bench-adapter bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
   bench-gpu wheelhouse wheel sbom images lock audit test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
@@ -197,6 +198,9 @@ bench-accuracy: $(VENV)/bench.done $(VENV)/model.done
 
 bench-router: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.router $(ARGS)
+
+bench-adapter: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.adapter $(ARGS)
 
 bench-grammars: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.grammars $(ARGS)

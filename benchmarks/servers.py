@@ -40,7 +40,17 @@ class Server:
 @contextmanager
 def running(launch: Launch, port: int, log: Path) -> Iterator[Server]:
     """Run the server of `launch` until exit, then end all its children. Raises StartError."""
-    began = time.perf_counter()
+    began, url = time.perf_counter(), f"http://127.0.0.1:{port}"
+    with started(launch, url, log) as process:
+        ready_s = time.perf_counter() - began
+        headers = {"authorization": f"Bearer {launch.key}"} if launch.key else {}
+        model = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()["data"][0]["id"]
+        yield Server(Target(url, model), ready_s, process)
+
+
+@contextmanager
+def started(launch: Launch, url: str, log: Path) -> Iterator[psutil.Process]:
+    """Run the process of `launch`, at that URL, until exit, then end all its children. Raises StartError."""
     with log.open("wb") as output:
         popen = subprocess.Popen(
             launch.argv,
@@ -52,12 +62,8 @@ def running(launch: Launch, port: int, log: Path) -> Iterator[Server]:
         )
     process = psutil.Process(popen.pid)
     try:
-        url = f"http://127.0.0.1:{port}"
         _until_ready(popen, url + launch.ready, log)
-        ready_s = time.perf_counter() - began
-        headers = {"authorization": f"Bearer {launch.key}"} if launch.key else {}
-        model = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()["data"][0]["id"]
-        yield Server(Target(url, model), ready_s, process)
+        yield process
     finally:
         _end(popen, process)
 

@@ -16,6 +16,7 @@ REFUSED = {
     "vllm": "start it with --enable-scale-out",
     "sglang": "start it without --disaggregation-mode, and with a model that generates",
     "llamacpp": "start llama-server with a model that generates, and with --slots",
+    "openai": "choose a server whose POST /v1/completions takes token ids as the prompt",
 }
 """Remedies by kind, for an engine that refuses requests in tokens."""
 SOCKETS = '"publisher": "zmq", "endpoint": "ipc:///run/kvferry/events", "replay_endpoint": "ipc:///run/kvferry/replay"'
@@ -45,11 +46,13 @@ def _of(url: str) -> Check:
 
 async def check_engine(settings: ServeSettings, url: str) -> Result:
     """Check one engine: what it is, and each flag that it lacks. Raises ConfigError if it does not answer."""
-    kind, engine = settings.engine, engine_client(settings.engine, url, settings.engine_api_key)
+    kind, engine = settings.engine, engine_client(settings.engine, url, settings, settings.model[0])
     try:
         try:
             await engine.health()
             facts = await engine.facts()
+        except ConfigError:
+            raise
         except KvferryError as error:
             raise ConfigError(f"{error.message}; start it, or correct the URL and --engine") from error
         deltas: list[EngineDelta] = []
@@ -64,7 +67,7 @@ async def check_engine(settings: ServeSettings, url: str) -> Result:
             found += f", which transfers KV blocks by {facts.kv_transfer}"
         if missing:
             told = "; ".join(why for why, _ in missing)
-            return Result("warn", "engine", f"{found}: {told}", "add " + " ".join(flag for _, flag in missing))
+            return Result("warn", "engine", f"{found}: {told}", "add " + " and ".join(flag for _, flag in missing))
         return Result("ok", "engine", found)
     finally:
         await engine.close()
@@ -80,6 +83,11 @@ def _missing(
         yield "it publishes no KV events, so its cache is unknown", EVENTS[kind]
     elif facts.kv_events is not None and not facts.kv_events.replay:
         yield "it replays no KV events, so each lost one empties the map of its cache", "a replay_endpoint to them"
+    if kind == "openai":
+        if not facts.exact:
+            yield "it sends text alone, so no stream survives its death exactly", "support of return_token_ids"
+        if deltas[-1].cached_tokens is None:
+            yield "it does not tell the reused tokens, so accounts are empty", "prompt_tokens_details to its usage"
     if kind in DETAILS and deltas[-1].cached_tokens is None:
         yield "it does not tell the reused tokens, so accounts are empty", DETAILS[kind]
     if kind == "sglang" and facts.block_size < 16:

@@ -62,7 +62,7 @@ def checked_engines(settings: ServeSettings) -> ServeSettings:
     if len(settings.model) > 1:
         raise ConfigError("other engines need a single model; start the adapters of several separately", param="model")
     if settings.attach and settings.engine == "kvferry":
-        raise ConfigError("--attach needs --engine: vllm, sglang or llamacpp", param="engine")
+        raise ConfigError("--attach needs --engine: vllm, sglang, llamacpp or openai", param="engine")
     if not settings.attach and settings.engine == "openai":
         raise ConfigError("--engine openai needs --attach with the server's URL", param="attach")
     prefill = settings.prefill_engines
@@ -109,7 +109,7 @@ def engine_commands(settings: ServeSettings, model: str, name: str, program: Pro
             adapter, url=url, role="prefill" if number < settings.prefill_engines else "decode",
             node_id=f"adapter-{number}", host=host, port=0, served_model_name=(name,),
             ssl_certfile="", ssl_keyfile="", ssl_ca_certs="", worker_ca_certs="", worker_server_name="",
-            kv_events=published, kv_events_replay=replayed,
+            kv_events=published, kv_events_replay=replayed, tokenizer=model if settings.engine == "openai" else "",
         )  # fmt: skip
         commands.append(settings_command(f"adapter-{number}", "adapt", adapter, program))
     return commands

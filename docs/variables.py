@@ -6,6 +6,7 @@ import functools
 import re
 from typing import Any
 
+from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 
@@ -78,6 +79,7 @@ def of_models() -> frozenset[str]:
     router, node = RouterMetrics(), WorkerMetrics("decode")
     router.of("m")
     node.registry.model_name = "m"
+    AdapterMetrics(node.registry).epoch.labels("any")
     registries = (router.registry, node.registry)
     samples = (sample for registry in registries for family in registry.collect() for sample in family.samples)
     return frozenset(sample.name for sample in samples if "model_name" in sample.labels)

@@ -17,6 +17,7 @@ from kvferry.protocol.errors import (
     AdapterNotLoaded,
     Cancelled,
     DeadlineExceeded,
+    InvalidRequest,
     KvferryError,
     NodeLost,
     Overloaded,
@@ -111,6 +112,8 @@ class Attempts:
 
         An attempt that was cancelled before it came is dropped, and one that runs already is not begun twice."""
         self._engine.check(job)
+        if job.media and self._engine.media is None:
+            raise InvalidRequest("this model's engine takes no images, audio or video", param="messages")
         if job.adapter and job.adapter not in self._names:
             raise AdapterNotLoaded("the engine has no LoRA adapter of this id")
         if len(self._running) >= MAX_ATTEMPTS:

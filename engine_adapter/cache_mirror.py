@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.engine_adapter.cached_blocks import CachedBlocks
+from kvferry.engine_adapter.extra_keys import read_extra_keys
 from kvferry.engine_adapter.kv_event_batch import AllBlocksCleared, BlocksRemoved, BlocksStored, EventBatch
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import behind
+from kvferry.protocol.media import MediaItem, block_extras
 from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.adapter")
@@ -36,8 +38,8 @@ class CacheMirror:
     note           called with rows added and rows removed, see `IndexWriter.note`
     counts_copies  see `CachedBlocks`
 
-    Blocks of other groups, media and sizes are skipped, and so are those whose hash covers more than tokens, adapter
-    and salt. `skipped` counts them by reason. Nothing that an engine sends raises an error."""
+    Blocks of other groups, media and sizes are skipped, and so are those whose hash covers more than tokens, adapter,
+    salt, and images, audio or video. `skipped` counts them by reason. Nothing that an engine sends raises an error."""
 
     def __init__(
         self,
@@ -93,15 +95,18 @@ class CacheMirror:
         self._cached.clear()
         self._tell()
 
-    def held(self, token_ids: Sequence[int], namespace: str = "", adapter: str = "") -> int:
+    def held(
+        self, token_ids: Sequence[int], namespace: str = "", adapter: str = "", media: Sequence[MediaItem] = ()
+    ) -> int:
         """Return how many leading tokens of a prompt the engine can reuse. adapter: kvferry's id of it.
 
         The last token is always computed, so a prompt that is cached as a whole counts less than a block more."""
         size, row, before = self._block_size, b"", root_hash(self._fingerprint, namespace, adapter)
-        full = (len(token_ids) - 1) // size
+        full, extras = (len(token_ids) - 1) // size, block_extras(media, size)
         for start in range(0, full, HELD_SLICE):
             end = min(full, start + HELD_SLICE)
-            hashes = chain(before, token_ids[start * size : end * size], size)
+            own = {number - start: each for number, each in extras.items()} if extras else extras
+            hashes = chain(before, token_ids[start * size : end * size], size, extras=own)
             for at, before in enumerate(hashes, start):
                 row = behind(row, before)
                 if row not in self._cached.rows:
@@ -120,25 +125,12 @@ class CacheMirror:
         adapter = self._adapter_id(event.lora) if event.lora else ""
         if adapter is None:
             return self._skip("adapter", len(keys))
-        salt, plain = self._read_extra_keys(event)
-        if plain:
+        salt, known, extras = read_extra_keys(event)
+        if known:
             root = root_hash(self._fingerprint, salt, adapter) if event.parent is None else b""
-            self._cached.store(keys[:plain], event.parent, event.token_ids[: plain * size], root)
-        self.stored += plain
-        return self._skip("extra_keys", len(keys) - plain)
-
-    def _read_extra_keys(self, event: BlocksStored) -> tuple[str, int]:
-        """Return the chain's salt, and the number of leading blocks whose hash covers nothing unknown."""
-        salt = event.salt
-        for at, told in enumerate(event.extra_keys[: len(event.keys)]):
-            keys = told or []
-            if event.lora and keys and str(keys[0]) == event.lora:
-                keys = keys[1:]
-            if at == 0 and event.parent is None and len(keys) == 1 and isinstance(keys[0], str):
-                salt, keys = keys[0], []
-            if keys:
-                return salt, at
-        return salt, len(event.keys)
+            self._cached.store(keys[:known], event.parent, event.token_ids[: known * size], root, extras)
+        self.stored += known
+        return self._skip("extra_keys", len(keys) - known)
 
     def _skip(self, reason: str, blocks: int) -> None:
         if blocks:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvferry.engine_adapter.kv_event_batch import BlockKey
-from kvferry.protocol.hashing import block_hash, chain
+from kvferry.protocol.hashing import NO_EXTRAS, block_hash, chain
 from kvferry.protocol.index_rows import behind
 
 
@@ -16,14 +16,14 @@ class _Block:
     place   its place among the blocks behind its parent
     hash    kvferry's own hash, known once the block was reachable; empty: not yet
     row     its row in the block index; empty while the block before it is not cached
-    tokens  kept while the hash is unknown"""
+    tokens, extras  kept while the hash is unknown; extras: see `protocol.hashing.block_hash`"""
 
-    __slots__ = ("copies", "hash", "key", "parent", "place", "row", "tokens")
+    __slots__ = ("copies", "extras", "hash", "key", "parent", "place", "row", "tokens")
 
     def __init__(self, key: BlockKey, parent: BlockKey | None) -> None:
         self.key, self.parent, self.tokens = key, parent, _NO_TOKENS
         self.copies, self.place = 1, 0
-        self.hash = self.row = b""
+        self.hash = self.row = self.extras = b""
 
 
 _NO_TOKENS = array("i")
@@ -52,14 +52,21 @@ class CachedBlocks:
         return len(self._blocks)
 
     def store(
-        self, keys: Sequence[BlockKey], parent: BlockKey | None, token_ids: array[int], root: bytes = b""
+        self,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None,
+        token_ids: array[int],
+        root: bytes = b"",
+        extras: Mapping[int, bytes] = NO_EXTRAS,
     ) -> None:
-        """Add one copy of consecutive blocks. root: the hash before the first one if `parent` is None."""
+        """Add one copy of consecutive blocks.
+
+        root: the hash before the first one if `parent` is None. extras: of the blocks, by their place among these."""
         size = self._block_size
         above = None if parent is None else self._blocks.get(parent)
         row, before = (b"", root) if above is None else (above.row, above.hash)
         reached = parent is None or bool(row)
-        hashes = chain(before, token_ids, size) if reached else ()
+        hashes = chain(before, token_ids, size, extras=extras) if reached else ()
         for at, key in enumerate(keys):
             block = self._blocks.get(key)
             if block is not None:
@@ -71,7 +78,7 @@ class CachedBlocks:
                 if reached and hashes:
                     block.hash = hashes[at]
                 else:
-                    block.tokens = token_ids[at * size : (at + 1) * size]
+                    block.tokens, block.extras = token_ids[at * size : (at + 1) * size], extras.get(at, b"")
                 if reached:
                     self._reach(block, row, before)
             parent, row, before, reached = key, block.row, block.hash, bool(block.row)
@@ -132,7 +139,8 @@ class CachedBlocks:
 
     def _show(self, block: _Block, row_before: bytes, hash_before: bytes) -> None:
         if not block.hash:
-            block.hash, block.tokens = block_hash(hash_before, block.tokens), _NO_TOKENS
+            block.hash = block_hash(hash_before, block.tokens, block.extras)
+            block.tokens, block.extras = _NO_TOKENS, b""
         block.row = row = behind(row_before, block.hash)
         count = self.rows.get(row, 0)
         self.rows[row] = count + 1

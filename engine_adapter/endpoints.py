@@ -9,11 +9,12 @@ from fastapi import FastAPI, Request, Response
 from kvferry.engine_adapter.attempts import Attempts
 from kvferry.engine_adapter.handover_client import HANDOVER_PATH, OFFER_PATH
 from kvferry.engine_adapter.handovers import Handovers
+from kvferry.engine_adapter.media_routes import read_job
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.engine_adapter.prefill_attempts import PrefillAttempts
 from kvferry.protocol.errors import Draining, Incompatible
 from kvferry.protocol.handover_messages import Handover, HandoverOffer
-from kvferry.protocol.messages import CancelRequest, GenerateRequest, PrefillRequest
+from kvferry.protocol.messages import CancelRequest, PrefillRequest
 from kvferry.protocol.wire import pack
 from kvferry.runtime.http import read_message
 from kvferry.worker.message_stream import MEDIA_TYPE, MessageStreamResponse
@@ -37,7 +38,7 @@ class Endpoints:
 
     async def post_generate(self, request: Request) -> None:
         """Begin an attempt; its output goes to the router's stream."""
-        job = (await read_message(request, GenerateRequest)).job
+        job = await read_job(request)
         attempts = self._ready().attempts
         assert isinstance(attempts, Attempts)
         attempts.start(job)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from kvferry.engine_adapter.media_engine import MediaEngine
+from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Grammar
@@ -35,6 +37,7 @@ class EngineFacts:
     arithmetic      what else two engines must share to give the same tokens, such as dtypes, in any form
     adapters        names of its LoRA adapters
     kv_events       where it publishes KV events; None: nowhere
+    exact           its answers have token ids; False: they are computed from its text, and nothing is kept exactly
     kv_transfer     how it fetches KV blocks from another engine of its kind, such as "nixl"; empty: not at all"""
 
     kind: str
@@ -49,6 +52,7 @@ class EngineFacts:
     arithmetic: str = ""
     adapters: tuple[str, ...] = ()
     kv_events: KvEventSource | None = None
+    exact: bool = True
     kv_transfer: str = ""
 
 
@@ -72,6 +76,7 @@ class EngineCall:
     token_ids    the prompt, then output tokens that the engine is to continue
     adapter      name of a LoRA adapter; empty: none
     cache_salt   separates the cached prefixes of tenants; empty: shared
+    media        images, audio and video of the prompt
     reference    the KV blocks of exactly these tokens in another engine, in its own words; empty: none"""
 
     request_id: str
@@ -80,6 +85,7 @@ class EngineCall:
     grammar: Grammar | None = None
     adapter: str = ""
     cache_salt: str = ""
+    media: tuple[MediaItem, ...] = ()
     reference: str = ""
 
 
@@ -116,6 +122,11 @@ class Engine(Protocol):
     Every call raises NodeDied if the server's connection breaks or is refused, NodeLost if it does not answer,
     InvalidRequest if it refuses the request for its contents, and StepFailed for any other refusal or failure of one
     request alone."""
+
+    @property
+    def media(self) -> MediaEngine | None:
+        """Return the part that concerns media; None for an engine that takes text alone."""
+        ...
 
     async def facts(self) -> EngineFacts:
         """Return what the engine says about itself; it may change only with `process`."""

@@ -6,15 +6,17 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
+from pydantic_core import from_json
 
+from kvferry.engine_adapter.engine_errors import refusal
 from kvferry.protocol.errors import (
     ConfigError,
-    InvalidRequest,
-    KvferryError,
     NodeDied,
     NodeLost,
     Overloaded,
@@ -31,6 +33,8 @@ HEALTH_S = 2.0
 """Longest silence of a health check, in seconds."""
 MAX_IDLE = 64
 """Largest number of idle connections."""
+LARGE_BYTES = 2**20
+"""Length in bytes from which an answer is read by a parser that is faster for long texts."""
 MAX_EVENT_BYTES = 64 * 2**20
 """Longest event or answer in bytes."""
 
@@ -39,13 +43,19 @@ class EventDecoder:
     """Decoder of server-sent events: the data of each event, without the final [DONE]."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []
+        self._length = 0
 
     def feed(self, data: bytes) -> Sequence[bytes]:
         """Return the data of the events that are complete now. Raises ValueError for one that is too long."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
+        self._length += len(data)
+        if self._length > MAX_EVENT_BYTES:
             raise ValueError("an event is too long")
+        self._rest.append(data)
+        if b"\n" not in data:
+            return ()
+        *lines, rest = b"".join(self._rest).split(b"\n")
+        self._rest, self._length = [rest], len(rest)
         found = (line[5:].strip() for line in lines if line.startswith(b"data:"))
         return [each for each in found if each and each != b"[DONE]"]
 
@@ -58,13 +68,44 @@ class WholeBody:
         return (data,)
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One request. begun: called with the answer's content type before `deliver`."""
+
+    request: bytes
+    silence_s: float | None
+    deliver: Callable[..., None]
+    begun: Callable[[str], None]
+
+    async def on(self, connection: Connection) -> None:
+        """Send it and deliver the answer."""
+        opened = partial(self._opened, connection)
+        await connection.exchange(self.request, self.silence_s, opened, self.deliver)
+
+    async def answered(self, connection: Connection) -> bool:
+        """Send it on a connection that was idle; return False if the server had closed it just before.
+
+        A server may close one at any time, as llama.cpp's does after each stream, although it promises to keep it."""
+        try:
+            await self.on(connection)
+        except ConnectionError:
+            if connection.answered:
+                raise
+            return False
+        return True
+
+    def _opened(self, connection: Connection) -> None:
+        self.begun(connection.headers.get("content-type", ""))
+
+
 class EngineHttp:
     """Calls to one engine server at `url`.
 
     Every call raises NodeDied if the connection breaks or is refused, NodeLost if the server does not answer, and the
-    error of `refusal` if it refuses. A cancelled call closes its connection. api_key: sent as a bearer token."""
+    error of `refusal` if it refuses. A cancelled call closes its connection. api_key: returns the key that is sent as a
+    bearer token, asked for each call; empty: none."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: Callable[[], str] = str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"url must be http://host:port of the engine, got {url!r}", param="url")
@@ -72,7 +113,7 @@ class EngineHttp:
         self._path, self._netloc = parts.path.rstrip("/"), parts.netloc
         self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self._encrypted = PLAIN.options(parts)
-        self._key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._api_key = api_key
         self._idle: dict[type, list[Connection]] = {EventDecoder: [], WholeBody: []}
 
     async def stream(self, path: str, body: Any, deliver: Callable[[dict[str, Any]], None]) -> None:
@@ -83,17 +124,29 @@ class EngineHttp:
 
         await self._call(f"POST {self._path}{path}", body, EventDecoder, None, event)
 
+    async def upload(
+        self,
+        path: str,
+        body: bytes,
+        content_type: str,
+        begun: Callable[[str], None],
+        deliver: Callable[[bytes], None],
+    ) -> None:
+        """POST a body and deliver the answer's bytes as they come, after `begun` with the answer's content type."""
+        what = f"POST {self._path}{path}"
+        await self._call(what, body, WholeBody, None, deliver, content_type=content_type, begun=begun)
+
     async def post(self, path: str, body: Any, silence_s: float | None = ANSWER_S) -> Any:
-        """POST a JSON body and return the JSON of the answer; None if it is empty."""
+        """POST a body, or its JSON, and return the JSON of the answer; None if it is empty."""
         return _json(await self._whole(f"POST {self._path}{path}", body, silence_s))
 
     async def get(self, path: str, silence_s: float = ANSWER_S) -> Any:
         """Return the JSON of a path."""
-        return _json(await self._whole(f"GET {self._path}{path}", None, silence_s))
+        return _json(await self._whole(f"GET {self._path}{path}", b"", silence_s))
 
     async def text(self, path: str, silence_s: float = ANSWER_S) -> str:
         """Return the text of a path."""
-        return (await self._whole(f"GET {self._path}{path}", None, silence_s)).decode("utf-8", "replace")
+        return (await self._whole(f"GET {self._path}{path}", b"", silence_s)).decode("utf-8", "replace")
 
     async def health(self) -> None:
         """Return if GET /health succeeds. Raises NodeDied if the server says that it is not well."""
@@ -114,26 +167,41 @@ class EngineHttp:
         return b"".join(parts)
 
     async def _call(
-        self, what: str, body: Any, decoder: type[Decoder], silence_s: float | None, deliver: Callable[..., None]
+        self,
+        what: str,
+        body: Any,
+        decoder: type[Decoder],
+        silence_s: float | None,
+        deliver: Callable[..., None],
+        *,
+        content_type: str = "application/json",
+        begun: Callable[[str], None] = lambda kind: None,
     ) -> None:
-        data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
+        key = f"authorization: Bearer {told}\r\n" if (told := self._api_key()) else ""
         head = (
-            f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{self._key}content-type: application/json\r\n"
+            f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{key}content-type: {content_type}\r\n"
             f"content-length: {len(data)}\r\n\r\n"
         )
+        exchange = _Exchange(head.encode() + data, silence_s, deliver, begun)
         try:
-            connection = await self._connection(decoder)
-            await connection.exchange(head.encode() + data, silence_s, None, deliver)
+            connection = self._idle_connection(decoder)
+            if connection is None or not await exchange.answered(connection):
+                connection = await self._connection(decoder)
+                await exchange.on(connection)
         except ConnectionError as error:
             raise NodeDied(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         except (OSError, httptools.HttpParserError, ValueError) as error:
             raise NodeLost(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         self._rest(decoder, connection)
 
-    async def _connection(self, decoder: type[Decoder]) -> Connection:
+    def _idle_connection(self, decoder: type[Decoder]) -> Connection | None:
         while idle := self._idle[decoder]:
             if (connection := idle[-1]).wake():
                 return connection
+        return None
+
+    async def _connection(self, decoder: type[Decoder]) -> Connection:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
             _, connection = await loop.create_connection(
@@ -149,34 +217,10 @@ class EngineHttp:
             idle[0].close()
 
 
-def refusal(status: int, body: bytes, retry_after: str | None) -> KvferryError:
-    """Return the error for an engine's refusal: of the request's contents, for now, or of this request alone."""
-    told = f"the engine answered {status}: {_message(body)}"
-    if status in (400, 413, 422):
-        return InvalidRequest(told)
-    return Overloaded(told, retry_after=1.0) if status in (429, 503) else StepFailed(told)
-
-
-def failure(error: Any) -> KvferryError:
-    """Return the error for one that the engine sends inside an answer with status 200."""
-    told = error if isinstance(error, dict) else {"message": str(error)}
-    kind = InvalidRequest if told.get("code") == 400 else StepFailed
-    return kind(f"the engine failed: {str(told.get('message', ''))[:500]}")
-
-
-def _message(body: bytes) -> str:
-    """Return the message of an error's body in any engine's form, shortened."""
-    try:
-        found = json.loads(body)
-        found = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
-        found = found.get("message", found) if isinstance(found, dict) else found
-    except ValueError:
-        found = body.decode("utf-8", "replace")
-    return str(found)[:500]
-
-
 def _json(data: bytes) -> Any:
     try:
+        if len(data) > LARGE_BYTES:
+            return from_json(data)
         return json.loads(data) if data else None
     except ValueError as error:
         raise NodeLost(f"the engine's answer is no JSON: {error}") from error

@@ -6,14 +6,16 @@ import logging
 import os
 from collections.abc import Callable
 
+from kvferry.engine_adapter.api_key import ApiKey
 from kvferry.engine_adapter.engine import Engine
 from kvferry.engine_adapter.engines.llamacpp import LlamaCppEngine
+from kvferry.engine_adapter.engines.openai import OpenaiEngine
 from kvferry.engine_adapter.engines.sglang import SglangEngine
 from kvferry.engine_adapter.engines.vllm import VllmEngine
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.node import AdapterNode
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.node_settings import AdapterSettings
+from kvferry.protocol.node_settings import AdapterSettings, EngineSettings
 from kvferry.runtime.signals import StopSignal
 
 ENGINES: dict[str, Callable[[EngineHttp], Engine]] = {
@@ -21,7 +23,7 @@ ENGINES: dict[str, Callable[[EngineHttp], Engine]] = {
     "sglang": SglangEngine,
     "llamacpp": LlamaCppEngine,
 }
-"""Clients by the value of --engine."""
+"""Clients by the value of --engine, beside openai."""
 
 
 async def serve_adapter(settings: AdapterSettings) -> None:
@@ -32,14 +34,19 @@ async def serve_adapter(settings: AdapterSettings) -> None:
         raise ConfigError("only vLLM's prompts can be computed for another engine, by NIXL", param="role")
     stop = StopSignal()
     stop.listen()
-    engine = engine_client(settings.engine, settings.url, settings.engine_api_key)
+    engine = engine_client(settings.engine, settings.url, settings, settings.tokenizer)
     if not await AdapterNode(settings, engine).run(stop):
         logging.shutdown()
         os._exit(1)
 
 
-def engine_client(kind: str, url: str, api_key: str = "") -> Engine:
-    """Return the client of an engine server. Raises ConfigError for an unknown kind or an invalid URL."""
+def engine_client(kind: str, url: str, settings: EngineSettings, tokenizer: str = "") -> Engine:
+    """Return the client of an engine server. tokenizer: model whose files hold it, for an OpenAI server; empty: none.
+
+    Raises ConfigError for an unknown kind, an invalid URL and a key that cannot be used."""
+    http = EngineHttp(url, ApiKey(settings))
+    if kind == "openai":
+        return OpenaiEngine(http, settings.engine_model, tokenizer)
     if kind not in ENGINES:
         raise ConfigError(f"no protocol is known for engine {kind}", param="engine")
-    return ENGINES[kind](EngineHttp(url, api_key))
+    return ENGINES[kind](http)

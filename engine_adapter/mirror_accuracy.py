@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 from kvferry.engine_adapter.cache_mirror import CacheMirror
+from kvferry.protocol.media import MediaItem
 
 MAX_CALLS = 8192
 """Most calls whose end is waited for; the oldest ones are forgotten."""
@@ -24,9 +25,16 @@ class MirrorAccuracy:
         self._expected: OrderedDict[Hashable, int] = OrderedDict()
         self.calls = self.predicted = self.actual = self.difference = 0
 
-    def sent(self, call: Hashable, token_ids: Sequence[int], namespace: str = "", adapter: str = "") -> int:
+    def sent(
+        self,
+        call: Hashable,
+        token_ids: Sequence[int],
+        namespace: str = "",
+        adapter: str = "",
+        media: Sequence[MediaItem] = (),
+    ) -> int:
         """Record a call that goes to the engine now; return the tokens that it should reuse."""
-        self._expected[call] = held = self._mirror.held(token_ids, namespace, adapter)
+        self._expected[call] = held = self._mirror.held(token_ids, namespace, adapter, media)
         while len(self._expected) > MAX_CALLS:
             self._expected.popitem(last=False)
         return held

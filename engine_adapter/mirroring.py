@@ -66,7 +66,7 @@ class Mirroring:
 
     def sent(self, job: Job, call: EngineCall) -> None:
         """Note a call that goes to the engine."""
-        self.accuracy.sent((job.request_id, job.attempt), call.token_ids, job.namespace, job.adapter)
+        self.accuracy.sent((job.request_id, job.attempt), call.token_ids, job.namespace, job.adapter, job.media)
 
     def ended(self, job: Job, cached: int | None) -> None:
         """Compare a call's end with what the mirror held."""
@@ -81,3 +81,4 @@ class Mirroring:
         metrics.blocks.set(self.mirror.blocks)
         metrics.resets.set(counters.resets)
         metrics.gaps.set(counters.gaps)
+        metrics.repeated.set(counters.repeated)

@@ -18,7 +18,9 @@ from kvferry.engine_adapter.endpoints import Endpoints
 from kvferry.engine_adapter.engine import Engine, EngineFacts
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import model_name
+from kvferry.engine_adapter.measured_engine import measured_engine
 from kvferry.engine_adapter.measured_guarantees import Measurement
+from kvferry.engine_adapter.media_routes import MediaRoutes
 from kvferry.engine_adapter.node_parts import NodeParts
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.protocol.adapter_metrics import AdapterMetrics
@@ -68,6 +70,10 @@ class AdapterNode:
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
         endpoints = Endpoints(self.address.node_id, lambda: self.state, lambda: self.draining)
         endpoints.mount(self.address.app, self._settings.role)
+        self._media = MediaRoutes(
+            self.address.app, self._engine.media,
+            lambda: self.state.adapter_names if self.state and not self.draining else None,
+        )  # fmt: skip
         self._clock.start()
         self.address.start()
         with contextlib.suppress(OSError):
@@ -99,10 +105,12 @@ class AdapterNode:
     async def _load(self) -> NodeState:
         """Wait for the engine, measure it, and take an epoch."""
         facts = await self._ready_facts()
-        measurement = Measurement(self._engine)
-        guarantees, rates = await measurement.guarantees(), await measurement.rates()
+        measured = await measured_engine(
+            self._engine, exact=facts.exact, media=self._settings.engine_modalities == "auto"
+        )
+        guarantees = measured.guarantees
         if self._settings.role == "prefill":
-            await measurement.transfer()
+            await Measurement(self._engine).transfer()
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
         epoch = await new_epoch(self._store, self.address.node_id)
@@ -111,13 +119,13 @@ class AdapterNode:
         if self._settings.accept_inexact:
             guarantees = tuple(dict.fromkeys((*guarantees, "greedy_resume", "seeded_resume")))
         state = self.state = NodeState(self._settings, self.address, facts, guarantees, epoch, watch)
-        state.streams = streams
+        state.streams, state.modalities = streams, measured.modalities
         parts = NodeParts(state, self._engine, self.metrics, self.mirror_metrics, self.address.secrets.token)
         if self._settings.role == "prefill":
             state.attempts = parts.prefill_attempts(self._clock)
         else:
             state.attempts = parts.decode_attempts()
-        state.attempts.rates.rates = rates
+        state.attempts.rates.rates = measured.rates
         state.draining = lambda: self.draining
         state.membership = Membership(self._store, state.lease, state.rows, self.metrics)
         state.follow_events()
@@ -158,7 +166,7 @@ class AdapterNode:
         self.draining = True
         log.info("%s drains", self.address.node_id)
         await state.membership.announce()
-        while state.attempts.running and may_wait() and not gone.done():  # noqa: ASYNC110
+        while (state.attempts.running or self._media.running) and may_wait() and not gone.done():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         gone.cancel()
         state.watch.stop()

@@ -59,7 +59,7 @@ class NodeParts:
             self.engine,
             HandoverSender(client, self._name, blocks, LearnedRates()),
             state.guarantees,
-            {each.id: each.name for each in state.adapters},
+            state.adapter_names,
             suspended_s=lambda: (time.monotonic() - began) - (clock.now() - awake),
             **self._common,
         )
@@ -67,7 +67,7 @@ class NodeParts:
     def decode_attempts(self) -> Attempts:
         """Return the attempts of a decode node; its state gets handovers if the engine fetches blocks from others."""
         state, streams = self.state, self.state.streams
-        names = {each.id: each.name for each in state.adapters}
+        names = state.adapter_names
         if not state.transfer:
             return Attempts(self.engine, streams, state.guarantees, names, **self._common)
 

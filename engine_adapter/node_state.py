@@ -24,6 +24,7 @@ from kvferry.protocol.messages import Job, Pulse
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.worker.address import NodeAddress
+from kvferry.worker.load import WAIT_S, decode_pressure
 from kvferry.worker.membership import Membership
 from kvferry.worker.streams import RouterStreams
 
@@ -31,6 +32,23 @@ log = logging.getLogger("kvferry.adapter")
 
 ASSUMED_SEQS = 256
 """Requests that an engine is taken to run at once if it does not say."""
+
+
+@dataclass(slots=True)
+class ContinuedStreams:
+    """Counts of streams that came from other nodes with tokens. swallowed: tokens that replays compute again."""
+
+    resumed: int = 0
+    replayed: int = 0
+    swallowed: int = 0
+
+    def sent(self, delivered: int, *, resumed: bool) -> None:
+        """Count a call to the engine for a stream of which so many tokens were delivered."""
+        if resumed:
+            self.resumed += 1
+        else:
+            self.replayed += 1
+            self.swallowed += delivered
 
 
 @dataclass
@@ -52,6 +70,8 @@ class NodeState:
     mirroring: Mirroring | None = None
     handovers: Handovers | None = None
     canary: TransferCanary | None = None
+    continued: ContinuedStreams = field(default_factory=ContinuedStreams)
+    modalities: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         given_transfer = self.settings.kv_transfer
@@ -67,11 +87,21 @@ class NodeState:
         )
 
     @property
+    def engine(self) -> str:
+        """Return kind and version of the engine."""
+        return f"{self.facts.kind} {self.facts.version}".strip()
+
+    @property
     def kv_events(self) -> KvEventSource | None:
         """Return where the engine publishes KV events: as the settings say, else as the engine does."""
         if self.settings.kv_events:
             return KvEventSource(self.settings.kv_events, self.settings.kv_events_replay)
         return self.facts.kv_events
+
+    @property
+    def adapter_names(self) -> dict[str, str]:
+        """Return the names of LoRA adapters by their ids."""
+        return {each.id: each.name for each in self.adapters}
 
     def follow_events(self) -> None:
         """Begin to mirror the engine's cache, if it publishes KV events. Raises ConfigError without pyzmq."""
@@ -95,6 +125,8 @@ class NodeState:
 
     def sent(self, job: Job, call: EngineCall) -> None:
         """Note a call that goes to the engine."""
+        if (delivered := len(job.token_ids) - job.prompt_len) > 0:
+            self.continued.sent(delivered, resumed=len(call.token_ids) > job.prompt_len)
         if self.mirroring:
             self.mirroring.sent(job, call)
 
@@ -142,19 +174,24 @@ class NodeState:
             max_num_seqs=facts.max_num_seqs or ASSUMED_SEQS,
             adapters=self.adapters,
             pulse=Pulse(engine_s=self.watch.still_s),
-            engine=f"{facts.kind} {facts.version}".strip(),
+            engine=self.engine,
             engine_url=self.settings.url,
             guarantees=self.guarantees,
+            modalities=self.modalities,
         )
 
-    def set_gauges(self, metrics: WorkerMetrics, of_mirror: AdapterMetrics) -> None:
-        """Set the gauges of load, index rows and mirror."""
+    def set_gauges(self, metrics: WorkerMetrics, of_engine: AdapterMetrics) -> None:
+        """Set the gauges of load, scaling, index rows, engine and mirror."""
         if self.mirroring:
-            self.mirroring.set_gauges(of_mirror)
+            self.mirroring.set_gauges(of_engine)
+        self._set_engine_gauges(of_engine)
         if isinstance(self.attempts, PrefillAttempts):
-            of_mirror.pinned_blocks.set(self.attempts.pinned.blocks)
-            of_mirror.pinned_prompts.set(self.attempts.pinned.prompts)
+            of_engine.pinned_blocks.set(self.attempts.pinned.blocks)
+            of_engine.pinned_prompts.set(self.attempts.pinned.prompts)
         load = self.load
+        # An engine does not tell how long its queue waits, so each waiting request counts in full.
+        seats = self.facts.max_num_seqs or ASSUMED_SEQS
+        metrics.scaling.decode_pressure.set(decode_pressure(load, seats, latency=0.0, waits_s=WAIT_S))
         metrics.requests_waiting.set(load.waiting_requests)
         metrics.waiting_tokens.set(load.waiting_tokens)
         metrics.requests_running.set(load.running_requests)
@@ -162,3 +199,12 @@ class NodeState:
             metrics.kv_blocks[state].set(getattr(load, f"{state}_blocks"))
         metrics.kv_blocks_total.set(load.total_blocks)
         self.membership.set_gauges()
+
+    def _set_engine_gauges(self, metrics: AdapterMetrics) -> None:
+        metrics.engine_up.set(not self.watch.fault and not self.watch.still_s)
+        metrics.epoch.labels(self.engine).set(self.epoch)
+        for name, gauge in metrics.guarantees.items():
+            gauge.set(name in self.guarantees)
+        for way, gauge in metrics.continued.items():
+            gauge.set(getattr(self.continued, way))
+        metrics.swallowed.set(self.continued.swallowed)

@@ -39,7 +39,7 @@ def call_of(job: Job, request_id: str, adapter: str, length: int) -> EngineCall:
             max_tokens=params.max_tokens - delivered,
             min_tokens=max(0, params.min_tokens - delivered),
         )
-    return EngineCall(request_id, job.token_ids[:length], params, job.grammar, adapter, job.namespace)
+    return EngineCall(request_id, job.token_ids[:length], params, job.grammar, adapter, job.namespace, job.media)
 
 
 class OutputSequence:

@@ -118,8 +118,10 @@ class PrefillAttempts:
             raise Cancelled("the attempt was cancelled")
         if len(self._running) >= MAX_ATTEMPTS:
             raise Overloaded(f"{MAX_ATTEMPTS} attempts run or wait on this node", retry_after=1.0)
-        if target is not None and not self._repeats(job):
-            raise Overloaded("the engine does not repeat drawn tokens: the decode node computes the prompt")
+        if job.media and self._engine.media is None:
+            raise InvalidRequest("this model's engine takes no images, audio or video", param="messages")
+        if target is not None and (job.media or not self._repeats(job)):
+            raise Overloaded("prompts with media, and tokens that are not repeated, are for the decode node alone")
         attempt = self._running[key] = PrefillAttempt(job, target, alone=not self._running)
         attempt.task = asyncio.create_task(self._run(attempt))
         attempt.task.add_done_callback(lambda task: self._over(attempt, task))

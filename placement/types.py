@@ -134,6 +134,7 @@ class Demand:
     source        decode node whose blocks the request takes along, for a migrating stream
     worth         expected times that a token evicted for this request would have been reused
     adapter       id of the adapter that the nodes must have; empty: none
+    modalities    media that the nodes must take
     model         name of the model, for errors
     fetches       whether nodes may fetch blocks of the prompt from others
     holders       nodes to fetch from, found by `place`
@@ -152,6 +153,7 @@ class Demand:
     source: NodeKey | None = None
     model: str = ""
     adapter: str = ""
+    modalities: frozenset[str] = frozenset()
     beside: NodeKey | None = None
     fetches: bool = False
     holders: tuple[Holding, ...] = ()

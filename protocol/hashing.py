@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 
 HASH_BYTES = 16
 """Bytes of a block hash: the first 128 bits of a SHA-256."""
+NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
+"""Extras of blocks that hold nothing but tokens."""
 
 
 def namespace(tenant: str, salt: str) -> str:
@@ -35,30 +38,38 @@ def root_hash(fingerprint: str, namespace: str = "", adapter: str = "") -> bytes
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> bytes:
     """Return 128 bits of SHA-256 over (parent, token ids as little-endian int32, tagged extras)."""
-    (found,) = _hashes(parent, token_ids, len(token_ids), extras)
+    (found,) = _hashes(parent, token_ids, len(token_ids), {0: extras})
     return found
 
 
 def chain(
-    root: bytes, token_ids: Sequence[int], block_size: int, known: Sequence[bytes] = (), extras: bytes = b""
+    root: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    known: Sequence[bytes] = (),
+    extras: Mapping[int, bytes] = NO_EXTRAS,
 ) -> list[bytes]:
     """Return the hashes of all full blocks of `token_ids`, in order.
 
-    known: hashes of the first blocks, if computed already."""
+    known: hashes of the first blocks, if computed already. extras: of blocks by their number, see `block_hash`."""
     hashed = len(known) * block_size
     tail = token_ids[hashed:] if hashed else token_ids
-    return [*known, *_hashes(known[-1] if known else root, tail, block_size, extras)]
+    return [*known, *_hashes(known[-1] if known else root, tail, block_size, extras, len(known))]
 
 
-def _hashes(parent: bytes, token_ids: Sequence[int], block_size: int, extras: bytes) -> Iterator[bytes]:
-    """Yield one hash for each full block.
+def _hashes(
+    parent: bytes, token_ids: Sequence[int], block_size: int, extras: Mapping[int, bytes], first: int = 0
+) -> Iterator[bytes]:
+    """Yield one hash for each full block, of which the first has number `first`.
 
     A long prompt has thousands of blocks and requests wait for the hashes, so all tokens become bytes at once."""
     tokens = array("i", token_ids)
     if sys.byteorder == "big":
         tokens.byteswap()
     data, size = tokens.tobytes(), block_size * tokens.itemsize
-    tagged = b"\0extras\0" + extras if extras else b""
-    for start in range(0, len(data) - size + 1, size):
-        parent = hashlib.sha256(parent + data[start : start + size] + tagged).digest()[:HASH_BYTES]
+    for number, start in enumerate(range(0, len(data) - size + 1, size), first):
+        hashed = parent + data[start : start + size]
+        if extras and (own := extras.get(number)):
+            hashed += b"\0extras\0" + own
+        parent = hashlib.sha256(hashed).digest()[:HASH_BYTES]
         yield parent

@@ -71,7 +71,8 @@ class NodeLease:
     the node can change its role. role_s: seconds since it last did, 0: never. pressure: decode nodes that its streams
     would fill, 0 for prefill. engine: kind and version of the server behind an adapter, such as "vllm 0.32.0"; empty:
     kvferry's own engine. engine_url: of that server's OpenAI API. guarantees: what an adapter measured that its engine
-    keeps (GUARANTEES)."""
+    keeps (GUARANTEES). modalities: media that prompts may hold, of protocol.media.MODALITIES; `transcription`: it also
+    writes down what audio says."""
 
     node_id: str
     role: str
@@ -98,6 +99,7 @@ class NodeLease:
     engine: str = ""
     engine_url: str = ""
     guarantees: tuple[str, ...] = ()
+    modalities: tuple[str, ...] = ()
 
     @property
     def target(self) -> DecodeTarget:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.protocol.media import MediaItem
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.process_names import NodeName
 from kvferry.protocol.sampling import SamplingParams
@@ -67,7 +68,8 @@ class Job:
                       until its first token
     predicted         (tokens, epoch): leading tokens that the router expects in the cache of the computing node or
                       fetched to it, and that process's epoch
-    holder            node from which the computing node may fetch leading blocks of the prompt; None: none"""
+    holder            node from which the computing node may fetch leading blocks of the prompt; None: none
+    media             images, audio and video of the prompt in order, for nodes whose lease has their modalities"""
 
     request_id: str
     attempt: int
@@ -85,6 +87,7 @@ class Job:
     buddy: DecodeTarget | None = None
     predicted: tuple[int, int] = (0, 0)
     holder: Holder | None = None
+    media: tuple[MediaItem, ...] = ()
 
     @property
     def params(self) -> SamplingParams:
@@ -237,13 +240,3 @@ class StepFrame:
     number: int = 0
     pulse: Pulse | None = None
     deviations: tuple[Deviation, ...] = ()
-
-
-@message(45, checked=True)
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Router → node, `POST /streams/{router_id}/seen`, every second: frames up to `number` have arrived.
-
-    A router that stops sending it counts as frozen."""
-
-    number: int

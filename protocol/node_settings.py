@@ -24,12 +24,21 @@ class EngineSettings(CommonSettings):
     """Settings of `kvferry adapt` and `kvferry serve` about an engine of others."""
 
     engine_api_key: str = setting(
-        "", "API key of the engine; pass it by the environment variable, which other users cannot see"
+        "", "API key of the engine; pass it by a file or the environment variable, which other users cannot see"
+    )
+    engine_api_key_file: str = setting("", "file with the API key of the engine; read again when it changes")
+    engine_model: str = setting(
+        "", "name by which an OpenAI server knows the model; default: the only one that it serves"
     )
     engine_revision: str = setting(
         "", "name of the weights' version; nodes of one model continue each other's streams only if it is the same"
     )
     engine_timeout: float = setting(600.0, "seconds to wait for the engine to be ready", least=0)
+    engine_modalities: str = setting(
+        "auto",
+        "images, audio and video in prompts; auto: as measured when the node joins, none: text alone",
+        choices=("auto", "none"),
+    )
     accept_inexact: bool = setting(
         False,
         "continue streams of lost nodes even where the engine may give other tokens than the lost node would have",
@@ -55,6 +64,11 @@ class AdapterSettings(NodeSettings, EngineSettings):
 
     engine: str = setting("vllm", "kind of the engine", choices=("vllm", "sglang", "llamacpp", "openai"))
     url: str = setting("http://127.0.0.1:8001", "URL of the engine's HTTP server")
+    tokenizer: str = setting(
+        "",
+        "model whose files hold the tokenizer (directory, .gguf file, hub id), for an OpenAI server that sends text "
+        "without token ids or does not tell the length of its context",
+    )
     kv_events: str = setting("", "ZeroMQ address of the engine's KV events; default: as the engine says")
     kv_events_replay: str = setting("", "ZeroMQ address that replays KV events; default: as the engine says")
     canary_rate: float = setting(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.layout import CACHE_DTYPES
+from kvferry.protocol.media_settings import MediaSettings
 from kvferry.protocol.node_settings import AttachSettings
 from kvferry.protocol.scale_out_settings import ScaleOutSettings
 from kvferry.protocol.setting import setting
@@ -26,7 +26,7 @@ MODELS = f"{MODEL}; repeat it for several models, with --served-model-name in th
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSettings(CommonSettings):
+class RouterSettings(MediaSettings):
     """Settings of `kvferry router`."""
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)

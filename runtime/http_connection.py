@@ -34,7 +34,9 @@ class Connection(asyncio.Protocol):
 
     decoder   makes the decoder of an answer's body
     refusal   makes the error of a refusal, from its status, body and Retry-After header
-    clock     seconds for the silence limit"""
+    clock     seconds for the silence limit
+
+    headers: those of the answer by their names in lower case, complete once `opened` is called."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Connection(asyncio.Protocol):
         self._ended: asyncio.Future[BaseException | None] | None = None
         self._left: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.headers: dict[str, str] = {}
 
     async def exchange(self, request: bytes, silence_s: float | None, opened: Told, deliver: Told) -> None:
         """Send a request and read its answer to the end.
@@ -57,7 +60,7 @@ class Connection(asyncio.Protocol):
         nothing more."""
         self._silence_s, self._opened, self._deliver = silence_s, opened, deliver
         self._parser, self._frames = httptools.HttpResponseParser(self), self._decoder()
-        self._headers: dict[str, str] = {}
+        self.headers = {}
         self._refused, self._refusal = False, b""
         self._head_bytes: int | None = 0
         self._ended = self._loop.create_future()
@@ -99,6 +102,11 @@ class Connection(asyncio.Protocol):
         self._move_on()
         return True
 
+    @property
+    def answered(self) -> bool:
+        """Return whether the answer to the latest request has begun."""
+        return self._head_bytes != 0
+
     def close(self) -> None:
         """Close the connection."""
         self._move_on()
@@ -132,7 +140,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header (httptools callback)."""
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """Note the status and report an accepted request (httptools callback)."""
@@ -153,7 +161,7 @@ class Connection(asyncio.Protocol):
         self._stays = self._parser.should_keep_alive()
         error = None
         if self._refused:
-            error = self._refusal_of(self._parser.get_status_code(), self._refusal, self._headers.get("retry-after"))
+            error = self._refusal_of(self._parser.get_status_code(), self._refusal, self.headers.get("retry-after"))
         self._end(error)
 
     def _watch(self) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import struct
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,19 +19,30 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.responses import ResponseStore
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.adapters import ChangeAdapter
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import InvalidRequest, KvferryError
 from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.media import RenderRequest
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.settings import RouterSettings
+from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.work import Generate, Grammar
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.batch.batches import Batches
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dispatch.cluster import RouterCluster
-from kvferry.router.dispatch.interface import Cluster, ClusterInfo, Enough, Fork, Output, RequestSpec, Route
+from kvferry.router.dispatch.interface import (
+    Cluster,
+    ClusterInfo,
+    Enough,
+    Fork,
+    Output,
+    RenderedMedia,
+    RequestSpec,
+    Route,
+)
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_model
@@ -102,6 +113,36 @@ class FakeAdapters:
             del self.ids[change.name]
 
 
+class FakeMedia:
+    """Media that nodes take: `modalities`; prompts come from `answers`, one a request."""
+
+    def __init__(self) -> None:
+        self.modalities: tuple[str, ...] = ()
+        self.answers: list[RenderedMedia | KvferryError] = []
+        self.asked: list[RenderRequest] = []
+        self.speech: list[SpeechPart | KvferryError] = []
+        self.heard: list[SpeechRequest] = []
+
+    def check(self, modalities: Collection[str], adapter: str = "") -> None:
+        if missing := sorted(set(modalities) - set(self.modalities)):
+            raise InvalidRequest(f"no node of the model takes {missing[0]} in a prompt")
+
+    async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
+        self.asked.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, KvferryError):
+            raise answer
+        return answer
+
+    async def transcribe(self, request: SpeechRequest, deliver: Callable[[SpeechPart], None]) -> None:
+        self.heard.append(request)
+        for part in self.speech:
+            if isinstance(part, KvferryError):
+                raise part
+            deliver(part)
+            await asyncio.sleep(0)
+
+
 class FakeCluster:
     """Answers every spec with what `script` says; remembers the dispatches."""
 
@@ -109,7 +150,7 @@ class FakeCluster:
         self.script, self.gap_s, self.cached = script, gap_s, cached
         self.max_model_len = max_model_len
         self.dispatches: list[FakeDispatch] = []
-        self.adapters = FakeAdapters()
+        self.adapters, self.media = FakeAdapters(), FakeMedia()
         self.refusal: KvferryError | None = None
         self.is_ready, self.lacks = True, ""
         self.nodes: list[NodeLease] = []

@@ -21,6 +21,7 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.adapters import AdapterName, ChangeAdapter
 from kvferry.protocol.errors import KvferryError, StreamGone, TransferFailed
 from kvferry.protocol.lease import Load, NodeLease
+from kvferry.protocol.media import RenderRequest, joined, with_data, without_data
 from kvferry.protocol.messages import (
     AttemptFailed,
     CancelRequest,
@@ -37,7 +38,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Missed, Reuse
 from kvferry.protocol.sampling import SamplingParams
-from kvferry.protocol.wire import pack, unpack
+from kvferry.protocol.wire import FrameReader, pack, unpack
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.cluster import RouterCluster
@@ -88,7 +89,8 @@ class FakeWorker:
     """`prefill_script(worker, request)` yields the answer's messages, or CRASH (the process dies), or SILENCE (it
     hangs). A decode node crashes after `crash_after` deltas, and answers attempts with `refusal` if there is one. A
     prompt that begins with the token DEADLY crashes anyone who runs it, a decode node after a moment. Streams are
-    handed over after `move_wait_s`, which is told `move_lag_s` later, unless `move_refusals` has an answer."""
+    handed over after `move_wait_s`, which is told `move_lag_s` later, unless `move_refusals` has an answer. Prompts
+    with media are answered with the first of `prompts`: a message, an error or CRASH."""
 
     node_id: str
     role: str
@@ -111,6 +113,8 @@ class FakeWorker:
     move_lag_s: float = 0.0
     pulse: Pulse | None = None
     store: MemoryStore | None = None
+    prompts: list[Any] = field(default_factory=list)
+    rendered: list[RenderRequest] = field(default_factory=list)
 
     async def start(self) -> None:
         self._queues: dict[str, asyncio.Queue[StepFrame | None]] = {}
@@ -123,6 +127,7 @@ class FakeWorker:
             HttpRoute("/attempts/prefill", self._prefill, methods=["POST"]),
             HttpRoute("/attempts/generate", self._generate, methods=["POST"]),
             HttpRoute("/attempts/cancel", self._cancel, methods=["POST"]),
+            HttpRoute("/attempts/render", self._render, methods=["POST"]),
             HttpRoute("/attempts/move", self._move, methods=["POST"]),
             HttpRoute("/adapters", self._change_adapter, methods=["POST"]),
             HttpRoute("/streams/{router}", self._stream),
@@ -227,11 +232,11 @@ class FakeWorker:
         return StreamingResponse(body(), media_type="application/msgpack")
 
     async def _generate(self, request: Request) -> Response:
-        message = unpack(await request.body())
+        message, *datas = FrameReader().feed(await request.body())
         assert isinstance(message, GenerateRequest)
         if self.refusal:
             return _error(self.refusal)
-        job = message.job
+        job = replace(message.job, media=joined(message.job.media, datas))
         total = len(job.token_ids)
         reused = min(8, total - 1)
         self.decode(job, total - job.prompt_len, Reuse(total, 0, reused, 0, total - reused, evicted(job, reused)))
@@ -246,6 +251,19 @@ class FakeWorker:
         if task and int(task.get_name()) <= message.attempt:
             task.cancel()
         return Response(status_code=202)
+
+    async def _render(self, request: Request) -> Response:
+        message = unpack(await request.body())
+        assert isinstance(message, RenderRequest)
+        self.rendered.append(message)
+        answer = self.prompts.pop(0)
+        if answer == CRASH:
+            self.crash()
+        if isinstance(answer, KvferryError):
+            return _error(answer)
+        media = getattr(answer, "media", ())
+        message = pack(replace(answer, media=without_data(media)) if media else answer)
+        return Response(with_data(message, media))
 
     async def _move(self, request: Request) -> Response:
         message = unpack(await request.body())

@@ -29,11 +29,11 @@ from kvferry.protocol.messages import (
     GenerateRequest,
     Job,
     PrefillRequest,
-    Seen,
     StepFrame,
     TokenDelta,
 )
 from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.stream_messages import Seen
 from kvferry.protocol.wire import FrameReader, pack
 from kvferry.runtime.signals import StopSignal
 from kvferry.worker.engine_parts import EngineParts

@@ -5,10 +5,14 @@ Neither jumps, because autoscalers act on them."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvferry.protocol.lease import Load
 from kvferry.protocol.scaling_metrics import NodeScaling
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.worker.rates import RateMeter
+
+if TYPE_CHECKING:  # it loads torch, and adapters use the formulas
+    from kvferry.worker.rates import RateMeter
 
 WAIT_S = 30.0
 """Seconds that the next request waits for a seat until each waiting request counts as a full stream.

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from fastapi import FastAPI, Request, Response
 
 from kvferry.protocol.errors import Fenced, StreamGone
-from kvferry.protocol.messages import Pulse, Seen, StepFrame
+from kvferry.protocol.messages import Pulse, StepFrame
+from kvferry.protocol.stream_messages import Seen
 from kvferry.protocol.wire import Unwritable, pack
 from kvferry.runtime.http import read_message
 from kvferry.runtime.suspend_aware_clock import LoopClock

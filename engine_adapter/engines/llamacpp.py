@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad
-from kvferry.engine_adapter.http_client import EngineHttp, failure
-from kvferry.protocol.errors import InvalidRequest, StepFailed
-from kvferry.protocol.messages import Job, TokenLogprobs
-from kvferry.protocol.sampling import SamplingParams
+from kvferry.engine_adapter.engines.llamacpp_answer import Answer
+from kvferry.engine_adapter.http_client import EngineHttp
+from kvferry.protocol.errors import InvalidRequest, KvferryError, StepFailed
+from kvferry.protocol.messages import Job
 from kvferry.protocol.work import Generate, Grammar
+from kvferry.runtime import background
 
 UNSUPPORTED = ("bad_words", "allowed_token_ids", "prompt_logprobs", "min_tokens")
 """Parameters that the server lacks, or has with another meaning."""
 GRAMMARS = ("json_schema", "json_object", "ebnf")
+ANY_JSON = {"type": ["object", "array", "string", "number", "boolean", "null"]}
+RANDOM_SEED = 2**32 - 1
+"""The seed that the server takes for none; seeds are below it."""
+MOST_SPELLED = 4096
+"""Most texts whose tokens are remembered."""
+END_S = 1.0
+"""Longest time in seconds between the last event of an answer and its end."""
 BLOCK_SIZE = 32
 """Tokens per block in kvferry's index: the server keeps whole sequences, by slot."""
 
@@ -25,15 +35,19 @@ class LlamaCppEngine:
 
     The server has no salt for tenants: requests of tenants that are kept apart reuse no cached prefix."""
 
+    media = None
+
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
+        self._context = 0
+        self._spelled: dict[str, tuple[int, ...]] = {}
 
     async def facts(self) -> EngineFacts:
         """Return the server's build, model, context and slots."""
         props = await self._http.get("/props")
         models = await self._http.get("/v1/models")
         slots = int(props.get("total_slots") or 1)
-        context = int(props["default_generation_settings"]["n_ctx"])
+        context = self._context = int(props["default_generation_settings"]["n_ctx"])
         return EngineFacts(
             kind="llamacpp",
             version=str(props.get("build_info", "")),
@@ -72,44 +86,44 @@ class LlamaCppEngine:
             )
 
     async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
-        """Run a call. The server knows one end-of-sequence token of its own; the others end the output here."""
-        ending = frozenset(call.params.ending_token_ids)
-        ended = False
-
-        def event(chunk: dict[str, Any]) -> None:
-            nonlocal ended
-            if (error := chunk.get("error")) is not None:
-                raise failure(error)
-            if ended:
-                return
-            tokens = tuple(chunk.get("tokens") or ())
-            stops = next((at for at, token in enumerate(tokens, start=1) if token in ending), 0)
-            tokens = tokens[:stops] if stops else tokens
-            ended = bool(stops or chunk.get("stop"))
-            reason = None if not ended else "stop" if stops or chunk.get("stop_type") == "eos" else "length"
-            if tokens or ended:
-                deliver(EngineDelta(tokens, _logprobs(chunk, len(tokens), call.params), reason, cached_tokens(chunk)))
-            if stops:
-                raise _Ended
-
+        """Run a call. The server knows end-of-sequence tokens of its own; other stop tokens end the output here."""
+        answer = Answer(call.params, self._tokenized, deliver)
+        chunks: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        stream = asyncio.create_task(
+            self._http.stream("/completion", body(call, self._context), chunks.put_nowait), name="completion"
+        )
+        stream.add_done_callback(lambda _: chunks.put_nowait(None))
         try:
-            await self._http.stream("/completion", body(call), event)
-        except _Ended:
-            return
-        if not ended:
-            raise StepFailed("the engine's answer ended without a finish reason")
+            while not answer.ended and (chunk := await chunks.get()) is not None:
+                await answer.take(chunk)
+            if not answer.ended:
+                await stream
+                raise StepFailed("the engine's answer ended without a finish reason")
+            if answer.told_end:  # the connection stays open for the next call
+                await asyncio.wait({stream}, timeout=END_S)
+        finally:
+            with contextlib.suppress(KvferryError):
+                await background.end(stream)
 
     async def close(self) -> None:
         """Close all connections."""
         await self._http.close()
 
+    async def _tokenized(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text, by the server's own tokenizer."""
+        if (known := self._spelled.get(text)) is not None:
+            return known
+        if len(self._spelled) >= MOST_SPELLED:
+            self._spelled.clear()
+        told = await self._http.post("/tokenize", {"content": text, "add_special": False, "parse_special": False})
+        found = self._spelled[text] = tuple(told["tokens"])
+        return found
 
-class _Ended(Exception):
-    """A token ended the output that the server would go on from; the closed connection stops it."""
 
+def body(call: EngineCall, context: int) -> dict[str, Any]:
+    """Return the body of a request. All samplers are named: the server's defaults are not the API's.
 
-def body(call: EngineCall) -> dict[str, Any]:
-    """Return the body of a request. All samplers are named: the server's defaults are not the API's."""
+    context: tokens of a slot, which is how far back penalties look."""
     params = call.params
     built: dict[str, Any] = {
         "prompt": call.token_ids,
@@ -123,13 +137,17 @@ def body(call: EngineCall) -> dict[str, Any]:
         "min_p": params.min_p,
         "typical_p": 1.0,
         "repeat_penalty": params.repetition_penalty,
-        "repeat_last_n": -1,
+        "repeat_last_n": context,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        "seed": params.seed % 2**32,
-        "ignore_eos": params.ignore_eos,
+        "seed": params.seed % RANDOM_SEED,
+        "ignore_eos": params.ignore_eos and call.grammar is None,  # else a complete grammar cannot end: error 500
         "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
-        "n_probs": params.logprobs or 0,
+        "mirostat": 0,
+        "dynatemp_range": 0.0,
+        "backend_sampling": False,
+        "n_probs": 0 if params.logprobs is None else max(1, params.logprobs),
+        "return_progress": True,
     }
     if params.logit_bias:
         built["logit_bias"] = [[token, bias] for token, bias in params.logit_bias]
@@ -144,33 +162,11 @@ def grammar_of(grammar: Grammar) -> dict[str, Any]:
     """Return the fields for a grammar."""
     if grammar.kind == "ebnf":
         return {"grammar": grammar.source}
-    return {"json_schema": json.loads(grammar.source) if grammar.source else {"type": "object"}}
-
-
-def cached_tokens(chunk: dict[str, Any]) -> int | None:
-    """Return the prompt tokens that the last chunk says were reused; None before."""
-    timings = chunk.get("timings") or {}
-    if not chunk.get("stop"):
-        return None
-    found = timings.get("cache_n")
-    return int(found) if found is not None else None
-
-
-def _logprobs(chunk: dict[str, Any], new: int, params: SamplingParams) -> tuple[TokenLogprobs, ...] | None:
-    if params.logprobs is None or not new:
-        return None
-    rows = (chunk.get("completion_probabilities") or [])[:new]
-    if len(rows) < new:
-        return None
-    return tuple(_row(row) for row in rows)
-
-
-def _row(row: dict[str, Any]) -> TokenLogprobs:
-    top = tuple((each["id"], each["logprob"]) for each in row.get("top_logprobs") or ())
-    rank = next((at for at, each in enumerate(top, start=1) if each[0] == row["id"]), len(top) + 1)
-    return TokenLogprobs(row["id"], row["logprob"], rank, top)
+    if not grammar.source:
+        return {"json_schema": {"type": "object"}}
+    return {"json_schema": json.loads(grammar.source) or ANY_JSON}  # the server reads {} as any object
 
 
 def _process(props: dict[str, Any]) -> str:
-    """Return the model's path and build: the server does not tell when it began."""
-    return f"{props.get('model_path')} {props.get('build_info')}"
+    """Return what differs for every start of the server: its marker for images is random in newer builds."""
+    return " ".join(str(props.get(name, "")) for name in ("model_path", "build_info", "media_marker"))

@@ -25,6 +25,8 @@ UNSUPPORTED = ("bad_words", "allowed_token_ids", "prompt_logprobs")
 class SglangEngine:
     """Client of one SGLang server. Implements `engine.Engine`."""
 
+    media = None
+
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
 

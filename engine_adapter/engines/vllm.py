@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource, Prefilled
+from kvferry.engine_adapter.engine_errors import failure
 from kvferry.engine_adapter.engines import vllm_params
 from kvferry.engine_adapter.engines.addresses import reachable
-from kvferry.engine_adapter.http_client import EngineHttp, failure
+from kvferry.engine_adapter.engines.vllm_media import VllmMedia, with_features
+from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.prometheus_text import labels, value
 from kvferry.protocol.errors import ConfigError, StepFailed
 from kvferry.protocol.messages import Job
@@ -30,6 +32,7 @@ class VllmEngine:
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
         self._model = ""
+        self.media = VllmMedia(http, lambda: self._model)
 
     async def facts(self) -> EngineFacts:
         """Return the server's version, models, cache layout and where it publishes KV events."""
@@ -76,7 +79,9 @@ class VllmEngine:
 
     async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
         """Run a call. The delta with the finish_reason waits for the usage behind it, which tells the cached tokens."""
-        body = vllm_params.body(call, call.adapter or self._model)
+        body: Any = vllm_params.body(call, call.adapter or self._model)
+        if call.media:
+            body = await with_features(json.dumps(body).encode(), call.media)
         if call.params.prompt_logprobs is not None:
             deliver(vllm_params.whole(await self._http.post(GENERATE, body, None), call.params))
             return

@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.errors import InvalidRequest, ModelNotFound
 from kvferry.router.api.bodies.fields import MAX_NAME
-from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.documentation import Responses, errors, takes
 from kvferry.router.api.served_models import ServedModels
 

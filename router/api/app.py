@@ -21,6 +21,7 @@ from kvferry.router.api.answers import (
     TokenizerInfo,
     Tokens,
 )
+from kvferry.router.api.audio.endpoints import SPEECH_ENDPOINTS, SpeechEndpoint, SpeechRoute
 from kvferry.router.api.batches.batches import BatchBody, batches_router
 from kvferry.router.api.batches.files import files_router
 from kvferry.router.api.bodies.generating import ChatBody, CompletionBody
@@ -123,10 +124,11 @@ def create_app(
     responses = StoredResponses(kept)
     background = Background(responses, admission, peers)
     offered, shared = endpoints(responses, background), (pools, admission, reader, tenant_registry, metrics)
-    exchanges: dict[str, GeneratingRoute | PoolingRoute] = {
+    exchanges: dict[str, GeneratingRoute | PoolingRoute | SpeechRoute] = {
         each.path: GeneratingRoute(each, *shared) for each in offered
     }
     exchanges |= {each.path: PoolingRoute(each, *shared) for each in READINGS}
+    exchanges |= {each.path: SpeechRoute(each, *shared) for each in SPEECH_ENDPOINTS}
     bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
     bodies += [CountBody, TokenizeBody, DetokenizeBody, BatchBody, *ADAPTER_BODIES]
     told = dict.fromkeys(each.error for each in offered)
@@ -159,16 +161,18 @@ def _guarded() -> dict[str, Any]:
     return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
 
 
-def _working(exchanges: Mapping[str, GeneratingRoute | PoolingRoute], refusals: Sequence[int]) -> APIRouter:
+def _working(
+    exchanges: Mapping[str, GeneratingRoute | PoolingRoute | SpeechRoute], refusals: Sequence[int]
+) -> APIRouter:
     router = APIRouter()
     for exchange in exchanges.values():
-        endpoint, streamed = exchange.endpoint, STREAMED if isinstance(exchange, GeneratingRoute) else {}
+        endpoint, streamed = exchange.endpoint, {} if isinstance(exchange, PoolingRoute) else STREAMED
         router.post(
             endpoint.path,
             summary=endpoint.summary,
             response_model=endpoint.answer,
             responses={**streamed, **errors(*GENERATING, *refusals, model=endpoint.error)},
-            openapi_extra=takes(endpoint.body),
+            openapi_extra=endpoint.takes if isinstance(endpoint, SpeechEndpoint) else takes(endpoint.body),
         )(_exchanged(exchange))
     return router
 

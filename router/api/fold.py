@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from kvferry.protocol.errors import KvferryError
 from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.answers import ErrorAnswer
-from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.translated import TranslatedChat
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.responder import Responder

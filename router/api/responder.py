@@ -49,6 +49,11 @@ class Responder:
         await self._start(status, _JSON, {**headers, "content-length": str(len(data))})
         await self.write(data, more=False)
 
+    async def content(self, media_type: str, data: bytes, headers: Mapping[str, str]) -> None:
+        """Send a complete answer of any type."""
+        await self._start(200, media_type, {**headers, "content-length": str(len(data))})
+        await self.write(data, more=False)
+
     async def fail(self, error: KvferryError) -> None:
         """Send an error as a response or as events; send nothing to a client that has left."""
         if isinstance(error, Cancelled):

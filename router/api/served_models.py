@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,12 +10,14 @@ from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest, Model
 from kvferry.protocol.hashing import namespace
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.model_metrics import ModelMetrics
-from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.work import Generate, Grammar, Work
 from kvferry.router.api.bodies.fields import Prompt
-from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.api.bodies.generating import BadWords, GenerationBody
 from kvferry.router.dispatch.interface import Cluster, RequestSpec
+from kvferry.router.media.chat import MediaChat
+from kvferry.router.media.loading import MediaLoader
+from kvferry.router.media.prompting import MediaPrompter
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants.backlog import Backlog
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots
@@ -28,14 +29,6 @@ from kvferry.router.text.renderer import Renderer
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 from kvferry.structured_output.checker import Checker
-
-_FIELDS = (
-    "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty",
-)  # fmt: skip
-
-BadWords = tuple[tuple[int, ...], ...]
-"""Token sequences that outputs may not contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +44,8 @@ class ServedModel:
     checker: Checker | None = None
     """Tests grammars before nodes compile them; None: grammars are refused."""
     adapter: tuple[str, str] = ("", "")
+    media: MediaPrompter | None = None
+    """Makes prompts with images, audio and video; None: they are refused."""
     backlog: Backlog | None = None
     """Requests waiting here for the nodes; None: not measured."""
 
@@ -72,6 +67,8 @@ class ServedModel:
         `size` is the body's size in bytes; long ones are processed on another thread."""
         if self.text.task.kind != "generate":
             raise InvalidRequest(f"the model {self.name!r} does not generate: {self.text.task.told}", param="model")
+        if (chat := body.media_chat(self.text)) is not None:
+            return [await self._media_spec(call, body, chat)]
         prompts = await self.prompts(body, call.tenant, size)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         long = max(size, sum(map(len, texts))) >= LONG_CHARS
@@ -90,6 +87,25 @@ class ServedModel:
             if long:
                 await asyncio.sleep(0)
         return specs
+
+    async def _media_spec(self, call: RequestContext, body: GenerationBody, chat: MediaChat) -> RequestSpec:
+        """Return the request of a chat with media, whose prompt a node's engine makes."""
+        if body.truncate_prompt_tokens is not None:
+            raise InvalidRequest("truncate_prompt_tokens is not supported with media", param="truncate_prompt_tokens")
+        try:
+            if len(words := chat.words) >= LONG_CHARS:  # an engine would read a text of any length
+                await self.encoder.encode(
+                    [words], Bound(self.max_model_len, body.prompt_field), add_special_tokens=False
+                )
+            if self.media is None:
+                raise InvalidRequest("this server takes no images, audio or video")
+            made = await self.media.prompt(chat, call, self.adapter[1])
+        except InvalidRequest as error:
+            error.param = error.param or body.prompt_field
+            raise body.named(error) from error
+        bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
+        grammar = await self._grammar(call, body, made.token_ids)
+        return replace(self._spec(call, call.id, body, made.token_ids, grammar, bad_words), media=made.media)
 
     async def prompts(self, body: GenerationBody, tenant: str, size: int = LONG_CHARS) -> list[Prompt]:
         """Return the body's prompts, rendered; see `specs`."""
@@ -139,7 +155,7 @@ class ServedModel:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
         budget = self._budget(body, len(token_ids))
         self.check_ids(token_ids, field)
-        params = self._params(body, budget, bad_words)
+        params = body.sampling(self.text.facts, budget, bad_words)
         return self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt)
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
@@ -158,29 +174,6 @@ class ServedModel:
             )
         return needed
 
-    def _params(self, body: GenerationBody, max_tokens: int, bad_words: BadWords) -> SamplingParams:
-        """Return the parameters of a prompt's first choice, with the model's defaults for omitted ones.
-
-        Without a seed in the body it draws one, so that a retried attempt continues the same text."""
-        facts = self.text.facts
-        top = body.top()
-        given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
-        params = SamplingParams(
-            **{**dict(facts.sampling), **given},
-            max_tokens=max_tokens,
-            logit_bias=tuple((body.logit_bias or {}).items()),
-            seed=body.seed if body.seed is not None else random.getrandbits(63),
-            logprobs=top or 0 if body.sequences() > (body.n or 1) else top,
-            prompt_logprobs=body.prompt_top(),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-            bad_words=bad_words,
-            eos_token_ids=facts.eos_token_ids,
-            ignore_eos=bool(body.ignore_eos),
-        )
-        params.validate(facts.vocab_size)
-        return params
-
 
 def request_names(call: RequestContext, prompts: int) -> list[str]:
     """Return the ids of the requests that a call with that many prompts makes."""
@@ -195,8 +188,11 @@ def pool_of(
     backlog = Backlog(lambda: turns.waiting, cluster.held, cluster.capacity)
     metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.held)
     encoder, renderer = Encoder(text, settings.max_prompt_tokens), Renderer(text.template)
-    checker = Checker(lambda: vocabulary_of(text))
-    return ServedModel(text, cluster, metrics.of(text.name), encoder, renderer, turns, checker, backlog=backlog)
+    checker, loader = Checker(lambda: vocabulary_of(text)), MediaLoader.of(settings.allowed_media_domains)
+    media = MediaPrompter(loader, cluster.media)
+    return ServedModel(
+        text, cluster, metrics.of(text.name), encoder, renderer, turns, checker, media=media, backlog=backlog
+    )
 
 
 class ServedModels:
@@ -211,8 +207,9 @@ class ServedModels:
         return iter(self._pools)
 
     async def aclose(self) -> None:
-        """End the processes that test grammars and those that render prompts."""
-        await asyncio.gather(*(each.close() for pool in self._pools for each in (pool.checker, pool.renderer) if each))
+        """End the processes that test grammars and those that render prompts, and connections to other servers."""
+        parts = [each for pool in self._pools for each in (pool.checker, pool.renderer, pool.media) if each]
+        await asyncio.gather(*(each.close() for each in parts))
 
     def ready(self) -> dict[str, dict[str, int]]:
         """Return the usable nodes of each role, by each model's first name."""

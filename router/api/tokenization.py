@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import StrictBool
 
 from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.chat_prompt import ChatPrompt
 from kvferry.router.api.bodies.fields import Detokenized, Messages
-from kvferry.router.api.bodies.generating import ChatPrompt, RequestBody
 from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.text.encoding import LONG_CHARS, Bound
 

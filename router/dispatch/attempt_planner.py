@@ -28,13 +28,13 @@ class AttemptPlanner:
     """Chooses the nodes of each attempt of a request; the owner must call `end`.
 
     `delivered` is the growing list of output tokens sent to the client. `fingerprint` is that of the nodes that may
-    take the request; empty: any, until its first token."""
+    take the request; empty: any, until its first token. Media bind it from the start."""
 
     def __init__(self, spec: RequestSpec, context: DispatchContext, delivered: list[int]) -> None:
         self.patience = Backoff(context.patience_s)
         self._spec, self._context, self._delivered = spec, context, delivered
         self._retry_policy, self._suspect = RetryPolicy(), Suspect()
-        self.fingerprint = spec.fork_of.fingerprint if spec.fork_of else ""
+        self.fingerprint = spec.fork_of.fingerprint if spec.fork_of else spec.media.fingerprint if spec.media else ""
         self._failure: KvferryError | None = None
         self._unpaid = False
         self._held: dict[NodeKey, int] = {}
@@ -165,6 +165,7 @@ class AttemptPlanner:
             local_only=retry_policy.local_only,
             beside=fork.node if fork and not self._delivered else None,
             adapter=self._spec.adapter,
+            modalities=self._spec.media.modalities if self._spec.media else frozenset(),
         )
 
     def _pay(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +10,11 @@ from kvferry.placement.capacity import Capacity
 from kvferry.placement.types import NodeKey
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.media import MediaItem, RenderRequest
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.work import Generate, Work
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.request_context import RequestContext
@@ -28,6 +30,32 @@ class Fork:
     fingerprint: str = ""
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class PromptMedia:
+    """Images, audio and video of a prompt, prepared for the nodes of one fingerprint."""
+
+    items: tuple[MediaItem, ...]
+    fingerprint: str
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Return the modalities of the items."""
+        return frozenset(item.modality for item in self.items)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes that the items take in memory."""
+        return sum(len(item.data) for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedMedia:
+    """A prompt with media: its tokens, with placeholders, and the media themselves."""
+
+    token_ids: tuple[int, ...]
+    media: PromptMedia
+
+
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One token sequence to process for the API call `call`.
@@ -36,6 +64,7 @@ class RequestSpec:
     `fork_of`    a request with the same first tokens; placement prefers its node while that is cheapest
     `adapter`    id of the LoRA adapter, empty for the base model
     `newcomer`   served ahead of other tenants' requests (see Job)
+    `media`      images, audio and video of the prompt; None: text alone
     """
 
     call: RequestContext
@@ -46,6 +75,7 @@ class RequestSpec:
     fork_of: Fork | None = None
     adapter: str = ""
     newcomer: bool = False
+    media: PromptMedia | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -144,11 +174,32 @@ class Adapters(Protocol):
         Raises the error of a node that refused, after restoring the previous state. Raises NoNodes without nodes."""
 
 
+class MediaServices(Protocol):
+    """What a model's nodes do with media besides generating."""
+
+    def check(self, abilities: Collection[str], adapter: str = "") -> None:
+        """Raise InvalidRequest if no node has these abilities, and NoNodes if none is known at present.
+
+        abilities: of those in leases' modalities. adapter: id of a LoRA adapter that the node must have; empty: none.
+        """
+
+    async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
+        """Return a chat's prompt. Raises NoNodes, or the error of the node that could not make it."""
+        ...
+
+    async def transcribe(self, request: SpeechRequest, deliver: Callable[[SpeechPart], None]) -> None:
+        """Deliver a node's answer as it comes. Raises NoNodes, or the error of the node that failed."""
+
+
 class Cluster(Protocol):
     """The nodes of one model as the router sees them."""
 
     held: PendingRequests
     """Requests that wait because no node can take them now."""
+
+    @property
+    def media(self) -> MediaServices:
+        """Return what the nodes do with media."""
 
     @property
     def adapters(self) -> Adapters:

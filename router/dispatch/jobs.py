@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.hashing import NO_EXTRAS, chain, root_hash
+from kvferry.protocol.media import block_extras
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.work import Generate, Work
 from kvferry.router.dispatch.interface import Output, RequestSpec
@@ -28,6 +29,7 @@ def job(
         fork_of=spec.fork_of.request_id if spec.fork_of else "",
         adapter=spec.adapter,
         newcomer=spec.newcomer and not delivered,
+        media=spec.media.items if spec.media else (),
     )
 
 
@@ -35,7 +37,8 @@ def hashes(spec: RequestSpec, token_ids: tuple[int, ...], group: FingerprintGrou
     """Return the block hashes of prompt and delivered tokens on a group's nodes; empty if nothing can be reused."""
     if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
         return []
-    return chain(root_hash(group.fingerprint, spec.namespace, spec.adapter), token_ids, group.block_size)
+    root, size = root_hash(group.fingerprint, spec.namespace, spec.adapter), group.block_size
+    return chain(root, token_ids, size, extras=block_extras(spec.media.items, size) if spec.media else NO_EXTRAS)
 
 
 def output(delta: TokenDelta) -> Output:

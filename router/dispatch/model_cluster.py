@@ -28,6 +28,7 @@ from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.inflight_prefixes import InflightPrefixes
 from kvferry.router.dispatch.interface import ClusterInfo, RequestSpec
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
+from kvferry.router.dispatch.model_media import ModelMedia
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.dispatch.readiness import Readiness
 from kvferry.router.dispatch.shared import Shared
@@ -57,6 +58,7 @@ class ModelCluster:
         self._client, self._prefixes, self._local_tokens = shared.client, shared.prefixes, shared.local_tokens
         self._buddies, self._fetch, self.canary = shared.buddies, shared.fetch, shared.canary
         self.adapters = ModelAdapters(model, shared.nodes, shared.client)
+        self.media = ModelMedia(model, shared.nodes, shared.client)
         self.leases = model.leases
         self._info: ClusterInfo | None = None
         self.trouble = Readiness(shared.nodes)
@@ -156,7 +158,7 @@ class ModelCluster:
             worth=0.0 if demand.recovers else self.worth.times,
             stored_len=group.stored_len(held, demand.total_len),
         )
-        return demand, self.model.views(group, held, demand.adapter)
+        return demand, self.model.views(group, held, demand.adapter, demand.modalities)
 
     def launch(
         self, job: Job, placement: Placement, post: Callable[[Event], None], forerunner: Attempt | None = None,

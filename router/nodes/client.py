@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +17,9 @@ import httptools
 
 from kvferry.protocol.errors import KvferryError, NodeDied, NodeLost
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.messages import CancelRequest, GenerateRequest, MoveRequest, PrefillRequest, Seen, StepFrame
+from kvferry.protocol.media import with_data, without_data
+from kvferry.protocol.messages import CancelRequest, GenerateRequest, MoveRequest, PrefillRequest, StepFrame
+from kvferry.protocol.stream_messages import Seen
 from kvferry.protocol.wire import FrameReader, WireError, pack
 from kvferry.router.nodes.message_validation import check_answer, check_frame, refusal_of
 from kvferry.runtime.cluster_secret import HEADER
@@ -75,7 +78,10 @@ class NodeClient:
 
     async def generate(self, node: NodeLease, request: GenerateRequest) -> None:
         """Send an attempt to a decode node; its tokens arrive on the token stream."""
-        await self.call(node, "POST /attempts/generate", pack(request), self._answer_s, None, None)
+        if media := request.job.media:
+            request = GenerateRequest(replace(request.job, media=without_data(media)))
+        body = with_data(pack(request), media) if media else pack(request)
+        await self.call(node, "POST /attempts/generate", body, self._answer_s, None, None)
 
     async def cancel(self, node: NodeLease, request: CancelRequest) -> None:
         """Tell a node to cancel an attempt."""

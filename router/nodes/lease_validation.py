@@ -25,8 +25,7 @@ def is_sound(lease: NodeLease) -> bool:
         and lease.role in ("prefill", "decode")
         and lease.state in ("ready", "draining")
         and all(map(_is_count, _COUNTS(lease)))
-        and type(lease.served_names) is tuple
-        and all(type(name) is str for name in lease.served_names)
+        and all(map(_is_names, (lease.served_names, lease.guarantees, lease.modalities)))
         and type(lease.adapters) is tuple
         and all(isinstance(each, AdapterName) and type(each.name) is type(each.id) is str for each in lease.adapters)
         and _is_count(lease.block_size)
@@ -40,8 +39,6 @@ def is_sound(lease: NodeLease) -> bool:
         and type(lease.leaving) is type(lease.elastic) is bool
         and _is_rate(lease.role_s)
         and _is_rate(lease.pressure)
-        and type(lease.guarantees) is tuple
-        and all(type(name) is str for name in lease.guarantees)
         and type(lease.sent) is tuple
         and all(map(_is_sent, lease.sent))
     )
@@ -61,6 +58,10 @@ def _is_sent(row: Any) -> bool:
         and _is_count(row.blocks)
         and _is_rate(row.bytes_per_s)
     )
+
+
+def _is_names(value: Any) -> bool:
+    return type(value) is tuple and all(type(name) is str for name in value)
 
 
 def _is_count(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -95,10 +95,17 @@ class ModelNodes:
         """Return the group of this fingerprint; empty if none of its nodes lives."""
         return [group for group in self.groups if group.fingerprint == fingerprint]
 
-    def views(self, group: FingerprintGroup, held: Mapping[str, int], adapter: str) -> list[NodeView]:
+    def views(
+        self,
+        group: FingerprintGroup,
+        held: Mapping[str, int],
+        adapter: str,
+        modalities: Collection[str] = (),
+    ) -> list[NodeView]:
         """Return the reachable nodes of a group, with the adapter if one is given, and what they hold of a prompt.
 
-        `held` counts leading blocks by node id, and by `index.on_tier` of it."""
+        Those that do not take all of `modalities` are left out. `held` counts leading blocks by node id, and by
+        `index.on_tier` of it."""
         known = self.room.views
         views = known.copy() if len(self.groups) == 1 else {key: known[key] for key in known if key in group}
         for name in held:
@@ -106,7 +113,9 @@ class ModelNodes:
             if key in views:
                 views[key] = _holding(known[key], held)
         found = list(views.values())
-        return [view for view in found if holds(view.lease, adapter)] if adapter else found
+        if not (adapter or modalities):
+            return found
+        return [view for view in found if holds(view.lease, adapter) and takes(view.lease, modalities)]
 
     def leases(self) -> list[NodeLease]:
         """Return the leases of all the model's live nodes, of any fingerprint and state."""
@@ -137,3 +146,8 @@ def tiers(lease: NodeLease) -> Iterator[tuple[str, float]]:
 def holds(lease: NodeLease, adapter: str) -> bool:
     """Return whether the node has the adapter of this id; true for the empty id."""
     return not adapter or any(each.id == adapter for each in lease.adapters)
+
+
+def takes(lease: NodeLease, modalities: Collection[str]) -> bool:
+    """Return whether prompts of the node may hold all of these media."""
+    return all(each in lease.modalities for each in modalities)

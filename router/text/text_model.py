@@ -116,12 +116,10 @@ class TextModel:
                 param="messages",
             )
         extra = extra or {}
-        taken = sorted(_RESERVED & extra.keys())
-        if taken:
-            raise InvalidRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
-        self._check_roles(messages, template.roles)
+        self.check_variables(extra)
+        self.check_roles(messages)
         shown, mark = [_shaped(message, place) for place, message in enumerate(messages)], ""
-        if (tools or any(map(_of_tools, shown))) and not self._shows_tools():
+        if (tools or any(map(_of_tools, shown))) and not self.shows_tools:
             shown, tools = spelled(shown, tools, takes_system=template.takes_system), None
         elif self.channels:
             mark = uuid.uuid4().hex
@@ -142,13 +140,20 @@ class TextModel:
             _text(shown[-1]) if continue_final_message else None,
         )
 
-    def _shows_tools(self) -> bool:
+    @property
+    def shows_tools(self) -> bool:
         """Return whether the template shows tools in a supported format."""
         dialect, template = self.dialect, self.template
         return template is not None and (template.knows_tools if dialect is None else dialect.own)
 
-    def _check_roles(self, messages: Sequence[Message], named: frozenset[str]) -> None:
-        """Reject roles that neither the API nor the template knows, most likely a client's typo."""
+    def check_variables(self, extra: Mapping[str, Any]) -> None:
+        """Raise InvalidRequest for chat_template_kwargs that would replace what a request says by fields."""
+        if taken := sorted(_RESERVED & extra.keys()):
+            raise InvalidRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
+
+    def check_roles(self, messages: Sequence[Message]) -> None:
+        """Raise InvalidRequest for a role that neither the API nor the template knows, most likely a client's typo."""
+        named = self.template.roles if self.template else frozenset[str]()
         for place, message in enumerate(messages):
             role = message.get("role")
             if role not in ROLES and role not in named:

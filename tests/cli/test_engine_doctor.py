@@ -8,22 +8,23 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 from kvferry.cli.doctor import all_checks
 from kvferry.cli.engine_doctor import check_engine, engine_checks
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import ServeSettings
 from kvferry.runtime.http import bind, make_server
+from tests.engine_adapter import mock_openai
 from tests.engine_adapter.mock_vllm import Behaviour, app_of
 from tests.redis_servers import free_ports
 from tests.waiting import until
 
 
 @asynccontextmanager
-async def served(**behaviour: Any) -> AsyncIterator[str]:
-
+async def serving(app: FastAPI) -> AsyncIterator[str]:
     socket = bind("127.0.0.1", 0)
-    server = make_server(app_of(Behaviour(**behaviour)), {})
+    server = make_server(app, {})
     task = asyncio.create_task(server.serve(sockets=[socket]))
     await until(lambda: server.started)
     try:
@@ -31,6 +32,12 @@ async def served(**behaviour: Any) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         await task
+
+
+@asynccontextmanager
+async def served(**behaviour: Any) -> AsyncIterator[str]:
+    async with serving(app_of(Behaviour(**behaviour))) as url:
+        yield url
 
 
 SETTINGS = ServeSettings(engine="vllm")
@@ -86,3 +93,33 @@ async def test_an_engine_that_transfers_no_blocks_is_named_where_prompts_are_com
         found = await check_engine(wanted, url)
     assert found.level == "ok"
     assert "transfers KV blocks by nixl" in found.found
+
+
+@asynccontextmanager
+async def openai(**behaviour: Any) -> AsyncIterator[str]:
+    async with serving(mock_openai.app_of(mock_openai.Behaviour(**behaviour))) as url:
+        yield url
+
+
+OPENAI = ServeSettings(engine="openai", model=("smollm2",))
+
+
+async def test_an_openai_server_that_tells_token_ids_is_well() -> None:
+    async with openai() as url:
+        found = await check_engine(OPENAI, url)
+    assert found.level == "ok"
+    assert "openai fp_1 with toy" in found.found
+
+
+async def test_an_openai_server_of_text_is_told_with_what_is_lost() -> None:
+    async with openai(form="text", details=False) as url:
+        found = await check_engine(OPENAI, url)
+    assert found.level == "warn"
+    assert "sends text alone" in found.found
+    assert "return_token_ids and prompt_tokens_details" in found.remedy
+
+
+async def test_an_openai_server_that_takes_no_token_ids_fails() -> None:
+    async with openai(takes_ids=False) as url:
+        with pytest.raises(ConfigError, match="refuses token ids as the prompt"):
+            await check_engine(OPENAI, url)

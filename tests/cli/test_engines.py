@@ -54,6 +54,13 @@ def test_llamacpp_has_no_events() -> None:
     assert "--kv-events" not in found["adapter-0"]
 
 
+def test_an_openai_server_s_adapter_knows_the_tokenizer() -> None:
+    settings = ServeSettings(engine="openai", attach=("http://127.0.0.1:1",), engine_model="gpt")
+    adapter = commands(settings)["adapter-0"]
+    assert (after(adapter, "--tokenizer"), after(adapter, "--engine-model")) == ("/models/toy", "gpt")
+    assert "--tokenizer" not in commands(ServeSettings(engine="vllm", attach=("http://h:1",)))["adapter-0"]
+
+
 def test_an_engine_s_key_is_on_no_command_line() -> None:
     settings = ServeSettings(engine="vllm", attach=("http://127.0.0.1:1",), engine_api_key="a secret key")
     (adapter,) = engine_commands(settings, "/m", "toy", lambda subcommand: ["kvferry", subcommand], FOLDER)

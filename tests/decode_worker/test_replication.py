@@ -162,6 +162,7 @@ async def test_a_stream_that_ends_while_its_copy_waits_for_a_grant(router: Route
         await until(lambda: router.failed)
     for node in (router.prefill, router.decode):
         await node.settle()
+    await until(lambda: count(router.decode, "copies", "failed"))
     assert count(router.decode, "copies", "failed") == 1
     assert not router.decode.service._buddies._shunned, "the buddy is not to blame"
 

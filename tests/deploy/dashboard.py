@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy.binaries import ROOT
@@ -100,9 +101,16 @@ def serving_node(role: str) -> WorkerMetrics:
     return metrics
 
 
+def serving_adapter() -> WorkerMetrics:
+    """Those of an adapter of that model that has found its engine."""
+    metrics = serving_node("decode")
+    AdapterMetrics(metrics.registry).epoch.labels("vllm 0.32.0").set(1)
+    return metrics
+
+
 def known_names() -> set[str]:
     """Names of all samples that some process of a cluster serves."""
-    return sample_names(metrics.registry for metrics in (serving_router(), WorkerMetrics("decode")))
+    return sample_names(metrics.registry for metrics in (serving_router(), serving_adapter()))
 
 
 def sample_names(registries: Iterable[CollectorRegistry]) -> set[str]:

@@ -61,6 +61,38 @@ FULL: dict[str, Any] = {
 }
 """What can be switched on, all at once."""
 
+ENGINES: dict[str, Any] = {
+    "model": {"name": "/models/model", "servedName": "org/chat,chat", "volume": {"enabled": True}},
+    "autoscaling": {"kind": "none"},
+    "engines": [
+        {"name": "vllm", "image": "vllm/vllm-openai:v0.32.0", "nixl": {"enabled": True}, "replicas": 2},
+        {
+            **EVERYWHERE,
+            "name": "sglang",
+            "engine": "sglang",
+            "image": "lmsysorg/sglang:v0.5.23",
+            "blockSize": 32,
+            "tensorParallelSize": 2,
+            "gpus": 2,
+            "gpuResource": "example.org/gpu",
+            "revision": "r2",
+            "acceptInexact": True,
+            "args": ["--mem-fraction-static", "0.8"],
+            "adapter": {"extraArgs": ["--log-format=json"]},
+        },
+        {
+            "name": "llamacpp",
+            "engine": "llamacpp",
+            "image": "ghcr.io/ggml-org/llama.cpp:server-b7000",
+            "model": "/models/model/model.gguf",
+            "port": 8080,
+            "gpus": 0,
+            "drainTimeout": 90,
+        },
+    ],
+}
+"""Engines of all kinds beside kvferry's own workers."""
+
 INSTALLATIONS: dict[str, Callable[[], Objects]] = {
     "cpu": lambda: render("cpu"),
     "gpu": lambda: render("gpu"),
@@ -69,6 +101,7 @@ INSTALLATIONS: dict[str, Callable[[], Objects]] = {
     "chart-production": lambda: chart(examples=("gpu", "production")),
     "chart-rdma": lambda: chart(examples=("gpu", "rdma")),
     "chart-full": lambda: chart(**FULL),
+    "chart-engines": lambda: chart(**ENGINES),
 }
 UNRESTRICTED = ("gpu-rdma", "chart-rdma", "chart-full")
 """RDMA pins memory, which needs a capability."""

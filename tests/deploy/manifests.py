@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -20,6 +22,8 @@ Objects = tuple[Manifest, ...]
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = ("cpu", "gpu")
 PROCESSES = ("kvferry-router", "kvferry-prefill", "kvferry-decode")
+ENGINE_IMAGES = ("vllm/vllm-openai", "lmsysorg/sglang", "ggml-org/llama.cpp")
+"""Images of other projects' engines, which run beside adapters."""
 IMAGES = {"kvferry/router": "Dockerfile.router", "kvferry/worker": "Dockerfile.worker"}
 SECRET = "0" * 64
 """What every Secret holds here, unless a test says otherwise."""
@@ -51,9 +55,25 @@ def of_kind(objects: Objects, kind: str) -> dict[str, Manifest]:
 def pod_specs(objects: Objects) -> dict[str, Manifest]:
     """Those of all pods, whatever makes them, by its name."""
     made = {name: item["spec"] for name, item in of_kind(objects, "Pod").items()}
-    for kind in ("Deployment", "Job"):
+    for kind in ("Deployment", "StatefulSet", "Job"):
         made |= {name: item["spec"]["template"]["spec"] for name, item in of_kind(objects, kind).items()}
     return made
+
+
+def render_within(overlay: str, *components: str) -> Objects:
+    """All objects of an overlay that names the components itself, so that its settings and images reach them.
+
+    Skips the test where no kubectl can be had."""
+    binary = need(kubectl_binary(), "kubectl")
+    with tempfile.TemporaryDirectory() as above:
+        folder = Path(above) / "k8s"
+        shutil.copytree(K8S, folder)
+        file = folder / "overlays" / overlay / "kustomization.yaml"
+        named = json.dumps([f"../../components/{each}" for each in components])
+        file.write_text(f"{file.read_text()}components: {named}\n")
+        done = subprocess.run([binary, "kustomize", file.parent], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.load_all(done.stdout, yaml.CSafeLoader))
 
 
 def containers(spec: Manifest) -> list[Manifest]:

@@ -73,7 +73,7 @@ def test_the_rules_are_the_alerts() -> None:
 def test_the_dashboards_are_those_that_are_imported() -> None:
     made = of_kind(chart(monitoring={"dashboards": {"enabled": True}}), "ConfigMap")["kvferry-dashboards"]
     files = {path.name: path.read_text() for path in (ROOT / "deploy" / "monitoring" / "dashboards").glob("*.json")}
-    assert len(files) == 5
+    assert len(files) == 6
     assert made["data"] == files
     assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
 

@@ -25,6 +25,7 @@ from tests.deploy.dashboard import (
     known_names,
     metric_names,
     panel_queries,
+    serving_adapter,
     serving_node,
     serving_router,
 )
@@ -38,13 +39,14 @@ PANELS = [
     if panel["type"] != "row"
 ]
 UNITS = {"short", "s", "reqps", "percentunit", "Bps"}
+ROLES = ("prefill", "decode")
 LABELS = {"cluster": "east", "namespace": "ns"}
 
 
 @pytest.fixture(scope="module")
 def idle_cluster() -> Iterator[str]:
-    """A Prometheus that scrapes the metrics of a router, a prefill and a decode process that did nothing yet."""
-    sets: list[RouterMetrics | WorkerMetrics] = [serving_router(), serving_node("prefill"), serving_node("decode")]
+    """A Prometheus that scrapes a router, a node of each role and an adapter, which did nothing yet."""
+    sets: list[RouterMetrics | WorkerMetrics] = [serving_router(), *map(serving_node, ROLES), serving_adapter()]
     servers = [start_http_server(0, "127.0.0.1", metrics.registry) for metrics in sets]
     try:
         targets = [f"127.0.0.1:{server.server_port}" for server, _ in servers]
@@ -60,7 +62,14 @@ def idle_cluster() -> Iterator[str]:
 
 def test_the_dashboards_are_what_their_descriptions_make() -> None:
     files = made()
-    assert sorted(path.stem for path in files) == ["overview", "pools", "prefix-cache", "router", "transfers"]
+    assert sorted(path.stem for path in files) == [
+        "engines",
+        "overview",
+        "pools",
+        "prefix-cache",
+        "router",
+        "transfers",
+    ]
     assert {path: path.read_text() for path in DASHBOARDS.glob("*.json")} == files, "run: make docs"
 
 
@@ -141,6 +150,18 @@ def test_dashboards_show_what_they_must() -> None:
     assert {"kvferry_ship_bytes_total", "kvferry_ship_exposed_seconds_total", "kvferry_grants_total"} <= shown[
         "transfers"
     ]
+    assert {
+        "kvferry_engine_up",
+        "kvferry_engine_epoch",
+        "kvferry_engine_guarantee",
+        "kvferry_engine_continued_streams",
+        "kvferry_engine_swallowed_tokens",
+        "kvferry_mirror_difference_tokens",
+        "kvferry_mirror_gaps",
+        "kvferry_mirror_resets",
+        "kvferry_requests_waiting",
+        "kvferry_kv_blocks",
+    } <= shown["engines"]
     assert {"kvferry_ladder_rungs_total", "kvferry_placements_total", "kvferry_requests_queued"} <= shown["router"]
 
 

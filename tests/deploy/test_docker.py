@@ -213,11 +213,13 @@ import kvferry.cli.main
 import kvferry.structured_output.checker_process
 import kvferry.router.main
 import kvferry.router.text.render_process
+import kvferry.engine_adapter.main
+import kvferry.engine_adapter.zmq_events
 kvferry.cli.main.run(["router", "--help"])
 """
 
 
-def test_the_router_starts_to_run_where_only_the_base_dependencies_exist() -> None:
+def test_routers_and_adapters_start_to_run_where_only_the_router_image_s_packages_exist() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_WORKER_EXTRA], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -17,7 +17,17 @@ import yaml
 from kvferry.cli.main import kvferry
 from tests.deploy import crds
 from tests.deploy.binaries import kubectl_binary, need
-from tests.deploy.manifests import K8S, Manifest, Objects, container_command, of_kind, pod_specs, render
+from tests.deploy.engines import engine_pods
+from tests.deploy.manifests import (
+    K8S,
+    Manifest,
+    Objects,
+    container_command,
+    of_kind,
+    pod_specs,
+    render,
+    render_within,
+)
 from tests.deploy.test_custom_objects import complaints
 
 NAME, POOL = "kvferry-epp", "kvferry-engines"
@@ -124,6 +134,25 @@ def test_pickers_and_engines_reach_redis(objects: Objects) -> None:
     (expression,) = peer["podSelector"]["matchExpressions"]
     labels = of_kind(objects, "InferencePool")[POOL]["spec"]["selector"]["matchLabels"]
     assert {"epp", labels["app.kubernetes.io/component"]} <= {*expression["values"]}
+
+
+def test_the_pool_finds_engines_where_gateways_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the component `engines`, which alone listen on the loopback address."""
+    objects = render_within("gpu", "engines", "endpoint-picker")
+    pool = of_kind(objects, "InferencePool")[POOL]["spec"]
+    engine = of_kind(objects, "Deployment")["kvferry-engine-vllm"]
+    assert pool["selector"]["matchLabels"].items() <= engine["spec"]["template"]["metadata"]["labels"].items()
+    (port,) = pool["targetPorts"]
+    pod = engine_pods(objects, monkeypatch)["vllm"]
+    assert pod.after("--host") == "0.0.0.0"
+    url = pod.adapter["url"].replace("$(KVFERRY_ADVERTISE_HOST)", pod.adapter["advertise_host"])
+    assert url == f"http://10.1.2.3:{pod.after('--port')}" == f"http://10.1.2.3:{port['number']}"
+    rules = of_kind(objects, "NetworkPolicy")["kvferry-engines"]["spec"]["ingress"]
+    assert {"ports": [{"port": port["number"], "protocol": "TCP"}]} in rules
+    (redis,) = of_kind(objects, "NetworkPolicy")["kvferry-redis"]["spec"]["ingress"]
+    members = redis["from"][0]["podSelector"]["matchExpressions"][0]["values"]
+    assert len(set(members)) == len(members)
+    assert {"epp", "engine"} <= {*members}
 
 
 def test_the_picker_s_pods_are_as_restricted_as_the_router_s(objects: Objects) -> None:

@@ -13,6 +13,7 @@ from tests.deploy.binaries import ROOT
 from tests.deploy.installations import INSTALLATIONS, UNRESTRICTED, own
 from tests.deploy.kubernetes_schemas import check_object
 from tests.deploy.manifests import (
+    ENGINE_IMAGES,
     IMAGES,
     OVERLAYS,
     PROCESSES,
@@ -146,7 +147,7 @@ def test_images_are_ours_or_pinned(objects: Objects) -> None:
     for container in our_containers(objects):
         image, _, tag = container["image"].rpartition(":")
         assert tag not in ("", "latest")
-        assert image.startswith("example.org/") or image.endswith((*IMAGES, "valkey/valkey"))
+        assert image.startswith("example.org/") or image.endswith((*IMAGES, *ENGINE_IMAGES, "valkey/valkey"))
 
 
 def test_a_quota_lets_every_container_in(objects: Objects) -> None:
@@ -177,23 +178,40 @@ def test_only_members_reach_workers_and_redis(objects: Objects) -> None:
     """Clients reach routers alone; from outside the cluster's pods, Prometheus reaches HTTP ports, where the secret is
     asked for. Nothing reaches Redis from other namespaces."""
     pods, policies = pod_labels(objects), of_kind(objects, "NetworkPolicy")
+    engines = [name for name, labels in pods.items() if labels["app.kubernetes.io/component"] == "engine"]
     guarded = {each: item for item in policies.values() for each in selected(item["spec"]["podSelector"], pods)}
     assert set(guarded) == set(pods)
     for name, labels in pods.items():
         if name == "kvferry-router":
             continue
         open_ports = {port["containerPort"] for port in pod_specs(objects)[name]["containers"][0]["ports"]}
+        if name in engines:
+            assert_only_routers_reach_adapters(guarded[name], pods, open_ports)
+            continue
+        members = [*PROCESSES, *engines] if name == "kvferry-redis" else [*PROCESSES]
         for rule in guarded[name]["spec"]["ingress"]:
             assert rule["from"]
             for peer in rule["from"]:
                 ports = {port["port"] for port in rule["ports"]}
                 if "podSelector" in peer:
                     assert "namespaceSelector" not in peer
-                    assert selected(peer["podSelector"], pods) == sorted(PROCESSES, key=list(pods).index)
+                    assert selected(peer["podSelector"], pods) == sorted(members, key=list(pods).index)
                     assert open_ports <= ports, labels
                 else:
                     assert ports == {9000, 9001}
                     assert name in WORKERS
+
+
+def assert_only_routers_reach_adapters(policy: Manifest, pods: dict[str, Labels], open_ports: set[int]) -> None:
+    """Besides, Prometheus; and engines each other where they hand over blocks, whose ports they choose."""
+    routers, scrapers, *others = policy["spec"]["ingress"]
+    assert [selected(peer["podSelector"], pods) for peer in routers["from"]] == [["kvferry-router"]]
+    assert all("podSelector" not in peer for peer in scrapers["from"])
+    for rule in (routers, scrapers):
+        assert {port["port"] for port in rule["ports"]} == open_ports
+    for rule in others:
+        (peer,) = rule["from"]
+        assert set(selected(peer["podSelector"], pods)) == {name for name in pods if "-engine-" in name}
 
 
 def test_budgets_let_one_pod_go_at_a_time(objects: Objects) -> None:

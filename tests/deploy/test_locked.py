@@ -18,7 +18,7 @@ from tests.deploy.binaries import ROOT
 LOCKED = ROOT / "deploy" / "docker" / "locked"
 SETS = {
     "build": (),
-    "router": ("otel", "objects", "epp"),
+    "router": ("otel", "objects", "epp", "adapter"),
     "worker": ("otel", "worker"),
     "worker-cu13": ("otel", "worker-cu13"),
 }
@@ -73,8 +73,8 @@ def test_every_package_has_a_version_and_hashes(name: str) -> None:
 
 
 def test_processes_of_one_cluster_have_the_same_versions() -> None:
-    # The Job's that brings a model, and the endpoint picker's.
-    alone = {Requirement(each).name for extra in ("objects", "epp") for each in project()[extra]}
+    # The Job's that brings a model, the endpoint picker's, and the adapter's of other engines.
+    alone = {Requirement(each).name for extra in ("objects", "epp", "adapter") for each in project()[extra]}
     router = {name: item for name, item in locked("router").items() if name not in alone}
     for name in ("worker", "worker-cu13"):
         others = locked(name)

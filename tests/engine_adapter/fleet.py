@@ -90,11 +90,11 @@ class Fleet:
         self.engines.append(engine)
         return engine
 
-    def start_router(self, model: str) -> None:
+    def start_router(self, model: str, *words: str) -> None:
         (port,) = free_ports(1)
         self.router_url = f"http://127.0.0.1:{port}"
         self.router = self.kvferry(
-            "router", "router", "--port", str(port), "--model", model, "--served-model-name", SERVED
+            "router", "router", "--port", str(port), "--model", model, "--served-model-name", SERVED, *words
         )
 
     def ready(self, nodes: int, within_s: float = START_S) -> None:
@@ -102,10 +102,15 @@ class Fleet:
 
         def known() -> bool:
             with contextlib.suppress(httpx.TransportError):
-                return httpx.get(f"{self.router_url}/ready?nodes={nodes}", timeout=5).status_code == 200
+                return self.nodes() >= nodes
             return False
 
         wait_for(known, within_s, self.logs)
+
+    def nodes(self) -> int:
+        """Return how many decode nodes the router knows. Raises httpx.TransportError."""
+        told: dict[str, int] = httpx.get(f"{self.router_url}/ready?nodes=1", timeout=5).json()["nodes"]
+        return told["decode"]
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))

@@ -9,7 +9,6 @@ look at the tokens of the call alone, as every engine's do. `POST /mock` changes
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import json
 import os
@@ -24,62 +23,35 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.background import BackgroundTask
 
 from kvferry.runtime.disconnect import disconnected
+from tests.engine_adapter.mock_behaviour import Behaviour
 from tests.engine_adapter.mock_kv_events import MockKvEvents
+from tests.engine_adapter.mock_media import media_of, mount_speech, render, seen_in
 from tests.engine_adapter.mock_transfer import MockTransfer
-from tests.engine_adapter.model_cache import ModelCache
+from tests.engine_adapter.model_cache import Media, ModelCache
 
 LEAST_ID, IDS = 1000, 20_000
 """First and number of the token ids that are drawn."""
 
 
-@dataclasses.dataclass
-class Behaviour:
-    """How the mock behaves.
-
-    fault: "" or what befalls each new request: error_event (an error behind status 200, the engine stays well),
-    dead_core (the same, and /health answers 503), hang (no token), refuse (503), dies_behind_prefill (when the answer
-    with a reference is out), dies_on_fetch. loose: greedy tokens depend on the
-    requests that run beside. prefill_s: seconds per prompt token that is computed. transfer: it has a NixlConnector;
-    kv_lease and corrupt: see MockTransfer."""
-
-    step_s: float = 0.0
-    noise: str = "position"
-    fault: str = ""
-    fault_at: int = 3
-    loose: bool = False
-    details: bool = True
-    events: bool = True
-    model: str = "/models/toy"
-    version: str = "0.32.0"
-    block_size: int = 16
-    blocks: int = 4096
-    max_model_len: int = 4096
-    loras: tuple[str, ...] = ()
-    prefill_s: float = 0.0
-    transfer: bool = False
-    kv_lease: float = 30.0
-    corrupt: str = ""
-
-
 class Toy:
-    """The toy model with its prefix cache."""
+    """The toy model with its prefix cache. It hears and sees the hashes of media."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour, self.running, self.asked = behaviour, 0, list[dict[str, Any]]()
         self.cache = ModelCache(behaviour.blocks, behaviour.block_size)
-        self.aborted = 0
+        self.aborted, self.rendered = 0, list[dict[str, Any]]()
         self.events: MockKvEvents | None = None
 
-    def run(self, tokens: list[int], salt: str) -> int:
+    def run(self, tokens: list[int], salt: str, media: list[Media]) -> int:
         """Cache the full blocks; return the tokens that were reused."""
-        reused = self.cache.run(tokens, salt)
+        reused = self.cache.run(tokens, salt, media=media)
         if (events := self.cache.take()) and self.events is not None:
             self.events.publish(events)
         return reused
 
-    def next_token(self, tokens: list[int], start: int, params: dict[str, Any]) -> int:
+    def next_token(self, tokens: list[int], start: int, params: dict[str, Any], seen: list[object]) -> int:
         own = tokens[start:]
-        parts: list[object] = [tokens]
+        parts: list[object] = [tokens, *seen]
         if params["temperature"] > 0:
             parts += [params["seed"], len(own) if self.behaviour.noise == "call" else len(tokens)]
         if params["frequency_penalty"] or params["presence_penalty"] or params.get("structured_outputs"):
@@ -92,6 +64,29 @@ class Toy:
 
 async def read(chunks: AsyncIterator[str]) -> list[dict[str, Any]]:
     return [json.loads(chunk[6:]) async for chunk in chunks if chunk[6:10] != "[DON"]
+
+
+def mount_media(app: FastAPI, behaviour: Behaviour, toy: Toy) -> None:
+    @app.post("/v1/chat/completions/render")
+    async def rendered(request: Request) -> Response:
+        toy.rendered.append(await request.json())
+        if behaviour.fault == "refuse":
+            return JSONResponse({"error": {"message": "overloaded", "code": 503}}, 503)
+        return render(toy.rendered[-1], behaviour.modalities)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = await request.json()
+        made = render(body, behaviour.modalities)
+        if made.status_code != 200:
+            return made
+        prompt = json.loads(bytes(made.body))
+        tokens, start = list(prompt["token_ids"]), len(prompt["token_ids"])
+        params = {"temperature": body["temperature"], "frequency_penalty": 0, "presence_penalty": 0}
+        seen = seen_in(prompt["features"])
+        for _ in range(body["max_tokens"]):
+            tokens.append(toy.next_token(tokens, start, params, seen))
+        return JSONResponse({"choices": [{"index": 0, "token_ids": tokens[start:]}]})
 
 
 def row(token: int, most: int) -> dict[str, Any]:
@@ -143,8 +138,9 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
         for name, value in (await request.json()).items():
             setattr(transfer if name == "corrupt" else behaviour, name, value)
         return {
-            "asked": toy.asked, "running": toy.running, "aborted": toy.aborted, "pid": os.getpid(),
-            "dangers": transfer.dangers, "fetched": transfer.fetched, "pinned": transfer.pinned_blocks,
+            "asked": toy.asked, "rendered": toy.rendered, "running": toy.running, "aborted": toy.aborted,
+            "pid": os.getpid(), "dangers": transfer.dangers, "fetched": transfer.fetched,
+            "pinned": transfer.pinned_blocks,
         }  # fmt: skip
 
     @app.post("/inference/v1/generate")
@@ -182,6 +178,8 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
         nonlocal dead
         params, tokens = body["sampling_params"], list(body["token_ids"])
         start, salt, name = len(tokens), body.get("cache_salt") or "", f"generate-tokens-{body['request_id']}"
+        media = media_of(body.get("features"))
+        seen = [] if behaviour.blind else seen_in(body.get("features"))
         toy.running += 1
         wrong, reference = "computed", body.get("kv_transfer_params") or {}
         try:
@@ -189,7 +187,7 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
                 if behaviour.fault == "dies_on_fetch":
                     os._exit(9)
                 wrong = await transfer.fetch(reference, tokens)
-            cached = toy.run(tokens, salt)
+            cached = toy.run(tokens, salt, media)
             await asyncio.sleep(behaviour.prefill_s * (len(tokens) - cached) if wrong == "computed" else 0)
             for step in range(params["max_tokens"]):
                 await asyncio.sleep(behaviour.step_s)
@@ -200,7 +198,7 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
                     return
                 while behaviour.fault == "hang":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
-                token = toy.next_token(tokens, start, params)
+                token = toy.next_token(tokens, start, params, seen)
                 if wrong == "first" or (wrong == "later" and step):
                     token = LEAST_ID + (token + 1) % IDS
                 tokens.append(token)
@@ -222,8 +220,11 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
             raise
         finally:
             toy.running -= 1
-            toy.run(tokens[:-1], salt)
+            toy.run(tokens[:-1], salt, media)
 
+    mount_media(app, behaviour, toy)
+    if behaviour.hears:
+        mount_speech(app)
     return app
 
 

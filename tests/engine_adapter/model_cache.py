@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+Media = tuple[str, int, int]
+"""Hash, offset and length of an image or sound."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +19,16 @@ class Prefix:
     tokens: tuple[int, ...]
     salt: str = ""
     lora: str = ""
+    media: tuple[Media, ...] = ()
 
     @property
     def key(self) -> int:
-        drawn = hashlib.sha256(repr((self.tokens, self.salt, self.lora)).encode()).digest()
+        drawn = hashlib.sha256(repr((self.tokens, self.salt, self.lora, self.media)).encode()).digest()
         return int.from_bytes(drawn[:8], "big")
+
+    def cut(self, end: int) -> Prefix:
+        """The first tokens of it, with the media that begin there."""
+        return replace(self, tokens=self.tokens[:end], media=tuple(each for each in self.media if each[1] < end))
 
 
 class ModelCache:
@@ -32,9 +40,11 @@ class ModelCache:
         self.block_size, self.events = block_size, list[dict[str, Any]]()
         self.slots: OrderedDict[int, Prefix | None] = OrderedDict.fromkeys(range(blocks))
 
-    def prefixes(self, tokens: Sequence[int], salt: str = "", lora: str = "") -> list[Prefix]:
-        size = self.block_size
-        return [Prefix(tuple(tokens[:end]), salt, lora) for end in range(size, len(tokens) + 1, size)]
+    def prefixes(
+        self, tokens: Sequence[int], salt: str = "", lora: str = "", media: Sequence[Media] = ()
+    ) -> list[Prefix]:
+        whole = Prefix(tuple(tokens), salt, lora, tuple(media))
+        return [whole.cut(end) for end in range(self.block_size, len(tokens) + 1, self.block_size)]
 
     @property
     def held(self) -> Counter[Prefix]:
@@ -44,20 +54,21 @@ class ModelCache:
     def reachable(self) -> set[Prefix]:
         """Cached blocks before which all blocks are cached."""
         held, size = self.held, self.block_size
-        return {
-            each
-            for each in held
-            if all(
-                Prefix(each.tokens[:end], each.salt, each.lora) in held
-                for end in range(size, len(each.tokens), size)
-            )
-        }  # fmt: skip
+        return {each for each in held if all(each.cut(end) in held for end in range(size, len(each.tokens), size))}
 
-    def run(self, tokens: Sequence[int], salt: str = "", lora: str = "", *, fresh: bool = False) -> int:
+    def run(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        lora: str = "",
+        media: Sequence[Media] = (),
+        *,
+        fresh: bool = False,
+    ) -> int:
         """Compute a prompt and cache its full blocks; return the tokens reused.
 
         The last token is always computed. fresh: reuse nothing, as requests that run side by side do."""
-        chain, held = self.prefixes(tokens, salt, lora), self.held
+        chain, held = self.prefixes(tokens, salt, lora, media), self.held
         usable = 0 if fresh else (len(tokens) - 1) // self.block_size
         reused = next((at for at, each in enumerate(chain[:usable]) if each not in held), usable)
         pinned = [next(slot for slot, there in self.slots.items() if there == each) for each in chain[:reused]]
@@ -93,8 +104,7 @@ class ModelCache:
     def _stored(self, new: list[Prefix]) -> dict[str, Any]:
         size, first = self.block_size, new[0]
         begins = len(first.tokens) == size
-        salts = [each.salt if len(each.tokens) == size else "" for each in new]
-        before = Prefix(first.tokens[:-size], first.salt, first.lora)
+        before = first.cut(len(first.tokens) - size)
         return {
             "type": "BlockStored",
             "block_hashes": [each.key for each in new],
@@ -104,6 +114,14 @@ class ModelCache:
             "lora_id": 1 if first.lora else None,
             "medium": "GPU",
             "lora_name": first.lora or None,
-            "extra_keys": [[key for key in (first.lora, salt) if key] or None for salt in salts],
+            "extra_keys": [self._extra_keys(each) for each in new],
             "group_idx": 0,
         }
+
+    def _extra_keys(self, prefix: Prefix) -> list[Any] | None:
+        """What else the last block's hash covers, in vLLM's order."""
+        end = len(prefix.tokens)
+        start = end - self.block_size
+        media = [[name, at - start] for name, at, length in prefix.media if at < end and at + length > start]
+        lora, salt = [prefix.lora] if prefix.lora else [], [prefix.salt] if prefix.salt and not start else []
+        return [*lora, *media, *salt] or None

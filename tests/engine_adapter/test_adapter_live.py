@@ -117,6 +117,11 @@ def test_a_killed_engine_costs_no_stream_a_token(running: Fleet):
     assert [len(answer.logprobs) for answer in disturbed] == [len(answer.logprobs) for answer in undisturbed]
     assert max(answer.longest_pause_s for answer in disturbed) < 10
     assert victim.adapter.popen.wait(5) == 1
+    (survivor,) = [engine for engine in running.engines if engine is not victim]
+    told = scrape(survivor.adapter_url)
+    assert value(told, "kvferry_engine_continued_streams") > 0
+    assert value(told, "kvferry_engine_up") == 1
+    assert value(told, "kvferry_engine_guarantee", guarantee="kv_events") == 1
     restarted(running, victim)
 
 
@@ -147,7 +152,7 @@ def test_an_error_behind_status_200_is_retried_elsewhere(running: Fleet):
     running.engines[0].behave(fault="")
     assert [answer.error for answer in answers] == [""] * 4
     assert all(answer.tokens == expected.tokens for answer in answers)
-    wait_for(lambda: httpx.get(f"{running.router_url}/ready?nodes=2").status_code == 200, 30)
+    wait_for(lambda: running.nodes() == 2, 30, running.logs)
 
 
 def test_a_client_that_leaves_frees_the_engine_within_a_second(running: Fleet):

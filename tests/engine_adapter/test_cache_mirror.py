@@ -17,6 +17,7 @@ from kvferry.engine_adapter.kv_event_batch import decode
 from kvferry.engine_adapter.mirror_accuracy import MAX_CALLS, MirrorAccuracy
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import rows_of
+from kvferry.protocol.media import MediaItem, block_extras
 from tests.engine_adapter.mock_kv_events import pack
 from tests.engine_adapter.model_cache import ModelCache
 
@@ -186,7 +187,7 @@ def test_adapters_that_routers_do_not_know_are_skipped():
 
 
 @pytest.mark.parametrize(
-    "keys", [[None, [["image", 3]], None], [None, ["tenant"], None], [None, [b"embeds"], None], [None, [1], None]]
+    "keys", [[None, [["image", "3"]], None], [None, ["tenant"], None], [None, [b"embeds"], None], [None, [1], None]]
 )
 def test_blocks_that_depend_on_more_than_tokens_are_not_told(keys):
     engine = Mirrored()
@@ -195,6 +196,49 @@ def test_blocks_that_depend_on_more_than_tokens_are_not_told(keys):
     assert engine.mirror.skipped["extra_keys"] == 2
     engine.take(stored([5], TEXT[:4], extra_keys=[["tenant", ["image", 0]]]))
     engine.hold(rows(TEXT[:4]))
+
+
+def media_rows(tokens: Sequence[int], *media: tuple[str, int, int], salt: str = "", adapter: str = "") -> list[bytes]:
+    """Rows of a router for a prompt with these images: hash, offset and length of each."""
+    items = [MediaItem("image", name, at, length, b"") for name, at, length in media]
+    return rows_of(chain(root_hash(PRINT, salt, adapter), tokens, SIZE, extras=block_extras(items, SIZE)))
+
+
+def test_blocks_with_images_have_the_rows_of_a_router():
+    engine = Mirrored()
+    keys = [["tenant"], [["one", 1]], [["one", -3], ["two", 2]], [["two", -2]], None]
+    engine.take(stored([1, 2, 3, 4, 5], TEXT[:20], extra_keys=keys))
+    engine.hold(media_rows(TEXT[:20], ("one", 5, 5), ("two", 10, 4), salt="tenant"))
+    assert not engine.mirror.skipped
+
+
+def test_a_first_block_may_have_adapter_image_and_salt():
+    engine = Mirrored()
+    engine.take(stored([1], TEXT[:4], lora_name="lora", extra_keys=[["lora", ["one", 0], "tenant"]]))
+    engine.hold(media_rows(TEXT[:4], ("one", 0, 4), salt="tenant", adapter="lora-id"))
+
+
+def test_a_block_with_an_image_that_waits_for_its_parent_gets_the_same_row():
+    engine = Mirrored()
+    engine.take(stored([2], TEXT[4:8], 1, extra_keys=[[["one", 0]]]))
+    engine.hold()
+    engine.take(stored([1], TEXT[:4]))
+    engine.hold(media_rows(TEXT[:8], ("one", 4, 4)))
+
+
+def test_reuse_is_foretold_for_the_same_image_alone():
+    engine, cache = Mirrored(), ModelCache(100, SIZE)
+    tokens, media = TEXT * 4, [("one", 6, 9), ("in the second slice", 4 * HELD_SLICE + 2, 3)]
+    cache.run(tokens, "tenant", "lora", media)
+    engine.take(*cache.take())
+    same = [MediaItem("image", name, at, length, b"") for name, at, length in media]
+    other = [MediaItem("image", "two", 6, 9, b""), same[1]]
+    later = [same[0], MediaItem("image", "else", 4 * HELD_SLICE + 2, 3, b"")]
+    assert engine.mirror.held(tokens, "tenant", "lora-id", same) == len(tokens) - SIZE
+    assert engine.mirror.held(tokens, "tenant", "lora-id", other) == 4
+    assert engine.mirror.held(tokens, "tenant", "lora-id") == 4
+    assert engine.mirror.held(tokens, "tenant", "lora-id", later) == 4 * HELD_SLICE
+    assert engine.mirror.held(tokens, "", "lora-id", same) == 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine_adapter.http_client import EngineHttp, EventDecoder, refusal
+from kvferry.engine_adapter.engine_errors import refusal
+from kvferry.engine_adapter.http_client import MAX_EVENT_BYTES, EngineHttp, EventDecoder
 from kvferry.engine_adapter.prometheus_text import labels, value
 from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDied, NodeLost, Overloaded, StepFailed
 from tests.redis_servers import free_ports
@@ -25,6 +27,17 @@ def test_events_are_read_however_the_bytes_are_cut(cuts):
     decoder, bounds = EventDecoder(), [0, *sorted(cuts), len(EVENTS)]
     found = [each for a, b in itertools.pairwise(bounds) for each in decoder.feed(EVENTS[a:b])]
     assert found == [b'{"a": 1}', b'{"b": "\xc3\xa4"}']
+
+
+def test_an_event_without_an_end_costs_what_its_bytes_cost():
+    """Each part is looked at once: a decoder that joins all parts again for each new one copies gigabytes."""
+    decoder, part = EventDecoder(), b"x" * 4096
+    began = time.process_time()
+    for _ in range(MAX_EVENT_BYTES // len(part)):
+        assert decoder.feed(part) == ()
+    with pytest.raises(ValueError, match="too long"):
+        decoder.feed(part)
+    assert time.process_time() - began < 2.0
 
 
 @asynccontextmanager
@@ -59,6 +72,29 @@ async def test_a_connection_that_breaks_in_a_stream_is_a_node_that_died():
         with pytest.raises(NodeDied):
             await http.stream("/x", {}, seen.append)
     assert seen == [{"a": 1}]
+
+
+async def test_a_connection_that_the_server_closed_while_it_was_idle_is_no_death():
+    """llama.cpp's server promises to keep the connection of a stream, and closes it."""
+    asked: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.append(len(asked))
+        writer.write(head("200 OK", 16) + b'data: {"a": 1}\n\n')
+        await reader.read(1)  # the next request arrives, and nobody reads it
+        writer.transport.abort()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    http = EngineHttp(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    seen: list[Any] = []
+    for _ in range(3):
+        await http.stream("/x", {}, seen.append)
+    assert (seen, len(asked)) == ([{"a": 1}] * 3, 3)
+    server.close()
+    with pytest.raises(NodeDied):
+        await http.stream("/x", {}, seen.append)
+    await http.close()
 
 
 async def test_a_refused_connection_is_a_node_that_died():

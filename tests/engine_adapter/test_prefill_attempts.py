@@ -53,6 +53,8 @@ def job(delivered: tuple[int, ...] = (), max_tokens: int = 8, deadline_s: float 
 class ScriptedEngine:
     """Answers each prefill with token 50, once `computed` is set."""
 
+    media = None
+
     def __init__(self, delta: EngineDelta, reference: str) -> None:
         self.calls, self.dropped, self.plain = list[EngineCall](), 0, list[EngineCall]()
         self.delta, self.reference, self.computed = delta, reference, asyncio.Event()

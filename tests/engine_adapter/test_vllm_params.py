@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvferry.engine_adapter.engine import EngineCall
+from kvferry.engine_adapter.engine_errors import failure
 from kvferry.engine_adapter.engines import vllm_params
 from kvferry.engine_adapter.engines.addresses import reachable
-from kvferry.engine_adapter.http_client import failure
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams

@@ -38,7 +38,9 @@ def direct(engine: Engine, tokens: list[int], **more: Any) -> list[int]:
     """Output tokens of the engine itself, without kvferry."""
     body = {"model": SERVED, "prompt": tokens, "max_tokens": 24, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True, **more}  # fmt: skip
-    told = httpx.post(f"{engine.url}/v1/completions", json=body, timeout=120).json()
+    answer = httpx.post(f"{engine.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
     return list(told["choices"][0]["token_ids"])
 
 
@@ -91,7 +93,7 @@ def test_prompts_in_a_thousand_mixed_requests_are_reused_as_the_mirror_promised(
         assert not [answer.error for answer in at_once(running, asked) if answer.error]
     told = [scrape(engine.adapter_url) for engine in running.engines]
     promised, reused, apart = (
-        sum(value(text, f"kvferry_mirror_{name}_tokens_total") for text in told)
+        sum(value(text, f"kvferry_mirror_{name}_tokens") for text in told)
         for name in ("predicted", "actual", "difference")
     )
     asked_for = BATCHES * AT_ONCE * 360

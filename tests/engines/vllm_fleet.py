@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -48,7 +49,8 @@ def add_vllm(made: Fleet, number: int, model: Path, *args: str, words: tuple[str
 
 def kill(engine: Engine) -> None:
     """Kill all processes of an engine at once, as the end of its container does."""
-    send(processes(engine.server.popen.pid), signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        send(processes(engine.server.popen.pid), signal.SIGKILL)
 
 
 @contextmanager
@@ -56,13 +58,12 @@ def vllm_fleet(engines: int = 2) -> Iterator[Fleet]:
     """So many engines of one model behind a router, all ready; nothing of them runs afterwards."""
     model = model_directory()
     with fleet() as made:
-        members: list[psutil.Process] = []
         try:
             for number in range(engines):
                 add_vllm(made, number, model)
             made.start_router(str(model))
             made.ready(engines, START_S)
-            members = [each for engine in made.engines for each in processes(engine.server.popen.pid)]
             yield made
         finally:
-            send(members, signal.SIGKILL)
+            for engine in made.engines:
+                kill(engine)

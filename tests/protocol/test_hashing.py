@@ -52,6 +52,21 @@ def test_tenant_model_and_extras_separate_equal_tokens() -> None:
     assert len({block_hash(ROOT, [1, 2]), block_hash(ROOT, [1, 2], b"x"), block_hash(ROOT, [1, 2], b"y")}) == 3
 
 
+@given(TOKENS, st.integers(1, 8), st.dictionaries(st.integers(0, 8), st.binary(min_size=1, max_size=3)), st.data())
+def test_extras_of_a_block_change_its_hash_and_all_behind_it(
+    tokens: list[int], size: int, extras: dict[int, bytes], data: st.DataObject
+) -> None:
+    plain, whole = chain(ROOT, tokens, size), chain(ROOT, tokens, size, extras=extras)
+    first = min(extras, default=len(plain))
+    assert whole[:first] == plain[:first]
+    assert not set(whole[first:]) & set(plain)
+    known = data.draw(st.integers(0, len(whole)))
+    assert chain(ROOT, tokens, size, whole[:known], extras) == whole
+    for number, parent in enumerate([ROOT, *whole][: len(whole)]):
+        own = extras.get(number, b"")
+        assert whole[number] == block_hash(parent, tokens[number * size : (number + 1) * size], own)
+
+
 def test_token_ids_beyond_32_bits_are_refused() -> None:
     with pytest.raises(OverflowError):
         block_hash(ROOT, [2**31])

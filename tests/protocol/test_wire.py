@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.protocol import lease, link_messages, messages
+from kvferry.protocol import lease, link_messages, media, messages, stream_messages
 from kvferry.protocol.link_messages import CommitAck, Grant
 from kvferry.protocol.messages import GenerateRequest, Job, StepFrame, TokenDelta
 from kvferry.protocol.sampling import SamplingParams
@@ -27,7 +27,7 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=8),
     type(None): st.none(),
 }
-MODULES = (messages, link_messages, lease)
+MODULES = (messages, link_messages, lease, media, stream_messages)
 NAMED = {name: value for module in MODULES for name, value in vars(module).items()}
 MESSAGES = [value for value in NAMED.values() if is_dataclass(value) and isinstance(value, type)]
 

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from kvferry.router.api.batches.pages import page
-from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.documentation import errors, path_parameter, query_parameters, takes
 from kvferry.router.batch.batches import Batches
 from kvferry.router.batch.disk_threads import on_disk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
 from typing import Annotated, Any, NotRequired
 
 from pydantic import (
@@ -181,3 +182,13 @@ def field_path(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
+
+
+def has_part(messages: Sequence[Mapping[str, Any]], types: Container[str]) -> bool:
+    """Return whether a chat has a content part of one of these types."""
+    return any(
+        isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind in types
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+    )

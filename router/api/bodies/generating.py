@@ -4,36 +4,40 @@ Unknown fields are ignored. Each body class defines what differs between the API
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+import random
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import Field, StrictBool
 
+from kvferry.model_files.source import ModelFacts
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.sampling import MAX_COUNT
+from kvferry.protocol.sampling import MAX_COUNT, SamplingParams
+from kvferry.router.api.bodies.chat_prompt import ChatPrompt
 from kvferry.router.api.bodies.choices import ChoiceFields
 from kvferry.router.api.bodies.fields import (
     CacheSalt,
     Count,
     Integer,
-    Kwargs,
     Messages,
-    Name,
-    Objects,
     Prompt,
     Prompts,
     SamplingFields,
     Stops,
     StreamOptions,
     Top,
+    has_part,
 )
+from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.structured import Asked, StructuredFields
-from kvferry.router.api.bodies.tools import ToolFields, Tools, ToolUse, bounded, parsing
+from kvferry.router.api.bodies.tools import ToolFields, ToolUse, bounded, parsing
 from kvferry.router.api.bodies.unsupported_fields import (
     UnsupportedFields,
     UnsupportedForChat,
     UnsupportedForCompletions,
 )
+from kvferry.router.media.chat import MediaChat, chat_of
+from kvferry.router.media.parts import MODALITIES
 from kvferry.router.text.parsers.stage import PLAIN, Parsing
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
@@ -41,17 +45,12 @@ from kvferry.router.text.transcript import TextOptions
 
 MAX_SEQUENCES = 1024
 """Largest number of sequences in one request."""
-
-
-class RequestBody(BaseModel):
-    """Fields that all request bodies share."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    model: Name | None = None
-
-    def check(self) -> None:
-        """Raise InvalidRequest for errors that no single field shows."""
+BadWords = tuple[tuple[int, ...], ...]
+"""Token sequences that outputs may not contain."""
+_SAMPLING = (
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty",
+)  # fmt: skip
 
 
 class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnsupportedFields, RequestBody):
@@ -67,7 +66,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    stop: Stops = []
+    stop: Stops = Field(default=[])
     include_stop_str_in_output: StrictBool | None = False
     skip_special_tokens: StrictBool | None = True
     spaces_between_special_tokens: StrictBool | None = True
@@ -90,6 +89,14 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
         """Return the prompts: texts, token ids that need no encoding, or a rendering; raise InvalidRequest."""
         raise NotImplementedError
 
+    def media_chat(self, text: TextModel) -> MediaChat | None:
+        """Return the prompt if it has images, audio or video; None if `prompts` holds it. Raises InvalidRequest."""
+        return None
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        """Return an error about a chat's field under the name that the client's API has for it."""
+        return error
+
     def marks_texts(self) -> bool:
         """Return whether encoding adds the model's special tokens to a text."""
         raise NotImplementedError
@@ -109,6 +116,27 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
     def prompt_top(self) -> int | None:
         """Return how many top log-probabilities each prompt token shows; None without log-probabilities."""
         return self.prompt_logprobs
+
+    def sampling(self, facts: ModelFacts, max_tokens: int, bad_words: BadWords) -> SamplingParams:
+        """Return the parameters of a prompt's first choice, with the model's defaults; raise InvalidRequest.
+
+        Without a seed it draws one, so that a retried attempt continues the same text."""
+        top, given = self.top(), {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        params = SamplingParams(
+            **{**dict(facts.sampling), **given},
+            max_tokens=max_tokens,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            seed=self.seed if self.seed is not None else random.getrandbits(63),
+            logprobs=top or 0 if self.sequences() > (self.n or 1) else top,
+            prompt_logprobs=self.prompt_top(),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=bad_words,
+            eos_token_ids=facts.eos_token_ids,
+            ignore_eos=bool(self.ignore_eos),
+        )
+        params.validate(facts.vocab_size)
+        return params
 
     def text_options(self) -> TextOptions:
         """Return the display options of the output."""
@@ -156,36 +184,6 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
         return max(wanted, default=None)
 
 
-class ChatPrompt(RequestBody):
-    """Fields that define a prompt made of messages."""
-
-    add_generation_prompt: StrictBool | None = None
-    continue_final_message: StrictBool | None = False
-    chat_template_kwargs: Kwargs | None = None
-    documents: Objects | None = None
-    reasoning_effort: str | None = None
-    tools: Tools | None = None
-
-    def rendering(
-        self, text: TextModel, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
-    ) -> Rendering:
-        """Return what the template is to render for the messages; raise InvalidRequest."""
-        continues = bool(self.continue_final_message)
-        if continues and self.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
-            )
-        extra = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return text.rendering(
-            messages,
-            tools=tools,
-            documents=self.documents,
-            add_generation_prompt=not continues if self.add_generation_prompt is None else self.add_generation_prompt,
-            continue_final_message=continues,
-            extra={**extra, **(self.chat_template_kwargs or {})},
-        )
-
-
 class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
     """Body of POST /v1/chat/completions."""
 
@@ -226,6 +224,13 @@ class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
     def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
         """Return the messages and tools as the single prompt."""
         return [self.rendering(text, self.messages, None if self._use() is None else self.usable())]
+
+    def media_chat(self, text: TextModel) -> MediaChat | None:
+        """Return the chat if it has images, audio or video, which only an engine can read; raise InvalidRequest."""
+        if not has_part(self.messages, MODALITIES):
+            return None
+        tools = None if self._use() is None else self.usable()
+        return chat_of(text, self.messages, tools=tools, **self.template_fields())
 
     def marks_texts(self) -> bool:
         """Return whether to add special tokens; false by default, since templates write them."""

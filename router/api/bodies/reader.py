@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from kvferry.protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
 from kvferry.router.api.bodies.fields import field_path
-from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.parse_pacing import LONG_BYTES, ParsePacing, cost_s
+from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.request_context import CALL
 
 MAX_VALUES = 2**20

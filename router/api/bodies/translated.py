@@ -12,6 +12,7 @@ from kvferry.router.api.bodies.fields import Prompt
 from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import build
 from kvferry.router.api.bodies.structured import Asked
+from kvferry.router.media.chat import MediaChat
 from kvferry.router.text.parsers.stage import Parsing
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
@@ -41,6 +42,15 @@ class TranslatedChat(ChatBody):
         with self._renaming():
             found = super().prompts(text)
         return [replace(each, param=self.prompt_field) if isinstance(each, Rendering) else each for each in found]
+
+    def media_chat(self, text: TextModel) -> MediaChat | None:
+        """Return the prompt with media; errors are in the other API's terms."""
+        with self._renaming():
+            return super().media_chat(text)
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        """Return an error in the other API's terms."""
+        return renamed(error, self.names)
 
     def parsing(self, text: TextModel) -> Parsing:
         """Return the parsing of the output; errors are in the other API's terms."""

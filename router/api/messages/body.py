@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictFloat
 
 from kvferry.protocol.sampling import MAX_COUNT
 from kvferry.router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Integer, Objects, Stops, told
-from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.tools import MAX_TOOLS
 
 Content = Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} blocks")]

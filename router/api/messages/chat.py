@@ -90,8 +90,25 @@ def _turn(turn: Turn, field: str) -> list[Message]:
         if block.get("type") == "tool_result"
     ]
     rest = [(place, block) for place, block in enumerate(turn.content) if block.get("type") != "tool_result"]
-    words = "\n".join(_text(block, f"{field}[{place}]") for place, block in rest)
-    return [*results, *([{"role": turn.role, "content": words}] if rest or not results else [])]
+    if any(block.get("type") == "image" for _, block in rest):
+        content: Any = [_part(block, f"{field}[{place}]") for place, block in rest]
+    else:
+        content = "\n".join(_text(block, f"{field}[{place}]") for place, block in rest)
+    return [*results, *([{"role": turn.role, "content": content}] if rest or not results else [])]
+
+
+def _part(block: Block, field: str) -> dict[str, Any]:
+    """Return a text or an image as a chat's content part."""
+    if block.get("type") != "image":
+        return {"type": "text", "text": _text(block, field)}
+    source, at = block.get("source"), f"{field}.source"
+    if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
+        raise InvalidRequest(f"{at} must be an object of type base64 or url", param=at)
+    if source["type"] == "url":
+        url = _string(source, "url", at)
+    else:
+        url = f"data:{_string(source, 'media_type', at)};base64,{_string(source, 'data', at)}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _said(blocks: Sequence[Block], field: str) -> Message:

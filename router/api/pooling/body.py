@@ -9,7 +9,7 @@ from pydantic import Field
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_COUNT
 from kvferry.router.api.bodies.fields import CacheSalt, Integer, Prompts
-from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.request_body import RequestBody
 
 MAX_INPUTS = 2048
 """Largest number of inputs or texts in a request."""

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.answers import ErrorAnswer
-from kvferry.router.api.bodies.generating import RequestBody
 from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.generation_route import GenerationRoute
 from kvferry.router.api.pooling.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
 from kvferry.router.api.pooling.embeddings import EmbeddingBody, embeddings

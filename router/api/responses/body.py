@@ -18,7 +18,7 @@ from kvferry.router.api.bodies.fields import (
     Top,
     told,
 )
-from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"

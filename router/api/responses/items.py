@@ -41,7 +41,7 @@ def messages(items: Iterable[Item], instructions: str | None = None) -> list[dic
                 text = output if isinstance(output, str) else _text(output)
                 chat.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
             case "message" if item["role"] != "assistant":
-                chat.append({"role": item["role"], "content": _text(item["content"])})
+                chat.append({"role": item["role"], "content": _content(item["content"])})
             case kind:
                 _add_to_turn(_turn(chat, kind), item)
     return chat
@@ -68,6 +68,18 @@ def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
         case _:
             function = {"name": item["name"], "arguments": item["arguments"]}
             turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+
+
+def _content(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return the parts as one text, or as a chat's parts if one of them is an image."""
+    if not any(part["type"] == "input_image" for part in parts):
+        return _text(parts)
+    return [
+        {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        if part["type"] == "input_image"
+        else {"type": "text", "text": _text([part])}
+        for part in parts
+    ]
 
 
 def _text(parts: Sequence[Mapping[str, Any]]) -> str:
@@ -106,7 +118,7 @@ def _message(item: Item, field: str) -> Item:
     kind = "output_text" if role == "assistant" else "input_text"
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
-    return {"role": role, "content": _parts(content, f"{field}.content", kind)}
+    return {"role": role, "content": _parts(content, f"{field}.content", kind, images=role == "user")}
 
 
 def _reasoning(item: Item, field: str) -> Item:
@@ -126,11 +138,20 @@ def _texts(parts: Any, field: str, kind: str) -> list[Item]:
     return [{"type": kind, "text": part["text"]} for part in parts]
 
 
-def _parts(content: Any, field: str, kind: str) -> list[Item]:
-    """Normalise text parts to the type that messages of this kind use."""
+def _parts(content: Any, field: str, kind: str, *, images: bool = False) -> list[Item]:
+    """Normalise text parts to the type that messages of this kind use, and images where they are allowed."""
     if not isinstance(content, list):
         raise InvalidRequest(f"{field} must be a string or a list of parts", param=field)
-    return [_part(part, f"{field}[{place}]", kind) for place, part in enumerate(content)]
+    return [
+        _image(part, f"{field}[{place}]")
+        if images and isinstance(part, dict) and part.get("type") == "input_image"
+        else _part(part, f"{field}[{place}]", kind)
+        for place, part in enumerate(content)
+    ]
+
+
+def _image(part: Item, field: str) -> Item:
+    return {"type": "input_image", "image_url": _string(part, "image_url", field), "detail": "auto"}
 
 
 def _part(part: Any, field: str, kind: str) -> Item:

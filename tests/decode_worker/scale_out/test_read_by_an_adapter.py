@@ -24,7 +24,7 @@ KEY = "key of the adapter"
 async def test_tokens_models_and_load() -> None:
     settings: dict[str, Any] = {"enable_scale_out": True, "vllm_metrics": True, "scale_out_api_key": KEY}
     async with worker("decode", make_engine(), **settings) as node:
-        engine = VllmEngine(EngineHttp(node.node.face.url, KEY))
+        engine = VllmEngine(EngineHttp(node.node.face.url, lambda: KEY))
         facts = await engine.facts()
         assert (facts.served_names, facts.max_model_len) == (("toy",), 256)
         assert (facts.block_size, facts.total_blocks, facts.kv_events) == (4, 64, None)

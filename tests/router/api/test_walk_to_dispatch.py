@@ -42,6 +42,7 @@ RENDERING = {
     )
 }
 """A chat's template, here or in a process of its own; each operation of it is charged."""
+MESSAGES = "router/api/bodies/chat_prompt.py"
 TENANTS = {
     f"router/tenants/{name}.py"
     for name in (
@@ -82,8 +83,8 @@ async def walked(path: str, body: dict[str, Any]) -> set[str]:
     }
 
 
-async def test_a_chat_walks_through_twenty_one_files_before_its_dispatch() -> None:
-    assert await walked("/v1/chat/completions", CHAT) == API_HALF | RENDERING
+async def test_a_chat_walks_through_twenty_two_files_before_its_dispatch() -> None:
+    assert await walked("/v1/chat/completions", CHAT) == {*API_HALF, *RENDERING, MESSAGES}
 
 
 async def test_a_completion_walks_the_same_way_and_reads_its_prompts() -> None:

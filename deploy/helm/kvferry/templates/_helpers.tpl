@@ -15,6 +15,9 @@ app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 {{- with (index . 0).pool }}
 kvferry/pool: {{ . }}
 {{- end }}
+{{- with (index . 0).engine }}
+kvferry/engine: {{ . }}
+{{- end }}
 {{- with index . 1 }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
@@ -32,11 +35,11 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* Pods of the cluster, which may talk to workers and to Redis. */}}
+{{/* Pods of the cluster, which may talk to workers and to Redis. Arguments: the root, further components. */}}
 {{- define "kvferry.members" -}}
 podSelector:
-  matchLabels: {{- include "kvferry.selector" (list . "") | nindent 4 }}
-  matchExpressions: [{key: app.kubernetes.io/component, operator: In, values: [router, prefill, decode]}]
+  matchLabels: {{- include "kvferry.selector" (list (index . 0) "") | nindent 4 }}
+  matchExpressions: [{key: app.kubernetes.io/component, operator: In, values: [{{ concat (list "router" "prefill" "decode") (slice . 1) | join ", " }}]}]
 {{- end }}
 
 {{- define "kvferry.serviceAccount" -}}

@@ -18,14 +18,16 @@ labels:
   {{- with .values.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- $port := dict "router" "8000" "prefill" "9000" "decode" "9001" }}
+{{- $port := dict "router" "8000" "prefill" "9000" "decode" "9001" "engine" "9001" }}
 {{- if or .values.podAnnotations (hasKey $port .component) }}
 annotations:
   {{- if .root.pool }}
   kvferry/model: {{ splitList "," .root.Values.model.servedName | first | quote }}
   {{- end }}
   {{- if hasKey $port .component }}
-  checksum/settings: {{ printf "%s%s" (include "kvferry.clusterSettings" .root) (include "kvferry.workerSettings" .root) | sha256sum }}
+  {{- $settings := include "kvferry.clusterSettings" .root }}
+  {{- if ne .component "engine" }}{{ $settings = printf "%s%s" $settings (include "kvferry.workerSettings" .root) }}{{ end }}
+  checksum/settings: {{ sha256sum $settings }}
   {{- if .root.Values.monitoring.annotations }}
   prometheus.io/scrape: "true"
   prometheus.io/port: {{ index $port .component | quote }}
@@ -40,7 +42,7 @@ annotations:
 
 {{/* Who a pod runs as, and where. `user`: of its image. */}}
 {{- define "kvferry.podCommon" -}}
-serviceAccountName: {{ include "kvferry.serviceAccount" .root }}
+serviceAccountName: {{ .values.serviceAccountName | default (include "kvferry.serviceAccount" .root) }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
@@ -107,7 +109,7 @@ topologySpreadConstraints:
 
 {{/* Of the release, for pods that name none. */}}
 {{- define "kvferry.priorityClass" -}}
-{{- if and .root.Values.priorityClass.create (has .component (list "router" "prefill" "decode" "redis")) }}
+{{- if and .root.Values.priorityClass.create (has .component (list "router" "prefill" "decode" "engine" "redis")) }}
 {{- .root.Values.priorityClass.name | default (include "kvferry.fullname" .root) }}
 {{- end }}
 {{- end }}
@@ -159,11 +161,13 @@ replicas: {{ .values.replicas }}
 {{/* Whether an autoscaler owns its replicas. */}}
 {{- define "kvferry.scaled" -}}
 {{- $scaling := .root.Values.autoscaling }}
-{{- $kserve := and (ne .component "router") (eq .root.Values.worker.workload "LLMInferenceService") }}
-{{- if and (ne $scaling.kind "none") (index $scaling .component).enabled (not $kserve) }}yes{{ end }}
+{{- $kserve := and (has .component (list "prefill" "decode")) (eq .root.Values.worker.workload "LLMInferenceService") }}
+{{- $own := get $scaling .component }}
+{{- if eq .component "engine" }}{{ $own = .values.autoscaling }}{{ end }}
+{{- if and (ne $scaling.kind "none") $own.enabled (not $kserve) }}yes{{ end }}
 {{- end }}
 
-{{/* Environment of a process of the cluster; `worker`: whether it is one. */}}
+{{/* Environment of a process of the cluster; `worker`, `adapter`: whether it is one. */}}
 {{- define "kvferry.environment" -}}
 envFrom:
   - configMapRef: {name: {{ include "kvferry.fullname" .root }}-cluster}
@@ -182,7 +186,7 @@ env:
       secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
   {{- end }}
   {{- end }}
-  {{- if .worker }}
+  {{- if or .worker .adapter }}
   - name: KVFERRY_NODE_ID
     valueFrom: {fieldRef: {fieldPath: metadata.name}}
   - name: KVFERRY_ADVERTISE_HOST
@@ -216,13 +220,7 @@ env:
 - {name: kv-disk, mountPath: /kv-disk}
 {{- end }}
 {{- end }}
-{{- if include "kvferry.redisPassword" .root }}
-- {name: redis, mountPath: /run/kvferry/redis, readOnly: true}
-{{- end }}
-- {name: cluster-secret, mountPath: /run/kvferry/cluster-secret, readOnly: true}
-{{- if include "kvferry.redisAuthority" .root }}
-- {name: redis-ca, mountPath: /run/kvferry/redis-ca, readOnly: true}
-{{- end }}
+{{ include "kvferry.secretMounts" .root | trim }}
 {{- with include "kvferry.modelMounts" .root | trim }}
 {{ . }}
 {{- end }}
@@ -239,6 +237,29 @@ env:
 {{- end }}
 {{- end }}
 
+{{/* Secrets of every process. Argument: the root. */}}
+{{- define "kvferry.secretMounts" -}}
+{{- if include "kvferry.redisPassword" . }}
+- {name: redis, mountPath: /run/kvferry/redis, readOnly: true}
+{{- end }}
+- {name: cluster-secret, mountPath: /run/kvferry/cluster-secret, readOnly: true}
+{{- if include "kvferry.redisAuthority" . }}
+- {name: redis-ca, mountPath: /run/kvferry/redis-ca, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "kvferry.secretVolumes" -}}
+{{- with include "kvferry.redisPassword" . }}
+{{- $secret := splitList "/" . }}
+- {name: redis, secret: {secretName: {{ index $secret 0 }}, items: [{key: {{ index $secret 1 }}, path: password}]}}
+{{- end }}
+- {name: cluster-secret, secret: {secretName: {{ include "kvferry.clusterSecret" . }}, items: [{key: {{ .Values.cluster.secret.key }}, path: secret}]}}
+{{- with include "kvferry.redisAuthority" . }}
+{{- $secret := splitList "/" . }}
+- {name: redis-ca, secret: {secretName: {{ index $secret 0 }}, items: [{key: {{ index $secret 1 }}, path: ca.crt}]}}
+{{- end }}
+{{- end }}
+
 {{- define "kvferry.volumes" -}}
 - {name: tmp, emptyDir: {sizeLimit: {{ .values.tmpSize | default .root.Values.worker.tmpSize }}}}
 {{- if .worker }}
@@ -251,15 +272,7 @@ env:
 {{- end }}
 {{- end }}
 {{- end }}
-{{- with include "kvferry.redisPassword" .root }}
-{{- $secret := splitList "/" . }}
-- {name: redis, secret: {secretName: {{ index $secret 0 }}, items: [{key: {{ index $secret 1 }}, path: password}]}}
-{{- end }}
-- {name: cluster-secret, secret: {secretName: {{ include "kvferry.clusterSecret" .root }}, items: [{key: {{ .root.Values.cluster.secret.key }}, path: secret}]}}
-{{- with include "kvferry.redisAuthority" .root }}
-{{- $secret := splitList "/" . }}
-- {name: redis-ca, secret: {secretName: {{ index $secret 0 }}, items: [{key: {{ index $secret 1 }}, path: ca.crt}]}}
-{{- end }}
+{{ include "kvferry.secretVolumes" .root | trim }}
 {{- with include "kvferry.modelVolumes" .root | trim }}
 {{ . }}
 {{- end }}

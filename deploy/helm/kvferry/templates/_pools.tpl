@@ -3,6 +3,9 @@
 {{- define "kvferry.pools" -}}
 {{- $made := list }}
 {{- $models := dict }}
+{{- if and .Values.pools .Values.engines }}
+{{- fail "engines: with pools, each pool has engines of its own: pools[].engines" }}
+{{- end }}
 {{- range .Values.pools }}
 {{- $values := mustMergeOverwrite (deepCopy (omit $.Values "pools")) (omit . "name" | deepCopy) }}
 {{- $_ := required (printf "pools: %s: model.servedName is what clients call it" .name) $values.model.servedName }}
@@ -31,7 +34,10 @@
 {{/* Seconds that any of its models may take to load. */}}
 {{- define "kvferry.longestStart" -}}
 {{- $longest := 0 }}
-{{- range (include "kvferry.pools" . | fromYaml).pools }}{{ $longest = max $longest (int .values.worker.startupSeconds) }}{{ end }}
+{{- range (include "kvferry.pools" . | fromYaml).pools }}
+{{- $longest = max $longest (int .values.worker.startupSeconds) }}
+{{- range .values.engines }}{{ $longest = max $longest (int (.startupSeconds | default $.Values.engineDefaults.startupSeconds)) }}{{ end }}
+{{- end }}
 {{- $longest }}
 {{- end }}
 

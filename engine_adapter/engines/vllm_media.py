@@ -1,0 +1,84 @@
+"""Media of vLLM's token interface: its render endpoint, and the features that it makes of images, audio and video."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvferry.engine_adapter.form_data import form_data
+from kvferry.engine_adapter.http_client import EngineHttp
+from kvferry.protocol.errors import InvalidRequest, StepFailed
+from kvferry.protocol.media import MAX_ITEM_BYTES, MediaItem, RenderedPrompt
+from kvferry.protocol.speech import SpeechRequest
+
+CHAT = "/v1/chat/completions"
+TRANSCRIBE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
+
+
+class VllmMedia:
+    """Media of one vLLM server. Implements `media_engine.MediaEngine`. model: returns the name of its base model."""
+
+    def __init__(self, http: EngineHttp, model: Callable[[], str]) -> None:
+        self._http, self._model = http, model
+
+    async def render(self, chat: bytes, adapter: str = "") -> RenderedPrompt:
+        """Return the prompt that vLLM makes of a chat. Raises InvalidRequest if its media become too large."""
+        asked = with_fields(chat, model=adapter or self._model(), max_tokens=1)
+        told = await self._http.post(f"{CHAT}/render", asked, None)
+        try:
+            return RenderedPrompt(tuple(told["token_ids"]), await items_of(told.get("features")))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise StepFailed(f"the engine's prompt cannot be read: {type(error).__name__} {error}") from error
+
+    async def answer(self, chat: bytes, tokens: int, cache_salt: str) -> tuple[int, ...]:
+        """Return greedy tokens of the answer to a chat."""
+        asked = with_fields(
+            chat, model=self._model(), max_tokens=tokens, temperature=0.0, ignore_eos=True, cache_salt=cache_salt,
+            return_token_ids=True,
+        )  # fmt: skip
+        told = await self._http.post(CHAT, asked, None)
+        return tuple(told["choices"][0].get("token_ids") or ())
+
+    async def transcribe(
+        self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
+    ) -> None:
+        """Ask vLLM's endpoint for audio."""
+        body, kind = form_data((*request.fields, ("model", self._model())), request.filename, request.audio)
+        await self._http.upload(TRANSLATE if request.translate else TRANSCRIBE, body, kind, begun, deliver)
+
+
+def with_fields(chat: bytes, **fields: Any) -> bytes:
+    """Return the JSON of a chat with further fields, without reading its media again."""
+    return json.dumps(fields, separators=(",", ":")).encode()[:-1] + b"," + chat[1:]
+
+
+async def items_of(features: dict[str, Any] | None) -> tuple[MediaItem, ...]:
+    """Return vLLM's features as media in order. Raises InvalidRequest if they are too large to travel."""
+    items: list[MediaItem] = []
+    for modality, hashes in ((features or {}).get("mm_hashes") or {}).items():
+        assert features
+        ranges, datas = features["mm_placeholders"][modality], features["kwargs_data"][modality]
+        if sum(len(data) for data in datas) * 3 // 4 > MAX_ITEM_BYTES:
+            raise InvalidRequest(f"the {modality} parts become more than {MAX_ITEM_BYTES} bytes of tensors; send less")
+        for name, place, data in zip(hashes, ranges, datas, strict=True):
+            items.append(MediaItem(modality, name, place["offset"], place["length"], base64.b64decode(data)))
+            await asyncio.sleep(0)  # a large item takes a tenth of a second; signs of life go in between
+    return tuple(sorted(items, key=lambda item: item.offset))
+
+
+async def with_features(body: bytes, items: Sequence[MediaItem]) -> bytes:
+    """Return the JSON of a request with the features that vLLM takes for these media; other work runs in between."""
+    hashes: dict[str, list[str]] = {}
+    ranges: dict[str, list[dict[str, int]]] = {}
+    datas: dict[str, list[bytes]] = {}
+    for item in items:
+        hashes.setdefault(item.modality, []).append(item.hash)
+        ranges.setdefault(item.modality, []).append({"offset": item.offset, "length": item.length})
+        datas.setdefault(item.modality, []).append(base64.b64encode(item.data))
+        await asyncio.sleep(0)
+    tensors = b",".join(b'"%s":["%s"]' % (name.encode(), b'","'.join(each)) for name, each in datas.items())
+    told = json.dumps({"mm_hashes": hashes, "mm_placeholders": ranges}).encode()
+    return b'%s,"features":%s,"kwargs_data":{%s}}}' % (body[:-1], told[:-1], tensors)

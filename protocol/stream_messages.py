@@ -1,0 +1,17 @@
+"""Messages that keep a token stream between a node and a router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.protocol.wire import message
+
+
+@message(45, checked=True)
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Router → node, `POST /streams/{router_id}/seen`, every second: frames up to `number` have arrived.
+
+    A router that stops sending it counts as frozen."""
+
+    number: int

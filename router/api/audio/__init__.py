@@ -1,0 +1,1 @@
+"""Endpoints of audio: transcriptions and translations of speech."""

@@ -1,0 +1,154 @@
+"""Routes that pass audio to an engine which writes down, or translates, what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from kvferry.protocol.errors import DeadlineExceeded, InvalidRequest, KvferryError
+from kvferry.protocol.media import TRANSCRIPTION
+from kvferry.protocol.speech import SpeechPart, SpeechRequest
+from kvferry.router.api.admission import AdmittedRequest, TokenUsage
+from kvferry.router.api.answers import ErrorAnswer
+from kvferry.router.api.audio.body import SpeechBody, speech_body
+from kvferry.router.api.audio.form import Form, read_form
+from kvferry.router.api.generation_route import GenerationRoute
+from kvferry.router.api.http_errors import shown
+from kvferry.router.api.responder import Responder
+from kvferry.router.api.served_models import ServedModel
+from kvferry.router.api.sse import dump
+from kvferry.router.media.formats import SPEECH, format_of, wav_fault
+from kvferry.router.tenants.scheduler_slots import Size
+
+EVENTS = "text/event-stream"
+TYPES = ("application/json", "text/plain")
+"""Content types of whole answers that are passed on as they are; others are bytes without a meaning."""
+BYTES_PER_TOKEN, OUTPUT_TOKENS = 640, 448
+"""Bytes of audio that count as a token of the tenant's limits: 20 ms of speech at 16 kHz; and its expected output."""
+
+
+class TranscriptionAnswer(BaseModel):
+    """What was said; further fields are the engine's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechEndpoint:
+    """An endpoint of audio. translate: into English."""
+
+    path: str
+    summary: str
+    translate: bool
+    answer: type[BaseModel] = TranscriptionAnswer
+    error: type[BaseModel] = ErrorAnswer
+
+    @property
+    def takes(self) -> dict[str, Any]:
+        """Return the `openapi_extra` of the route: its form."""
+        schema = SpeechBody.model_json_schema(by_alias=True)
+        fields = {"file": {"type": "string", "format": "binary"}, **schema["properties"]}
+        form = {"type": "object", "required": ["file"], "properties": fields}
+        return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
+
+
+SPEECH_ENDPOINTS = (
+    SpeechEndpoint("/v1/audio/transcriptions", "Transcribe audio", False),
+    SpeechEndpoint("/v1/audio/translations", "Translate audio into English", True),
+)
+"""All endpoints of audio."""
+
+
+class SpeechRoute(GenerationRoute[SpeechEndpoint]):
+    """Route of an endpoint of audio."""
+
+    async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> SpeechAnswer:
+        form = read_form(data)
+        body = speech_body(form)
+        pool = self._pools.pool(body.model)
+        request = self._request(pool, form, body, admitted.call.deadline - time.monotonic())
+        tokens = max(1, len(request.audio) // BYTES_PER_TOKEN)
+        await admitted.turn(pool.turns, Size(1, tokens, OUTPUT_TOKENS))
+        answer = SpeechAnswer(responder, self._path)
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await answer.follow(pool, request, lambda: admitted.began(lambda: TokenUsage(tokens)))
+        except TimeoutError:
+            raise DeadlineExceeded(f"not finished after {request.deadline_s:.3g} s") from None
+        return answer
+
+    def _request(self, pool: ServedModel, form: Form, body: SpeechBody, left_s: float) -> SpeechRequest:
+        """Return the request for a node; raise InvalidRequest naming the field."""
+        if not form.file:
+            raise InvalidRequest("file must be an audio file that is not empty", param="file")
+        try:
+            pool.cluster.media.check((TRANSCRIPTION,))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{self._path} is not supported: {error.message}", param="model") from error
+        found = format_of(form.file)
+        if found not in SPEECH:
+            raise InvalidRequest("file must be WAV, MP3, FLAC, Ogg, MP4 or WebM", param="file")
+        if found == "audio/wav" and (fault := wav_fault(form.file)):
+            raise InvalidRequest(f"file is no usable WAV file: {fault}", param="file")
+        return SpeechRequest(self.endpoint.translate, body.fields(), form.filename, form.file, max(0.0, left_s))
+
+
+class SpeechAnswer:
+    """Answer of a node, passed on: events as they come, anything else as a whole."""
+
+    def __init__(self, responder: Responder, path: str) -> None:
+        self._responder, self._path = responder, path
+        self._kind, self._parts = "", list[bytes]()
+
+    async def follow(self, pool: ServedModel, request: SpeechRequest, began: Any) -> None:
+        """Ask a node and pass on what it streams; `began` is called at its first bytes."""
+        arrived: asyncio.Queue[SpeechPart | None] = asyncio.Queue()
+
+        async def ask() -> None:
+            try:
+                await pool.cluster.media.transcribe(request, arrived.put_nowait)
+            finally:
+                arrived.put_nowait(None)
+
+        task = asyncio.create_task(ask())
+        try:
+            while (part := await arrived.get()) is not None:
+                if not self._kind:
+                    began()
+                    self._kind = part.content_type
+                    if self._streams:
+                        await self._responder.begin_stream({}, self._failing)
+                if self._streams:
+                    await self._responder.write(part.data)
+                else:
+                    self._parts.append(part.data)
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def finish(self, responder: Responder) -> None:
+        """Send the end of the stream, or the whole answer."""
+        if self._streams:
+            await responder.write(b"", more=False)
+            return
+        plain = self._kind.partition(";")[0].strip().lower()
+        kind = self._kind if plain in TYPES else "application/octet-stream"
+        await responder.content(kind, b"".join(self._parts), _NO_SNIFFING)
+
+    @property
+    def _streams(self) -> bool:
+        return self._kind.startswith(EVENTS)
+
+    def _failing(self, error: KvferryError) -> bytes:
+        return b"data: " + dump(shown(error, self._path)) + b"\n\n"
+
+
+_NO_SNIFFING: Mapping[str, str] = {"x-content-type-options": "nosniff"}

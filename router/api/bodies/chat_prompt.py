@@ -1,0 +1,49 @@
+"""Fields of a request that define a prompt made of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import StrictBool
+
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.fields import Kwargs, Objects
+from kvferry.router.api.bodies.request_body import RequestBody
+from kvferry.router.api.bodies.tools import Tools
+from kvferry.router.text.rendering import Rendering
+from kvferry.router.text.text_model import TextModel
+
+
+class ChatPrompt(RequestBody):
+    """Fields that define a prompt made of messages."""
+
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = False
+    chat_template_kwargs: Kwargs | None = None
+    documents: Objects | None = None
+    reasoning_effort: str | None = None
+    tools: Tools | None = None
+
+    def rendering(
+        self, text: TextModel, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
+    ) -> Rendering:
+        """Return what the template is to render for the messages; raise InvalidRequest."""
+        return text.rendering(messages, tools=tools, **self.template_fields())
+
+    def template_fields(self) -> dict[str, Any]:
+        """Return documents, variables and ends of the prompt for the template; raise InvalidRequest."""
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        extra = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {
+            "documents": self.documents,
+            "add_generation_prompt": not continues
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt,
+            "continue_final_message": continues,
+            "extra": {**extra, **(self.chat_template_kwargs or {})},
+        }

@@ -1,0 +1,122 @@
+"""Calls of one model's nodes about media: for prompts of chats, made for a whole fingerprint, and transcriptions."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+from kvferry.placement.rejections import no_nodes
+from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeLost, StepFailed
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest, joined
+from kvferry.protocol.speech import SpeechPart, SpeechRequest
+from kvferry.protocol.wire import WireError, pack
+from kvferry.router.dispatch.interface import PromptMedia, RenderedMedia
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.model_nodes import ModelNodes, holds, takes
+from kvferry.router.nodes.node_entry import NodeEntry, node_key
+from kvferry.router.nodes.node_table import NodeTable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ModelMedia:
+    """Calls of one model's nodes. Implements `interface.MediaServices`."""
+
+    def __init__(self, model: ModelNodes, nodes: NodeTable, client: NodeClient) -> None:
+        self._model, self._nodes, self._client = model, nodes, client
+
+    def check(self, abilities: Collection[str], adapter: str = "") -> None:
+        """Raise InvalidRequest if no node has these abilities, and NoNodes if none is known at present."""
+        leases = [lease for lease in self._model.leases() if holds(lease, adapter)]
+        if not leases:
+            raise no_nodes(self._model.name.first)
+        if not any(takes(lease, abilities) for lease in leases):
+            missing = [each for each in abilities if not any(takes(lease, (each,)) for lease in leases)] or abilities
+            does = "transcribes audio" if TRANSCRIPTION in missing else f"takes {' and '.join(missing)} in a prompt"
+            raise InvalidRequest(f"no node of the model {does}")
+
+    async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
+        """Return a chat's prompt from the least busy node that takes its media, or from one other if that fails."""
+
+        async def asked(node: NodeLease) -> RenderedMedia:
+            found: list[Any] = []
+            await self._client.call(
+                node, "POST /attempts/render", pack(request), request.deadline_s, None, found.append
+            )
+            return RenderedMedia(*_prompt(found, node))
+
+        return await self._first(modalities, request.adapter, asked)
+
+    async def transcribe(self, request: SpeechRequest, deliver: Callable[[SpeechPart], None]) -> None:
+        """Deliver what the least busy node that transcribes answers; another one is asked if it fails before that."""
+        begun = False
+
+        def answer(message: Any) -> None:
+            nonlocal begun
+            if not isinstance(message, SpeechPart) or begun == bool(message.content_type):
+                raise WireError(f"a {type(message).__name__} that is invalid as an answer to a SpeechRequest")
+            begun = True
+            deliver(message)
+
+        async def asked(node: NodeLease) -> None:
+            await self._client.call(node, "POST /attempts/transcribe", pack(request), request.deadline_s, None, answer)
+
+        await self._first((TRANSCRIPTION,), "", asked, lambda: not begun)
+
+    async def _first(
+        self,
+        abilities: Collection[str],
+        adapter: str,
+        ask: Callable[[NodeLease], Awaitable[T]],
+        may_repeat: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Return the answer of a node, or of one other if that fails. Raises NoNodes, or the last node's error.
+
+        Two nodes at most: media that end engines must not end all of them."""
+        nodes = [entry.lease for entry in self._able(adapter, abilities)]
+        if not nodes:
+            raise no_nodes(self._model.name.first)
+        try:
+            return await ask(nodes[0])
+        except KvferryError as error:
+            if isinstance(error, NodeLost):
+                self._nodes.breakers.node_failed(node_key(nodes[0]))
+            if not error.retryable or len(nodes) == 1 or not may_repeat():
+                raise
+            log.info("%s does not answer for media: %s", nodes[0].node_id, error)
+            return await ask(nodes[1])
+
+    def _able(self, adapter: str, abilities: Collection[str]) -> list[NodeEntry]:
+        """Return the nodes that can be asked now, those that are not suspected and have the least work first."""
+        breakers = self._nodes.breakers
+        shut = breakers.shut().nodes if breakers.any else ()
+        able = [
+            entry
+            for entry in self._model.members
+            if entry.reachable
+            and entry.lease.state == "ready"
+            and holds(entry.lease, adapter)
+            and takes(entry.lease, abilities)
+        ]
+        return sorted(able, key=lambda entry: (entry.key in shut, _work(entry.lease), random.random()))  # noqa: S311
+
+
+def _prompt(messages: Sequence[Any], node: NodeLease) -> tuple[tuple[int, ...], PromptMedia]:
+    """Return tokens and media of a node's answer. Raises StepFailed if it is none."""
+    try:
+        prompt, *datas = messages
+        found = RenderedPrompt(prompt.token_ids, joined(prompt.media, datas))
+    except (ValueError, AttributeError, WireError) as error:
+        raise StepFailed(f"{node.node_id} answered with no prompt") from error
+    if not isinstance(prompt, RenderedPrompt) or not found.sound:
+        raise StepFailed(f"{node.node_id} answered with a prompt that is invalid")
+    return found.token_ids, PromptMedia(found.media, node.fingerprint)
+
+
+def _work(lease: NodeLease) -> int:
+    return lease.load.running_requests + lease.load.waiting_requests

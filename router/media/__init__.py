@@ -1,0 +1,1 @@
+"""Images, audio and video in requests: validation, fetching, and the prompt that an engine makes of them."""

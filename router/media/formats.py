@@ -1,0 +1,69 @@
+"""Formats of images, audio and video, told by their first bytes."""
+
+from __future__ import annotations
+
+import struct
+
+FORMATS = {
+    "image": ("image/png", "image/jpeg", "image/webp", "image/gif"),
+    "audio": ("audio/wav", "audio/mpeg"),
+    "video": ("video/mp4", "video/webm"),
+}
+"""MIME types of each modality that are taken.
+
+Audio has only formats whose decoded length follows from their size: silence in FLAC or Opus takes nearly no bytes."""
+SPEECH = ("audio/wav", "audio/mpeg", "audio/flac", "audio/ogg", "video/mp4", "video/webm")
+"""MIME types of files whose words can be written down; MP4 and WebM may hold sound alone."""
+_ALIASES = {
+    "image/jpg": "image/jpeg", "audio/x-wav": "audio/wav", "audio/wave": "audio/wav", "audio/vnd.wave": "audio/wav",
+    "audio/mp3": "audio/mpeg",
+}  # fmt: skip
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+"""Codecs of WAV files that are not compressed."""
+MAX_CHUNKS = 64
+"""Largest number of chunks before the format of a WAV file."""
+LEAST_RATE, MOST_RATE = 4000, 384_000
+"""Lowest and highest sample rate of a WAV file, in Hz: a low one makes hours of few bytes."""
+
+
+def usual_name(mime: str) -> str:
+    """Return the usual name of a MIME type, without parameters."""
+    plain = mime.partition(";")[0].strip().lower()
+    return _ALIASES.get(plain, plain)
+
+
+def format_of(data: bytes) -> str:
+    """Return the MIME type that the first bytes tell; empty for any other format."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return "image/gif"
+    if data[:4] == b"RIFF":
+        return {b"WEBP": "image/webp", b"WAVE": "audio/wav"}.get(bytes(data[8:12]), "")
+    if data.startswith(b"ID3") or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2):
+        return "audio/mpeg"  # the frame's layer is III
+    if data.startswith((b"fLaC", b"OggS")):
+        return "audio/flac" if data[:1] == b"f" else "audio/ogg"
+    if data[4:8] == b"ftyp":
+        return "video/mp4"
+    return "video/webm" if data.startswith(b"\x1a\x45\xdf\xa3") else ""
+
+
+def wav_fault(data: bytes) -> str:
+    """Return why a WAV file is not taken; empty if it is."""
+    at = 12
+    for _ in range(MAX_CHUNKS):
+        if at + 8 > len(data):
+            break
+        name, size = struct.unpack_from("<4sI", data, at)
+        if name == b"fmt " and size >= 16 and at + 24 <= len(data):
+            codec, channels, rate = struct.unpack_from("<HHI", data, at + 8)
+            if codec not in (_PCM, _FLOAT, _EXTENSIBLE):
+                return f"its codec {codec} is compressed; use PCM"
+            if not (LEAST_RATE <= rate <= MOST_RATE and 1 <= channels <= 8):
+                return f"it must have {LEAST_RATE} to {MOST_RATE} Hz and 1 to 8 channels, got {rate} and {channels}"
+            return ""
+        at += 8 + size + size % 2
+    return "it has no format chunk"

@@ -1,0 +1,83 @@
+"""From a chat with media to its prompt: the media are checked and loaded, then a node's engine makes the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from weakref import WeakValueDictionary, finalize
+
+from kvferry.protocol.errors import InvalidRequest, Overloaded
+from kvferry.protocol.media import RenderRequest
+from kvferry.router.dispatch.interface import MediaServices, PromptMedia, RenderedMedia
+from kvferry.router.media.chat import MediaChat
+from kvferry.router.media.limits import MAX_HELD_BYTES, MAX_RENDERS, RENDERS_PER_TENANT
+from kvferry.router.media.loading import MediaLoader
+from kvferry.router.request_context import RequestContext
+
+
+class MediaBudget:
+    """Bytes of prepared media that running requests hold: of all tenants, and of one at most half as much."""
+
+    def __init__(self, limit: int = MAX_HELD_BYTES) -> None:
+        self._limit, self._held = limit, Counter[str]()
+
+    @property
+    def held(self) -> int:
+        """Return the bytes of all tenants."""
+        return self._held.total()
+
+    def check(self, tenant: str, more: int = 1) -> None:
+        """Raise Overloaded if there is no room for so many more bytes."""
+        if self.held + more > self._limit or (tenant and self._held[tenant] + more > self._limit // 2):
+            raise Overloaded("the media of running requests fill their share of this router's memory", retry_after=1.0)
+
+    def hold(self, tenant: str, media: PromptMedia) -> None:
+        """Count media until nothing refers to them any more. Raises Overloaded if there is no room."""
+        self.check(tenant, media.size)
+        self._held[tenant] += media.size
+        finalize(media, self._drop, tenant, media.size).atexit = False
+
+    def _drop(self, tenant: str, size: int) -> None:
+        self._held[tenant] -= size
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+
+class MediaPrompter:
+    """Makes prompts of one model's chats with media. Belongs to one asyncio loop; the owner must call `close`."""
+
+    def __init__(self, loader: MediaLoader, nodes: MediaServices) -> None:
+        self._loader, self._nodes, self.budget = loader, nodes, MediaBudget()
+        self._places = asyncio.Semaphore(MAX_RENDERS)
+        self._places_of = WeakValueDictionary[str, asyncio.Semaphore]()
+
+    async def close(self) -> None:
+        """Close all connections for fetching."""
+        await self._loader.close()
+
+    async def prompt(self, chat: MediaChat, call: RequestContext, adapter: str) -> RenderedMedia:
+        """Return the prompt. adapter: id of the LoRA adapter; empty: none.
+
+        Raises InvalidRequest naming the field, Overloaded, NoNodes, or the error of the node that makes it."""
+        self._check(chat, adapter)
+        self.budget.check(call.tenant)
+        places = self._places_of.setdefault(call.tenant, asyncio.Semaphore(RENDERS_PER_TENANT))
+        async with places, self._places:
+            loaded = await self._loader.load(chat.parts, call.tenant)
+            request = RenderRequest(chat.body(loaded), adapter, max(0.0, call.deadline - time.monotonic()))
+            found = await self._nodes.render(request, chat.modalities)
+        self.budget.hold(call.tenant, found.media)
+        return found
+
+    def _check(self, chat: MediaChat, adapter: str) -> None:
+        """Raise InvalidRequest for the first medium that no node takes, and for media that no node takes together."""
+        for part in {part.modality: part for part in reversed(chat.parts)}.values():
+            try:
+                self._nodes.check((part.modality,), adapter)
+            except InvalidRequest as error:
+                field = f"messages[{part.message}].content[{part.place}]"
+                raise InvalidRequest(
+                    f"{field}: content parts of type {part.kind!r} are not supported: {error.message}", param=field
+                ) from error
+        self._nodes.check(chat.modalities, adapter)
