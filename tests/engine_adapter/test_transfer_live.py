@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ KINDS: list[dict[str, Any]] = [
 LEASE_S = 20.0
 LONG = 600
 """Tokens of a prompt; at PREFILL_S seconds a token, it is cheaper to transfer it than to compute it."""
+SEEDS = itertools.count(5000)
+"""Of prompts that were never asked before."""
 PREFILL_S, STEP_S = {"prefill": 0.0001, "decode": 0.001}, 0.01
 
 
@@ -63,6 +66,8 @@ def restarted(made: Fleet, engine: Engine, role: str) -> None:
     made.engines.insert(place, made.engines.pop())
     wait_until_ready(new)
     made.ready(2)
+    if role == "prefill":  # until the router knows it, too
+        wait_for(lambda: remote([ask(made, prompt(next(SEEDS), LONG), 2)], made), 20)
 
 
 def calls(engine: Engine) -> list[dict[str, Any]]:
@@ -221,4 +226,4 @@ def test_a_pair_whose_transfers_are_wrong_is_parted(running: Fleet, corrupt: str
         engine.behave(corrupt="")
     if corrupt == "first":
         assert answers[0].tokens == ask(running, prompt(seed, LONG), 12).tokens
-    restarted(running, running.engines[0], "prefill")
+        restarted(running, running.engines[0], "prefill")  # a new process, which is not in quarantine
