@@ -109,6 +109,7 @@ def engine_commands(settings: ServeSettings, model: str, name: str, program: Pro
             adapter, url=url, role="prefill" if number < settings.prefill_engines else "decode",
             node_id=f"adapter-{number}", host=host, port=0, served_model_name=(name,),
             ssl_certfile="", ssl_keyfile="", ssl_ca_certs="", worker_ca_certs="", worker_server_name="",
+            kv_transfer="nixl" if settings.prefill_engines else settings.kv_transfer,
             kv_events=published, kv_events_replay=replayed, tokenizer=model if settings.engine == "openai" else "",
         )  # fmt: skip
         commands.append(settings_command(f"adapter-{number}", "adapt", adapter, program))

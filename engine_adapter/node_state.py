@@ -74,8 +74,10 @@ class NodeState:
     modalities: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        given_transfer = self.settings.kv_transfer
-        self.transfer = self.facts.kv_transfer if given_transfer == "auto" else given_transfer.replace("none", "")
+        told, known = self.settings.kv_transfer, self.facts.kv_transfer
+        if told == "auto" and self.settings.role == "prefill":
+            known = known or "nixl"  # it was measured: the node would not have joined without
+        self.transfer = known if told == "auto" else told.replace("none", "")
         self.adapters: tuple[AdapterName, ...] = adapter_names(self.facts, self.settings.engine_revision)
         (given,) = split_names(self.settings.served_model_name, 1)
         self.served_names = given or self.facts.served_names

@@ -109,6 +109,7 @@ def test_prefill_engines_and_the_others_transfer_blocks_over_ports_of_their_own(
         "decode",
     ]
     assert all(after(list(adapter.argv), "--kv-lease") == "20.0" for adapter in adapters)
+    assert all(after(list(adapter.argv), "--kv-transfer") == "nixl" for adapter in adapters)
     monkeypatch.setattr("kvferry.cli.engines.has_gpu", lambda: True)
     first, *_ = engine_commands(settings, "/m", "toy", lambda subcommand: ["kvferry", subcommand], FOLDER)
     assert "kv_buffer_device" not in json.loads(after(list(first.argv), "--kv-transfer-config"))
