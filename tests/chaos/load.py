@@ -74,8 +74,9 @@ class Answered(Exception):
     """The server said no, or broke its word; the message says how."""
 
 
-def make_bodies(seed: int, vocab: int, count: int = BODIES) -> list[dict[str, Any]]:
-    """Requests of mixed lengths, half of them behind a prefix that others share, greedy and with seeded sampling."""
+def make_bodies(seed: int, vocab: int, count: int = BODIES, *, seeded: bool = True) -> list[dict[str, Any]]:
+    """Requests of mixed lengths, half of them behind a prefix that others share, greedy and with seeded sampling, if
+    that is wanted."""
     rng = random.Random(seed)
     shared = [rng.choices(range(3, vocab), k=rng.choice((100, 200, 300))) for _ in range(PREFIXES)]
     bodies = []
@@ -88,7 +89,7 @@ def make_bodies(seed: int, vocab: int, count: int = BODIES) -> list[dict[str, An
             "max_tokens": rng.choice((8, 40, 80, 160)),
             "return_token_ids": True,
         }
-        body |= {"temperature": 0} if number % 4 < 2 else {"temperature": 0.8, "seed": number}
+        body |= {"temperature": 0} if number % 4 < 2 or not seeded else {"temperature": 0.8, "seed": number}
         body |= {"ignore_eos": True} if number % 3 else {}
         body |= {"n": 2} if number % 10 == 9 else {}
         bodies.append(body)

@@ -56,12 +56,12 @@ async def run(shape: Shape, settings: Settings, tell: Tell, found: Run | None = 
     vocab = DEMO_VOCAB
     if shape.model == "tiny":
         shape, vocab = dataclasses.replace(shape, model=str(tiny_model(shape.home / "tiny"))), TINY_VOCAB
-    tell("starting two routers, two prefill and two decode nodes, and Valkey")
+    tell(f"starting two routers, Valkey, {', '.join((*shape.roster.engines, *shape.roster.nodes))}")
     async with stage(shape) as cluster, AsyncExitStack() as stack:
         deeds: list[Deeds] = []
         clients = Clients(
             cluster.urls,
-            make_bodies(settings.seed, vocab, settings.bodies),
+            make_bodies(settings.seed, vocab, settings.bodies, seeded=shape.seeded),
             lambda router, began, ended: any(each.router_disturbed(router, began, ended) for each in deeds),
         )
         stack.push_async_callback(clients.close)

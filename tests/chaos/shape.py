@@ -29,5 +29,10 @@ class Shape:
     engines: EngineShape | None = None
 
     @property
+    def seeded(self) -> bool:
+        """Whether requests with a seed are among the load."""
+        return self.engines is None or self.engines.seeded
+
+    @property
     def roster(self) -> Roster:
         return Roster(DECODES, ENGINES) if self.engines else Roster()

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.cli import engine_doctor
 from kvferry.cli.engines import ENGINES as SERVED_BY_KVFERRY
-from kvferry.cli.engines import Start
+from kvferry.cli.engines import Start, nixl
 from kvferry.model_files.model_name import split_names
 from kvferry.protocol.node_settings import AdapterSettings
 from tests.deploy.charts import chart
@@ -214,6 +214,17 @@ def test_probes_of_the_engine_tell_a_well_one_from_others(
             assert (subprocess.run([found, *words], capture_output=True).returncode == 0) == well, (name, status)
         closed = [word.replace(str(health), "1") for word in words]
         assert subprocess.run([found, *closed], capture_output=True).returncode
+
+
+def test_prefill_engines_and_those_that_fetch_from_them_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    nixl_values = {"enabled": True, "leaseSeconds": 12}
+    for role in ("prefill", "decode"):
+        pod = only(monkeypatch, role=role, nixl=nixl_values)
+        assert (pod.adapter["role"], pod.adapter["kv_transfer"], pod.adapter["kv_lease"]) == (role, "nixl", 12)
+        assert json.loads(pod.after("--kv-transfer-config")) == {
+            key: value for key, value in nixl(12).items() if key != "kv_buffer_device"
+        }
+    assert only(monkeypatch).adapter["kv_transfer"] == "auto"
 
 
 def test_nixl_needs_the_pod_s_address_and_open_ports(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:

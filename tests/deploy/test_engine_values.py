@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry.engine_adapter.main import serve_adapter
-from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.node_settings import AdapterSettings
 from tests.deploy.binaries import ROOT
 from tests.deploy.charts import chart, plain, refusal
 from tests.deploy.engines import engine_pods
@@ -28,7 +25,7 @@ SCALED: dict[str, Any] = {**ONE, "autoscaling": {"enabled": True, "min": 1, "max
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"role": "prefill"}, "/engines/0/role"),
+        ({"role": "encode"}, "/engines/0/role"),
         ({"engine": "trtllm"}, "'vllm', 'sglang', 'llamacpp'"),
         ({"imag": "x"}, "imag"),
         ({"name": "Upper"}, "/engines/0/name"),
@@ -67,7 +64,8 @@ def test_wrong_values_are_refused_by_name(changes: dict[str, Any], told: str) ->
         ({"engines": [SCALED], "model": {"servedName": "m"}}, "worker.enabled false"),
         ({"engines": [SCALED, {**ONE, "name": "two"}], **ALONE}, "must be its only nodes"),
         ({"engines": [{**SCALED, "autoscaling": {"enabled": True, "min": 0}}], **ALONE}, "no HorizontalPodAutoscaler"),
-        ({"engineDefaults": {"role": "prefill"}}, "/engineDefaults/role"),
+        ({"engineDefaults": {"role": "encode"}}, "/engineDefaults/role"),
+        ({"engines": [{**ONE, "role": "prefill"}], **ALONE}, "role prefill needs nixl.enabled"),
         (
             {"engines": [{**ONE, "exposed": {"enabled": True}}], "network": {"host": "::"}, **ALONE},
             "exposed needs network.host 0.0.0.0",
@@ -76,12 +74,6 @@ def test_wrong_values_are_refused_by_name(changes: dict[str, Any], told: str) ->
 )
 def test_values_that_contradict_each_other_are_refused(values: dict[str, Any], told: str) -> None:
     assert told in refusal(**values)
-
-
-async def test_the_role_that_the_schema_refuses_is_one_that_adapters_refuse() -> None:
-    """When adapters can be prefill nodes, the chart is to let them."""
-    with pytest.raises(ConfigError, match="decode node"):
-        await serve_adapter(AdapterSettings(role="prefill"))
 
 
 def test_an_exposed_engine_has_the_pod_s_address_and_clients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +179,9 @@ def test_the_component_renders_what_the_chart_does() -> None:
 
 def test_a_stateful_set_keeps_a_cache_for_each_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     objects = chart(examples=("vllm-70b",))
-    (item,) = of_kind(objects, "StatefulSet").values()
-    pod = engine_pods(objects, monkeypatch)["vllm"]
+    sets = of_kind(objects, "StatefulSet")
+    assert set(sets) == {"kvferry-engine-prefill", "kvferry-engine-decode"}
+    item, pod = sets["kvferry-engine-decode"], engine_pods(objects, monkeypatch)["decode"]
     (claim,) = item["spec"]["volumeClaimTemplates"]
     assert [claim["metadata"]["name"]] == pod.volumes_at(pod.engine, "/cache")
     assert claim["metadata"]["name"] not in [each["name"] for each in pod.spec["volumes"]]
@@ -196,22 +189,26 @@ def test_a_stateful_set_keeps_a_cache_for_each_pod(monkeypatch: pytest.MonkeyPat
     assert item["spec"]["serviceName"] in of_kind(objects, "Service")
 
 
-@pytest.mark.parametrize(("example", "replicas", "gpus"), [("vllm", None, 1), ("vllm-70b", 6, 4)])
+@pytest.mark.parametrize(
+    ("example", "groups", "gpus"), [("vllm", {"vllm": None}, 1), ("vllm-70b", {"prefill": 2, "decode": 4}, 4)]
+)
 def test_examples_replace_the_workers(
-    example: str, replicas: int | None, gpus: int, monkeypatch: pytest.MonkeyPatch
+    example: str, groups: dict[str, int | None], gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects = chart(examples=(example,))
-    names = {*of_kind(objects, "Deployment"), *of_kind(objects, "StatefulSet")}
-    assert names == {"kvferry-router", "kvferry-redis", "kvferry-engine-vllm"}
+    workloads = {**of_kind(objects, "Deployment"), **of_kind(objects, "StatefulSet")}
+    engines = {f"kvferry-engine-{name}" for name in groups}
+    assert set(workloads) == {"kvferry-router", "kvferry-redis", *engines}
     assert "kvferry-worker" not in of_kind(objects, "ConfigMap")
     assert set(of_kind(objects, "NetworkPolicy")) == {"kvferry-router", "kvferry-engines", "kvferry-redis"}
-    assert set(of_kind(objects, "PodDisruptionBudget")) == {"kvferry-router", "kvferry-engine-vllm"}
-    made = {**of_kind(objects, "Deployment"), **of_kind(objects, "StatefulSet")}["kvferry-engine-vllm"]
-    assert made["spec"].get("replicas") == replicas
-    pod = engine_pods(objects, monkeypatch)["vllm"]
-    assert pod.engine["resources"]["limits"]["nvidia.com/gpu"] == gpus
-    assert ("--tensor-parallel-size" in pod.argv) == (gpus > 1)
-    assert ("NVIDIA-H100-80GB-HBM3" in json.dumps(pod.spec.get("affinity"))) == (gpus > 1)
+    assert set(of_kind(objects, "PodDisruptionBudget")) == {"kvferry-router", *engines}
+    for name, replicas in groups.items():
+        assert workloads[f"kvferry-engine-{name}"]["spec"].get("replicas") == replicas
+        pod = engine_pods(objects, monkeypatch)[name]
+        assert pod.adapter["role"] == ("prefill" if name == "prefill" else "decode")
+        assert pod.engine["resources"]["limits"]["nvidia.com/gpu"] == gpus
+        assert ("--tensor-parallel-size" in pod.argv) == (gpus > 1)
+        assert ("NVIDIA-H100-80GB-HBM3" in json.dumps(pod.spec.get("affinity"))) == (gpus > 1)
 
 
 def test_the_values_of_the_guide_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@
 {{- if and $gpus (lt $gpus (int $values.tensorParallelSize)) }}
 {{- fail (printf "%s: gpus is %d, less than tensorParallelSize %d" $at $gpus (int $values.tensorParallelSize)) }}
 {{- end }}
-{{- $taken := list "host" "port" "model" "m" "model-path" "served-model-name" "alias" "a" "block-size" "page-size" "tensor-parallel-size" "tp" "tp-size" "enable-scale-out" "enable-prompt-tokens-details" "enable-metrics" "kv-events-config" "slots" "no-slots" "data-parallel-size" "dp" "dp-size" "api-key" "api-key-file" }}
+{{- $taken := list "host" "port" "model" "m" "model-path" "served-model-name" "alias" "a" "block-size" "page-size" "tensor-parallel-size" "tp" "tp-size" "enable-scale-out" "enable-prompt-tokens-details" "enable-metrics" "kv-events-config" "kv-transfer-config" "slots" "no-slots" "data-parallel-size" "dp" "dp-size" "api-key" "api-key-file" }}
 {{- range $values.args }}
 {{- $flag := splitList "=" . | first | splitList "." | first }}
 {{- if and (hasPrefix "-" $flag) (has (trimAll "-" $flag | replace "_" "-") $taken) }}
@@ -55,6 +55,9 @@
 {{- end }}
 {{- if and $values.nixl.enabled (ne $values.engine "vllm") }}
 {{- fail (printf "%s: nixl is for vllm" $at) }}
+{{- end }}
+{{- if and (eq $values.role "prefill") (not $values.nixl.enabled) }}
+{{- fail (printf "%s: role prefill needs nixl.enabled: decode engines fetch its blocks by NIXL" $at) }}
 {{- end }}
 {{- $alone := and (not $root.Values.worker.enabled) (eq (len $root.Values.engines) 1) }}
 {{- if and $values.autoscaling.enabled (ne $root.Values.autoscaling.kind "none") (not $alone) }}
@@ -102,6 +105,7 @@
 {{- $flags := list "--host" $host "--port" (toString (int $values.port)) }}
 {{- if eq $values.engine "vllm" }}
 {{- $flags = concat $flags (list "--model" $values.model "--served-model-name" $name "--enable-scale-out" "--enable-prompt-tokens-details" "--kv-events-config" (toJson (set $events "enable_kv_cache_events" true))) }}
+{{- if $values.nixl.enabled }}{{ $flags = concat $flags (list "--kv-transfer-config" (include "kvferry.nixl" $values)) }}{{ end }}
 {{- with $values.blockSize }}{{ $flags = concat $flags (list "--block-size" (toString (int .))) }}{{ end }}
 {{- if gt (int $values.tensorParallelSize) 1 }}{{ $flags = concat $flags (list "--tensor-parallel-size" (toString (int $values.tensorParallelSize))) }}{{ end }}
 {{- else if eq $values.engine "sglang" }}
@@ -112,6 +116,11 @@
 {{- $flags = concat $flags (list "-m" $values.model "--alias" $name "--slots") }}
 {{- end }}
 {{- concat $flags $values.args | toYaml }}
+{{- end }}
+
+{{/* vLLM's kv_transfer_config, as `kvferry serve` passes it: blocks that cannot be fetched are computed. */}}
+{{- define "kvferry.nixl" -}}
+{{- dict "kv_connector" "NixlConnector" "kv_role" "kv_both" "kv_load_failure_policy" "recompute" "kv_connector_extra_config" (dict "kv_lease_duration" (int .nixl.leaseSeconds)) | toJson }}
 {{- end }}
 
 {{/* What it asks for, with its GPUs. */}}

@@ -85,6 +85,10 @@ spec:
         - --engine={{ .engine }}
         - --url=http://{{ ternary "$(KVFERRY_ADVERTISE_HOST)" "127.0.0.1" .exposed.enabled }}:{{ int .port }}
         - --role={{ .role }}
+        {{- if .nixl.enabled }}
+        - --kv-transfer=nixl
+        - --kv-lease={{ int .nixl.leaseSeconds }}
+        {{- end }}
         {{- if ne .engine "llamacpp" }}
         - --kv-events={{ include "kvferry.eventsEndpoint" $scope }}
         - --kv-events-replay={{ include "kvferry.replayEndpoint" $scope }}
