@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -134,7 +135,7 @@ def nixl(kv_lease: float) -> dict[str, object]:
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kv_lease_duration": kv_lease},
+        "kv_connector_extra_config": {"kv_lease_duration": math.ceil(kv_lease)},
         **({} if has_gpu() else {"kv_buffer_device": "cpu"}),
     }
 
