@@ -21,6 +21,10 @@ Numbered = tuple[int, bytes]
 """A sequence number and a payload."""
 
 
+_open: set[zmq.asyncio.Context] = set()
+"""Contexts that are not closed. The garbage collector would wait for ever in one whose sockets it collects, too."""
+
+
 class ZmqEvents:
     """Connection to one engine's KV events. Belongs to one asyncio loop. Implements `kv_events.EventWire`.
 
@@ -29,6 +33,7 @@ class ZmqEvents:
     def __init__(self, source: KvEventSource, answer_s: float = 2.0) -> None:
         self._source, self._answer_s = source, answer_s
         self._context = zmq.asyncio.Context()
+        _open.add(self._context)
         self._live = self._socket(zmq.SUB)
         self._live.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
         try:
@@ -77,6 +82,7 @@ class ZmqEvents:
     def close(self) -> None:
         """Close all sockets."""
         self._context.destroy(linger=0)
+        _open.discard(self._context)
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)

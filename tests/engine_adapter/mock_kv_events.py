@@ -22,6 +22,10 @@ def pack(events: Sequence[Any], sent_at: float | None = None) -> bytes:
     return msgpack.packb([time.time() if sent_at is None else sent_at, list(events), 0])
 
 
+OPEN: list[zmq.Context[Any]] = []
+"""Contexts that are not closed. One that is collected together with its sockets waits for them for ever."""
+
+
 class MockKvEvents:
     """Binds to ports of the kernel. Belongs to one asyncio loop; `publish` never waits.
 
@@ -33,7 +37,8 @@ class MockKvEvents:
     ) -> None:
         self._topic, self._number = topic.encode(), 0
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=ring)
-        self._context = zmq.Context()
+        self._context: zmq.Context[Any] = zmq.Context()
+        OPEN.append(self._context)
         self._pub = self._context.socket(zmq.XPUB)  # A PUB that sees subscriptions.
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._pub.set_hwm(hwm)
@@ -93,6 +98,7 @@ class MockKvEvents:
             task.cancel()
             self._router.close(linger=0)
         self._context.destroy(linger=0)
+        OPEN.remove(self._context)
 
     def _bound(self, socket: zmq.Socket) -> str:
         return f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -418,3 +421,20 @@ async def test_a_wire_that_never_ends_a_hole_cannot_hold_the_reader():
     assert items == [0, "reset", 2, 3]
     assert wire.asked == 2
     assert wire.closed
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "from tests.engine_adapter.mock_kv_events import MockKvEvents; MockKvEvents().publish([])",
+        "from kvferry.engine_adapter.zmq_events import ZmqEvents; "
+        "from kvferry.engine_adapter.engine import KvEventSource; made = ZmqEvents(KvEventSource('tcp://127.0.0.1:9')); made.again = made",
+    ],
+    ids=["publisher", "reader"],
+)
+def test_the_garbage_collector_does_not_wait_for_sockets_that_nobody_closed(made: str):
+    """In a process of its own: it would hang where no limit of a test reaches it."""
+    code = f"import asyncio, gc\nasync def main():\n    {made}\nasyncio.run(main())\ngc.collect()\nprint('collected')"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "collected\n", done.stderr
