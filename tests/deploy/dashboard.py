@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,11 +69,14 @@ def panel_query(board: str, panel: str, legend: str = "") -> PanelQuery:
     return found
 
 
-def failing_queries(base_url: str) -> list[str]:
-    """Queries for which the Prometheus at `base_url` has no series or refuses an answer: `panel: expression`. It must
+def failing_queries(base_url: str, boards: Container[str] | None = None) -> list[str]:
+    """Queries (boards: of these dashboards alone) for which the Prometheus at `base_url` has no series or refuses an
+    answer: `panel: expression`. It must
     have scraped the cluster at least twice within RATE_INTERVAL (see `wait_scraped`)."""
     failing = []
     for item in panel_queries():
+        if boards is not None and item.board not in boards:
+            continue
         try:
             if not query(base_url, item.promql()):
                 failing.append(f"{item.panel}: {item.promql()}")

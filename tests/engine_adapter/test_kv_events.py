@@ -428,7 +428,8 @@ async def test_a_wire_that_never_ends_a_hole_cannot_hold_the_reader():
     [
         "from tests.engine_adapter.mock_kv_events import MockKvEvents; MockKvEvents().publish([])",
         "from kvferry.engine_adapter.zmq_events import ZmqEvents; "
-        "from kvferry.engine_adapter.engine import KvEventSource; made = ZmqEvents(KvEventSource('tcp://127.0.0.1:9')); made.again = made",
+        "from kvferry.engine_adapter.engine import KvEventSource; "
+        "made = ZmqEvents(KvEventSource('tcp://127.0.0.1:9')); made.again = made",
     ],
     ids=["publisher", "reader"],
 )
