@@ -18,6 +18,7 @@ import httpx
 from kvferry.cli.child import Child, Command
 from kvferry.cli.supervisor import Backoff, Supervisor
 from tests.chaos.commands import Commands, free_port, valkey
+from tests.chaos.engines import processes, send
 from tests.chaos.network import Network
 from tests.chaos.plan import ROUTERS, Roster
 from tests.chaos.redis_proxy import Ways
@@ -151,3 +152,5 @@ async def stage(shape: Shape) -> AsyncIterator[Stage]:
         finally:
             for child in supervisor.children:
                 child.signal(signal.SIGCONT)
+            for pid in filter(None, map(made.pid, made.roster.engines)):
+                send(processes(pid), signal.SIGKILL)
