@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from kvferry.engine_adapter.attempt_table import AttemptTable
 from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta
 from kvferry.engine_adapter.learned_rates import LearnedRates
 from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, length_of
 from kvferry.engine_adapter.transfer import Transfer
-from kvferry.protocol.errors import (
-    AdapterNotLoaded,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    KvferryError,
-    NodeLost,
-    Overloaded,
-    StepFailed,
-)
-from kvferry.protocol.messages import AttemptFailed, CancelRequest, Job, StepFrame, TokenDelta
+from kvferry.protocol.errors import AdapterNotLoaded, Cancelled, InvalidRequest, KvferryError
+from kvferry.protocol.messages import AttemptFailed, Job, StepFrame, TokenDelta
 from kvferry.worker.streams import RouterStreams
-
-log = logging.getLogger("kvferry.adapter")
-
-MAX_ATTEMPTS = 4096
-"""Most attempts that run or wait at once; the engine queues what it cannot run."""
-MAX_CANCELS = 4096
-"""Most cancellations that are remembered for attempts which come after them."""
 
 
 @dataclass(slots=True)
@@ -71,7 +55,7 @@ class Attempts:
     counted     called with the outcome of each attempt: done, cancelled or failed
     arrived     called after each attempt whose blocks came from another engine, with its call
 
-    heard_at: when output of any call came last, in monotonic seconds."""
+    heard_at: when output of any call came last, in monotonic seconds. cancel, router_lost: see `AttemptTable`."""
 
     def __init__(
         self,
@@ -87,11 +71,12 @@ class Attempts:
         arrived: Callable[[Job, EngineCall, Transfer], None] = lambda job, call, transfer: None,
     ) -> None:
         self._engine, self._streams, self._guarantees, self._names = engine, streams, guarantees, adapters
-        self._suspect, self._sent, self._ended, self._counted = suspect, sent, ended, counted
-        self._arrived = arrived
+        self._sent, self._ended, self._counted, self._arrived = sent, ended, counted, arrived
         self.rates = LearnedRates()
-        self._running: dict[tuple[str, int], _Running] = {}
-        self._cancelled: OrderedDict[str, int] = OrderedDict()
+        self._table = AttemptTable[_Running](
+            suspect=lambda running, error: suspect(error), fail=self._fail, over=self._over
+        )
+        self.cancel, self.router_lost = self._table.cancel, self._table.router_lost
         self._outbox: defaultdict[str, _Frame] = defaultdict(_Frame)
         self._calls = 0
         self.heard_at = 0.0
@@ -99,12 +84,12 @@ class Attempts:
     @property
     def running(self) -> int:
         """Return the number of attempts that run or wait."""
-        return len(self._running)
+        return len(self._table.running)
 
     @property
     def waiting_tokens(self) -> int:
         """Return the prompt tokens of attempts without output yet."""
-        waiting = (each for each in self._running.values() if not each.first_at and each.transfer is None)
+        waiting = (each for each in self._table.running.values() if not each.first_at and each.transfer is None)
         return sum(len(each.job.token_ids) for each in waiting)
 
     def start(self, job: Job, transfer: Transfer | None = None) -> None:
@@ -116,57 +101,17 @@ class Attempts:
             raise InvalidRequest("this model's engine takes no images, audio or video", param="messages")
         if job.adapter and job.adapter not in self._names:
             raise AdapterNotLoaded("the engine has no LoRA adapter of this id")
-        if len(self._running) >= MAX_ATTEMPTS:
-            raise Overloaded(f"{MAX_ATTEMPTS} attempts run or wait on this node", retry_after=1.0)
-        key = (job.request_id, job.attempt)
-        if key in self._running or self._cancelled.get(job.request_id, -1) >= job.attempt:
+        self._table.require_room()
+        if self._table.runs(job) or self._table.cancelled(job):
             if transfer is not None:
                 transfer.fail(Cancelled("the attempt was cancelled, or runs already"))
             return
         if transfer is not None:
             job = transfer.job_behind(job)
-        running = self._running[key] = _Running(job, time.monotonic(), not self._running, transfer)
-        running.task = asyncio.create_task(self._run(running))
-        running.task.add_done_callback(lambda task: self._over(key, running, task))
+        running = _Running(job, time.monotonic(), not self._table.running, transfer)
+        self._table.start(running, self._generate(running))
 
-    def cancel(self, cancel: CancelRequest) -> None:
-        """Drop all attempts of a request up to the given one, also those that come later."""
-        self._cancelled[cancel.request_id] = cancel.attempt
-        while len(self._cancelled) > MAX_CANCELS:
-            self._cancelled.popitem(last=False)
-        self._drop(lambda job: job.request_id == cancel.request_id and job.attempt <= cancel.attempt)
-
-    def router_lost(self, router_id: str) -> None:
-        """Drop everything that runs for a router."""
-        self._drop(lambda job: job.router_id == router_id)
-
-    def _drop(self, chosen: Callable[[Job], bool]) -> None:
-        for running in [each for each in self._running.values() if chosen(each.job)]:
-            if running.task is not None:
-                running.task.cancel()
-
-    async def _run(self, running: _Running) -> None:
-        job = running.job
-        try:
-            async with asyncio.timeout(max(0.0, job.deadline_s)):
-                await self._generate(running)
-            running.outcome = "done"
-        except TimeoutError:
-            self._fail(running, DeadlineExceeded(f"not finished after {job.deadline_s:.3g} s"))
-        except KvferryError as error:
-            running.outcome = "failed"
-            if isinstance(error, NodeLost | StepFailed):
-                await self._suspect(error)
-            self._fail(running, error)
-        except Exception as error:
-            log.exception("attempt %d of %s", job.attempt, job.request_id)
-            self._fail(running, KvferryError(f"the adapter failed: {type(error).__name__}"))
-
-    def _over(self, key: tuple[str, int], running: _Running, task: asyncio.Task[None]) -> None:
-        """Forget the attempt. A task that is cancelled before its first step runs no line of `_run`."""
-        del self._running[key]
-        if task.cancelled():
-            self._fail(running, Cancelled("the attempt was cancelled"), "cancelled")
+    def _over(self, running: _Running) -> None:
         self._learn(running)
         self._counted(running.outcome)
 
@@ -206,7 +151,7 @@ class Attempts:
         self.rates.stream(running.tokens - 1, running.last_at - running.first_at)
         self._ended(running.job, running.cached)
 
-    def _fail(self, running: _Running, error: KvferryError, outcome: str = "failed") -> None:
+    def _fail(self, running: _Running, error: KvferryError, outcome: str) -> None:
         running.outcome, job = outcome, running.job
         if running.transfer is not None:
             running.transfer.fail(error)

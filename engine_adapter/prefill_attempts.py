@@ -6,29 +6,18 @@ to the decode node's adapter → the decode engine has the blocks. Without a dec
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvferry.engine_adapter.attempt_table import AttemptTable
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, Prefilled, TransferEngine
 from kvferry.engine_adapter.handover_sender import HandoverSender, Ticket
 from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, length_of
-from kvferry.protocol.errors import (
-    AdapterNotLoaded,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    KvferryError,
-    NodeLost,
-    Overloaded,
-    StepFailed,
-)
+from kvferry.protocol.errors import AdapterNotLoaded, Cancelled, InvalidRequest, KvferryError, Overloaded
 from kvferry.protocol.messages import (
     AttemptFailed,
-    CancelRequest,
     DecodeTarget,
     FirstToken,
     Job,
@@ -36,13 +25,6 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import pack
-
-log = logging.getLogger("kvferry.adapter")
-
-MAX_ATTEMPTS = 4096
-"""Most attempts at once; the engine queues what it cannot run."""
-MAX_CANCELS = 4096
-"""Most cancellations that are remembered for attempts which come after them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,58 +71,41 @@ class PrefillAttempts:
         self._suspect, self._sent, self._ended, self._counted = suspect, sent, ended, counted
         self.rates, self.pinned = sender.rates, sender.pinned
         self.heard_at = 0.0
-        self._running: dict[tuple[str, int], PrefillAttempt] = {}
-        self._cancelled: OrderedDict[str, int] = OrderedDict()
+        self._table = AttemptTable[PrefillAttempt](suspect=self._suspected, fail=self._fail, over=self._over)
+        self.cancel, self.router_lost = self._table.cancel, self._table.router_lost
         self._calls = 0
 
     @property
     def running(self) -> int:
         """Return the number of attempts that have not ended."""
-        return len(self._running)
+        return len(self._table.running)
 
     @property
     def waiting_tokens(self) -> int:
         """Return the prompt tokens of attempts without a first token."""
-        return sum(len(each.job.token_ids) for each in self._running.values() if not each.first_at)
+        return sum(len(each.job.token_ids) for each in self._table.running.values() if not each.first_at)
 
     def start(self, request: PrefillRequest) -> PrefillAttempt:
         """Begin an attempt and return it. Raises InvalidRequest, AdapterNotLoaded, Cancelled and Overloaded."""
         job, target = request.job, request.target
         self._engine.check(job)
-        key, delivered = (job.request_id, job.attempt), len(job.token_ids) - job.prompt_len
+        delivered = len(job.token_ids) - job.prompt_len
         if job.adapter and job.adapter not in self._names:
             raise AdapterNotLoaded("the engine has no LoRA adapter of this id")
         if target is None and not job.work.ends_on_prompt(delivered):
             raise InvalidRequest("a prefill without a decode target must have max_tokens 1", param="max_tokens")
-        if key in self._running:
+        if self._table.runs(job):
             raise InvalidRequest(f"attempt {job.attempt} of {job.request_id} is already running", param="attempt")
-        if self._cancelled.get(job.request_id, -1) >= job.attempt:
+        if self._table.cancelled(job):
             raise Cancelled("the attempt was cancelled")
-        if len(self._running) >= MAX_ATTEMPTS:
-            raise Overloaded(f"{MAX_ATTEMPTS} attempts run or wait on this node", retry_after=1.0)
+        self._table.require_room()
         if job.media and self._engine.media is None:
             raise InvalidRequest("this model's engine takes no images, audio or video", param="messages")
         if target is not None and (job.media or not self._repeats(job)):
             raise Overloaded("prompts with media, and tokens that are not repeated, are for the decode node alone")
-        attempt = self._running[key] = PrefillAttempt(job, target, alone=not self._running)
-        attempt.task = asyncio.create_task(self._run(attempt))
-        attempt.task.add_done_callback(lambda task: self._over(attempt, task))
+        attempt = PrefillAttempt(job, target, alone=not self._table.running)
+        self._table.start(attempt, self._compute(attempt))
         return attempt
-
-    def cancel(self, cancel: CancelRequest) -> None:
-        """Drop all attempts of a request up to the given one, also those that come later."""
-        self._cancelled[cancel.request_id] = cancel.attempt
-        while len(self._cancelled) > MAX_CANCELS:
-            self._cancelled.popitem(last=False)
-        self._drop(lambda job: job.request_id == cancel.request_id and job.attempt <= cancel.attempt)
-
-    def router_lost(self, router_id: str) -> None:
-        """Drop everything that runs for a router."""
-        self._drop(lambda job: job.router_id == router_id)
-
-    def _drop(self, chosen: Callable[[Job], bool]) -> None:
-        for attempt in [each for each in self._running.values() if chosen(each.job)]:
-            self.abandon(attempt)
 
     def abandon(self, attempt: PrefillAttempt) -> None:
         """Cancel an attempt if it has not ended."""
@@ -151,20 +116,10 @@ class PrefillAttempts:
         """Return whether the decode engine draws the first token again."""
         return ("greedy_replay" if job.params.temperature == 0 else "seeded_replay") in self._guarantees
 
-    async def _run(self, attempt: PrefillAttempt) -> None:
-        try:
-            async with asyncio.timeout(max(0.0, attempt.job.deadline_s)):
-                await self._compute(attempt)
-            attempt.outcome = "done"
-        except TimeoutError:
-            self._fail(attempt, DeadlineExceeded(f"not finished after {attempt.job.deadline_s:.3g} s"))
-        except KvferryError as error:
-            if isinstance(error, NodeLost | StepFailed) and not attempt.first_at:
-                await self._suspect(error)
-            self._fail(attempt, error)
-        except Exception as error:
-            log.exception("attempt %d of %s", attempt.job.attempt, attempt.job.request_id)
-            self._fail(attempt, KvferryError(f"the adapter failed: {type(error).__name__}"))
+    async def _suspected(self, attempt: PrefillAttempt, error: KvferryError) -> None:
+        """Suspect the engine, unless it had done its part."""
+        if not attempt.first_at:
+            await self._suspect(error)
 
     async def _compute(self, attempt: PrefillAttempt) -> None:
         job, target = attempt.job, attempt.target
@@ -221,15 +176,11 @@ class PrefillAttempts:
             self.rates.first_token(len(job.token_ids) - cached, compute_s, alone=attempt.alone)
         self._ended(job, cached)
 
-    def _fail(self, attempt: PrefillAttempt, error: KvferryError, outcome: str = "failed") -> None:
+    def _fail(self, attempt: PrefillAttempt, error: KvferryError, outcome: str) -> None:
         attempt.outcome, job = outcome, attempt.job
         attempt.outbox.put_nowait(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
 
-    def _over(self, attempt: PrefillAttempt, task: asyncio.Task[None]) -> None:
-        """Forget the attempt. A task that is cancelled before its first step runs no line of `_run`."""
-        del self._running[attempt.job.request_id, attempt.job.attempt]
-        if task.cancelled():
-            self._fail(attempt, Cancelled("the attempt was cancelled"), "cancelled")
+    def _over(self, attempt: PrefillAttempt) -> None:
         self._counted(attempt.outcome)
         attempt.outbox.put_nowait(None)
 

@@ -212,7 +212,7 @@ async def test_a_bug_of_the_client_ends_its_request_alone():
 
 
 async def test_an_unknown_adapter_and_too_many_attempts_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvferry.engine_adapter.attempts.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("kvferry.engine_adapter.attempt_table.MAX_ATTEMPTS", 2)
     made, _, engine, _ = attempts_of(forever)
     with pytest.raises(AdapterNotLoaded):
         made.start(job(adapter="other"))
