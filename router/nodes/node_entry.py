@@ -150,13 +150,15 @@ class NodeEntry:
         self.open = False
         self._changed()
 
+    def delta(self, delta: TokenDelta) -> None:
+        """Pass tokens of the stream to their listener, if there is still one."""
+        if listener := self.listeners.get(delta.request_id):
+            listener.delta(delta)
+
     def deal(self, frame: StepFrame) -> None:
-        """Pass a frame of the token stream to the listeners concerned."""
+        """Pass on what a frame of the token stream holds besides tokens."""
         if frame.pulse is not None:
             self._feel(frame.pulse)
-        for delta in frame.deltas:
-            if listener := self.listeners.get(delta.request_id):
-                listener.delta(delta)
         for failure in frame.failed:
             if listener := self.listeners.get(failure.request_id):
                 listener.failed(failure)

@@ -16,6 +16,7 @@ from kvferry.protocol.errors import Fenced, KvferryError, NodeDied, NodeLost
 from kvferry.protocol.messages import StepFrame
 from kvferry.protocol.wire import WireError
 from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.delta_queue import DeltaQueue
 from kvferry.router.nodes.node_entry import NodeEntry
 
 log = logging.getLogger(__name__)
@@ -27,11 +28,12 @@ ACKNOWLEDGE_S = 1.0
 
 
 class TokenStreams:
-    """Keeps a token stream open to every node and passes its frames to the node's entry."""
+    """Keeps a token stream open to every node and passes its frames to the node's entry, through a `DeltaQueue`."""
 
     def __init__(self, client: NodeClient, *, first_backoff_s: float = 0.05, last_backoff_s: float = 2.0) -> None:
         self._client = client
         self._backoff = (first_backoff_s, last_backoff_s)
+        self._queue = DeltaQueue()
         self._streams: dict[NodeKey, tuple[NodeEntry, asyncio.Task[None]]] = {}
 
     def keep(self, nodes: Iterable[NodeEntry]) -> None:
@@ -40,9 +42,10 @@ class TokenStreams:
         for key in [key for key in self._streams if key not in wanted]:
             entry, task = self._streams.pop(key)
             task.cancel()
+            self._queue.flush()
             entry.broken(NodeLost(f"{key[0]} left"))
         for key in [key for key in wanted if key not in self._streams]:
-            stream = TokenStream(self._client, wanted[key])
+            stream = TokenStream(self._client, wanted[key], self._queue)
             task = asyncio.create_task(stream.read(*self._backoff), name=f"stream-{key[0]}")
             self._streams[key] = (wanted[key], task)
 
@@ -56,8 +59,8 @@ class TokenStreams:
 class TokenStream:
     """Token stream of one node; `_seen` is the last frame's number, None if the stream cannot resume."""
 
-    def __init__(self, client: NodeClient, entry: NodeEntry) -> None:
-        self._client, self._entry = client, entry
+    def __init__(self, client: NodeClient, entry: NodeEntry, queue: DeltaQueue) -> None:
+        self._client, self._entry, self._queue = client, entry, queue
         self._seen: int | None = None
         self._heard = 0.0
 
@@ -100,7 +103,7 @@ class TokenStream:
         if content and 0 < frame.number <= self._seen:
             return
         self._seen = max(self._seen, frame.number)
-        self._entry.deal(frame)
+        self._queue.deal(self._entry, frame)
 
     def _ended(self, error: KvferryError) -> None:
         """Decide after a break or refusal whether the node is lost or the stream may resume."""
@@ -126,6 +129,7 @@ class TokenStream:
             level = logging.WARNING if count else logging.INFO
             log.log(level, "token stream ended with %d requests on it: %s", count, error)
         self._seen = None
+        self._queue.flush()
         self._entry.broken(error if isinstance(error, NodeLost) else NodeLost(f"{self._entry.key[0]}: {error}"))
 
     async def _acknowledge(self) -> None:

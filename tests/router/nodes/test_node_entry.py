@@ -143,12 +143,13 @@ def test_full_nodes_tell_how_long_what_is_too_much_takes(waiting: int, step_s: f
     assert placed.value.retry_after == pytest.approx(seconds, abs=1.5 * step_s)
 
 
-def test_frames_are_dealt_to_who_listens() -> None:
+def test_tokens_are_passed_to_who_listens() -> None:
     listener = Listener()
     entry = serving(lease_of("d1", "decode"), CapacitySummary("m"))
     entry.listeners["r1"] = listener
     deltas = tuple(TokenDelta(request_id, 0, 0, (5,)) for request_id in ("r1", "r2"))
-    entry.deal(StepFrame(deltas))
+    for delta in deltas:
+        entry.delta(delta)
     assert listener.heard == [deltas[0]]
     assert not entry.idle
 
