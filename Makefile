@@ -20,6 +20,7 @@
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
 # make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
 # make bench-adapter  measure what adapter and router cost in front of an engine that answers at once
+# make bench-engines  measure two real vLLM servers behind adapters and router, beside themselves and vllm-router
 # make bench-grammars  measure what grammars cost: compiling, masks, and steps with and without them
 # make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
 # make bench-ships  what checksums cost ships between two processes over the link
@@ -90,7 +91,7 @@ ENGINED := $(if $(ENGINES),--engines $(ENGINES) --engine-python $(VENV)/engines/
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-clients test-engines test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs site bench bench-accuracy bench-grammars \
-  bench-router bench-adapter bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
+  bench-router bench-adapter bench-engines bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
   bench-gpu wheelhouse wheel sbom images lock audit test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
@@ -201,6 +202,9 @@ bench-router: $(VENV)/bench.done $(VENV)/model.done
 
 bench-adapter: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.adapter $(ARGS)
+
+bench-engines: $(VENV)/test.done $(VENV)/model.done $(VENV)/engines.done
+	$(BIN)/python -m benchmarks.engines --vllm-python $(VENV)/engines/bin/python $(ARGS)
 
 bench-grammars: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.grammars $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import time
@@ -124,7 +125,9 @@ class Acts:
     async def _crowd(self, fault: Fault) -> None:
         """More long prompts at once than the pools hold; its own clients stay for a second of their answers."""
         own = self._clients.bodies[0] | {"max_tokens": 200, "ignore_eos": True, "n": 1}
-        prompts = [self._rng.choices(range(3, 500), k=1200) for _ in range(int(fault.number))]
+        shape = self._stage.shape
+        count, length = math.ceil(fault.number * shape.crowd_share), round(1200 * shape.prompt_share)
+        prompts = [self._rng.choices(range(3, 500), k=length) for _ in range(count)]
 
         async def one(prompt: list[int]) -> None:
             with suppress(Exception):

@@ -37,6 +37,17 @@ class EngineShape:
         return self.kind == "mock"
 
     @property
+    def prompt_share(self) -> float:
+        """Share of the usual length that prompts have: on one core vLLM reads some 200 tokens of a real model a second,
+        and a node of random weights 17,000."""
+        return 1.0 if self.kind == "mock" else 1 / 4
+
+    @property
+    def crowd_share(self) -> float:
+        """Share of the usual number of clients that a crowd has."""
+        return 1.0 if self.kind == "mock" else 1 / 8
+
+    @property
     def restart_s(self) -> float:
         """Longest time from an engine's death until its node is ready again."""
         return 60.0 if self.kind == "mock" else 240.0
@@ -47,15 +58,16 @@ def engine_url(port: int) -> str:
 
 
 def engine_command(shape: EngineShape, home: Path, name: str, model: str, served: str, port: int) -> Command:
-    """An engine at a port that stays the same over restarts."""
+    """An engine at a port that stays the same over restarts. One that starts takes a core for a minute: as on a machine
+    of its own, it takes no core of another engine."""
     if shape.kind == "mock":
         behaviour = json.dumps({"step_s": STEP_S})
         mock = (sys.executable, "-m", "tests.engine_adapter.mock_vllm", str(port), behaviour)
         return Command(name, mock, reports=False, address=engine_url(port))
     start = Start(model, served, "127.0.0.1", port, f"ipc://{home}/{name}.events", f"ipc://{home}/{name}.replay")
-    argv = (*COMMANDS["vllm"](shape.python, start), *shlex.split(shape.args))
-    core = int(name.rpartition("-")[2]) % (os.cpu_count() or 1)
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
+    core = str(int(name.rpartition("-")[2]) % (os.cpu_count() or 1))
+    argv = ("taskset", "-c", core, *COMMANDS["vllm"](shape.python, start), *shlex.split(shape.args))
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": core, "OMP_NUM_THREADS": "1"}
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     return Command(name, argv, env, reports=False, niceness=NICENESS, address=engine_url(port))
 

@@ -74,14 +74,16 @@ class Answered(Exception):
     """The server said no, or broke its word; the message says how."""
 
 
-def make_bodies(seed: int, vocab: int, count: int = BODIES, *, seeded: bool = True) -> list[dict[str, Any]]:
+def make_bodies(
+    seed: int, vocab: int, count: int = BODIES, *, seeded: bool = True, share: float = 1.0
+) -> list[dict[str, Any]]:
     """Requests of mixed lengths, half of them behind a prefix that others share, greedy and with seeded sampling, if
-    that is wanted."""
+    that is wanted. share: of the usual lengths."""
     rng = random.Random(seed)
-    shared = [rng.choices(range(3, vocab), k=rng.choice((100, 200, 300))) for _ in range(PREFIXES)]
+    shared = [rng.choices(range(3, vocab), k=int(share * rng.choice((100, 200, 300)))) for _ in range(PREFIXES)]
     bodies = []
     for number in range(count):
-        own = rng.choices(range(3, vocab), k=rng.choice((8, 30, 120, 300, 600)))
+        own = rng.choices(range(3, vocab), k=max(8, int(share * rng.choice((8, 30, 120, 300, 600)))))
         prompt = rng.choice(shared) + own if number % 2 else own
         body: dict[str, Any] = {
             "model": MODEL,

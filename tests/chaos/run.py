@@ -61,7 +61,7 @@ async def run(shape: Shape, settings: Settings, tell: Tell, found: Run | None = 
         deeds: list[Deeds] = []
         clients = Clients(
             cluster.urls,
-            make_bodies(settings.seed, vocab, settings.bodies, seeded=shape.seeded),
+            make_bodies(settings.seed, vocab, settings.bodies, seeded=shape.seeded, share=shape.prompt_share),
             lambda router, began, ended: any(each.router_disturbed(router, began, ended) for each in deeds),
         )
         stack.push_async_callback(clients.close)

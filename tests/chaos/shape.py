@@ -34,5 +34,15 @@ class Shape:
         return self.engines is None or self.engines.seeded
 
     @property
+    def prompt_share(self) -> float:
+        """Share of the usual length that prompts have."""
+        return 1.0 if self.engines is None else self.engines.prompt_share
+
+    @property
+    def crowd_share(self) -> float:
+        """Share of the planned clients of a crowd that come."""
+        return 1.0 if self.engines is None else self.engines.crowd_share
+
+    @property
     def roster(self) -> Roster:
         return Roster(DECODES, ENGINES) if self.engines else Roster()
