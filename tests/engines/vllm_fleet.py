@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,14 +33,18 @@ def model_directory() -> Path:
     return found
 
 
-def add_vllm(made: Fleet, number: int, model: Path, *args: str, words: tuple[str, ...] = ()) -> Engine:
-    """Start the engine of that number with its adapter; returns before they are ready. args: more of vLLM's."""
+def add_vllm(
+    made: Fleet, number: int, model: Path, *args: str, words: tuple[str, ...] = (), env: Mapping[str, str] = {}
+) -> Engine:
+    """Start the engine of that number with its adapter; returns before they are ready.
+
+    args, env: more of vLLM's; words: more of the adapter's."""
     port, adapter_port = free_ports(2)
     shape = EngineShape("vllm", PYTHON)
     name = f"engine-{number}"
     command = engine_command(shape, made.folder, name, str(model), SERVED, port)
-    env = {**os.environ, **command.env}
-    server = Process(["nice", "-n", str(command.niceness), *command.argv, *args], made.folder / f"{name}.log", env)
+    argv = ["nice", "-n", str(command.niceness), *command.argv, *args]
+    server = Process(argv, made.folder / f"{name}.log", {**os.environ, **command.env, **env})
     node = f"vllm-{number}"
     own = adapter_options(shape, made.folder, node, name, command.address, adapter_port)
     events = own[own.index("--kv-events") :]
