@@ -57,6 +57,11 @@ def engine_url(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
+def pin(name: str) -> tuple[str, ...]:
+    """Words before a command that keep the engine of that name on one core."""
+    return ("taskset", "-c", str(int(name.rpartition("-")[2]) % (os.cpu_count() or 1)))
+
+
 def engine_command(shape: EngineShape, home: Path, name: str, model: str, served: str, port: int) -> Command:
     """An engine at a port that stays the same over restarts. One that starts takes a core for a minute: as on a machine
     of its own, it takes no core of another engine."""
@@ -65,8 +70,8 @@ def engine_command(shape: EngineShape, home: Path, name: str, model: str, served
         mock = (sys.executable, "-m", "tests.engine_adapter.mock_vllm", str(port), behaviour)
         return Command(name, mock, reports=False, address=engine_url(port))
     start = Start(model, served, "127.0.0.1", port, f"ipc://{home}/{name}.events", f"ipc://{home}/{name}.replay")
-    core = str(int(name.rpartition("-")[2]) % (os.cpu_count() or 1))
-    argv = ("taskset", "-c", core, *COMMANDS["vllm"](shape.python, start), *shlex.split(shape.args))
+    core = pin(name)[-1]
+    argv = (*pin(name), *COMMANDS["vllm"](shape.python, start), *shlex.split(shape.args))
     env = {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": core, "OMP_NUM_THREADS": "1"}
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     return Command(name, argv, env, reports=False, niceness=NICENESS, address=engine_url(port))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
@@ -23,6 +24,8 @@ LENGTHS = (640, 512, 700, 333, 1000, 256)
 """Tokens of prompts: whole blocks of 32 tokens, and parts of one."""
 KINDS: tuple[dict[str, Any], ...] = ({}, {"frequency_penalty": 0.5}, {"logit_bias": {"260": -50.0}})
 OUT = 24
+SEEDS = itertools.count(7000)
+"""Of prompts that were never asked before."""
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +38,14 @@ def running() -> Iterator[Fleet]:
                 config = ("--kv-transfer-config", json.dumps(nixl(LEASE_S)))
                 words = ("--role", role, "--kv-transfer", "nixl", "--kv-lease", str(LEASE_S), "--canary-rate", "1")
                 env = {**transfer_env("127.0.0.1"), "OMP_NUM_THREADS": "1"}
-                add_vllm(made, number, model, *config, words=words, env=env)
+                add_vllm(made, number, model, *config, words=words, env=env, pinned=False)
             made.start_router(str(model))
             made.ready(1, START_S)
-            wait_for(lambda: _asked_one(made), START_S, made.logs)
+            wait_for(lambda: remote([ask(made, prompt(next(SEEDS), 640), 2)], made) > 0, START_S, made.logs)
             yield made
         finally:
             for engine in made.engines:
                 kill(engine)
-
-
-def _asked_one(made: Fleet) -> bool:
-    """Whether the router sends a long prompt to the prefill engine, asked once."""
-    return remote(at_once(made, [prompt(7000 + number, 600) for number in range(3)], {}), made) > 0
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.models import saved_directory
 from kvferry.model_files.source import DEMO_MODEL, resolve
-from tests.chaos.engines import EngineShape, adapter_options, engine_command, processes, send
+from tests.chaos.engines import EngineShape, adapter_options, engine_command, pin, processes, send
 from tests.engine_adapter.fleet import SERVED, Engine, Fleet, Process, fleet
 from tests.redis_servers import free_ports
 
@@ -34,16 +34,23 @@ def model_directory() -> Path:
 
 
 def add_vllm(
-    made: Fleet, number: int, model: Path, *args: str, words: tuple[str, ...] = (), env: Mapping[str, str] = {}
+    made: Fleet,
+    number: int,
+    model: Path,
+    *args: str,
+    words: tuple[str, ...] = (),
+    env: Mapping[str, str] = {},
+    pinned: bool = True,
 ) -> Engine:
     """Start the engine of that number with its adapter; returns before they are ready.
 
-    args, env: more of vLLM's; words: more of the adapter's."""
+    args, env: more of vLLM's; words: more of the adapter's; pinned: to a core of its own."""
     port, adapter_port = free_ports(2)
     shape = EngineShape("vllm", PYTHON)
     name = f"engine-{number}"
     command = engine_command(shape, made.folder, name, str(model), SERVED, port)
-    argv = ["nice", "-n", str(command.niceness), *command.argv, *args]
+    own = command.argv if pinned else command.argv[len(pin(name)) :]
+    argv = ["nice", "-n", str(command.niceness), *own, *args]
     server = Process(argv, made.folder / f"{name}.log", {**os.environ, **command.env, **env})
     node = f"vllm-{number}"
     own = adapter_options(shape, made.folder, node, name, command.address, adapter_port)
