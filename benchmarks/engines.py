@@ -71,7 +71,8 @@ class Subjects:
 def vllm(stack: ExitStack, python: Path, model: Path, number: int, folder: Path) -> str:
     """Start a server on a core of its own, until the stack ends; return its URL. Raises StartError."""
     port = servers.free_port()
-    start = Start(str(model), MODEL, HOST, port, *(f"ipc://{folder}/{number}.{each}" for each in ("events", "replay")))
+    events, replay = (f"ipc://{folder}/{number}.{each}" for each in ("events", "replay"))
+    start = Start(str(model), MODEL, HOST, port, events, replay)
     size = ("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048")
     argv = ("nice", "-n", str(NICENESS), *ENGINES["vllm"](str(python), start), "--dtype", "float32", "--enforce-eager")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -49,8 +49,8 @@ def add_vllm(
     shape = EngineShape("vllm", PYTHON)
     name = f"engine-{number}"
     command = engine_command(shape, made.folder, name, str(model), SERVED, port)
-    own = command.argv if pinned else command.argv[len(pin(name)) :]
-    argv = ["nice", "-n", str(command.niceness), *own, *args]
+    start = list(command.argv[0 if pinned else len(pin(name)) :])
+    argv = ["nice", "-n", str(command.niceness), *start, *args]
     server = Process(argv, made.folder / f"{name}.log", {**os.environ, **command.env, **env})
     node = f"vllm-{number}"
     own = adapter_options(shape, made.folder, node, name, command.address, adapter_port)
