@@ -44,7 +44,7 @@ class DeltaQueue:
                 waiting[1].append(delta)
             elif delta.index == 0 or delta.reuse is not None:
                 self._pass(name)
-                entry.delta(delta)
+                _deliver(entry, delta)
             else:
                 self._pass(name)
                 held[name] = (entry, [delta])
@@ -75,7 +75,12 @@ class DeltaQueue:
         if waiting is not None:
             entry, deltas = waiting
             for delta in deltas if len(deltas) == 1 else joined(deltas):
-                entry.delta(delta)
+                _deliver(entry, delta)
+
+
+def _deliver(entry: NodeEntry, delta: TokenDelta) -> None:
+    if listener := entry.listeners.get(delta.request_id):
+        listener.delta(delta)
 
 
 def joined(deltas: Sequence[TokenDelta]) -> Sequence[TokenDelta]:

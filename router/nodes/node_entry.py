@@ -150,13 +150,8 @@ class NodeEntry:
         self.open = False
         self._changed()
 
-    def delta(self, delta: TokenDelta) -> None:
-        """Pass tokens of the stream to their listener, if there is still one."""
-        if listener := self.listeners.get(delta.request_id):
-            listener.delta(delta)
-
     def deal(self, frame: StepFrame) -> None:
-        """Pass on what a frame of the token stream holds besides tokens."""
+        """Pass on what a frame of the token stream holds besides tokens, which `DeltaQueue` passes to the listeners."""
         if frame.pulse is not None:
             self._feel(frame.pulse)
         for failure in frame.failed:

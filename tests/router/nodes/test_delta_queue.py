@@ -65,6 +65,17 @@ async def test_a_first_token_overtakes_the_tokens_of_others() -> None:
     assert old.heard == [delta("old", 1, *range(1, 100))]
 
 
+async def test_tokens_that_nobody_waits_for_are_dropped() -> None:
+    clock = Clock()
+    listener = Listener(clock)
+    entry, queue = entry_of("d1", here=listener), DeltaQueue(clock)
+    queue.deal(entry, StepFrame((delta("here", 0), delta("gone", 0), delta("here", 1), delta("gone", 1))))
+    assert not entry.idle
+    del entry.listeners["here"]
+    queue.flush()
+    assert listener.heard == [delta("here", 0)]
+
+
 async def test_what_a_resumed_attempt_sends_first_does_not_wait() -> None:
     clock = Clock()
     listener = Listener(clock)

@@ -12,12 +12,11 @@ from kvferry.placement.place import place
 from kvferry.placement.types import Demand
 from kvferry.protocol.errors import KvferryError, NodeLost, NoNodes, Overloaded
 from kvferry.protocol.lease import Load, NodeLease, Rates
-from kvferry.protocol.messages import Deviation, StepFrame, TokenDelta
+from kvferry.protocol.messages import Deviation, StepFrame
 from kvferry.router.nodes.capacity_summary import CapacitySummary, Part
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
 from kvferry.router.nodes.reservations import LEASE_LAG_POLLS, Reservations
 from tests.fake_workers import BLOCK, lease_of
-from tests.router.nodes.test_token_streams import Listener
 
 
 def ignore(error: KvferryError) -> None:
@@ -141,17 +140,6 @@ def test_full_nodes_tell_how_long_what_is_too_much_takes(waiting: int, step_s: f
     assert isinstance(kept, Overloaded)
     assert kept.retry_after == pytest.approx(seconds)
     assert placed.value.retry_after == pytest.approx(seconds, abs=1.5 * step_s)
-
-
-def test_tokens_are_passed_to_who_listens() -> None:
-    listener = Listener()
-    entry = serving(lease_of("d1", "decode"), CapacitySummary("m"))
-    entry.listeners["r1"] = listener
-    deltas = tuple(TokenDelta(request_id, 0, 0, (5,)) for request_id in ("r1", "r2"))
-    for delta in deltas:
-        entry.delta(delta)
-    assert listener.heard == [deltas[0]]
-    assert not entry.idle
 
 
 def test_ships_that_were_wrong_are_told_of_once_each() -> None:
