@@ -42,6 +42,8 @@ class MockEngine:
             exchange.send(json.dumps(STATUS[path]).encode(), "200 OK")
         elif path == "/metrics":
             exchange.send(self._metrics(), "200 OK")
+        elif path != "/inference/v1/generate":
+            exchange.send(b"{}", "404 Not Found")
         else:
             asked = json.loads(body)
             task = asyncio.create_task(self._stream(asked["sampling_params"], len(asked["token_ids"]), exchange))
