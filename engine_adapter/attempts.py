@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.engine_adapter.attempt_table import AttemptTable
 from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta
+from kvferry.engine_adapter.frame_pacing import FramePacing
 from kvferry.engine_adapter.learned_rates import LearnedRates
 from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, length_of
 from kvferry.engine_adapter.transfer import Transfer
@@ -78,6 +79,7 @@ class Attempts:
         )
         self.cancel, self.router_lost = self._table.cancel, self._table.router_lost
         self._outbox: defaultdict[str, _Frame] = defaultdict(_Frame)
+        self._pacing = FramePacing(self._send)
         self._calls = 0
         self.heard_at = 0.0
 
@@ -158,9 +160,8 @@ class Attempts:
         self._to_router(job).failed.append(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
 
     def _to_router(self, job: Job) -> _Frame:
-        """Return the frame of this turn for the job's router; it is sent when the turn ends."""
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._send)
+        """Return the frame of this turn for the job's router; it is sent when the turn ends (`FramePacing`)."""
+        self._pacing.due()
         return self._outbox[job.router_id]
 
     def _send(self) -> None:

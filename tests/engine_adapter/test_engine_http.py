@@ -162,3 +162,14 @@ def test_values_are_summed_over_labels_and_names_are_whole():
     assert value(METRICS, "nan") == value(METRICS, "a") == 0.0
     assert labels(METRICS, "info") == {"block_size": "16", "note": 'a \\"quoted\\" word'}
     assert labels(METRICS, "other") == {}
+
+
+async def test_half_a_surrogate_pair_is_an_event_as_any_other():
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        data = b'data: {"text": "\\ud83d"}\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
+
+    found: list[dict[str, Any]] = []
+    async with answering(answer) as http:
+        await http.stream("/completions", {}, found.append)
+    assert found == [{"text": "\ud83d"}]
