@@ -13,9 +13,11 @@ from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta
 from kvferry.engine_adapter.frame_pacing import FramePacing
 from kvferry.engine_adapter.learned_rates import LearnedRates
 from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, length_of
+from kvferry.engine_adapter.pooling_work import GENERATES, PoolingWork
 from kvferry.engine_adapter.transfer import Transfer
 from kvferry.protocol.errors import AdapterNotLoaded, Cancelled, InvalidRequest, KvferryError
 from kvferry.protocol.messages import AttemptFailed, Job, StepFrame, TokenDelta
+from kvferry.protocol.work import Generate
 from kvferry.worker.streams import RouterStreams
 
 
@@ -50,6 +52,7 @@ class Attempts:
 
     guarantees  what the engine keeps, see `protocol.lease.GUARANTEES`
     adapters    names of the engine's LoRA adapters by their ids
+    pooling     work that generates nothing
     suspect     called when a call failed: it returns once the engine is known to be well, or never
     sent        called before each call to the engine
     ended       called after each attempt with its job and the engine's account of cached tokens (None: unknown)
@@ -64,6 +67,7 @@ class Attempts:
         streams: RouterStreams,
         guarantees: tuple[str, ...],
         adapters: Mapping[str, str],
+        pooling: PoolingWork = GENERATES,
         *,
         suspect: Callable[[KvferryError], Awaitable[None]],
         sent: Callable[[Job, EngineCall], None] = lambda job, call: None,
@@ -72,6 +76,7 @@ class Attempts:
         arrived: Callable[[Job, EngineCall, Transfer], None] = lambda job, call, transfer: None,
     ) -> None:
         self._engine, self._streams, self._guarantees, self._names = engine, streams, guarantees, adapters
+        self._pooling = pooling
         self._sent, self._ended, self._counted, self._arrived = sent, ended, counted, arrived
         self.rates = LearnedRates()
         self._table = AttemptTable[_Running](
@@ -79,7 +84,7 @@ class Attempts:
         )
         self.cancel, self.router_lost = self._table.cancel, self._table.router_lost
         self._outbox: defaultdict[str, _Frame] = defaultdict(_Frame)
-        self._pacing = FramePacing(self._send)
+        self._pacing = FramePacing(self._send, lambda: self.running)
         self._calls = 0
         self.heard_at = 0.0
 
@@ -98,7 +103,8 @@ class Attempts:
         """Begin an attempt. Raises InvalidRequest, AdapterNotLoaded and Overloaded.
 
         An attempt that was cancelled before it came is dropped, and one that runs already is not begun twice."""
-        self._engine.check(job)
+        generates = isinstance(job.work, Generate)
+        self._engine.check(job) if generates else self._pooling.check(job)
         if job.media and self._engine.media is None:
             raise InvalidRequest("this model's engine takes no images, audio or video", param="messages")
         if job.adapter and job.adapter not in self._names:
@@ -111,18 +117,28 @@ class Attempts:
         if transfer is not None:
             job = transfer.job_behind(job)
         running = _Running(job, time.monotonic(), not self._table.running, transfer)
-        self._table.start(running, self._generate(running))
+        self._table.start(running, self._generate(running) if generates else self._pool(running))
 
     def _over(self, running: _Running) -> None:
         self._learn(running)
         self._counted(running.outcome)
 
+    async def _pool(self, running: _Running) -> None:
+        job = running.job
+        delta = await self._pooling.delta(job, self._new_id(job), self._names.get(job.adapter, ""))
+        self.heard_at = time.monotonic()
+        self.rates.first_token(len(job.token_ids), self.heard_at - running.began, alone=running.alone)
+        self._to_router(job).deltas.append(delta)
+
+    def _new_id(self, job: Job) -> str:
+        self._calls += 1
+        return f"{job.request_id}-{job.attempt}-{self._calls}"
+
     async def _generate(self, running: _Running) -> None:
         job, transfer = running.job, running.transfer
         length = length_of(job, self._guarantees) if transfer is None else transfer.length
         sequence = OutputSequence(job, length)
-        self._calls += 1
-        call = call_of(job, f"{job.request_id}-{job.attempt}-{self._calls}", self._names.get(job.adapter, ""), length)
+        call = call_of(job, self._new_id(job), self._names.get(job.adapter, ""), length)
         if transfer is not None:  # the prefill node's answer has the prompt's log-probabilities
             params = replace(call.params, prompt_logprobs=None)
             call = replace(call, params=params, reference=transfer.reference)
@@ -131,8 +147,12 @@ class Attempts:
             self.heard_at = running.last_at = time.monotonic()
             running.first_at = running.first_at or running.last_at
             running.tokens += len(delta.token_ids)
+            nonlocal sequence
             if transfer is not None:
+                begins = transfer.first_token is None
                 transfer.see(delta)
+                if begins:  # the prefill node tells the first token, which came with the blocks
+                    sequence = OutputSequence(transfer.job_behind(job), length)
                 delta.cached_tokens = None  # the engine counts only blocks that it had before
             if delta.cached_tokens is not None:
                 running.cached = delta.cached_tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kvferry.engine_adapter.media_engine import MediaEngine
+from kvferry.engine_adapter.pooling_engine import PoolingEngine
 from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
@@ -38,7 +39,8 @@ class EngineFacts:
     adapters        names of its LoRA adapters
     kv_events       where it publishes KV events; None: nowhere
     exact           its answers have token ids; False: they are computed from its text, and nothing is kept exactly
-    kv_transfer     how it fetches KV blocks from another engine of its kind, such as "nixl"; empty: not at all"""
+    kv_transfer     how it fetches KV blocks from another engine of its kind: nixl, or rooms; empty: not at all
+    kv_role         prefill or decode, for an engine that has only this half of the work; empty: it has both"""
 
     kind: str
     version: str
@@ -54,6 +56,7 @@ class EngineFacts:
     kv_events: KvEventSource | None = None
     exact: bool = True
     kv_transfer: str = ""
+    kv_role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,11 @@ class Engine(Protocol):
         """Return the part that concerns media; None for an engine that takes text alone."""
         ...
 
+    @property
+    def pooling(self) -> PoolingEngine | None:
+        """Return the part that makes vectors of prompts; None for a protocol that has none."""
+        ...
+
     async def facts(self) -> EngineFacts:
         """Return what the engine says about itself; it may change only with `process`."""
         ...
@@ -141,7 +149,7 @@ class Engine(Protocol):
         ...
 
     def check(self, job: Job) -> None:
-        """Raise InvalidRequest, naming the field, if the engine cannot do what the job asks for."""
+        """Raise InvalidRequest, naming the field, if the engine cannot do what a job that generates asks for."""
         ...
 
     async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
@@ -163,4 +171,21 @@ class TransferEngine(Engine, Protocol):
         """Compute the prompt and its first token. The engine keeps the blocks until they are fetched or a lease ends.
 
         Raises what `generate` raises. If it is cancelled, the engine drops the request."""
+        ...
+
+
+@runtime_checkable
+class RoomEngine(Engine, Protocol):
+    """Client of an engine that computes prompts while another engine fetches the blocks, in rooms where both meet.
+
+    A call of the other engine names the room by its `reference`."""
+
+    def room(self, host: str) -> str:
+        """Return the reference of a new room. host: see `engines.sglang_rooms.Rooms.draw`."""
+        ...
+
+    async def prefill_leg(self, call: EngineCall) -> EngineDelta:
+        """Compute the prompt of a call that names a room, and its first token; return once the blocks are fetched.
+
+        Raises what `generate` raises. If it is cancelled or fails, both servers give the room up."""
         ...

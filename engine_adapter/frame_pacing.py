@@ -9,25 +9,33 @@ import asyncio
 import time
 from collections.abc import Callable
 
-TURN_S = 1.5e-3
-"""Shortest time between two frames, in seconds. A token of a stream that runs alone waits for at most this long."""
+TURN_S, TURN_PER_STREAM_S, MAX_TURN_S = 1e-3, 2.5e-4, 4e-3
+"""Shortest time between two frames, and by how much each stream that runs lengthens it up to the largest, in seconds.
+
+A token waits for at most this long: of a stream that runs alone, for little more than a millisecond."""
+
+
+def turn_s(streams: int) -> float:
+    """Return the shortest time between two frames while so many streams run, in seconds."""
+    return min(MAX_TURN_S, TURN_S + TURN_PER_STREAM_S * streams)
 
 
 class FramePacing:
-    """Calls `send` soon after `due`, on the asyncio loop, at most once in TURN_S.
+    """Calls `send` soon after `due`, on the asyncio loop, at most once in a turn. streams: returns how many run.
 
     When the next frame is due too early, the loop itself sleeps, so that the sockets that become ready meanwhile are
-    read in one turn. A timer instead would wake the process up once more. A loop that is busy for TURN_S never sleeps.
+    read in one turn. A timer instead would wake the process up once more. A loop that is busy for a turn never sleeps.
     """
 
     def __init__(
         self,
         send: Callable[[], None],
+        streams: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._send, self._clock, self._sleep = send, clock, sleep
-        self._sent_at = -TURN_S
+        self._send, self._streams, self._clock, self._sleep = send, streams, clock, sleep
+        self._sent_at = -MAX_TURN_S
         self._is_due = False
 
     def due(self) -> None:
@@ -37,7 +45,7 @@ class FramePacing:
             asyncio.get_running_loop().call_soon(self._wait)
 
     def _wait(self) -> None:
-        left = self._sent_at + TURN_S - self._clock()
+        left = self._sent_at + turn_s(self._streams()) - self._clock()
         if left <= 0:
             self._now()
             return

@@ -23,6 +23,7 @@ from kvferry.engine_adapter.measured_guarantees import Measurement
 from kvferry.engine_adapter.media_routes import MediaRoutes
 from kvferry.engine_adapter.node_parts import NodeParts
 from kvferry.engine_adapter.node_state import NodeState
+from kvferry.engine_adapter.pooling_work import pooling_of
 from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.errors import ConfigError, KvferryError, RegistryUnavailable
 from kvferry.protocol.messages import Pulse
@@ -108,7 +109,7 @@ class AdapterNode:
         measured = await measured_engine(
             self._engine, exact=facts.exact, media=self._settings.engine_modalities == "auto"
         )
-        guarantees = measured.guarantees
+        guarantees = measured.guarantees + measured.pooling.guarantees
         if self._settings.role == "prefill":
             await Measurement(self._engine).transfer()
         with contextlib.suppress(RegistryUnavailable):
@@ -120,6 +121,9 @@ class AdapterNode:
             guarantees = tuple(dict.fromkeys((*guarantees, "greedy_resume", "seeded_resume")))
         state = self.state = NodeState(self._settings, self.address, facts, guarantees, epoch, watch)
         state.streams, state.modalities = streams, measured.modalities
+        state.pooling = measured.pooling
+        if "embed" in measured.pooling.tasks:
+            state.pooled_by = await asyncio.to_thread(pooling_of, facts.model, self._settings.engine_pooling)
         parts = NodeParts(state, self._engine, self.metrics, self.mirror_metrics, self.address.secrets.token)
         if self._settings.role == "prefill":
             state.attempts = parts.prefill_attempts(self._clock)

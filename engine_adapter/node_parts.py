@@ -14,6 +14,7 @@ from kvferry.engine_adapter.handover_sender import BlockFacts, HandoverSender
 from kvferry.engine_adapter.handovers import Handovers
 from kvferry.engine_adapter.learned_rates import LearnedRates
 from kvferry.engine_adapter.node_state import NodeState
+from kvferry.engine_adapter.pooling_work import PoolingWork
 from kvferry.engine_adapter.prefill_attempts import PrefillAttempts
 from kvferry.engine_adapter.transfer_canary import TransferCanary
 from kvferry.protocol.adapter_metrics import AdapterMetrics
@@ -67,9 +68,9 @@ class NodeParts:
     def decode_attempts(self) -> Attempts:
         """Return the attempts of a decode node; its state gets handovers if the engine fetches blocks from others."""
         state, streams = self.state, self.state.streams
-        names = state.adapter_names
+        names, pooling = state.adapter_names, PoolingWork(self.engine.pooling, state.pooling, state.pooled_by)
         if not state.transfer:
-            return Attempts(self.engine, streams, state.guarantees, names, **self._common)
+            return Attempts(self.engine, streams, state.guarantees, names, pooling, **self._common)
 
         def report(router_id: str, deviation: Deviation) -> None:
             streams.publish(router_id, StepFrame(deviations=(deviation,)))
@@ -78,7 +79,7 @@ class NodeParts:
             self.engine, state.settings.canary_rate, state.guarantees, report, self._counted
         )
         attempts = Attempts(
-            self.engine, streams, state.guarantees, names, arrived=canary.arrived, **self._common
+            self.engine, streams, state.guarantees, names, pooling, arrived=canary.arrived, **self._common
         )  # fmt: skip
         state.handovers = Handovers(self._name, attempts.start, self._exact, self.adapter_metrics.refused.inc)
         return attempts

@@ -12,6 +12,7 @@ from kvferry.engine_adapter.engine import EngineCall, EngineFacts, KvEventSource
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.handovers import Handovers
 from kvferry.engine_adapter.identity import adapter_names, fingerprint, model_name
+from kvferry.engine_adapter.measured_pooling import NO_POOLING, MeasuredPooling
 from kvferry.engine_adapter.mirroring import Mirroring
 from kvferry.engine_adapter.prefill_attempts import PrefillAttempts
 from kvferry.engine_adapter.transfer_canary import TransferCanary
@@ -55,7 +56,8 @@ class ContinuedStreams:
 class NodeState:
     """Parts of an adapter that has found its engine.
 
-    mirroring: None for an engine without KV events. handovers: None for one that fetches no blocks from others."""
+    mirroring: None for an engine without KV events. handovers: None for one that fetches no blocks from others.
+    pooled_by: see `PoolingWork`."""
 
     settings: AdapterSettings
     address: NodeAddress
@@ -72,6 +74,8 @@ class NodeState:
     canary: TransferCanary | None = None
     continued: ContinuedStreams = field(default_factory=ContinuedStreams)
     modalities: tuple[str, ...] = ()
+    pooling: MeasuredPooling = NO_POOLING
+    pooled_by: str = ""
 
     def __post_init__(self) -> None:
         told, known = self.settings.kv_transfer, self.facts.kv_transfer

@@ -16,8 +16,11 @@ from kvferry.protocol.prefix_reuse import Reuse
 def resumes(job: Job, guarantees: tuple[str, ...]) -> bool:
     """Return whether the engine can go on behind the delivered tokens with the tokens of an undisturbed run.
 
-    Penalties on the output's tokens forget what was delivered, and a grammar starts at its root: those are replayed."""
+    Penalties on the output's tokens forget what was delivered, as do banned sequences of several tokens, and a grammar
+    starts at its root: those are replayed."""
     params = job.params
+    if any(len(word) > 1 for word in params.bad_words):
+        return False
     if job.grammar is not None or params.frequency_penalty or params.presence_penalty:
         return False
     return ("greedy_resume" if params.temperature == 0 else "seeded_resume") in guarantees

@@ -15,6 +15,7 @@ from kvferry.engine_adapter.attempt_table import AttemptTable
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, Prefilled, TransferEngine
 from kvferry.engine_adapter.handover_sender import HandoverSender, Ticket
 from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, length_of
+from kvferry.engine_adapter.pooling_work import GENERATES_ONLY
 from kvferry.protocol.errors import AdapterNotLoaded, Cancelled, InvalidRequest, KvferryError, Overloaded
 from kvferry.protocol.messages import (
     AttemptFailed,
@@ -25,6 +26,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import pack
+from kvferry.protocol.work import Generate
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +90,8 @@ class PrefillAttempts:
     def start(self, request: PrefillRequest) -> PrefillAttempt:
         """Begin an attempt and return it. Raises InvalidRequest, AdapterNotLoaded, Cancelled and Overloaded."""
         job, target = request.job, request.target
+        if not isinstance(job.work, Generate):
+            raise InvalidRequest(GENERATES_ONLY, param="model")
         self._engine.check(job)
         delivered = len(job.token_ids) - job.prompt_len
         if job.adapter and job.adapter not in self._names:

@@ -115,13 +115,17 @@ class NodeLease:
         return other.role == self.role and other.state == "ready" and not other.leaving
 
 
-GUARANTEES = ("greedy_resume", "seeded_resume", "greedy_replay", "seeded_replay", "batch_invariant", "kv_events")
+GUARANTEES = (
+    "greedy_resume", "seeded_resume", "greedy_replay", "seeded_replay", "batch_invariant", "kv_events", "embeds",
+    "classifies",
+)  # fmt: skip
 """What an engine behind an adapter may keep.
 
 greedy_resume, seeded_resume  a stream continues behind its delivered tokens with the same tokens
 greedy_replay, seeded_replay  the prompt computed again gives the same tokens
 batch_invariant               a greedy output does not depend on what else runs
-kv_events                     the engine reports each block that it caches or evicts"""
+kv_events                     the engine reports each block that it caches or evicts
+embeds, classifies            the engine makes vectors of prompts, or logits of a classifier's labels"""
 
 
 class IncompatibleLease(NamedTuple):

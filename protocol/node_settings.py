@@ -39,6 +39,11 @@ class EngineSettings(CommonSettings):
         "images, audio and video in prompts; auto: as measured when the node joins, none: text alone",
         choices=("auto", "none"),
     )
+    engine_pooling: str = setting(
+        "auto",
+        "how the engine pools vectors of prompts; auto: as the model's files say",
+        choices=("auto", "last", "cls", "mean"),
+    )
     accept_inexact: bool = setting(
         False,
         "continue streams of lost nodes even where the engine may give other tokens than the lost node would have",

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request, Response
 
@@ -54,8 +54,9 @@ class Kept:
 
     def put(self, frame: StepFrame) -> None:
         """Number, pack and queue a frame."""
-        data = pack(replace(frame, number=self.last + 1))
-        self.last += 1
+        number = self.last + 1
+        data = pack(StepFrame(frame.deltas, frame.failed, number, frame.pulse, frame.deviations))
+        self.last = number
         self.frames.append((self.last, data))
         self.size += len(data)
         if self.reader is not None:

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad
+from kvferry.engine_adapter.engines.listed_vectors import LlamaCppPooling
 from kvferry.engine_adapter.engines.llamacpp_answer import Answer
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.protocol.errors import InvalidRequest, KvferryError, StepFailed
 from kvferry.protocol.messages import Job
-from kvferry.protocol.work import Generate, Grammar
+from kvferry.protocol.work import Grammar
 from kvferry.runtime import background
 
 UNSUPPORTED = ("bad_words", "allowed_token_ids", "prompt_logprobs", "min_tokens")
@@ -39,6 +40,7 @@ class LlamaCppEngine:
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
+        self.pooling = LlamaCppPooling(http)
         self._context = 0
         self._spelled: dict[str, tuple[int, ...]] = {}
 
@@ -73,8 +75,6 @@ class LlamaCppEngine:
 
     def check(self, job: Job) -> None:
         """Raise InvalidRequest for what llama.cpp cannot do."""
-        if not isinstance(job.work, Generate):
-            raise InvalidRequest("this model's engine only generates", param="model")
         for name in UNSUPPORTED:
             if getattr(job.params, name) not in (None, (), 0):
                 raise InvalidRequest(f"{name} is not supported by this model's engine", param=name)

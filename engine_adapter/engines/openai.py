@@ -51,7 +51,7 @@ class OpenaiEngine:
 
     The API has no salt for tenants: a server that does not know `cache_salt` shares its prefix cache between them."""
 
-    media = None
+    media = pooling = None
 
     def __init__(self, http: EngineHttp, model: str = "", tokenizer: str = "") -> None:
         self._http, self._model, self._files = http, model, tokenizer

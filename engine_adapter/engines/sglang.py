@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, EngineLoad, KvEventSource
 from kvferry.engine_adapter.engines.addresses import reachable
+from kvferry.engine_adapter.engines.listed_vectors import SglangPooling
 from kvferry.engine_adapter.engines.sampling import common_sampling
+from kvferry.engine_adapter.engines.sglang_rooms import Rooms
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.prometheus_text import value
-from kvferry.protocol.errors import InvalidRequest, StepFailed
+from kvferry.protocol.errors import InvalidRequest, KvferryError, Overloaded, StepFailed
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
-from kvferry.protocol.work import Generate, Grammar
+from kvferry.protocol.work import Grammar
 
 GRAMMARS = {"json_schema": "json_schema", "json_object": "json_schema", "regex": "regex", "ebnf": "ebnf",
             "structural_tag": "structural_tag"}  # fmt: skip
@@ -29,12 +36,16 @@ class SglangEngine:
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
+        self.pooling = SglangPooling(http)
+        self._rooms = Rooms({})
+        self._aborts: set[asyncio.Task[None]] = set()
 
     async def facts(self) -> EngineFacts:
         """Return the server's version, model, page size and where it publishes KV events."""
         told = await self._http.get("/server_info")
         loads = await self._http.get("/v1/models")
         metrics = await self._metrics()
+        self._rooms = Rooms(told)
         page = int(told.get("page_size") or 1)
         tokens = int(told.get("max_total_num_tokens") or 0)
         return EngineFacts(
@@ -51,6 +62,8 @@ class SglangEngine:
             f"deterministic {bool(told.get('enable_deterministic_inference'))}",
             adapters=tuple(each["id"] for each in loads["data"] if each.get("parent")),
             kv_events=event_source(told.get("kv_events"), self._http.host),
+            kv_transfer="rooms" if self._rooms.mode else "",
+            kv_role=self._rooms.mode,
         )
 
     async def health(self) -> None:
@@ -69,8 +82,6 @@ class SglangEngine:
 
     def check(self, job: Job) -> None:
         """Raise InvalidRequest for what SGLang cannot do with tokens alone."""
-        if not isinstance(job.work, Generate):
-            raise InvalidRequest("this model's engine only generates", param="model")
         for name in UNSUPPORTED:
             if getattr(job.params, name) not in (None, ()):
                 raise InvalidRequest(f"{name} is not supported by this model's engine", param=name)
@@ -80,7 +91,14 @@ class SglangEngine:
             )
 
     async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
-        """Run a call. The server's `output_ids` may be cumulative: only what is new is delivered."""
+        """Run a call. The server's `output_ids` may be cumulative: only what is new is delivered.
+
+        Raises Overloaded for a prompt that nobody computed, on a server that only decodes."""
+        if self._rooms.mode == "decode" and not call.reference:
+            raise Overloaded("this node's engine only decodes: no prefill node is ready", retry_after=1.0)
+        if self._rooms.mode == "prefill":
+            deliver(await self.prefill_leg(call if call.reference else replace(call, reference=self.room(""))))
+            return
         seen, ended = 0, False
 
         def event(chunk: dict[str, Any]) -> None:
@@ -100,9 +118,42 @@ class SglangEngine:
                 )
             seen = total
 
-        await self._http.stream("/generate", body(call), event)
-        if not ended:
-            raise StepFailed("the engine's answer ended without a finish reason")
+        async with self._leaving(call):
+            await self._http.stream("/generate", body(call), event)
+            if not ended:
+                raise StepFailed("the engine's answer ended without a finish reason")
+
+    def room(self, host: str) -> str:
+        """Return the reference of a new room (`RoomEngine`)."""
+        return self._rooms.draw(host)
+
+    async def prefill_leg(self, call: EngineCall) -> EngineDelta:
+        """Compute a prompt in a room (`RoomEngine`). Raises StepFailed if the server gives it up."""
+        call = replace(call, params=replace(call.params, max_tokens=1, min_tokens=min(1, call.params.min_tokens)))
+        async with self._leaving(call):
+            told = await self._http.post("/generate", {**body(call), "stream": False}, None)
+            meta = told["meta_info"]
+            reason, tokens = finish_reason(meta.get("finish_reason")), tuple(told.get("output_ids") or ())[:1]
+            if not tokens:
+                raise StepFailed("the engine's answer to a prompt has no token")
+            logprobs = _logprobs(meta, 0, len(tokens), call.params)
+            return EngineDelta(tokens, logprobs, reason or "length", meta.get("cached_tokens"))
+
+    @asynccontextmanager
+    async def _leaving(self, call: EngineCall) -> AsyncIterator[None]:
+        """Tell the server to give up a call in a room that ends before its time: the other leg may never come."""
+        try:
+            yield
+        except BaseException:
+            if call.reference:
+                task = asyncio.create_task(self._abort(call.request_id), name="abort")
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
+            raise
+
+    async def _abort(self, request_id: str) -> None:
+        with contextlib.suppress(KvferryError):
+            await self._http.post("/abort_request", {"rid": request_id})
 
     async def close(self) -> None:
         """Close all connections."""
@@ -130,6 +181,9 @@ def body(call: EngineCall) -> dict[str, Any]:
         built["lora_path"] = call.adapter
     if call.cache_salt:
         built["cache_salt"] = call.cache_salt
+    if call.reference:
+        room = json.loads(call.reference)
+        built |= {name: room[name] for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")}
     return built
 
 

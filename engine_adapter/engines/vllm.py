@@ -11,7 +11,9 @@ from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, 
 from kvferry.engine_adapter.engine_errors import failure
 from kvferry.engine_adapter.engines import vllm_params
 from kvferry.engine_adapter.engines.addresses import reachable
+from kvferry.engine_adapter.engines.vllm_bad_words import BadWordTexts
 from kvferry.engine_adapter.engines.vllm_media import VllmMedia, with_features
+from kvferry.engine_adapter.engines.vllm_pooling import VllmPooling
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.prometheus_text import labels, value
 from kvferry.protocol.errors import ConfigError, StepFailed
@@ -33,6 +35,8 @@ class VllmEngine:
         self._http = http
         self._model = ""
         self.media = VllmMedia(http, lambda: self._model)
+        self.pooling = VllmPooling(http, lambda: self._model)
+        self._bad_words = BadWordTexts(http, lambda: self._model)
 
     async def facts(self) -> EngineFacts:
         """Return the server's version, models, cache layout and where it publishes KV events."""
@@ -74,12 +78,11 @@ class VllmEngine:
         )
 
     def check(self, job: Job) -> None:
-        """Raise InvalidRequest for what vLLM cannot do."""
-        vllm_params.check(job)
+        """Everything that a job may ask for can be done; of bad_words, `generate` finds out."""
 
     async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
         """Run a call. The delta with the finish_reason waits for the usage behind it, which tells the cached tokens."""
-        body: Any = vllm_params.body(call, call.adapter or self._model)
+        body: Any = vllm_params.body(call, call.adapter or self._model, await self._banned(call))
         if call.media:
             body = await with_features(json.dumps(body).encode(), call.media)
         if call.params.prompt_logprobs is not None:
@@ -107,7 +110,8 @@ class VllmEngine:
 
     async def prefill(self, call: EngineCall) -> Prefilled:
         """Compute a prompt for another server. vLLM tells the reference only in an answer that is no stream."""
-        answer = await self._http.post(GENERATE, vllm_params.prefill_body(call, call.adapter or self._model), None)
+        body = vllm_params.prefill_body(call, call.adapter or self._model, await self._banned(call))
+        answer = await self._http.post(GENERATE, body, None)
         told = answer.get("kv_transfer_params") or {}
         reference = json.dumps(told, separators=(",", ":")) if told.get("do_remote_prefill") else ""
         return Prefilled(vllm_params.whole(answer, call.params), reference)
@@ -115,6 +119,9 @@ class VllmEngine:
     async def close(self) -> None:
         """Close all connections."""
         await self._http.close()
+
+    async def _banned(self, call: EngineCall) -> tuple[str, ...]:
+        return await self._bad_words.of(call.params.bad_words) if call.params.bad_words else ()
 
     async def _event_source(self) -> KvEventSource | None:
         sources = await self._http.get("/kv_event_sources") or {}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta
 from kvferry.engine_adapter.engines.sampling import common_sampling
-from kvferry.protocol.errors import InvalidRequest, StepFailed
-from kvferry.protocol.messages import Job, TokenLogprobs
+from kvferry.protocol.errors import StepFailed
+from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.sampling import MAX_LOGPROBS, SamplingParams
-from kvferry.protocol.work import Generate, Grammar
+from kvferry.protocol.work import Grammar
 
 GRAMMARS = {"json_schema": "json", "json_object": "json_object", "regex": "regex", "choice": "choice",
             "ebnf": "grammar", "lark": "grammar", "structural_tag": "structural_tag"}  # fmt: skip
@@ -24,17 +25,8 @@ KEEP_BLOCKS = {
 """kv_transfer_params that ask a server to keep a prompt's blocks for another one. A client's never get here."""
 
 
-def check(job: Job) -> None:
-    """Raise InvalidRequest, naming the field, for what vLLM cannot do with tokens alone."""
-    if not isinstance(job.work, Generate):
-        raise InvalidRequest("this model's engine only generates: use a model for embeddings or scores", param="model")
-    if job.work.params.bad_words:
-        raise InvalidRequest("bad_words is not supported: this model's engine takes texts, not tokens",
-                             param="bad_words")  # fmt: skip
-
-
-def body(call: EngineCall, model: str) -> dict[str, Any]:
-    """Return the body of a request.
+def body(call: EngineCall, model: str, bad_words: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the body of a request. bad_words: texts for the call's (`BadWordTexts`).
 
     End-of-sequence tokens go as stop tokens, so that the router alone decides what ends an output."""
     whole = call.params.prompt_logprobs is not None
@@ -47,6 +39,8 @@ def body(call: EngineCall, model: str) -> dict[str, Any]:
     }
     if not whole:
         built["stream_options"] = {"include_usage": True}
+    if bad_words:
+        built["sampling_params"]["bad_words"] = bad_words
     if call.cache_salt:
         built["cache_salt"] = call.cache_salt
     if call.reference:
@@ -54,10 +48,10 @@ def body(call: EngineCall, model: str) -> dict[str, Any]:
     return built
 
 
-def prefill_body(call: EngineCall, model: str) -> dict[str, Any]:
-    """Return the body of a request that computes a prompt, whose blocks another server fetches."""
+def prefill_body(call: EngineCall, model: str, bad_words: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the body of a request that computes a prompt, whose blocks another server fetches; see `body`."""
     params = replace(call.params, max_tokens=1, min_tokens=min(1, call.params.min_tokens))
-    built = body(replace(call, params=params), model)
+    built = body(replace(call, params=params), model, bad_words)
     built.pop("stream_options", None)
     built["stream"] = False
     built["kv_transfer_params"] = dict(KEEP_BLOCKS)

@@ -14,7 +14,8 @@ class Behaviour:
     with a reference is out), dies_on_fetch. loose: greedy tokens depend on the
     requests that run beside. prefill_s: seconds per prompt token that is computed. transfer: it has a NixlConnector;
     kv_lease and corrupt: see MockTransfer. modalities: media that it takes. hears: it transcribes. blind: its token
-    interface does not see media."""
+    interface does not see media. pools: what `/pooling` does, embed or classify; empty: the server generates.
+    pooling_fault: see MockPooling."""
 
     step_s: float = 0.0
     noise: str = "position"
@@ -36,3 +37,5 @@ class Behaviour:
     modalities: tuple[str, ...] = ()
     hears: bool = False
     blind: bool = False
+    pools: str = ""
+    pooling_fault: str = ""

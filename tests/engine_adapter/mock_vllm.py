@@ -26,6 +26,8 @@ from kvferry.runtime.disconnect import disconnected
 from tests.engine_adapter.mock_behaviour import Behaviour
 from tests.engine_adapter.mock_kv_events import MockKvEvents
 from tests.engine_adapter.mock_media import media_of, mount_speech, render, seen_in
+from tests.engine_adapter.mock_pooling import mount_pooling
+from tests.engine_adapter.mock_tokenizer import banned, mount_tokenizer
 from tests.engine_adapter.mock_transfer import MockTransfer
 from tests.engine_adapter.model_cache import Media, ModelCache
 
@@ -58,8 +60,12 @@ class Toy:
             parts += [own]
         if self.behaviour.loose:
             parts += [self.running]
-        drawn = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
-        return LEAST_ID + drawn % IDS
+        never = banned(words, own) if (words := params.get("bad_words")) else ()
+        while True:
+            token = LEAST_ID + int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") % IDS
+            if token not in never:
+                return token
+            parts.append("banned")
 
 
 async def read(chunks: AsyncIterator[str]) -> list[dict[str, Any]]:
@@ -148,6 +154,8 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
         nonlocal dead
         body = await request.json()
         toy.asked.append(body)
+        if behaviour.pools:
+            return JSONResponse({"detail": "Not Found"}, 404)
         if behaviour.fault == "refuse":
             return JSONResponse({"error": {"message": "overloaded", "code": 503}}, 503)
         if len(body["token_ids"]) >= behaviour.max_model_len:
@@ -223,6 +231,8 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
             toy.run(tokens[:-1], salt, media)
 
     mount_media(app, behaviour, toy)
+    mount_pooling(app, behaviour, toy.asked)
+    mount_tokenizer(app)
     if behaviour.hears:
         mount_speech(app)
     return app

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.engine_adapter.fleet import START_S, Answer, Engine, Fleet, ask, fleet
+from tests.engine_adapter.mock_tokenizer import encoded, tokenizer
 from tests.local_cluster import scrape, value
 from tests.waiting import wait_for
 
@@ -162,10 +163,21 @@ def test_a_client_that_leaves_frees_the_engine_within_a_second(running: Fleet):
     wait_for(lambda: sum(engine.behave()["running"] for engine in running.engines) == 0, 3)
 
 
-def test_what_the_engine_cannot_do_is_refused_with_the_fields_name(running: Fleet):
+def test_bad_words_are_never_drawn(running: Fleet):
+    free = ask(running, prompt(7), 24)
+    texts = {token: tokenizer().decode([token]) for token in free.tokens}
+    token, text = next((t, s) for t, s in texts.items() if s.lstrip() and encoded(s.lstrip()) in ([t], encoded(s)))
+    kept = ask(running, prompt(7), 24, bad_words=[text])
+    assert kept.error == ""
+    assert len(kept.tokens) == 24
+    assert token not in kept.tokens
+    assert kept.tokens[: free.tokens.index(token)] == free.tokens[: free.tokens.index(token)]
+
+
+def test_embeddings_are_refused_with_the_fields_name(running: Fleet):
     asked = [len(engine.behave()["asked"]) for engine in running.engines]
-    answer = ask(running, prompt(7), 4, bad_words=["hello"])
-    assert "bad_words" in answer.error
+    told = httpx.post(f"{running.router_url}/v1/embeddings", json={"model": "toy", "input": "a"}, timeout=30)
+    assert (told.status_code, "only generates" in told.text) == (400, True)
     assert [len(engine.behave()["asked"]) for engine in running.engines] == asked
 
 

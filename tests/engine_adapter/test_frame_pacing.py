@@ -8,7 +8,10 @@ import socket
 import pytest
 import uvloop
 
-from kvferry.engine_adapter.frame_pacing import TURN_S, FramePacing
+from kvferry.engine_adapter.frame_pacing import MAX_TURN_S, FramePacing, turn_s
+
+STREAMS = 4
+TURN_S = turn_s(STREAMS)
 
 
 class Time:
@@ -32,7 +35,7 @@ async def turns(count: int = 4) -> None:
 
 async def test_a_token_that_comes_alone_waits_for_nothing():
     time, sent = Time(), list[float]()
-    pacing = FramePacing(lambda: sent.append(time.now), time, time.sleep)
+    pacing = FramePacing(lambda: sent.append(time.now), lambda: STREAMS, time, time.sleep)
     for _ in range(3):
         pacing.due()
         await turns()
@@ -43,7 +46,7 @@ async def test_a_token_that_comes_alone_waits_for_nothing():
 
 async def test_a_frame_that_is_due_too_early_waits_for_the_rest_of_the_turn():
     time, sent = Time(), list[float]()
-    pacing = FramePacing(lambda: sent.append(time.now), time, time.sleep)
+    pacing = FramePacing(lambda: sent.append(time.now), lambda: STREAMS, time, time.sleep)
     pacing.due()
     await turns()
     time.now += TURN_S / 3
@@ -74,7 +77,7 @@ async def _read_while_sleeping() -> None:
         frames.append(outbox.copy())
         outbox.clear()
 
-    pacing = FramePacing(send, time, sleep)
+    pacing = FramePacing(send, lambda: STREAMS, time, sleep)
 
     def readable() -> None:
         outbox.append(near.recv(64))
@@ -97,10 +100,15 @@ async def _read_while_sleeping() -> None:
 
 async def test_a_busy_loop_does_not_sleep():
     time, sent = Time(), list[float]()
-    pacing = FramePacing(lambda: sent.append(time.now), time, time.sleep)
+    pacing = FramePacing(lambda: sent.append(time.now), lambda: STREAMS, time, time.sleep)
     for _ in range(5):
         pacing.due()
         time.now += TURN_S
         await turns()
     assert len(sent) == 5
     assert time.slept == []
+
+
+def test_a_stream_that_runs_alone_waits_for_little():
+    assert turn_s(1) <= 1.5e-3
+    assert turn_s(1) < turn_s(8) < turn_s(100) == MAX_TURN_S <= 4e-3

@@ -96,7 +96,7 @@ async def test_a_model_that_only_transcribes_joins_without_guarantees():
     engine = await engine_of(hears=True, max_model_len=4)
     with pytest.raises((InvalidRequest, StepFailed)):
         await measured_engine(engine, media=False)
-    assert await measured_engine(engine, media=True) == ((), ("transcription",), Rates())
+    assert (await measured_engine(engine, media=True))[:3] == ((), ("transcription",), Rates())
 
 
 async def test_an_engine_whose_token_interface_loses_the_picture_takes_none():

@@ -41,6 +41,8 @@ def pushed(sequence: OutputSequence, *deltas: EngineDelta) -> list[TokenDelta]:
         ({"frequency_penalty": -0.1}, None, ALL, False),
         ({"repetition_penalty": 1.3}, None, ALL, True),
         ({}, Grammar("regex", "a*"), ALL, False),
+        ({"bad_words": ((7,),)}, None, ALL, True),
+        ({"bad_words": ((7,), (8, 9))}, None, ALL, False),
     ],
 )
 def test_what_looks_at_the_output_alone_is_never_resumed(params, grammar, keeps, expected):

@@ -12,9 +12,8 @@ from kvferry.engine_adapter.engine_errors import failure
 from kvferry.engine_adapter.engines import vllm_params
 from kvferry.engine_adapter.engines.addresses import reachable
 from kvferry.protocol.errors import InvalidRequest, StepFailed
-from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
-from kvferry.protocol.work import Embed, Generate, Grammar
+from kvferry.protocol.work import Grammar
 
 ALL = SamplingParams(
     max_tokens=7, min_tokens=2, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.1,
@@ -62,19 +61,6 @@ def test_nothing_but_named_fields_reaches_the_engine():
 )
 def test_grammars_keep_their_kind(grammar, expected):
     assert body(grammar=grammar)["sampling_params"]["structured_outputs"] == expected
-
-
-def job(work: Any) -> Job:
-    return Job("r", 0, (1, 2), 2, work, "router")
-
-
-def test_what_the_engine_cannot_do_is_refused_by_name():
-    with pytest.raises(InvalidRequest) as refused:
-        vllm_params.check(job(Generate(SamplingParams(bad_words=((3, 4),)))))
-    assert refused.value.param == "bad_words"
-    with pytest.raises(InvalidRequest):
-        vllm_params.check(job(Embed()))
-    vllm_params.check(job(Generate(ALL)))
 
 
 def top(*rows: tuple[int, float, int | None]) -> list[dict[str, Any]]:

@@ -1,0 +1,45 @@
+"""Rooms in which two SGLang servers meet: one computes a prompt, and the other fetches its blocks meanwhile.
+
+A room is a number with the address of the prefill server's bootstrap service. Both servers get the same one, each in a
+request of its own. Anyone who names a used room may get the blocks of another prompt, so rooms are drawn here."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+from kvferry.protocol.errors import ConfigError
+
+MODES = ("prefill", "decode")
+"""Values of --disaggregation-mode of a server that has a half of the work."""
+DEFAULT_PORT = 8998
+"""Port of the bootstrap service of a server that does not tell it."""
+NOBODY = "2.2.2.2"
+"""Host that SGLang takes for a decode server that is not there: the prompt is computed, and its blocks go nowhere."""
+ROOM_BITS = 63
+"""Bits of a room's number."""
+
+
+class Rooms:
+    """Rooms of one server. mode: of MODES; empty: the server works alone."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        mode = str(told.get("disaggregation_mode") or "null")
+        self.mode = mode if mode in MODES else ""
+        self._port = int(told.get("disaggregation_bootstrap_port") or DEFAULT_PORT)
+
+    def draw(self, host: str) -> str:
+        """Return a new room of this server, as a reference for one call of each engine.
+
+        host: address of the prefill server for the other one; empty: nobody fetches the blocks. Raises ConfigError."""
+        if self.mode != "prefill":
+            raise ConfigError("only a server with --disaggregation-mode prefill has rooms", param="role")
+        return json.dumps(
+            {
+                "bootstrap_host": host or NOBODY,
+                "bootstrap_port": self._port,
+                "bootstrap_room": secrets.randbits(ROOM_BITS),
+            },
+            separators=(",", ":"),
+        )
