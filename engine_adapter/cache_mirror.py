@@ -39,7 +39,8 @@ class CacheMirror:
     counts_copies  see `CachedBlocks`
 
     Blocks of other groups, media and sizes are skipped, and so are those whose hash covers more than tokens, adapter,
-    salt, and images, audio or video. `skipped` counts them by reason. Nothing that an engine sends raises an error."""
+    salt, and images, audio or video. `skipped` counts them by reason, `clears` how often
+    all blocks went at once. Nothing that an engine sends raises an error."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class CacheMirror:
         self._note, self._max_copies = note, (total_blocks or MAX_BLOCKS) * MAX_OVERCOUNT
         self._cached = CachedBlocks(block_size, counts_copies=counts_copies)
         self._warn = RateLimitedLog(log)
-        self.stored = self.removed = self.forgotten = 0
+        self.stored = self.removed = self.forgotten = self.clears = 0
         self.skipped: Counter[str] = Counter()
 
     @property
@@ -71,7 +72,7 @@ class CacheMirror:
         """Apply a batch of events."""
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                self._cached.clear()
+                self._clear()
             elif event.group or event.medium not in DEVICE_MEDIA:
                 self._skip("group" if event.group else "medium", len(event.keys))
             elif isinstance(event, BlocksRemoved):
@@ -86,13 +87,13 @@ class CacheMirror:
                 self._cached.copies,
             )
             self.forgotten += 1
-            self._cached.clear()
+            self._clear()
         self._tell()
 
     def forget(self) -> None:
         """Forget all blocks, because the engine did or because events were lost."""
         self.forgotten += 1
-        self._cached.clear()
+        self._clear()
         self._tell()
 
     def held(
@@ -112,6 +113,10 @@ class CacheMirror:
                 if row not in self._cached.rows:
                     return at * size
         return max(0, full) * size
+
+    def _clear(self) -> None:
+        self.clears += 1
+        self._cached.clear()
 
     def _store(self, event: BlocksStored) -> None:
         keys, size = event.keys, self._block_size

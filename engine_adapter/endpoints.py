@@ -12,10 +12,11 @@ from kvferry.engine_adapter.handovers import Handovers
 from kvferry.engine_adapter.media_routes import read_job
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.engine_adapter.prefill_attempts import PrefillAttempts
-from kvferry.protocol.errors import Draining, Incompatible
-from kvferry.protocol.handover_messages import Handover, HandoverOffer
+from kvferry.protocol.errors import Cancelled, Draining, Incompatible
+from kvferry.protocol.handover_messages import IN_ROOM, Handover, HandoverOffer
 from kvferry.protocol.messages import CancelRequest, PrefillRequest
 from kvferry.protocol.wire import pack
+from kvferry.runtime.disconnect import until_disconnect
 from kvferry.runtime.http import read_message
 from kvferry.worker.message_stream import MEDIA_TYPE, MessageStreamResponse
 
@@ -56,13 +57,26 @@ class Endpoints:
         offer = await read_message(request, HandoverOffer)
         return Response(pack(self._handovers().offer(offer)), media_type=MEDIA_TYPE)
 
-    async def post_handover(self, request: Request) -> None:
-        """Begin an attempt whose blocks another engine has; answer once they have come."""
-        await self._handovers().take(await read_message(request, Handover))
+    async def post_handover(self, request: Request) -> Response:
+        """Begin an attempt whose blocks another engine has; answer once they have come.
+
+        If the prefill node of a room leaves before, the attempt ends: its engine would wait for blocks of nobody."""
+        handover, handovers = await read_message(request, Handover), self._handovers()
+        if handover.first_token != IN_ROOM:
+            await handovers.take(handover)
+            return Response()
+        try:
+            left = await until_disconnect(request.receive, handovers.take(handover))
+        except Cancelled:
+            self._drop(CancelRequest(handover.job.request_id, handover.job.attempt))
+            raise
+        return Response(pack(left), media_type=MEDIA_TYPE)
 
     async def post_cancel(self, request: Request) -> None:
         """Drop all attempts of a request up to the given one."""
-        cancel = await read_message(request, CancelRequest)
+        self._drop(await read_message(request, CancelRequest))
+
+    def _drop(self, cancel: CancelRequest) -> None:
         if (state := self._state()) is not None:
             state.attempts.cancel(cancel)
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from kvferry.protocol.errors import Fenced, KvferryError, NodeDied, NodeLost, TransferFailed, from_body
-from kvferry.protocol.handover_messages import Handover, HandoverOffer, HandoverTicket
+from kvferry.protocol.handover_messages import Handover, HandoverOffer, HandoverTicket, RoomLeft
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.protocol.wire import FrameReader, WireError, pack
 from kvferry.runtime.cluster_secret import HEADER
@@ -39,11 +39,12 @@ class HandoverClient:
             raise TransferFailed(f"{target.node_id} answered an offer with a {type(answer).__name__}")
         return answer.ticket
 
-    async def hand_over(self, target: DecodeTarget, handover: Handover, within_s: float) -> None:
-        """Hand over a prompt; return once the decode engine has its blocks."""
+    async def hand_over(self, target: DecodeTarget, handover: Handover, within_s: float) -> RoomLeft | None:
+        """Hand over a prompt; return once the decode engine has its blocks. Of a room, the first token is told."""
         try:
             async with asyncio.timeout(within_s):
-                await self._call(target, HANDOVER_PATH, handover, None)
+                answer = await self._call(target, HANDOVER_PATH, handover, None)
+                return answer if isinstance(answer, RoomLeft) else None
         except TimeoutError as error:
             raise TransferFailed(f"{target.node_id} did not fetch the blocks within {within_s:.3g} s") from error
 

@@ -9,10 +9,13 @@ from kvferry.engine_adapter.handover_client import HandoverClient
 from kvferry.engine_adapter.learned_rates import LearnedRates
 from kvferry.engine_adapter.pinned_blocks import PinnedBlocks
 from kvferry.protocol.errors import Cancelled, GrantRefused, Incompatible, KvferryError, NodeLost, TransferFailed
-from kvferry.protocol.handover_messages import Handover, HandoverOffer
+from kvferry.protocol.handover_messages import IN_ROOM, Handover, HandoverOffer
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.messages import DecodeTarget, Job, ShipDone
 from kvferry.protocol.process_names import NodeName
+
+ROOM_S = 300.0
+"""Longest time for which two engines meet in a room, in seconds: they give it up themselves after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,26 @@ class HandoverSender:
         size = blocks * self._blocks.bytes
         self.rates.shipped(size, seconds)
         return ShipDone(job.request_id, job.attempt, blocks, size, seconds, seconds)
+
+    async def meet(
+        self, job: Job, target: DecodeTarget, length: int, reference: str, ticket: Ticket
+    ) -> tuple[ShipDone, int]:
+        """Hand over a room while the prompt is computed; return once the decode engine has the blocks.
+
+        Returns the account and the first token that came with them. Raises as `offer`."""
+        began, blocks = time.monotonic(), blocks_for(length, self._blocks.size)
+        handover = Handover(job, ticket.ticket, self._name, target.epoch, length, IN_ROOM, reference, 0.0, ROOM_S)
+        number = self.pinned.pin(blocks)
+        try:
+            left = await self._client.hand_over(target, handover, ROOM_S)
+        except KvferryError as error:
+            raise of_decode(error) from error
+        finally:
+            self.pinned.fetched(number)
+        if left is None:
+            raise TransferFailed(f"{target.node_id} does not tell the first token of a room")
+        seconds, size = time.monotonic() - began, blocks * self._blocks.bytes
+        return ShipDone(job.request_id, job.attempt, blocks, size, seconds, seconds), left.first_token
 
 
 def of_decode(error: KvferryError) -> KvferryError:

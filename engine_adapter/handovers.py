@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvferry.engine_adapter.transfer import Transfer
 from kvferry.protocol.errors import Fenced, InvalidRequest, TransferFailed
-from kvferry.protocol.handover_messages import Handover, HandoverOffer, HandoverTicket
+from kvferry.protocol.handover_messages import IN_ROOM, Handover, HandoverOffer, HandoverTicket, RoomLeft
 from kvferry.protocol.messages import Job
 from kvferry.protocol.process_names import NodeName
 from kvferry.protocol.work import Generate
@@ -67,9 +67,10 @@ class Handovers:
             self._tickets.popitem(last=False)
         return HandoverTicket(ticket)
 
-    async def take(self, handover: Handover) -> None:
+    async def take(self, handover: Handover) -> RoomLeft | None:
         """Begin the attempt; return once the engine has its blocks. Raises the error that ends the attempt before.
 
+        The prefill node of a room is told the first token, which came with the blocks.
         Raises Fenced, TransferFailed or InvalidRequest for a handover that must not reach the engine."""
         try:
             transfer = self._accepted(handover)
@@ -79,6 +80,7 @@ class Handovers:
             raise
         self._start(handover.job, transfer)
         await asyncio.shield(transfer.landed)
+        return RoomLeft(transfer.tokens[0]) if handover.first_token == IN_ROOM else None
 
     def _accepted(self, handover: Handover) -> Transfer:
         job, ticket, now = handover.job, self._tickets.pop(handover.ticket, None), self._clock()
@@ -89,7 +91,8 @@ class Handovers:
         known = job.token_ids[handover.length :]
         if not isinstance(job.work, Generate) or not job.prompt_len <= handover.length <= len(job.token_ids):
             raise InvalidRequest("the blocks are not those of the job's tokens", param="length")
-        if known and known[0] != handover.first_token:
+        first = None if handover.first_token == IN_ROOM else handover.first_token
+        if known and first is not None and known[0] != first:
             raise TransferFailed("the first token is not the one that was delivered")
         age_s = handover.age_s + (now - ticket.given)
         if not 0 <= age_s < FRESH * handover.lease_s:
@@ -101,7 +104,7 @@ class Handovers:
         while len(self._used) > MAX_REFERENCES:
             self._used.popitem(last=False)
         ends_at = now - age_s + handover.lease_s
-        return Transfer(handover.sender, handover.reference, handover.length, handover.first_token, ends_at,
+        return Transfer(handover.sender, handover.reference, handover.length, first, ends_at,
                         self._exact(job), self._clock)  # fmt: skip
 
     def _check_epoch(self, epoch: int) -> None:

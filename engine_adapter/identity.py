@@ -7,12 +7,22 @@ from pathlib import PurePath
 
 from kvferry.engine_adapter.engine import EngineFacts
 from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import WIRE_VERSION
 
 
 def model_name(facts: EngineFacts) -> str:
     """Return the model's name without the directories before it."""
     return PurePath(facts.model).name or facts.model
+
+
+def require_role(facts: EngineFacts, role: str) -> None:
+    """Raise ConfigError if an engine that has half of the work, or all of it, cannot serve as a node of this role."""
+    if facts.kv_role and facts.kv_role != role:
+        raise ConfigError(f"the engine runs with --disaggregation-mode {facts.kv_role}: start its adapter with "
+                          f"--role {facts.kv_role}", param="role")  # fmt: skip
+    if facts.kind == "sglang" and role == "prefill" and not facts.kv_role:
+        raise ConfigError("a prefill node needs SGLang with --disaggregation-mode prefill", param="role")
 
 
 def fingerprint(facts: EngineFacts, revision: str, transfer: str = "") -> str:

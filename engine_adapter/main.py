@@ -30,8 +30,8 @@ async def serve_adapter(settings: AdapterSettings) -> None:
     """Run an adapter until SIGTERM or SIGINT, or until its engine ends. Raises ConfigError when it cannot start.
 
     If the engine ends, the process ends with exit status 1 at once: to routers its node has died."""
-    if settings.role == "prefill" and (settings.engine != "vllm" or settings.kv_transfer == "none"):
-        raise ConfigError("only vLLM's prompts can be computed for another engine, by NIXL", param="role")
+    if settings.role == "prefill" and (settings.engine not in ("vllm", "sglang") or settings.kv_transfer == "none"):
+        raise ConfigError("only vLLM's and SGLang's prompts can be computed for another engine", param="role")
     stop = StopSignal()
     stop.listen()
     engine = engine_client(settings.engine, settings.url, settings, settings.tokenizer)

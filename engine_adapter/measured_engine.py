@@ -22,11 +22,21 @@ class MeasuredEngine(NamedTuple):
     pooling: MeasuredPooling = NO_POOLING
 
 
-async def measured_engine(engine: Engine, *, exact: bool = True, media: bool) -> MeasuredEngine:
-    """Measure an idle engine. exact: see EngineFacts; media: whether to measure those, too. Raises what it raises.
+NO_PREFILL = Rates(prefill_tokens_per_s=0.1)
+"""Rates of an engine that only decodes: routers take it for a node where prompts take for ever."""
+
+
+async def measured_engine(engine: Engine, *, exact: bool = True, media: bool, kv_role: str = "") -> MeasuredEngine:
+    """Measure an idle engine. exact, kv_role: see EngineFacts; media: whether to measure those. Raises what it raises.
+
+    An engine with half of the work alone cannot generate: nothing is known of it but the rate of its prompts.
 
     A model that transcribes may take no prompts without audio, and one that embeds may generate nothing: it keeps
     nothing, and its rates are unknown."""
+    if kv_role == "decode":
+        return MeasuredEngine((), (), NO_PREFILL)
+    if kv_role == "prefill":
+        return MeasuredEngine((), (), await Measurement(engine).rates())
     modalities = await measured_modalities(engine) if media else ()
     pooling = await measured_pooling(engine)
     measurement = Measurement(engine, exact=exact)

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import math
 import time
+from dataclasses import replace
 from itertools import count
 
-from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta, TransferEngine
+from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta, RoomEngine, TransferEngine
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.lease import Rates
 from kvferry.protocol.sampling import SamplingParams
@@ -74,6 +75,9 @@ class Measurement:
 
     async def transfer(self) -> None:
         """Raise ConfigError unless the engine computes prompts for other engines."""
+        if isinstance(self._engine, RoomEngine):
+            await self._engine.prefill_leg(replace(self._call(GREEDY, (), 9), reference=self._engine.room("")))
+            return
         if isinstance(self._engine, TransferEngine):
             prefilled = await self._engine.prefill(self._call(GREEDY, (), 9))
             if prefilled.reference:

@@ -65,12 +65,21 @@ class Mirroring:
             self._lost(f"its KV events cannot be read: {type(error).__name__}")
 
     def sent(self, job: Job, call: EngineCall) -> None:
-        """Note a call that goes to the engine."""
+        """Note a call that goes to the engine. One that asks for log-probabilities of its prompt reuses nothing."""
+        if call.params.prompt_logprobs is not None:
+            return
         self.accuracy.sent((job.request_id, job.attempt), call.token_ids, job.namespace, job.adapter, job.media)
 
     def ended(self, job: Job, cached: int | None) -> None:
-        """Compare a call's end with what the mirror held."""
+        """Compare a call's end with what the mirror held, and forget everything if the engine has nothing of it.
+
+        An engine that drops its cache while it is idle tells it with its next step, and that event may be lost."""
         self.accuracy.ended((job.request_id, job.attempt), cached)
+        if self.accuracy.is_stale:
+            log.warning("the engine reused nothing of what its KV events told: its cache is learned anew")
+            self._events.counters.resets += 1
+            self.accuracy.misses = 0
+            self.mirror.forget()
 
     def set_gauges(self, metrics: AdapterMetrics) -> None:
         """Set the gauges of the mirror."""

@@ -17,7 +17,7 @@ from kvferry.cluster_state.seal import Seal
 from kvferry.engine_adapter.endpoints import Endpoints
 from kvferry.engine_adapter.engine import Engine, EngineFacts
 from kvferry.engine_adapter.engine_watch import EngineWatch
-from kvferry.engine_adapter.identity import model_name
+from kvferry.engine_adapter.identity import model_name, require_role
 from kvferry.engine_adapter.measured_engine import measured_engine
 from kvferry.engine_adapter.measured_guarantees import Measurement
 from kvferry.engine_adapter.media_routes import MediaRoutes
@@ -106,9 +106,9 @@ class AdapterNode:
     async def _load(self) -> NodeState:
         """Wait for the engine, measure it, and take an epoch."""
         facts = await self._ready_facts()
-        measured = await measured_engine(
-            self._engine, exact=facts.exact, media=self._settings.engine_modalities == "auto"
-        )
+        require_role(facts, self._settings.role)
+        media = self._settings.engine_modalities == "auto"
+        measured = await measured_engine(self._engine, exact=facts.exact, media=media, kv_role=facts.kv_role)
         guarantees = measured.guarantees + measured.pooling.guarantees
         if self._settings.role == "prefill":
             await Measurement(self._engine).transfer()

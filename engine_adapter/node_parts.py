@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvferry.engine_adapter.attempts import Attempts
-from kvferry.engine_adapter.engine import Engine, TransferEngine
+from kvferry.engine_adapter.engine import Engine, RoomEngine, TransferEngine
 from kvferry.engine_adapter.handover_client import HandoverClient
 from kvferry.engine_adapter.handover_sender import BlockFacts, HandoverSender
 from kvferry.engine_adapter.handovers import Handovers
@@ -16,6 +17,7 @@ from kvferry.engine_adapter.learned_rates import LearnedRates
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.engine_adapter.pooling_work import PoolingWork
 from kvferry.engine_adapter.prefill_attempts import PrefillAttempts
+from kvferry.engine_adapter.room_prefills import RoomPrefills
 from kvferry.engine_adapter.transfer_canary import TransferCanary
 from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.messages import Deviation, Job, StepFrame
@@ -52,10 +54,14 @@ class NodeParts:
     def prefill_attempts(self, clock: SuspendAwareClock) -> PrefillAttempts:
         """Return the attempts of a prefill node. clock: excludes the time during which this process was suspended."""
         state, settings = self.state, self.state.settings
-        assert isinstance(self.engine, TransferEngine)
         client = HandoverClient(self.token, worker_tls(settings.worker_ca_certs, settings.worker_server_name))
         blocks = BlockFacts(state.facts.block_size, state.block_bytes, settings.kv_lease)
         began, awake = time.monotonic(), clock.now()
+        if isinstance(self.engine, RoomEngine):
+            host = urlsplit(state.address.url).hostname or ""
+            sender = HandoverSender(client, self._name, blocks, LearnedRates())
+            return RoomPrefills(self.engine, sender, host, state.adapter_names, **self._common)
+        assert isinstance(self.engine, TransferEngine)
         return PrefillAttempts(
             self.engine,
             HandoverSender(client, self._name, blocks, LearnedRates()),
@@ -71,6 +77,11 @@ class NodeParts:
         names, pooling = state.adapter_names, PoolingWork(self.engine.pooling, state.pooling, state.pooled_by)
         if not state.transfer:
             return Attempts(self.engine, streams, state.guarantees, names, pooling, **self._common)
+
+        if state.transfer == "rooms":  # an engine that only decodes cannot compute a prompt again for a canary
+            attempts = Attempts(self.engine, streams, (), names, pooling, **self._common)
+            state.handovers = Handovers(self._name, attempts.start, self._exact, self.adapter_metrics.refused.inc)
+            return attempts
 
         def report(router_id: str, deviation: Deviation) -> None:
             streams.publish(router_id, StepFrame(deviations=(deviation,)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.engine_adapter.attempt_table import AttemptTable
-from kvferry.engine_adapter.engine import EngineCall, EngineDelta, Prefilled, TransferEngine
+from kvferry.engine_adapter.engine import EngineCall, EngineDelta, Prefilled, RoomEngine, TransferEngine
 from kvferry.engine_adapter.handover_sender import HandoverSender, Ticket
 from kvferry.engine_adapter.output_sequence import OutputSequence, call_of, length_of
 from kvferry.engine_adapter.pooling_work import GENERATES_ONLY
@@ -57,7 +57,7 @@ class PrefillAttempts:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: TransferEngine | RoomEngine,
         sender: HandoverSender,
         guarantees: tuple[str, ...],
         adapters: Mapping[str, str],
@@ -125,11 +125,14 @@ class PrefillAttempts:
         if not attempt.first_at:
             await self._suspect(error)
 
+    def _new_id(self, job: Job) -> str:
+        self._calls += 1
+        return f"{job.request_id}-{job.attempt}-{self._calls}"
+
     async def _compute(self, attempt: PrefillAttempt) -> None:
         job, target = attempt.job, attempt.target
         length = length_of(job, self._guarantees)
-        self._calls += 1
-        call = call_of(job, f"{job.request_id}-{job.attempt}-{self._calls}", self._names.get(job.adapter, ""), length)
+        call = call_of(job, self._new_id(job), self._names.get(job.adapter, ""), length)
         self._sent(job, call)
         if target is None:
             sequence, deltas = OutputSequence(job, length), list[EngineDelta]()
@@ -137,6 +140,7 @@ class PrefillAttempts:
             self._first(attempt, sequence, joined(deltas))
             return
         offering = asyncio.create_task(self._sender.offer(job, target))
+        assert not isinstance(self._engine, RoomEngine)
         computing = asyncio.create_task(self._engine.prefill(call))
         try:
             await self._hand_over(attempt, target, call, computing, offering)

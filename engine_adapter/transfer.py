@@ -26,7 +26,7 @@ class Transfer:
     sender       the prefill node
     reference    see EngineCall
     length       tokens of the prompt
-    first_token  that the other engine drew
+    first_token  that the other engine drew; None in a room, where it comes with the blocks
     ends_at      when the reference's lease is over, in seconds of `clock`
     exact        whether two engines of this kind always draw the same token
     landed       done when the first token has come, or the attempt has failed
@@ -35,7 +35,7 @@ class Transfer:
     sender: NodeName
     reference: str
     length: int
-    first_token: int
+    first_token: int | None
     ends_at: float
     exact: bool
     clock: Callable[[], float] = time.monotonic
@@ -45,13 +45,17 @@ class Transfer:
     def job_behind(self, job: Job) -> Job:
         """Return the job with the first token among the delivered ones, so that it is not delivered twice."""
         known = job.token_ids[self.length :]
-        return job if known else replace(job, token_ids=(*job.token_ids, self.first_token))
+        if known or self.first_token is None:
+            return job
+        return replace(job, token_ids=(*job.token_ids, self.first_token))
 
     def see(self, delta: EngineDelta) -> None:
         """Check output before it is delivered. Raises TransferFailed, or BlocksCorrupt if the engines cannot differ."""
         if not self.tokens and (delta.token_ids or delta.finish_reason is not None):
             if self.clock() >= self.ends_at:
                 raise TransferFailed("the first token came when the lease of the prompt's blocks was over")
+            if self.first_token is None and delta.token_ids:
+                self.first_token = delta.token_ids[0]
             if delta.token_ids[:1] != (self.first_token,):
                 kind = BlocksCorrupt if self.exact else TransferFailed
                 raise kind(f"{self.sender[0]} drew another first token than this engine with the transferred blocks")

@@ -10,6 +10,9 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.process_names import NodeName
 from kvferry.protocol.wire import message
 
+IN_ROOM = -1
+"""First token of a prompt that is being computed."""
+
 
 @message(60, checked=True)
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Handover:
     sender        the prefill node
     decode_epoch  of the process that is meant
     length        how many of the job's tokens the blocks are of
-    first_token   that the prefill engine drew behind them
+    first_token   that the prefill engine drew behind them; IN_ROOM: the prompt is computed while the blocks travel
     reference     the blocks' place in the engine's own words
     age_s         seconds from the end of the prefill to the arrival of the ticket; negative if it came before
     lease_s       seconds for which the prefill engine keeps the blocks"""
@@ -55,3 +58,11 @@ class Handover:
     reference: str
     age_s: float
     lease_s: float
+
+
+@message(63, checked=True)
+@dataclass(frozen=True, slots=True)
+class RoomLeft:
+    """Decode → prefill, answer to a Handover of a room: the first token that came with the blocks."""
+
+    first_token: int

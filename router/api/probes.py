@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.labels import ROLES
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.metrics import RouterMetrics
@@ -20,8 +21,8 @@ from kvferry.router.worker_peers.exposition import scraped
 from kvferry.router.worker_peers.peers import WorkerPeers
 from kvferry.runtime.rejection import retry_headers
 
-ASKED = ("1", "true")
-"""Values of the query parameter `nodes` that mean true."""
+ASKED = {None: False, "0": False, "false": False, "1": True, "true": True}
+"""Values of the query parameter `nodes`, and what they mean."""
 NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "boolean"}}
 """OpenAPI description of the query parameter `nodes`."""
 
@@ -63,9 +64,9 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyr
         openapi_extra={"parameters": [NODES]},
     )
     async def ready(request: Request, response: Response) -> Ready:
+        placing = asks_for_nodes(request.query_params.get("nodes"))
         models = pools.ready()
         nodes = {role: sum(counts[role] for counts in models.values()) for role in ROLES}
-        placing = request.query_params.get("nodes") in ASKED
         why = trouble(pools, placing) or await _troubles(peers, placing)
         if why:
             response.status_code = 503
@@ -78,6 +79,15 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyr
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+def asks_for_nodes(told: str | None) -> bool:
+    """Return what the query parameter `nodes` means. Raises InvalidRequest for a value that means nothing."""
+    if told not in ASKED:
+        raise InvalidRequest(
+            f"nodes must be 1 or 0, got {told!r:.40}; the answer counts the nodes of each role", param="nodes"
+        )
+    return ASKED[told]
 
 
 def trouble(pools: ServedModels, placing: bool) -> str:

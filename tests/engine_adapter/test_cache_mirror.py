@@ -14,7 +14,7 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.engine_adapter.cache_mirror import HELD_SLICE, MAX_OVERCOUNT, CacheMirror
 from kvferry.engine_adapter.cached_blocks import CachedBlocks
 from kvferry.engine_adapter.kv_event_batch import decode
-from kvferry.engine_adapter.mirror_accuracy import MAX_CALLS, MirrorAccuracy
+from kvferry.engine_adapter.mirror_accuracy import MAX_CALLS, MISSES, MirrorAccuracy
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.media import MediaItem, block_extras
@@ -287,6 +287,36 @@ def test_held_is_what_an_engine_can_reuse():
         assert mirror.held([*tokens[: blocks * SIZE], *([7] * 20)]) == blocks * SIZE
     engine.take(removed(HELD_SLICE))
     assert mirror.held(tokens) == (HELD_SLICE - 1) * SIZE
+
+
+def test_a_mirror_is_stale_once_the_engine_reuses_nothing_of_it_time_and_again():
+    engine = Mirrored()
+    engine.take(stored([1, 2], TEXT[:8]))
+    accuracy = MirrorAccuracy(engine.mirror)
+    for call in range(MISSES - 1):
+        accuracy.sent(call, TEXT[:12])
+        accuracy.ended(call, 0)
+    accuracy.sent("new", (9,) * 12)  # of a prompt that the mirror does not hold, nothing can be missed
+    accuracy.ended("new", 0)
+    assert not accuracy.is_stale
+    accuracy.sent("last", TEXT[:12])
+    accuracy.ended("last", 0)
+    assert accuracy.is_stale
+
+
+def test_a_miss_that_the_engine_explained_and_a_hit_make_no_mirror_stale():
+    engine = Mirrored()
+    accuracy = MirrorAccuracy(engine.mirror)
+    for call in range(2 * MISSES):
+        engine.take(stored([1, 2], TEXT[:8]))
+        accuracy.sent(call, TEXT[:12])
+        engine.take({"type": "AllBlocksCleared"})
+        accuracy.ended(call, 0)
+    engine.take(stored([1, 2], TEXT[:8]))
+    for call in range(2 * MISSES):
+        accuracy.sent(call, TEXT[:12])
+        accuracy.ended(call, 8 if call % 2 else 0)
+    assert not accuracy.is_stale
 
 
 def test_accuracy_compares_prediction_and_account():

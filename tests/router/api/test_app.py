@@ -49,6 +49,8 @@ async def test_operations() -> None:
     api.cluster.is_ready = False
     assert (await api.http.get("/ready")).json()["status"] == "ready", "the router is, whatever its nodes are"
     assert (await api.http.get("/ready?nodes=0")).status_code == 200
+    odd = await api.http.get("/ready?nodes=2")
+    assert (odd.status_code, odd.json()["error"]["param"]) == (400, "nodes")
     lonely = await api.http.get("/ready?nodes=1")
     assert (lonely.status_code, lonely.json()["nodes"]["decode"]) == (503, 0)
     assert (await api.http.get("/health")).status_code == 200
