@@ -104,7 +104,7 @@ class Attempts:
 
         An attempt that was cancelled before it came is dropped, and one that runs already is not begun twice."""
         generates = isinstance(job.work, Generate)
-        self._engine.check(job) if generates else self._pooling.check(job)
+        (self._engine if generates else self._pooling).check(job)
         if job.media and self._engine.media is None:
             raise InvalidRequest("this model's engine takes no images, audio or video", param="messages")
         if job.adapter and job.adapter not in self._names:
