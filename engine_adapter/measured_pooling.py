@@ -8,11 +8,10 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from kvferry.engine_adapter.engine import Engine, EngineCall
+from kvferry.engine_adapter.engine import Engine
 from kvferry.engine_adapter.measured_guarantees import IDS, LEAST_ID
-from kvferry.engine_adapter.pooling_engine import POOLING_TASKS, PoolingEngine, PoolingTask
+from kvferry.engine_adapter.pooling_engine import POOLING_TASKS, PoolingCall, PoolingEngine, PoolingTask
 from kvferry.protocol.errors import InvalidRequest, Overloaded, StepFailed
-from kvferry.protocol.sampling import SamplingParams
 
 log = logging.getLogger("kvferry.adapter")
 
@@ -58,7 +57,7 @@ async def _vectors(engine: PoolingEngine, task: PoolingTask) -> list[array[float
     found: list[array[float]] = []
     for length in LENGTHS:
         prompt = tuple(LEAST_ID + 11 * at % IDS for at in range(length))
-        call = EngineCall(f"{salt}-{length}", prompt, SamplingParams(), cache_salt=salt)
+        call = PoolingCall(f"{salt}-{length}", prompt, cache_salt=salt)
         try:
             found.append(await engine.pool(task, call))
         except (InvalidRequest, StepFailed, Overloaded) as error:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Literal, Protocol
-
-if TYPE_CHECKING:
-    from kvferry.engine_adapter.engine import EngineCall
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 PoolingTask = Literal["embed", "classify"]
 POOLING_TASKS: tuple[PoolingTask, ...] = ("embed", "classify")
 
 
+@dataclass(frozen=True, slots=True)
+class PoolingCall:
+    """One prompt for an engine that generates nothing; the fields are those of `engine.EngineCall`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    adapter: str = ""
+    cache_salt: str = ""
+
+
 class PoolingEngine(Protocol):
     """The part of an engine's client that generates nothing. Its calls raise what those of `engine.Engine` raise."""
 
-    async def pool(self, task: PoolingTask, call: EngineCall) -> array[float]:
+    async def pool(self, task: PoolingTask, call: PoolingCall) -> array[float]:
         """Return the numbers of a prompt: its vector, or one logit for each label without an activation.
 
         A vector has all numbers of the model, and is not scaled if the engine can leave that out. The engine pools as
-        it was started; the call's sampling parameters do not matter."""
+        it was started."""
         ...

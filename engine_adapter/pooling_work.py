@@ -7,15 +7,13 @@ import math
 import sys
 from array import array
 
-from kvferry.engine_adapter.engine import EngineCall
 from kvferry.engine_adapter.measured_pooling import NO_POOLING, MeasuredPooling
-from kvferry.engine_adapter.pooling_engine import PoolingEngine, PoolingTask
+from kvferry.engine_adapter.pooling_engine import PoolingCall, PoolingEngine, PoolingTask
 from kvferry.model_files.pooling_config import read_task
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError, InvalidRequest, StepFailed
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
-from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Classify, Embed
 
 log = logging.getLogger("kvferry.adapter")
@@ -60,7 +58,7 @@ class PoolingWork:
     async def delta(self, job: Job, request_id: str, adapter: str) -> TokenDelta:
         """Return the outcome of a job. adapter: name of a LoRA adapter; empty: none. Raises what the engine raises."""
         assert self._engine is not None
-        call = EngineCall(request_id, job.token_ids, SamplingParams(), None, adapter, job.namespace)
+        call = PoolingCall(request_id, job.token_ids, adapter, job.namespace)
         found = await self._engine.pool(_task(job), call)
         if not found or not all(map(math.isfinite, found)):
             raise StepFailed("the engine's vector has numbers that are not finite")

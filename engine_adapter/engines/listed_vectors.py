@@ -5,9 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from kvferry.engine_adapter.engine import EngineCall
 from kvferry.engine_adapter.http_client import EngineHttp
-from kvferry.engine_adapter.pooling_engine import PoolingTask
+from kvferry.engine_adapter.pooling_engine import PoolingCall, PoolingTask
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 
 
@@ -17,7 +16,7 @@ class LlamaCppPooling:
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
 
-    async def pool(self, task: PoolingTask, call: EngineCall) -> array[float]:
+    async def pool(self, task: PoolingTask, call: PoolingCall) -> array[float]:
         """Return the vector of a prompt, unscaled. Logits are refused: the server ranks texts, not tokens."""
         _require_embed(task)
         told = await self._http.post("/v1/embeddings", {"input": call.token_ids, "embd_normalize": -1}, None)
@@ -30,7 +29,7 @@ class SglangPooling:
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
 
-    async def pool(self, task: PoolingTask, call: EngineCall) -> array[float]:
+    async def pool(self, task: PoolingTask, call: PoolingCall) -> array[float]:
         """Return the vector of a prompt, as the server scales it. Logits are refused."""
         _require_embed(task)
         body: dict[str, Any] = {"rid": call.request_id, "input_ids": call.token_ids}

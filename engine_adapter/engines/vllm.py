@@ -124,15 +124,19 @@ class VllmEngine:
         return await self._bad_words.of(call.params.bad_words) if call.params.bad_words else ()
 
     async def _event_source(self) -> KvEventSource | None:
-        sources = await self._http.get("/kv_event_sources") or {}
-        for source in sources.values():
-            if source.get("enable_kv_cache_events") and source.get("publisher") == "zmq":
-                host = self._http.host
-                replay = source.get("replay_endpoint") or ""
-                return KvEventSource(
-                    reachable(source["endpoint"], host), reachable(replay, host), source.get("topic", "")
-                )
-        return None
+        """Return where the server publishes KV events; None: nowhere, or in several caches of which it chooses one."""
+        told = await self._http.get("/kv_event_sources") or {}
+        sources = [each for each in told.values() if each.get("enable_kv_cache_events") and each["publisher"] == "zmq"]
+        if len(sources) > 1:
+            log.warning(
+                "the engine has %d data-parallel ranks and chooses one for each prompt: their caches are not mirrored",
+                len(sources),
+            )
+        if len(sources) != 1:
+            return None
+        (source,), host = sources, self._http.host
+        replay = source.get("replay_endpoint") or ""
+        return KvEventSource(reachable(source["endpoint"], host), reachable(replay, host), source.get("topic", ""))
 
 
 def _process(metrics: str) -> str:

@@ -9,9 +9,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.engine_adapter.engine import EngineCall
 from kvferry.engine_adapter.http_client import EngineHttp
-from kvferry.engine_adapter.pooling_engine import PoolingTask
+from kvferry.engine_adapter.pooling_engine import PoolingCall, PoolingTask
 from kvferry.protocol.errors import StepFailed
 
 
@@ -21,7 +20,7 @@ class VllmPooling:
     def __init__(self, http: EngineHttp, model: Callable[[], str]) -> None:
         self._http, self._model = http, model
 
-    async def pool(self, task: PoolingTask, call: EngineCall) -> array[float]:
+    async def pool(self, task: PoolingTask, call: PoolingCall) -> array[float]:
         """Return the numbers of a prompt as the model's head gives them, without scaling or activation."""
         body: dict[str, Any] = {
             "request_id": call.request_id, "model": call.adapter or self._model(), "task": task,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineFacts, KvEventSource
 from kvferry.engine_adapter.kv_event_batch import decode
@@ -38,7 +39,7 @@ def mirroring() -> tuple[Mirroring, set[bytes]]:
     return made, noted
 
 
-def call(made: Mirroring, number: int, cached: int, **params: int) -> None:
+def call(made: Mirroring, number: int, cached: int, **params: Any) -> None:
     job = Job(f"r{number}", 0, TEXT, len(TEXT), Generate(SamplingParams(**params)), "router")
     made.sent(job, EngineCall(job.request_id, TEXT, job.params))
     made.ended(job, cached)

@@ -13,15 +13,13 @@ import httpx
 import pytest
 
 from kvferry.engine_adapter.attempts import Attempts
-from kvferry.engine_adapter.engine import EngineCall
 from kvferry.engine_adapter.engines.listed_vectors import LlamaCppPooling, SglangPooling
 from kvferry.engine_adapter.engines.vllm_pooling import VllmPooling
 from kvferry.engine_adapter.measured_pooling import MeasuredPooling, measured_pooling
-from kvferry.engine_adapter.pooling_engine import PoolingTask
+from kvferry.engine_adapter.pooling_engine import PoolingCall, PoolingTask
 from kvferry.engine_adapter.pooling_work import PoolingWork, pooling_of
 from kvferry.protocol.errors import InvalidRequest, KvferryError, Overloaded, StepFailed
 from kvferry.protocol.messages import AttemptFailed, Job, StepFrame, TokenDelta
-from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Classify, Embed, Work
 from tests.engine_adapter.mock_behaviour import Behaviour
 from tests.engine_adapter.mock_pooling import WIDTH, toy_vector
@@ -109,7 +107,7 @@ async def test_what_an_engine_makes_of_prompts_is_measured(behaviour: dict[str, 
 
 async def test_vectors_that_are_always_scaled_are_known():
     class Scaled:
-        async def pool(self, task: PoolingTask, call: EngineCall) -> array[float]:
+        async def pool(self, task: PoolingTask, call: PoolingCall) -> array[float]:
             if task == "classify":
                 raise InvalidRequest("no")
             return array("f", scaled(toy_vector(call.token_ids)))
@@ -167,7 +165,7 @@ async def test_a_vector_that_is_not_finite_fails_its_request_alone():
 
 async def test_vllm_is_sent_tokens_salt_and_adapter():
     canned = Canned({"data": [{"data": "AACAPw=="}]})
-    call = EngineCall("r-0-1", TOKENS, SamplingParams(), adapter="lora", cache_salt="tenant")
+    call = PoolingCall("r-0-1", TOKENS, adapter="lora", cache_salt="tenant")
     found = await VllmPooling(canned, lambda: "toy").pool("embed", call)  # type: ignore[arg-type]
     assert list(found) == [1.0]
     assert (canned.path, canned.body["input"]) == ("/pooling", TOKENS)
@@ -175,7 +173,7 @@ async def test_vllm_is_sent_tokens_salt_and_adapter():
 
 
 async def test_llamacpp_and_sglang_embed_tokens():
-    call = EngineCall("r-0-1", TOKENS, SamplingParams(), cache_salt="tenant")
+    call = PoolingCall("r-0-1", TOKENS, cache_salt="tenant")
     canned = Canned({"data": [{"index": 0, "embedding": [1.0, 2.0]}]})
     assert list(await LlamaCppPooling(canned).pool("embed", call)) == [1.0, 2.0]  # type: ignore[arg-type]
     assert canned.body == {"input": TOKENS, "embd_normalize": -1}

@@ -11,6 +11,7 @@ from kvferry.engine_adapter.engine import EngineCall
 from kvferry.engine_adapter.engine_errors import failure
 from kvferry.engine_adapter.engines import vllm_params
 from kvferry.engine_adapter.engines.addresses import reachable
+from kvferry.engine_adapter.engines.vllm import VllmEngine
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Grammar
@@ -25,6 +26,34 @@ ALL = SamplingParams(
 def body(params: SamplingParams = ALL, **more: Any) -> dict[str, Any]:
     built: dict[str, Any] = json.loads(json.dumps(vllm_params.body(EngineCall("r-0-1", (1, 2), params, **more), "toy")))
     return built
+
+
+class Sources:
+    """A server that tells these sources of KV events."""
+
+    host = "10.0.0.7"
+
+    def __init__(self, ranks: int) -> None:
+        self._told = {
+            str(rank): {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{5557 + rank}"}
+            for rank in range(ranks)
+        }
+
+    async def get(self, path: str) -> Any:
+        models = {"data": [{"id": "toy", "max_model_len": 64}]}
+        return {"/version": {"version": "0.32.0"}, "/v1/models": models, "/kv_event_sources": self._told}[path]
+
+    async def text(self, path: str) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(("ranks", "endpoint"), [(0, None), (1, "tcp://10.0.0.7:5557"), (2, None)])
+async def test_caches_of_which_the_server_chooses_one_are_not_mirrored(
+    ranks: int, endpoint: str | None, caplog: pytest.LogCaptureFixture
+):
+    facts = await VllmEngine(Sources(ranks)).facts()  # type: ignore[arg-type]
+    assert (facts.kv_events.endpoint if facts.kv_events else None) == endpoint
+    assert ("data-parallel" in caplog.text) == (ranks > 1)
 
 
 def test_every_parameter_travels():
