@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from kvferry.cli.doctor import Check, Result, port, redis
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts
 from kvferry.engine_adapter.main import engine_client
+from kvferry.engine_adapter.measured_pooling import measured_pooling
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import ServeSettings
 
 REFUSED = {
     "vllm": "start it with --enable-scale-out",
-    "sglang": "start it without --disaggregation-mode, and with a model that generates",
+    "sglang": "start it with a model that generates",
     "llamacpp": "start llama-server with a model that generates, and with --slots",
     "openai": "choose a server whose POST /v1/completions takes token ids as the prompt",
 }
@@ -55,14 +56,19 @@ async def check_engine(settings: ServeSettings, url: str) -> Result:
             raise
         except KvferryError as error:
             raise ConfigError(f"{error.message}; start it, or correct the URL and --engine") from error
+        found = f"{url} is {facts.kind} {facts.version} with {facts.model}, blocks of {facts.block_size} tokens"
+        if facts.kv_role:
+            remedy = f"start kvferry adapt --engine {kind} --role {facts.kv_role} beside it, not serve"
+            return Result("warn", "engine", f"{found}: it has the {facts.kv_role} half of the work alone", remedy)
         deltas: list[EngineDelta] = []
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         try:
             await engine.generate(EngineCall("kvferry-doctor", PROMPT, params), deltas.append)
         except KvferryError as error:
+            if tasks := (await measured_pooling(engine)).tasks:
+                return Result("ok", "engine", f"{found}: it generates nothing, but can {' and '.join(tasks)}")
             return Result("fail", "engine", f"{url} refuses token ids: {error.message}", REFUSED[kind])
         missing = list(_missing(settings, kind, facts, deltas))
-        found = f"{url} is {facts.kind} {facts.version} with {facts.model}, blocks of {facts.block_size} tokens"
         if facts.kv_transfer:
             found += f", which transfers KV blocks by {facts.kv_transfer}"
         if missing:

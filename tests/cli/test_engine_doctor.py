@@ -15,7 +15,7 @@ from kvferry.cli.engine_doctor import check_engine, engine_checks
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import ServeSettings
 from kvferry.runtime.http import bind, make_server
-from tests.engine_adapter import mock_openai
+from tests.engine_adapter import mock_openai, mock_sglang
 from tests.engine_adapter.mock_vllm import Behaviour, app_of
 from tests.redis_servers import free_ports
 from tests.waiting import until
@@ -64,6 +64,19 @@ async def test_an_engine_that_takes_no_tokens_fails_with_the_flag() -> None:
         found = await check_engine(SETTINGS, url)
     assert found.level == "fail"
     assert "--enable-scale-out" in found.remedy
+
+
+async def test_an_engine_that_embeds_is_well() -> None:
+    async with served(pools="embed") as url:
+        found = await check_engine(SETTINGS, url)
+    assert (found.level, "can embed" in found.found) == ("ok", True)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+async def test_half_an_engine_needs_an_adapter_of_its_role(mode: str) -> None:
+    async with serving(mock_sglang.app_of(mock_sglang.Server(mock_sglang.Behaviour(mode=mode), 8998))) as url:
+        found = await check_engine(ServeSettings(engine="sglang"), url)
+    assert (found.level, f"--role {mode}" in found.remedy) == ("warn", True)
 
 
 async def test_an_engine_that_is_not_there_is_a_failure() -> None:
