@@ -23,34 +23,26 @@ def turn_s(streams: int) -> float:
 class FramePacing:
     """Calls `send` soon after `due`, on the asyncio loop, at most once in a turn. streams: returns how many run.
 
-    When the next frame is due too early, the loop itself sleeps, so that the sockets that become ready meanwhile are
-    read in one turn. A timer instead would wake the process up once more. A loop that is busy for a turn never sleeps.
-    """
+    A frame that is due too early waits on a timer, and what comes meanwhile goes with it."""
 
     def __init__(
-        self,
-        send: Callable[[], None],
-        streams: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        self, send: Callable[[], None], streams: Callable[[], int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._send, self._streams, self._clock, self._sleep = send, streams, clock, sleep
+        self._send, self._streams, self._clock = send, streams, clock
         self._sent_at = -MAX_TURN_S
         self._is_due = False
 
     def due(self) -> None:
         """Ask for a frame. A frame that is asked for already will do."""
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._wait)
-
-    def _wait(self) -> None:
-        left = self._sent_at + turn_s(self._streams()) - self._clock()
-        if left <= 0:
-            self._now()
+        if self._is_due:
             return
-        self._sleep(left)
-        asyncio.get_running_loop().call_soon(self._now)  # behind the sockets that are ready now
+        self._is_due = True
+        left = self._sent_at + turn_s(self._streams()) - self._clock()
+        loop = asyncio.get_running_loop()
+        if left <= 0:
+            loop.call_soon(self._now)  # behind the sockets that are ready now
+        else:
+            loop.call_later(left, self._now)
 
     def _now(self) -> None:
         self._is_due, self._sent_at = False, self._clock()
