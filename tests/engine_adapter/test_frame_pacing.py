@@ -24,7 +24,7 @@ async def test_a_token_that_comes_alone_waits_for_nothing():
         pacing.due()
         await asyncio.sleep(0)
         assert len(sent) == count
-        clock.now += 2 * TURN_S
+        clock.now += 1.01 * TURN_S
 
 
 async def test_frames_that_are_due_too_early_become_one():
@@ -43,16 +43,6 @@ async def test_frames_that_are_due_too_early_become_one():
     assert sent[1] - sent[0] >= TURN_S - 1e-3  # a timer of the loop may be early by its resolution
     await asyncio.sleep(3 * TURN_S)
     assert len(sent) == 2
-
-
-async def test_a_busy_loop_waits_for_nothing():
-    clock, sent = Clock(), list[float]()
-    pacing = FramePacing(lambda: sent.append(clock.now), lambda: STREAMS, clock)
-    for count in range(1, 6):
-        pacing.due()
-        clock.now += TURN_S
-        await asyncio.sleep(0)
-        assert len(sent) == count
 
 
 def test_a_stream_that_runs_alone_waits_for_little():
