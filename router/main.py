@@ -13,9 +13,12 @@ from typing import Any, Protocol
 
 import uvicorn
 
+from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.cluster_state.redis_responses import RedisResponses
+from kvferry.cluster_state.redis_router_leases import RedisRouterLeases
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.responses import ResponseStore
+from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.metrics import RouterMetrics
@@ -85,13 +88,15 @@ async def serve_router(settings: RouterSettings) -> None:
     seal = Seal(secrets.registry_keys)
     store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file, seal=seal)
     kept = kept_responses(settings, seal)
+    leases = RedisRouterLeases(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
     try:
         with contextlib.suppress(RegistryUnavailable):
             await store.check()
         with contextlib.closing(bind(settings.host, settings.port, shared=settings.worker >= 0)) as sock:
-            await run_router(settings, secrets, store, sock, stop, kept)
+            await run_router(settings, secrets, store, sock, stop, kept, RouterOwnership(leases))
     finally:
         await store.close()
+        await leases.close()
         if kept is not None:
             await kept.close()
 
@@ -112,8 +117,10 @@ async def run_router(
     sock: socket.socket,
     stop: StopSignal,
     kept: ResponseStore | None = None,
+    ownership: RouterOwnership | None = None,
 ) -> None:
     """Serve on a bound socket until `stop`."""
+    ownership = ownership or RouterOwnership(MemoryRouterLeases())
     status = SupervisorStatus.from_fd(settings.status_fd)
     tenant_registry = TenantRegistry(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
@@ -143,7 +150,7 @@ async def run_router(
         followed += (RoleRebalancer(pools, nodes.change_role, settings.elastic_rest).kept(),)
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
         app = create_app(settings, pools, metrics, tenant_registry, kept, batches, board, peers, throttle)
-        for each in followed:
+        for each in (*followed, ownership.kept()):
             await stack.enter_async_context(each)
         config = uvicorn.Config(
             app,
@@ -174,7 +181,7 @@ async def run_router(
                 server_tls(settings),
                 limits,
             )
-            await _until_ended(server, serving, stop, last)
+            await _until_ended(server, serving, stop, last, ownership)
 
 
 def connection_limits(settings: RouterSettings, descriptors: int) -> Limits:
@@ -202,6 +209,7 @@ async def _until_ended(
     serving: asyncio.Task[None],
     stop: StopSignal,
     last: contextlib.AbstractAsyncContextManager[None],
+    ownership: RouterOwnership,
 ) -> None:
     """Return when the server has ended, with `last` open from the stop signal on.
 
@@ -212,6 +220,7 @@ async def _until_ended(
     if serving.done():
         await serving
         return
+    ownership.drain()
     async with last:
         await _drained(server, serving, stop)
 
