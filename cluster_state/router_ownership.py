@@ -28,16 +28,19 @@ Claimed = Callable[[str], Awaitable[None]]
 class RouterOwnership:
     """Owner of tasks in the cluster, under the lease of one router process.
 
-    `owner` is the id of this process, new at each start. Register a callback for each kind with `take_over` before
-    `kept`. It runs in a task of its own; a KvferryError of it gives the task up again, and any other error is logged.
-    While the store does not answer, nothing is claimed and what runs goes on."""
+    `owner` is the id of this process, new at each start. is_shared: other routers use the same leases. Register a
+    callback for each kind with `take_over` before `kept`. It runs in a task of its own; a KvferryError of it gives the
+    task up again, and any other error is logged. While the store does not answer, nothing is claimed and what runs goes
+    on."""
 
-    def __init__(self, leases: RouterLeases, *, period_s: float = RENEWAL_S) -> None:
-        self.owner = secrets.token_hex(8)
+    def __init__(self, leases: RouterLeases, *, period_s: float = RENEWAL_S, is_shared: bool = True) -> None:
+        self.owner, self.is_shared = secrets.token_hex(8), is_shared
         self._leases, self._period_s = leases, period_s
         self._callbacks: dict[str, Claimed] = {}
         self._owned: dict[OwnedTask, float] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._leaving: list[Callable[[], Awaitable[None]]] = []
+        self._leavers: set[asyncio.Task[None]] = set()
         self._draining = False
         self._trouble = RateLimitedLog(log)
 
@@ -70,9 +73,23 @@ class RouterOwnership:
         self._owned.pop(task, None)
         return await self._leases.drop(self.owner, task)
 
+    def when_draining(self, leaving: Callable[[], Awaitable[None]]) -> None:
+        """Call `leaving` once this process will end, to give up what it owns."""
+        self._leaving.append(leaving)
+
     def drain(self) -> None:
-        """Claim nothing more: this process will end."""
+        """Claim nothing more, and give up what is owned: this process will end."""
+        if self._draining:
+            return
         self._draining = True
+        for leaving in self._leaving:
+            self._leavers.add(asyncio.create_task(self._leave(leaving)))
+
+    async def _leave(self, leaving: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await leaving()
+        except Exception:
+            log.exception("owned work is not given up, until the lease ends")
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -83,7 +100,7 @@ class RouterOwnership:
         finally:
             self.drain()
             keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            await asyncio.gather(keeping, *self._leavers, return_exceptions=True)
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvferry.protocol.layout import CACHE_DTYPES
 from kvferry.protocol.media_settings import MediaSettings
 from kvferry.protocol.node_settings import AttachSettings
+from kvferry.protocol.resume_settings import ResumeSettings
 from kvferry.protocol.scale_out_settings import ScaleOutSettings
 from kvferry.protocol.setting import setting
 
@@ -26,7 +27,7 @@ MODELS = f"{MODEL}; repeat it for several models, with --served-model-name in th
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSettings(MediaSettings):
+class RouterSettings(MediaSettings, ResumeSettings):
     """Settings of `kvferry router`."""
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)

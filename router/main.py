@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 import uvicorn
 
+from kvferry.cluster_state.journals import Journals
 from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
+from kvferry.cluster_state.redis_journals import RedisJournals
 from kvferry.cluster_state.redis_responses import RedisResponses
 from kvferry.cluster_state.redis_router_leases import RedisRouterLeases
 from kvferry.cluster_state.redis_store import RedisStore
@@ -31,6 +33,7 @@ from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.prefixes import BlockLookup
+from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.nodes.node_table import NodeSource
 from kvferry.router.role_rebalancing import RoleRebalancer
 from kvferry.router.tenants.tenant_registry import TenantRegistry
@@ -86,17 +89,21 @@ async def serve_router(settings: RouterSettings) -> None:
     stop.listen()
     secrets = ClusterSecrets(settings)
     seal = Seal(secrets.registry_keys)
-    store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file, seal=seal)
     kept = kept_responses(settings, seal)
-    leases = RedisRouterLeases(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
+    place, password_file = (settings.redis_url, settings.cluster), settings.redis_password_file
+    leases = RedisRouterLeases(*place, password_file=password_file)
+    store = RedisStore(*place, password_file=password_file, seal=seal)
+    share = settings.resume_store_mib * 2**20
+    recorded = RedisJournals(*place, share=share, password_file=password_file, seal=seal)
     try:
         with contextlib.suppress(RegistryUnavailable):
             await store.check()
         with contextlib.closing(bind(settings.host, settings.port, shared=settings.worker >= 0)) as sock:
-            await run_router(settings, secrets, store, sock, stop, kept, RouterOwnership(leases))
+            await run_router(settings, secrets, store, sock, stop, kept, RouterOwnership(leases), recorded)
     finally:
         await store.close()
         await leases.close()
+        await recorded.close()
         if kept is not None:
             await kept.close()
 
@@ -118,9 +125,10 @@ async def run_router(
     stop: StopSignal,
     kept: ResponseStore | None = None,
     ownership: RouterOwnership | None = None,
+    recorded: Journals | None = None,
 ) -> None:
     """Serve on a bound socket until `stop`."""
-    ownership = ownership or RouterOwnership(MemoryRouterLeases())
+    ownership = ownership or RouterOwnership(MemoryRouterLeases(), is_shared=False)
     status = SupervisorStatus.from_fd(settings.status_fd)
     tenant_registry = TenantRegistry(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
@@ -137,6 +145,7 @@ async def run_router(
         token=secrets.token,
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
     )
+    journals = RequestJournals(settings, ownership.owner, metrics.journals, recorded)
     limits = connection_limits(settings, allow_descriptors())
     board, peers, throttle = SnapshotBuilder(nodes, metrics), WorkerPeers.of(settings), RejectionThrottle()
     pools = ServedModels(
@@ -149,8 +158,10 @@ async def run_router(
     if settings.elastic:
         followed += (RoleRebalancer(pools, nodes.change_role, settings.elastic_rest).kept(),)
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
-        app = create_app(settings, pools, metrics, tenant_registry, kept, batches, board, peers, throttle)
-        for each in (*followed, ownership.kept()):
+        app = create_app(
+            settings, pools, metrics, tenant_registry, kept, batches, board, peers, throttle, ownership, journals
+        )
+        for each in (*followed, journals.kept(), ownership.kept()):
             await stack.enter_async_context(each)
         config = uvicorn.Config(
             app,

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.responses import ResponseStore
+from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.errors import InvalidRequest, KvferryError
@@ -44,6 +45,7 @@ from kvferry.router.dispatch.interface import (
     Route,
 )
 from kvferry.router.dispatch.pending_requests import PendingRequests
+from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_model
 from kvferry.router.text.text_model import TextModel
@@ -206,7 +208,7 @@ def outputs_for(
     if len(ids) > spec.params.max_tokens:
         ids, finish = ids[: spec.params.max_tokens], "length"
     outputs = []
-    for start in range(0, len(ids), per_output):
+    for start in range(len(spec.delivered.token_ids) if spec.delivered else 0, len(ids), per_output):
         part = tuple(ids[start : start + per_output])
         last = start + per_output >= len(ids)
         outputs.append(
@@ -247,13 +249,16 @@ def app_of(
     batches: Batches | None = None,
     board: SnapshotBuilder | None = None,
     throttle: RejectionThrottle | None = None,
+    ownership: RouterOwnership | None = None,
+    journals: RequestJournals | None = None,
 ) -> ASGIApp:
     """A single model, served by this cluster."""
     settings = settings or RouterSettings()
     tenant_registry = TenantRegistry(settings)
     pools = ServedModels(pool_of(text, cluster, metrics, settings, tenant_registry))
+    board = board or unwatched(metrics)
     return create_app(
-        settings, pools, metrics, tenant_registry, kept, batches, board or unwatched(metrics), throttle=throttle
+        settings, pools, metrics, tenant_registry, kept, batches, board, None, throttle, ownership, journals
     )
 
 
