@@ -73,8 +73,12 @@ class Router:
         return self._begun(Exchange("POST", path, json.dumps(body).encode(), headers))
 
     def get(self, path: str, **headers: str) -> Exchange:
+        """Send a GET."""
+        return self.send("GET", path, **headers)
+
+    def send(self, method: str, path: str, **headers: str) -> Exchange:
         """Send a request without a body."""
-        return self._begun(Exchange("GET", path, b"", headers))
+        return self._begun(Exchange(method, path, b"", headers))
 
     def count(self, name: str, **labels: str) -> float:
         """Return a metric's value."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import Message
 
-from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.errors import Cancelled, InvalidRequest, KvferryError
 from kvferry.router.api.admission import AdmittedRequest, TokenUsage
 from kvferry.router.api.beams import BeamGeneration
 from kvferry.router.api.bodies.generating import GenerationBody
@@ -90,7 +90,12 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
             return await self._generated(admitted, body, size, responder, None)
         with journal:
             admitted.identify(journal.call)
-            return await self._generated(admitted, body, size, responder, journal)
+            try:
+                return await self._generated(admitted, body, size, responder, journal)
+            except KvferryError as error:
+                if journal.is_lost:
+                    raise Cancelled("another router goes on with the request") from error
+                raise
 
     async def _generated(
         self, admitted: AdmittedRequest, body: RequestBody, size: int, responder: Responder,

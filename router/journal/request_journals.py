@@ -81,7 +81,7 @@ class RequestJournals:
     async def found(self, call: RequestContext, name: str, path: str, *, by_force: bool = False) -> JournaledRequest:
         """Return the request of a journal, which this router owns now if nobody else does.
 
-        by_force: owns it in any case. Raises NotFound, and RegistryUnavailable."""
+        path: of its endpoint; empty: any. by_force: owns it in any case. Raises NotFound, and RegistryUnavailable."""
         for store in dict.fromkeys((self._local, self._shared)):
             try:
                 journal = await store.journals.read(call.tenant, name)
@@ -94,7 +94,7 @@ class RequestJournals:
                 recording.add(journal.entries)
             except WireError as error:
                 raise NotFound(f"{name!r} was recorded by another version") from error
-            if head.path != path:
+            if path not in ("", head.path):
                 break
             ttl_s = self._life_s(head)
             followed = FollowedJournal(
@@ -109,7 +109,9 @@ class RequestJournals:
             if followed.is_own:
                 request.write()
             return request
-        raise NotFound(f"no answer {name!r} is kept here: it can be taken up for {self.window_s:g} s after a break")
+        raise NotFound(
+            f"no events of {name!r} are kept: an answer can be taken up for {self.window_s:g} s after a break"
+        )
 
     def _life_s(self, head: JournalHead) -> float:
         """Return how long a journal lives after its last write: work that needs no client, until its deadline."""
@@ -135,7 +137,7 @@ class RequestJournals:
             if known == "!":
                 self.metrics.failures.labels("evicted").inc()
                 return None
-            found = await self.found(call, known, head.path)
+            found = await self.found(call, known, "")
             if not found.head.is_of(head.path, head.body):
                 raise KeyReused(f"{KEY}: another request was sent with this key", param=KEY)
             return found

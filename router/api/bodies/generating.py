@@ -74,6 +74,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
     return_tokens_as_token_ids: StrictBool | None = False
     priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: CacheSalt | None = None
+    store: StrictBool | None = None
 
     def check(self) -> None:
         """Raise InvalidRequest for fields that exclude each other."""
