@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.protocol.layout import CACHE_DTYPES
 from kvferry.protocol.media_settings import MediaSettings
-from kvferry.protocol.node_settings import AttachSettings
+from kvferry.protocol.node_settings import LocalSettings
 from kvferry.protocol.resume_settings import ResumeSettings
 from kvferry.protocol.scale_out_settings import ScaleOutSettings
 from kvferry.protocol.setting import setting
@@ -238,7 +238,7 @@ class WorkerSettings(ScaleOutSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(RouterSettings, WorkerSettings, AttachSettings):
+class ServeSettings(RouterSettings, WorkerSettings, LocalSettings):
     """Settings of `kvferry serve`, a whole local cluster; children receive the router and worker settings."""
 
     model: tuple[str, ...] = setting((DEMO,), MODELS)  # type: ignore[assignment]

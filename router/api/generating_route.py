@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Message
 
 from kvferry.protocol.errors import Cancelled, InvalidRequest, KvferryError
-from kvferry.router.api.admission import AdmittedRequest, TokenUsage
+from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.beams import BeamGeneration
 from kvferry.router.api.bodies.generating import GenerationBody
 from kvferry.router.api.bodies.reader import parse
@@ -48,14 +48,17 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
             journal = await self._taken_up(call)
             data = journal.head.body
         body = parse(self.endpoint.body, data)
-        always = self.endpoint.always(body)
-        if journal is None and (call.resume.wants or always) and not getattr(body, "use_beam_search", False):
+        if journal is None and self._is_recorded(call, body):
             name, stored = self.endpoint.journal_name(call), getattr(body, "store", None) is not False
             watched = bool(getattr(body, "background", False))
-            journal = await self._journals.begin(
-                call, self._path, data, name, stored=stored, wanted=always, watched=watched
-            )
+            journal = await self._journals.begin(call, self._path, data, name, stored=stored, watched=watched)
         return await self.answer(admitted, body, len(data), responder, journal)
+
+    def _is_recorded(self, call: RequestContext, body: RequestBody) -> bool:
+        """Return whether the client could take the answer up again. Beams are computed anew."""
+        resume, streams = call.resume, bool(getattr(body, "stream", False))
+        wants = resume.key or resume.after or (resume.wants and streams) or self.endpoint.always(body)
+        return bool(wants) and not getattr(body, "use_beam_search", False)
 
     async def _taken_up(self, call: RequestContext) -> JournaledRequest:
         """Return the journal that a request names: by the id in its path, and the id of the client's last event."""
@@ -109,7 +112,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
             generation: Generation = BeamGeneration(pool, specs, chat)
         else:
             generation = Generation(pool, specs, chat.text_options(), parsing, n=chat.sequences())
-        if self.endpoint.later is not None and (journal is None or journal.is_own):
+        if self.endpoint.later is not None:
             promise = await self.endpoint.later(admitted, pool, chat, generation, journal)
             if promise is not None:
                 return promise
@@ -127,10 +130,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
-                if journal is None or not journal.is_resumed:
-                    admitted.began(generation.used)
-                elif journal.is_own:
-                    admitted.began(lambda: TokenUsage(output=generation.used().output - journal.recorded_tokens))
+                admitted.began(journal.used(generation.used) if journal is not None else generation.used)
                 await answer.fold(first, pieces, responder)
                 if journal is None or journal.is_own:
                     await answer.settle()

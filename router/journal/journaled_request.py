@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.protocol.errors import Cancelled, KvferryError
 from kvferry.protocol.journal_metrics import JournalMetrics
+from kvferry.router.api.admission import TokenUsage
 from kvferry.router.dispatch.interface import Dispatch, Output, RequestSpec
 from kvferry.router.journal.errors import NotResumable
 from kvferry.router.journal.event_ids import StreamPlace
@@ -59,6 +60,12 @@ class JournaledRequest:
     def recorded_tokens(self) -> int:
         """Return the number of recorded output tokens."""
         return self._followed.recording.tokens if self._followed is not None else 0
+
+    def used(self, used: Callable[[], TokenUsage]) -> Callable[[], TokenUsage]:
+        """Return what counts the tokens that this router computed, given what counts those of the answer."""
+        if self._followed is None:
+            return used
+        return lambda: TokenUsage(output=max(0, used().output - self.recorded_tokens) if self.is_own else 0)
 
     def when_claimed(self, claimed: Callable[[], object]) -> None:
         """Call `claimed`, a coroutine function, when this router begins to compute what it only followed."""
@@ -117,6 +124,11 @@ class JournaledRequest:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
                     await self._written.over.wait()
+
+    def drop(self) -> None:
+        """Delete the journal: its answer will not be completed."""
+        if self._written is not None:
+            self._writer.leave(self._written, Leave.DROP)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the journal; after an error another router may go on with it if tokens are out."""

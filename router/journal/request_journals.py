@@ -54,15 +54,15 @@ class RequestJournals:
             yield
 
     async def begin(
-        self, call: RequestContext, path: str, body: bytes, name: str, *, stored: bool, wanted: bool, watched: bool
+        self, call: RequestContext, path: str, body: bytes, name: str, *, stored: bool, watched: bool = False
     ) -> JournaledRequest | None:
         """Return the request's journal, a new one or that of the request it repeats; None if it has none.
 
-        name: of a new journal. stored: False keeps it in this process. wanted: even if the client sent no header for
-        it. watched: other routers go on with it by themselves. Raises InvalidRequest, KeyReused, NotFound, and
-        RegistryUnavailable if a stream cannot be taken up now."""
+        name: of a new journal. stored: False keeps it in this process. watched: other routers go on with it by
+        themselves. Raises InvalidRequest, KeyReused, NotFound, and RegistryUnavailable if a stream cannot be taken up
+        now."""
         resume = call.resume
-        if not self.window_s or not (resume.wants or wanted):
+        if not self.window_s:
             return None
         _check_key(resume.key)
         if resume.after:
@@ -148,7 +148,8 @@ class RequestJournals:
     ) -> JournaledRequest | None:
         """Return a new request; opened: bytes of its head if that is written."""
         ttl_s = self._life_s(head)
-        request = JournaledRequest(call, head, name, store.writer, self.metrics, None, ttl_s)
+        told = replace(head, body=b"")  # it would take memory for as long as the request runs
+        request = JournaledRequest(call, told, name, store.writer, self.metrics, None, ttl_s)
         written = OpenJournal(call.tenant, name, ttl_s, head=b"" if opened else head.packed(), size=opened)
         return request if request.write(written) else None
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum
 
 from kvferry.cluster_state.journals import HEAD, Append, Journals, Kept
@@ -70,9 +70,9 @@ class OpenJournal:
         return size
 
     @property
-    def is_complete(self) -> bool:
-        """Return whether everything is written."""
-        return not self._unsent and not self.tape
+    def is_left(self) -> bool:
+        """Return whether the router leaves it and everything is written."""
+        return self.left is not None and not self._unsent and not self.tape
 
 
 class JournalWriter:
@@ -84,6 +84,7 @@ class JournalWriter:
     def __init__(self, journals: Journals, owner: str, metrics: JournalMetrics, *, most_bytes: int) -> None:
         self._journals, self._owner, self._metrics, self._most = journals, owner, metrics, most_bytes
         self._open: dict[OpenJournal, None] = {}
+        self._urgent: dict[OpenJournal, None] = {}
         self._soon = asyncio.Event()
         self._trouble = RateLimitedLog(log)
 
@@ -96,7 +97,7 @@ class JournalWriter:
         journal.is_open = True
         self._open[journal] = None
         self._metrics.open.inc()
-        self._soon.set()
+        self._hurry(journal)
         return True
 
     def leave(self, journal: OpenJournal, how: Leave) -> None:
@@ -104,8 +105,13 @@ class JournalWriter:
         journal.left = how
         if how is Leave.END:
             journal.tape.end()
-        if how is not Leave.END or journal.ttl_s < 1.0:
-            self._soon.set()
+        if how is not Leave.END:
+            self._hurry(journal)
+
+    def _hurry(self, journal: OpenJournal) -> None:
+        """Write a journal before the others."""
+        self._urgent[journal] = None
+        self._soon.set()
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -120,20 +126,25 @@ class JournalWriter:
             await self.flush()  # what a first call left because an earlier entry was in its way
 
     async def _write(self) -> None:
+        due = time.monotonic() + WRITE_S
         while True:
             try:
-                async with asyncio.timeout(WRITE_S):
+                async with asyncio.timeout(max(0.0, due - time.monotonic())):
                     await self._soon.wait()
                     await asyncio.sleep(BEGIN_S)
             except TimeoutError:
-                pass
-            self._soon.clear()
-            await self.flush()
+                due = time.monotonic() + WRITE_S
+                await self.flush()
+            else:
+                await self.flush(list(self._urgent))
 
-    async def flush(self) -> None:
-        """Write what is due. Never raises."""
+    async def flush(self, only: Sequence[OpenJournal] | None = None) -> None:
+        """Write what is due, of these journals or of all. Never raises."""
+        only = list(self._open) if only is None else only
+        self._urgent.clear()
+        self._soon.clear()
         now = time.monotonic()
-        pairs = [(journal, append) for journal in list(self._open) if (append := self._due(journal, now))]
+        pairs = [(each, append) for each in only if each in self._open and (append := self._due(each, now))]
         try:
             outcomes = await self._journals.append(self._owner, [append for _, append in pairs]) if pairs else []
         except RegistryUnavailable as error:
@@ -144,8 +155,7 @@ class JournalWriter:
                 self._metrics.bytes.inc(journal.written(now))
             else:
                 self._lost(journal, append, outcome)
-        for journal in [each for each in self._open if each.left and each.is_complete]:
-            await self._leave(journal)
+        await asyncio.gather(*(self._leave(each) for each in only if each in self._open and each.is_left))
 
     def _due(self, journal: OpenJournal, now: float) -> Append | None:
         append = journal.due(now)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.protocol.errors import Cancelled, InvalidRequest, KvferryError, NotFound, RegistryUnavailable, Retryable
-from kvferry.router.api.admission import AdmittedRequest, TokenUsage
+from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.fold import Answer
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.generation_route import InflightLimit
@@ -81,6 +81,10 @@ class Background:
             return None
         if not asked.kept:
             raise InvalidRequest("background: this server stores no responses", param="background")
+        if journal is not None and not journal.is_own:
+            if call.resume.streams:
+                return None
+            return BackgroundResponse(generation, (await self._responses.get(call.tenant, asked.id)).response)
         answer = ResponseAnswer(call, pool, chat, generation)
         begun, place = answer.begun(), (call.tenant, asked.id)
         if journal is not None:
@@ -205,8 +209,10 @@ class Background:
                 await self._ownership.release(KIND, _named(*place))
             return
         await answer.keep(ended)
-        if journal is not None:
+        if journal is not None and error is None:
             journal.leave()
+        elif journal is not None:
+            journal.drop()
         await self._disown(place)
 
     async def _generate(
@@ -217,11 +223,7 @@ class Background:
             generation.turn = await admitted.turn(pool.turns, generation.size)
         async with aclosing(generation.pieces()) as pieces:
             answer.take(*await anext(pieces))
-            recorded = journal.recorded_tokens if journal is not None and journal.is_resumed else None
-            if recorded is None:
-                admitted.began(generation.used)
-            else:
-                admitted.began(lambda: TokenUsage(output=max(0, generation.used().output - recorded)))
+            admitted.began(journal.used(generation.used) if journal is not None else generation.used)
             generation.listen(answer.take)
             async for choice, piece in pieces:
                 answer.take(choice, piece)
