@@ -103,7 +103,7 @@ class SequenceStream:
             raise StopAsyncIteration
         output = self._split.popleft() if self._split else await anext(self._outputs, None)
         if output is not None:
-            if len(output.token_ids) > 1 and self._counts_singly:
+            if choice.singly and len(output.token_ids) > 1 and self._counts_singly:
                 self._split.extendleft(reversed([*single(output)]))
                 output = self._split.popleft()
             return choice, self._piece(output)
@@ -124,13 +124,14 @@ class SequenceStream:
         self._choice.dispatch.listen(self._tell if listener else None)
 
     def _tell(self, output: Output) -> None:
-        assert self._listener
-        for each in single(output) if self._counts_singly else (output,):
+        listener, choice = self._listener, self._choice
+        assert listener
+        for each in single(output) if choice.singly and self._counts_singly else (output,):
             piece = self._piece(each)
             if self._finished:
                 self._end = piece
                 raise Enough
-            self._listener(self._choice, piece)
+            listener(choice, piece)
 
     def _piece(self, output: Output) -> Piece:
         choice = self._choice

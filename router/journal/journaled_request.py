@@ -125,11 +125,6 @@ class JournaledRequest:
                 async with asyncio.timeout(within_s):
                     await self._written.over.wait()
 
-    def drop(self) -> None:
-        """Delete the journal: its answer will not be completed."""
-        if self._written is not None:
-            self._writer.leave(self._written, Leave.DROP)
-
     def leave(self, error: BaseException | None = None) -> None:
         """End the journal; after an error another router may go on with it if tokens are out."""
         if self._written is None or self._written.left is not None:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from kvferry.cluster_state.journals import Journal, Journals
-from kvferry.protocol.errors import Cancelled, NotFound
+from kvferry.protocol.errors import Cancelled, InvalidRequest, NotFound
 from kvferry.router.dispatch.interface import Delivered, Dispatch, Fork, Output, RequestSpec, Route
 from kvferry.router.journal.recording import Recording
 
@@ -111,7 +111,9 @@ class RecordedDispatch:
             if journal.is_own or journal.recording.has_ended:
                 break
             await journal.advance(journal.recording.entries)
-        if self._over or self._compute is None or (journal.recording.has_ended and not journal.is_own):
+        if journal.recording.has_ended and not journal.is_own:
+            raise InvalidRequest("the answer ended before it was complete: it failed or was cancelled")
+        if self._over or self._compute is None:
             raise Cancelled("the request was cancelled")
         delivered = Delivered(recorded.token_ids, recorded.route, recorded.fingerprint)
         self._inner = self._compute(replace(self._spec, delivered=delivered))

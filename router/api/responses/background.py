@@ -209,10 +209,8 @@ class Background:
                 await self._ownership.release(KIND, _named(*place))
             return
         await answer.keep(ended)
-        if journal is not None and error is None:
+        if journal is not None:
             journal.leave()
-        elif journal is not None:
-            journal.drop()
         await self._disown(place)
 
     async def _generate(
