@@ -15,6 +15,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
+from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.responses import ResponseStore
 from kvferry.cluster_state.router_ownership import RouterOwnership
@@ -283,7 +284,12 @@ class Api:
         self.batches = Batches(self.settings)
         self.kept = MemoryResponses()
         text = text or demo_text()
-        self.app = app_of(cluster, text, self.metrics, self.settings, self.kept, self.batches, throttle=throttle)
+        ownership = RouterOwnership(MemoryRouterLeases(), is_shared=False)
+        self.journals = RequestJournals(self.settings, ownership.owner, self.metrics.journals, None)
+        self.app = app_of(
+            cluster, text, self.metrics, self.settings, self.kept, self.batches, throttle=throttle,
+            ownership=ownership, journals=self.journals,
+        )  # fmt: skip
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:

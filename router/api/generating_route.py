@@ -77,7 +77,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         realm = self._tenant_registry.realm(tenant)
         call = RequestContext(name, time.monotonic(), time.monotonic(), tenant, realm)
         journal = await self._journals.found(call, name, self._path, by_force=True)
-        journal.computes = computes
+        journal.outputs.computes = computes
         span = TRACER.start("request", "", endpoint=self._path, id=journal.call.id, tenant=tenant)
         admitted = AdmittedRequest(journal.call, self._tenant_registry, self._metrics, span)
         with admitted:
@@ -141,13 +141,13 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
     def _record(self, admitted: AdmittedRequest, pool: ServedModel, answer: Answer, journal: JournaledRequest) -> None:
         """Record a generation, or let it begin with what is recorded."""
         generation = answer.generation
-        journal.check(generation.prompts)
+        journal.outputs.check(generation.prompts)
         answer.streams = answer.streams or admitted.call.resume.streams
         if answer.streams and not self.endpoint.numbers:
             answer.ids = EventIds(journal.name, len(generation.choices), journal.after)
         answer.begin_after(journal.after_event)
         ids = answer.ids
-        generation.record(journal, (lambda _: ALL) if self.endpoint.singly or ids is None else ids.singly)
+        generation.record(journal.outputs, (lambda _: ALL) if self.endpoint.singly or ids is None else ids.singly)
 
         async def claimed() -> None:
             generation.turn = await admitted.turn(pool.turns, generation.size)

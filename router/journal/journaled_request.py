@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvferry.protocol.errors import Cancelled, KvferryError
 from kvferry.protocol.journal_metrics import JournalMetrics
 from kvferry.router.api.admission import TokenUsage
-from kvferry.router.dispatch.interface import Dispatch, Output, RequestSpec
-from kvferry.router.journal.errors import NotResumable
 from kvferry.router.journal.event_ids import StreamPlace
-from kvferry.router.journal.recorded_dispatch import FollowedJournal, RecordedDispatch
-from kvferry.router.journal.recording import JournalHead, digest
+from kvferry.router.journal.journaled_outputs import JournaledOutputs
+from kvferry.router.journal.recorded_dispatch import FollowedJournal
+from kvferry.router.journal.recording import JournalHead
 from kvferry.router.journal.writer import JournalWriter, Leave, OpenJournal
 from kvferry.router.request_context import RequestContext
 
@@ -24,8 +23,9 @@ class JournaledRequest:
     call         its context, with the identity that was recorded
     after        the place behind which the client wants its stream; None: from the beginning
     after_event  the same as the number of an event
-    computes     False: what is recorded is shown, and nothing is computed
-    cancel       ends the generation; called if another router owns the journal now
+    outputs      its outputs, recorded and new
+    is_lost      another router owns the journal now
+    cancel       ends the generation; called when that happens
     """
 
     def __init__(
@@ -35,35 +35,35 @@ class JournaledRequest:
         self.call, self.head, self.name = call, head, name
         self.after: StreamPlace | None = None
         self.after_event = -1
-        self.computes, self.is_lost = True, False
+        self.is_lost = False
         self.cancel: Callable[[], None] | None = None
-        self._writer, self._metrics, self._followed, self._ttl_s = writer, metrics, followed, ttl_s
-        self._written: OpenJournal | None = None
+        self._writer, self._metrics, self._ttl_s = writer, metrics, ttl_s
+        self.outputs = JournaledOutputs(followed)
         self._goes_on = False
 
     @property
     def is_resumed(self) -> bool:
         """Return whether another request began this journal."""
-        return self._followed is not None
+        return self.outputs.followed is not None
 
     @property
     def is_own(self) -> bool:
         """Return whether this router computes what is missing."""
-        return self._followed is None or self._followed.is_own
+        return self.outputs.followed is None or self.outputs.followed.is_own
 
     @property
     def has_ended(self) -> bool:
         """Return whether the whole answer is recorded."""
-        return self._followed is not None and self._followed.recording.has_ended
+        return self.outputs.followed is not None and self.outputs.followed.recording.has_ended
 
     @property
     def recorded_tokens(self) -> int:
         """Return the number of recorded output tokens."""
-        return self._followed.recording.tokens if self._followed is not None else 0
+        return self.outputs.followed.recording.tokens if self.outputs.followed is not None else 0
 
     def used(self, used: Callable[[], TokenUsage]) -> Callable[[], TokenUsage]:
         """Return what counts the tokens that this router computed, given what counts those of the answer."""
-        if self._followed is None:
+        if self.outputs.followed is None:
             return used
         return lambda: TokenUsage(output=max(0, used().output - self.recorded_tokens) if self.is_own else 0)
 
@@ -74,44 +74,19 @@ class JournaledRequest:
             self.write()
             await claimed()  # type: ignore[misc]
 
-        if self._followed is not None:
-            self._followed.claimed = own
+        if self.outputs.followed is not None:
+            self.outputs.followed.claimed = own
 
     def write(self, written: OpenJournal | None = None) -> bool:
         """Record what is computed from now on; return False if it is too large."""
         if written is None:
-            assert self._followed is not None
-            recording = self._followed.recording
+            assert self.outputs.followed is not None
+            recording = self.outputs.followed.recording
             written = OpenJournal(self.call.tenant, self.name, self._ttl_s, number=recording.entries)
             self._metrics.takeovers.labels("response" if self.head.watched else "stream").inc()
         written.on_lost = self._lost
-        self._written = written
+        self.outputs.written = written
         return self._writer.begin(written)
-
-    def check(self, prompts: Sequence[RequestSpec]) -> None:
-        """Raise NotResumable if the prompts are not those whose tokens are recorded."""
-        told = digest(prompts)
-        if self._followed is None and self._written is not None:
-            self._written.tape.note_prompts(told)
-        elif self._followed is not None and self._followed.recording.prompts not in (b"", told):
-            raise NotResumable("the request's prompt is another one now, as of a chat template that shows the date")
-
-    def start(self, spec: RequestSpec, choice: int, compute: Callable[[RequestSpec], Dispatch]) -> Dispatch:
-        """Return the dispatch of a choice."""
-        if self._followed is None:
-            return compute(spec)
-        return RecordedDispatch(spec, choice, self._followed, compute if self.computes else None)
-
-    def add(self, choice: int, output: Output) -> None:
-        """Record an output; those that were replayed are recorded already."""
-        if self._written is not None and not output.replayed:
-            self._written.tape.add(choice, output)
-
-    def bind(self, choice: int, dispatch: Dispatch) -> None:
-        """Record where a choice is computed."""
-        if self._written is not None:
-            fork = dispatch.fork
-            self._written.tape.bind(choice, dispatch.route, fork.fingerprint if fork else "")
 
     def go_on(self) -> None:
         """Keep the journal after the block; the caller must call `leave`."""
@@ -119,24 +94,24 @@ class JournaledRequest:
 
     async def given_up(self, within_s: float) -> None:
         """Give the journal up for another router; return once it is written, or `within_s` has passed."""
-        if self._written is not None:
-            self._writer.leave(self._written, Leave.RELEASE)
+        if self.outputs.written is not None:
+            self._writer.leave(self.outputs.written, Leave.RELEASE)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    await self._written.over.wait()
+                    await self.outputs.written.over.wait()
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the journal; after an error another router may go on with it if tokens are out."""
-        if self._written is None or self._written.left is not None:
+        if self.outputs.written is None or self.outputs.written.left is not None:
             return
-        begun = self._written.tape.has_tokens or self.recorded_tokens
+        begun = self.outputs.written.tape.has_tokens or self.recorded_tokens
         if error is None:
             how = Leave.END
         elif begun or not isinstance(error, KvferryError) or isinstance(error, Cancelled):
             how = Leave.RELEASE
         else:
             how = Leave.DROP
-        self._writer.leave(self._written, how)
+        self._writer.leave(self.outputs.written, how)
 
     def __enter__(self) -> JournaledRequest:
         if self.is_resumed:

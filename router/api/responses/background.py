@@ -88,8 +88,8 @@ class Background:
         answer = ResponseAnswer(call, pool, chat, generation)
         begun, place = answer.begun(), (call.tenant, asked.id)
         if journal is not None:
-            journal.check(generation.prompts)
-            generation.record(journal, lambda _: 0)
+            journal.outputs.check(generation.prompts)
+            generation.record(journal.outputs, lambda _: 0)
         if journal is None or not journal.is_resumed:
             await self._own(place, call.deadline - time.monotonic())
             if not await self._responses.put(call.tenant, StoredResponse(begun, asked.items, asked.history)):
@@ -217,7 +217,7 @@ class Background:
         self, admitted: AdmittedRequest, pool: ServedModel, answer: ResponseAnswer, journal: JournaledRequest | None
     ) -> None:
         generation = answer.generation
-        if journal is None or (journal.computes and not journal.has_ended):
+        if journal is None or (journal.outputs.computes and not journal.has_ended):
             generation.turn = await admitted.turn(pool.turns, generation.size)
         async with aclosing(generation.pieces()) as pieces:
             answer.take(*await anext(pieces))
