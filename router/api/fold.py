@@ -48,11 +48,11 @@ class Answer:
             return
         await responder.begin_stream(self._route(), self.failing)
         held = self._held = WriteBuffer(responder)
-        held.add(self._marked(*first, self.opening()))
+        held.add(self._with_ids(*first, self.opening() + self.events(*first)))
         try:
             self.generation.listen(self._tell)
             async for choice, piece in rest:
-                if not held.add(self._marked(choice, piece)):
+                if not held.add(self._with_ids(choice, piece, self.events(choice, piece))):
                     await held.flush()
                 self.generation.listen(self._tell)
         except Exception:
@@ -64,11 +64,10 @@ class Answer:
 
     def _tell(self, choice: Choice, piece: Piece) -> None:
         assert self._held
-        if not self._held.add(self._marked(choice, piece)):
+        if not self._held.add(self._with_ids(choice, piece, self.events(choice, piece))):
             self.generation.listen(None)
 
-    def _marked(self, choice: Choice, piece: Piece, opening: bytes = b"") -> bytes:
-        events = opening + self.events(choice, piece)
+    def _with_ids(self, choice: Choice, piece: Piece, events: bytes) -> bytes:
         if self.ids is None:
             return events
         return self.ids.mark(choice.index, len(piece.token_ids) + (piece.finish_reason is not None), events)

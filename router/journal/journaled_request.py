@@ -13,7 +13,7 @@ from kvferry.router.journal.event_ids import StreamPlace
 from kvferry.router.journal.journaled_outputs import JournaledOutputs
 from kvferry.router.journal.recorded_dispatch import FollowedJournal
 from kvferry.router.journal.recording import JournalHead
-from kvferry.router.journal.writer import JournalWriter, Leave, OpenJournal
+from kvferry.router.journal.writer import JournalWriter, Leave, OpenJournal, nothing
 from kvferry.router.request_context import RequestContext
 
 
@@ -121,6 +121,15 @@ class JournaledRequest:
     def __exit__(self, kind: object, error: BaseException | None, *rest: object) -> None:
         if error is not None or not self._goes_on:
             self.leave(error)
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop references to the generation: a request leaves no cycles to the garbage collector."""
+        self.cancel = None
+        if self.outputs.followed is not None:
+            self.outputs.followed.claimed = None
+        if self.outputs.written is not None:
+            self.outputs.written.on_lost = nothing
 
     def _lost(self) -> None:
         self.is_lost = True

@@ -33,6 +33,10 @@ class Leave(Enum):
     DROP = "drop"
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class OpenJournal:
     """A journal that this router writes. `tape` takes the outputs.
 
@@ -43,7 +47,7 @@ class OpenJournal:
 
     def __init__(
         self, tenant: str, name: str, ttl_s: float, *, head: bytes = b"", number: int = 0, size: int = 0,
-        on_lost: Callable[[], None] = lambda: None,
+        on_lost: Callable[[], None] = nothing,
     ) -> None:  # fmt: skip
         self.tenant, self.name, self.ttl_s, self.on_lost = tenant, name, ttl_s, on_lost
         self.tape = Tape()

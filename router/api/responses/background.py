@@ -102,7 +102,7 @@ class Background:
         if journal is not None:
             journal.go_on()
             journal.cancel = task.cancel
-        task.add_done_callback(lambda _: self._ended(place, admitted))
+        task.add_done_callback(lambda _: self._ended(place, admitted, journal))
         await asyncio.sleep(0)  # a task cancelled before it starts would not store its end
         return BackgroundResponse(generation, begun)
 
@@ -157,15 +157,14 @@ class Background:
         except Retryable:
             raise
         except KvferryError as error:
-            await self._fail(place, error)
+            log.warning("%s cannot be continued: %s", place[1], error)
+            told = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+            await self._end(place, told if computes else {"status": "cancelled"})
 
-    async def _fail(self, place: tuple[str, str], error: KvferryError) -> None:
-        """Store that a response cannot be continued, as when its record was evicted."""
-        log.warning("%s cannot be continued: %s", place[1], error)
+    async def _end(self, place: tuple[str, str], told: dict[str, Any]) -> None:
+        """Store the end of a response that cannot be continued, as when its record was evicted."""
         kept = await self._responses.get(*place)
-        told = {"code": "server_error", "message": error.message}
-        failed = {**kept.response, "status": "failed", "error": told}
-        await self._responses.put(place[0], StoredResponse(failed, kept.input, kept.history))
+        await self._responses.put(place[0], StoredResponse({**kept.response, **told}, kept.input, kept.history))
         await self._disown(place)
 
     async def _give_up(self) -> None:
@@ -176,8 +175,10 @@ class Background:
         if self._running:
             await asyncio.wait(list(self._running.values()), timeout=LEFT_S)
 
-    def _ended(self, place: tuple[str, str], admitted: AdmittedRequest) -> None:
+    def _ended(self, place: tuple[str, str], admitted: AdmittedRequest, journal: JournaledRequest | None) -> None:
         del self._running[place]
+        if journal is not None:
+            journal.forget()
         admitted.end()
         self._admission.leave()
 
@@ -208,7 +209,8 @@ class Background:
             with contextlib.suppress(RegistryUnavailable):
                 await self._ownership.release(KIND, _named(*place))
             return
-        await answer.keep(ended)
+        if await self._owns(place):
+            await answer.keep(ended)
         if journal is not None:
             journal.leave()
         await self._disown(place)
@@ -229,6 +231,13 @@ class Background:
     async def _own(self, place: tuple[str, str], ttl_s: float) -> None:
         if self._ownership.is_shared:
             await self._ownership.take(KIND, _named(*place), ttl_s + ENDS_S)
+
+    async def _owns(self, place: tuple[str, str]) -> bool:
+        """Return whether no other router has ended the response or goes on with it."""
+        try:
+            return not self._ownership.is_shared or await self._ownership.holds(KIND, _named(*place))
+        except RegistryUnavailable:
+            return True
 
     async def _disown(self, place: tuple[str, str]) -> None:
         with contextlib.suppress(RegistryUnavailable):
