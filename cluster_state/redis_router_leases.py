@@ -137,7 +137,7 @@ class RedisRouterLeases:
         await self._renew.run(self._keys, [owner, FORGET_MS])
 
     async def withdraw(self, owner: str) -> None:
-        deleted = self._client.execute_command("HDEL", f"{self._keys[0]}leases", owner)
+        deleted = self._client.hdel(f"{self._keys[0]}leases", owner)
         await answered(self._client, deleted, self._limit_s)
 
     async def alive(self, owner: str) -> bool:

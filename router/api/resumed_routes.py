@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -69,6 +68,6 @@ def events_after(request: Request, exchange: ASGIApp) -> Response:
 
 def taken_up(request: Request, exchange: ASGIApp, resume: ResumeHeaders) -> Response:
     """Return the response of a route that is asked for a recorded answer."""
-    scope: dict[str, Any] = request.scope
+    scope = request.scope
     scope[CALL] = replace(scope[CALL], resume=resume)
     return Exchanged(exchange)

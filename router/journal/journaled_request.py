@@ -36,7 +36,7 @@ class JournaledRequest:
         self.after: StreamPlace | None = None
         self.after_event = -1
         self.is_lost = False
-        self.cancel: Callable[[], None] | None = None
+        self.cancel: Callable[[], object] | None = None
         self._writer, self._metrics, self._ttl_s = writer, metrics, ttl_s
         self.outputs = JournaledOutputs(followed)
         self._goes_on = False

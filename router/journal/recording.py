@@ -153,7 +153,8 @@ class Recording:
                 output.replayed = True
                 choice.outputs.append(output)
             case 2, [told, str(fingerprint)]:
-                choice.route, choice.fingerprint = Route(*told) if told else None, fingerprint
+                route = Route(*told) if isinstance(told, list) else None
+                choice.route, choice.fingerprint = route, fingerprint
             case 3, bytes():
                 self.prompts = value
             case 4, _:
