@@ -136,7 +136,7 @@ class Endpoint:
     prefix                  of the answer's id
     singly                  each token of a recorded stream makes events of its own, since their places are counted
     numbers                 events have numbers of their own, and no ids
-    always                  requests with this body are recorded without a header that asks for it
+    always                  whether requests with this body are recorded without a header that asks for it; None: none
     """
 
     path: str
@@ -150,7 +150,7 @@ class Endpoint:
     prefix: str = ""
     singly: bool = False
     numbers: bool = False
-    always: Callable[[Any], bool] = lambda body: False
+    always: Callable[[Any], bool] | None = None
 
     def journal_name(self, call: RequestContext) -> str:
         """Return the name of a request's journal; the nonce tells it from others with the client's request id."""

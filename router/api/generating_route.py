@@ -57,7 +57,12 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
     def _is_recorded(self, call: RequestContext, body: RequestBody) -> bool:
         """Return whether the client could take the answer up again. Beams are computed anew."""
         resume, streams = call.resume, bool(getattr(body, "stream", False))
-        wants = resume.key or resume.after or (resume.wants and streams) or self.endpoint.always(body)
+        wants = (
+            resume.key
+            or resume.after
+            or (resume.wants and streams)
+            or (self.endpoint.always is not None and self.endpoint.always(body))
+        )
         return bool(wants) and not getattr(body, "use_beam_search", False)
 
     async def _taken_up(self, call: RequestContext) -> JournaledRequest:
@@ -116,21 +121,17 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
             promise = await self.endpoint.later(admitted, pool, chat, generation, journal)
             if promise is not None:
                 return promise
-        answer = self.endpoint.shape(admitted.call, pool, chat, generation)
-        if journal is not None:
-            self._record(admitted, pool, answer, journal)
+        ids = self._record(admitted, pool, generation, chat, journal) if journal is not None else None
         if journal is None or (journal.is_own and not journal.has_ended):
             generation.turn = await admitted.turn(pool.turns, generation.size)
-        return await self._folded(admitted, answer, responder, journal)
-
-    async def _folded(
-        self, admitted: AdmittedRequest, answer: Answer, responder: Responder, journal: JournaledRequest | None
-    ) -> Answer:
-        generation = answer.generation
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
                 admitted.began(journal.used(generation.used) if journal is not None else generation.used)
+                answer = self.endpoint.shape(admitted.call, pool, chat, generation)
+                if journal is not None:
+                    answer.streams, answer.ids = answer.streams or admitted.call.resume.streams, ids
+                    answer.begin_after(journal.after_event)
                 await answer.fold(first, pieces, responder)
                 if journal is None or journal.is_own:
                     await answer.settle()
@@ -138,15 +139,15 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
             await generation.close()
         return answer
 
-    def _record(self, admitted: AdmittedRequest, pool: ServedModel, answer: Answer, journal: JournaledRequest) -> None:
-        """Record a generation, or let it begin with what is recorded."""
-        generation = answer.generation
+    def _record(
+        self, admitted: AdmittedRequest, pool: ServedModel, generation: Generation, body: GenerationBody,
+        journal: JournaledRequest,
+    ) -> EventIds | None:  # fmt: skip
+        """Record a generation, or let it begin with what is recorded; return the ids of its stream's events, if any."""
         journal.outputs.check(generation.prompts)
-        answer.streams = answer.streams or admitted.call.resume.streams
-        if answer.streams and not self.endpoint.numbers:
-            answer.ids = EventIds(journal.name, len(generation.choices), journal.after)
-        answer.begin_after(journal.after_event)
-        ids = answer.ids
+        ids = None
+        if (body.stream or admitted.call.resume.streams) and not self.endpoint.numbers:
+            ids = EventIds(journal.name, len(generation.choices), journal.after)
         generation.record(journal.outputs, (lambda _: ALL) if self.endpoint.singly or ids is None else ids.singly)
 
         async def claimed() -> None:
@@ -158,6 +159,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
 
         journal.when_claimed(claimed)
         journal.cancel = cancel
+        return ids
 
     async def _asked(self, call: RequestContext, request: RequestBody, size: int) -> tuple[GenerationBody, int]:
         """Return what the body asks of a model, and the size in bytes of everything it refers to."""

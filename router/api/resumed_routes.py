@@ -31,10 +31,10 @@ class Exchanged(Response):
 def resumed_routes(
     endpoints: Iterable[Endpoint], exchanges: Mapping[str, ASGIApp], statuses: Sequence[int]
 ) -> APIRouter:
-    """Return the routes of endpoints whose events have ids; `statuses` are those of their errors."""
+    """Return the routes of OpenAI's endpoints whose events have ids; `statuses` are those of their errors."""
     router = APIRouter()
     for endpoint in endpoints:
-        if endpoint.numbers:
+        if endpoint.singly:
             continue
         described = path_parameter("id")
         described["parameters"].append({"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}})

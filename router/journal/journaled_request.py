@@ -82,7 +82,8 @@ class JournaledRequest:
         if written is None:
             assert self.outputs.followed is not None
             recording = self.outputs.followed.recording
-            written = OpenJournal(self.call.tenant, self.name, self._ttl_s, number=recording.entries)
+            number, watched = recording.entries, self.head.watched
+            written = OpenJournal(self.call.tenant, self.name, self._ttl_s, number=number, watched=watched)
             self._metrics.takeovers.labels("response" if self.head.watched else "stream").inc()
         written.on_lost = self._lost
         self.outputs.written = written

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from kvferry.cluster_state.journals import Journal, Journals
-from kvferry.protocol.errors import Cancelled, InvalidRequest, NotFound
+from kvferry.protocol.errors import Cancelled, InvalidRequest, Retryable
 from kvferry.router.dispatch.interface import Delivered, Dispatch, Fork, Output, RequestSpec, Route
 from kvferry.router.journal.recording import Recording
 
@@ -36,7 +36,7 @@ class FollowedJournal:
     async def advance(self, seen: int) -> None:
         """Wait until more than `seen` entries are known, the answer has ended, or the rest is this router's.
 
-        Raises NotFound if the journal is no longer kept, and RegistryUnavailable."""
+        Raises Retryable if the journal is no longer kept: its request failed before its first token."""
         async with self._turn:
             while self.recording.entries == seen and not self.recording.has_ended and not self.is_own:
                 await asyncio.sleep(FOLLOW_S)
@@ -44,10 +44,10 @@ class FollowedJournal:
                     await self.claim()
 
     async def look(self) -> Journal:
-        """Read what was written since the last look. Raises NotFound and RegistryUnavailable."""
+        """Read what was written since the last look. Raises Retryable if it is no longer kept."""
         journal = await self._journals.read(*self._place, self.recording.entries)
         if journal is None:
-            raise NotFound(f"{self._place[1]!r} is no longer kept here")
+            raise Retryable("the request that computed this answer has failed; send it again")
         self.recording.add(journal.entries)
         return journal
 

@@ -150,7 +150,8 @@ class RequestJournals:
         ttl_s = self._life_s(head)
         told = replace(head, body=b"")  # it would take memory for as long as the request runs
         request = JournaledRequest(call, told, name, store.writer, self.metrics, None, ttl_s)
-        written = OpenJournal(call.tenant, name, ttl_s, head=b"" if opened else head.packed(), size=opened)
+        packed = b"" if opened else head.packed()
+        written = OpenJournal(call.tenant, name, ttl_s, head=packed, size=opened, watched=head.watched)
         return request if request.write(written) else None
 
 

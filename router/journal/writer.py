@@ -22,7 +22,8 @@ WRITE_S = 0.25
 BEGIN_S = 0.02
 """Seconds within which a new journal is written, together with others that begin then."""
 LOOK_S = 0.5
-"""Seconds after which a journal that got no tokens is written nevertheless, to find out that another router owns it."""
+"""Seconds after which a watched journal that got no tokens is written nevertheless, to find out that it has another
+owner: its work may have been cancelled through another router."""
 
 
 class Leave(Enum):
@@ -42,18 +43,20 @@ class OpenJournal:
 
     head     its head if it is not written yet
     number   number of the next entry
+    watched  whether to look for another owner while no tokens come
     on_lost  called when another router owns the journal
     """
 
     def __init__(
         self, tenant: str, name: str, ttl_s: float, *, head: bytes = b"", number: int = 0, size: int = 0,
-        on_lost: Callable[[], None] = nothing,
+        watched: bool = False, on_lost: Callable[[], None] = nothing,
     ) -> None:  # fmt: skip
         self.tenant, self.name, self.ttl_s, self.on_lost = tenant, name, ttl_s, on_lost
         self.tape = Tape()
         self.left: Leave | None = None
         self.size, self.written_at = size + len(head), time.monotonic()
         self._number, self._unsent = HEAD if head else number, head
+        self._quiet_s = min(LOOK_S, ttl_s / 3) if watched else ttl_s / 3
         self.is_open = False
         self.over = asyncio.Event()
         """Set once nothing more will be written."""
@@ -63,7 +66,7 @@ class OpenJournal:
         if not self._unsent and self.tape:
             self._unsent = self.tape.take()
             self.size += len(self._unsent)
-        if self._unsent or now - self.written_at >= min(LOOK_S, self.ttl_s / 3):
+        if self._unsent or now - self.written_at >= self._quiet_s:
             return Append(self.tenant, self.name, self._number, self._unsent, self.ttl_s)
         return None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.errors import NoNodes, Overloaded
 from tests.api_parts import FakeCluster, says
 from tests.router_pair import CHAT, LEASE_S, Router, Shared, text_of
 
@@ -89,6 +89,18 @@ async def test_a_request_that_failed_before_its_first_token_is_tried_anew() -> N
         assert (await router.post(CHAT, BODY, idempotency_key="k").whole()).status == 200
         invalid = {**BODY, "temperature": -1}
         assert (await router.post(CHAT, invalid, idempotency_key="other").whole()).status == 400
+
+
+async def test_who_waits_for_a_request_that_fails_is_told_to_send_it_again() -> None:
+    together = Shared(FakeCluster(lambda spec: [NoNodes("none is left")], gap_s=0.5))
+    async with Router(together) as first, Router(together) as second:
+        exchanges = [first.post(CHAT, BODY, idempotency_key="k")]
+        await asyncio.sleep(0.1)
+        exchanges.append(second.post(CHAT, BODY, idempotency_key="k"))
+        assert [(await exchange.whole()).status for exchange in exchanges] == [503, 503]
+        assert len(together.cluster.dispatches) == 1
+        together.cluster.script = says(TEXT)
+        assert (await second.post(CHAT, BODY, idempotency_key="k").whole()).status == 200
 
 
 async def test_store_false_stays_in_its_process() -> None:

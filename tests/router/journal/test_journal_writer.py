@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from kvferry.cluster_state.journals import Append, Kept
@@ -14,7 +13,7 @@ from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch.interface import Output, Route
 from kvferry.router.journal.recording import JournalHead, Recording
-from kvferry.router.journal.writer import WRITE_S, JournalWriter, Leave, OpenJournal
+from kvferry.router.journal.writer import LOOK_S, WRITE_S, JournalWriter, Leave, OpenJournal
 from kvferry.router.request_context import RequestIdentity
 
 HEAD = JournalHead("/v1/completions", b"{}", "r", RequestIdentity("ab", 12, 34), 600.0)
@@ -31,7 +30,7 @@ class CountedJournals(MemoryJournals):
         outcomes = await super().append(owner, appends)
         if self.drops_answers:
             self.available = False
-            self._live("")
+            self._found("", "")
         return outcomes
 
 
@@ -132,15 +131,20 @@ async def test_a_journal_of_another_owner_is_left_alone() -> None:
     assert bench.metrics.open._value.get() == 0
 
 
-async def test_a_quiet_journal_finds_out_too_and_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quiet_journal_finds_out_too_and_lives_on() -> None:
     bench = Bench()
     quiet = bench.begin("quiet", ttl_s=0.6)
+    watched = OpenJournal("t", "watched", 60.0, head=HEAD.packed(), watched=True)
+    bench.writer.begin(watched)
     async with bench.writer.kept():
         await asyncio.sleep(1.2)
         assert await bench.journals.read("t", "quiet") is not None, "no token came for twice its life"
         await bench.journals.claim("t", "quiet", "other", ttl_s=9, by_force=True)
         async with asyncio.timeout(1):
             await quiet.over.wait()
+        await bench.journals.claim("t", "watched", "other", ttl_s=9, by_force=True)
+        async with asyncio.timeout(LOOK_S + 2 * WRITE_S):
+            await watched.over.wait()
 
 
 async def test_one_that_grows_too_large_is_deleted_and_counted() -> None:

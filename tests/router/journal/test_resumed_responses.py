@@ -89,6 +89,29 @@ async def test_a_background_response_is_completed_by_another_router() -> None:
         assert await together.leases.orphans() == []
 
 
+async def test_without_a_record_a_dead_router_s_response_is_shown_as_failed() -> None:
+    """It stayed in progress for ever."""
+    together = shared(0.03)
+    async with Router(together, resume_window=0.0) as first, Router(together, resume_window=0.0) as second:
+        begun = (await first.post(RESPONSES, {**BODY, "background": True}).whole()).json()
+        await asyncio.sleep(0.2)
+        first.kill()
+        response = await completed(second, begun["id"])
+        assert response["status"] == "failed"
+        assert "no events" in response["error"]["message"]
+
+
+async def test_a_repeated_background_request_is_the_same_response() -> None:
+    together = shared(0.02)
+    async with Router(together) as first, Router(together) as second:
+        body = {**BODY, "background": True}
+        begun = [(await each.post(RESPONSES, body, idempotency_key="k").whole()).json() for each in (first, second)]
+        assert begun[0]["id"] == begun[1]["id"]
+        assert [each["status"] for each in begun] == ["in_progress"] * 2
+        assert (await completed(second, begun[0]["id"]))["status"] == "completed"
+        assert len(together.cluster.dispatches) == 1
+
+
 async def test_a_draining_router_gives_its_background_responses_up() -> None:
     together = shared(0.03)
     async with Router(together) as second:
