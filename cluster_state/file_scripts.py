@@ -83,14 +83,24 @@ end
 return found
 """
 
-# KEYS: prefix of records, a sorted set of ids. ARGV: first, last, field of the records or empty. Returns id and record
-# in turn; an expired record is empty.
-PAGE = """
+# KEYS: prefix of records, a sorted set of ids. ARGV: first, last. Returns id and record in turn; an expired record is
+# empty.
+FILES = """
 local found = {}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[2], ARGV[1], ARGV[2])) do
   found[#found + 1] = id
-  if ARGV[3] == '' then found[#found + 1] = redis.call('GET', KEYS[1] .. id) or ''
-  else found[#found + 1] = redis.call('HGET', KEYS[1] .. id, ARGV[3]) or '' end
+  found[#found + 1] = redis.call('GET', KEYS[1] .. id) or ''
+end
+return found
+"""
+
+# KEYS and ARGV as in FILES. Returns id, state and cancellation in turn; what is not there is empty.
+BATCHES = """
+local found = {}
+for _, id in ipairs(redis.call('ZRANGE', KEYS[2], ARGV[1], ARGV[2])) do
+  found[#found + 1] = id
+  found[#found + 1] = redis.call('HGET', KEYS[1] .. id, 'state') or ''
+  found[#found + 1] = redis.call('HGET', KEYS[1] .. id, 'cancel') or ''
 end
 return found
 """

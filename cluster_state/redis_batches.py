@@ -27,7 +27,7 @@ class RedisBatches:
         self._redis, self._seal, self._ttl_ms = connection, connection.seal, int(ttl_s * 1000)
         self._create, self._hold = connection.script(file_scripts.CREATE), connection.script(file_scripts.HOLD)
         self._save, self._cancel = connection.script(file_scripts.SAVE), connection.script(file_scripts.CANCEL)
-        self._page = connection.script(file_scripts.PAGE)
+        self._page = connection.script(file_scripts.BATCHES)
 
     async def create(self, where: str, batch_id: str, record: bytes) -> None:
         """Store a new batch as an open one."""
@@ -42,20 +42,22 @@ class RedisBatches:
         record = None if state is None else self._seal.unwrap(key, state)
         return None if record is None else (record, cancel is not None)
 
-    async def all(self, where: str) -> list[bytes]:
-        """Return the records of all batches, oldest first; expired ones leave the list."""
-        ids, found, gone = self._redis.own(where) + "#batches", list[bytes](), list[bytes]()
+    async def all(self, where: str) -> list[tuple[bytes, bool]]:
+        """Return the records of all batches, oldest first, and whether each is to be cancelled.
+
+        Expired batches leave the list."""
+        ids, prefix = self._redis.own(where) + "#batches", self._redis.own(where) + ":"
+        found, gone = list[tuple[bytes, bool]](), list[bytes]()
         for first in range(0, MOST_OPEN, _GROUP):
-            prefix = self._redis.own(where) + ":"
-            answer = await self._page.run([prefix, ids], [first, first + _GROUP - 1, "state"])
+            answer = await self._page.run([prefix, ids], [first, first + _GROUP - 1])
             with sensible():
-                for batch_id, state in zip(answer[::2], answer[1::2], strict=True):
+                for batch_id, state, cancel in zip(answer[::3], answer[1::3], answer[2::3], strict=True):
                     record = self._seal.unwrap(prefix + batch_id.decode(), state) if state else None
                     if record is not None:
-                        found.append(record)
+                        found.append((record, bool(cancel)))
                     elif not state:
                         gone.append(batch_id)
-            if len(answer) < 2 * _GROUP:
+            if len(answer) < 3 * _GROUP:
                 break
         if gone:
             await answered(self._redis.client, self._redis.client.zrem(ids, *gone), self._redis.limit_s)

@@ -84,7 +84,7 @@ class RedisFiles:
         self._ttl_ms, self._limit, self._most = int(ttl_s * 1000), limit, most
         self._reserve, self._commit = connection.script(file_scripts.RESERVE), connection.script(file_scripts.COMMIT)
         self._forget, self._used = connection.script(file_scripts.FORGET), connection.script(file_scripts.USED)
-        self._keep, self._page = connection.script(file_scripts.KEEP), connection.script(file_scripts.PAGE)
+        self._keep, self._page = connection.script(file_scripts.KEEP), connection.script(file_scripts.FILES)
 
     async def reserve(self, where: str, file_id: str, size: int, replaces: str = "") -> Reserved:
         """Reserve bytes for a file; replaces: id of rows that count no more once the file is whole."""
@@ -118,7 +118,7 @@ class RedisFiles:
         prefix, ages, *_ = self._keys(where)
         found: list[bytes] = []
         for first in range(0, self._most + _GROUP, _GROUP):
-            answer = await self._page.run([prefix, ages], [first, first + _GROUP - 1, ""])
+            answer = await self._page.run([prefix, ages], [first, first + _GROUP - 1])
             with sensible():
                 pairs = zip(answer[::2], answer[1::2], strict=True)
                 unsealed = [self._seal.unwrap(prefix + file_id.decode(), record) for file_id, record in pairs if record]

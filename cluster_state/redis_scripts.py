@@ -64,7 +64,7 @@ local function forbidden(words, key)
   return string.find(told, 'permission') or string.find(told, "can't run") or string.find(told, "can't access")
 end
 for _, words in ipairs(ARGV) do
-  for _, room in ipairs({'node:', 'epoch:', 'b:', 'g:', 'r:', 'o:', 'j:'}) do
+  for _, room in ipairs({'node:', 'epoch:', 'b:', 'g:', 'r:', 'o:', 'j:', 'f:'}) do
     local key = KEYS[1] .. room .. 'rehearsal'
     local told = forbidden(words, key)
     redis.pcall('DEL', key)

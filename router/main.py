@@ -29,6 +29,7 @@ from kvferry.router import draining
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.batch.batches import Batches
+from kvferry.router.batch.redis_store import cluster_files
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.cluster import RouterCluster
@@ -128,11 +129,13 @@ async def run_router(
     recorded: Journals | None = None,
 ) -> None:
     """Serve on a bound socket until `stop`."""
+    metrics = RouterMetrics()
+    kept_files = cluster_files(settings, Seal(secrets.registry_keys))
+    batches = Batches(settings, kept_files, ownership, metrics.batches)
     ownership = ownership or RouterOwnership(MemoryRouterLeases(), is_shared=False)
     status = SupervisorStatus.from_fd(settings.status_fd)
     tenant_registry = TenantRegistry(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
-    metrics, batches = RouterMetrics(), Batches(settings)
     nodes = RouterCluster(
         store,
         store,

@@ -3,8 +3,8 @@
 <id>/batch.json      the batch as it was created
 <id>/cancel          exists if it is to be cancelled
 <id>/lock            is locked by the process that runs it, where routers have no leases
-<id>/owner-<n>/      what the holder with number n wrote: batch.json, output.jsonl, errors.jsonl; and earlier.json, the bytes
-                     that count of what earlier holders wrote
+<id>/owner-<n>/      what the holder with number n wrote: batch.json, output.jsonl, errors.jsonl; and earlier.json, the
+                     bytes that count of what earlier holders wrote
 
 The highest number holds the batch. What an earlier holder writes afterwards lies behind the bytes that count."""
 

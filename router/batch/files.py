@@ -209,7 +209,9 @@ def no_file(file_id: str, param: str = "file_id") -> NotFound:
 
 def too_large(size: int, room: int, limit: int) -> RequestTooLarge:
     """Return the API's error for a file that exceeds the bytes left to its tenant."""
-    message = f"file: its {size} bytes do not fit into the {max(room, 0)} left of {limit}; delete files that are not needed"
+    message = (
+        f"file: its {size} bytes do not fit into the {max(room, 0)} left of {limit}; delete files that are not needed"
+    )
     return RequestTooLarge(message, param="file")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -107,12 +108,16 @@ def hold(folder: BatchFolder, batch_id: str, *, locks: bool) -> HeldFolder | Non
             folder.folder(batch_id, owner).mkdir(mode=0o700)
         except FileExistsError:
             owner = 0  # another came first
-        if owner and batch.status not in ENDED:
-            held = HeldFolder(folder, batch, owner, lock)
+        if not owner or batch.status in ENDED:
+            return None
+        held = HeldFolder(folder, batch, owner, lock)
+        try:
             held.take(previous)
-            lock = None
-            return held
-        return None
+        except OSError:
+            shutil.rmtree(folder.folder(batch_id, owner), ignore_errors=True)
+            raise
+        lock = None
+        return held
     finally:
         if lock is not None:
             lock.close()

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvferry.cluster_state.redis_batch_rows import ROWS, Answered, RedisBatchRows, rows_id
@@ -96,7 +97,7 @@ class RedisHeld:
         await self._patiently(lambda: self._parts.rows.clear(*self._place, self._rows()))
         for ok in (True, False):
             counted = rows_id(self.batch.id, ok=ok)
-            await self._patiently(lambda counted=counted: self._parts.files.release(self._place.where, counted))
+            await self._patiently(partial(self._parts.files.release, self._place.where, counted))
 
     async def let_go(self) -> None:
         """Do nothing: the next holder needs no consent."""
@@ -130,8 +131,7 @@ class RedisHeld:
 
     async def _input(self, stored: StoredFile) -> AsyncIterator[bytes]:
         for number in range(-(-stored.bytes // CHUNK)):
-            read = self._parts.files.piece
-            piece = await self._patiently(lambda number=number: read(self._place.where, stored.id, number))
+            piece = await self._patiently(partial(self._parts.files.piece, self._place.where, stored.id, number))
             if piece is None:
                 raise no_file(stored.id, "input_file_id")
             yield piece

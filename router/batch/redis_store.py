@@ -13,7 +13,9 @@ from typing import Any
 from kvferry.cluster_state.redis_batch_rows import RedisBatchRows
 from kvferry.cluster_state.redis_batches import RedisBatches
 from kvferry.cluster_state.redis_files import CHUNK, FilesClient, RedisFiles, place_of
+from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.errors import RegistryUnavailable, reason
+from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch import files
 from kvferry.router.batch.batch import ENDED, Batch, check_batch_id, no_batch
 from kvferry.router.batch.files import Readable, StoredFile, check_file_id, no_file, too_large, too_many
@@ -180,6 +182,15 @@ class RedisBatchStore:
 
     async def close(self) -> None:
         await self._connection.close()
+
+
+def cluster_files(settings: RouterSettings, seal: Seal) -> RedisBatchStore | None:
+    """Return the store of a cluster's files and batches; None if they are on a disk. Raises ConfigError."""
+    if settings.files_store != "redis":
+        return None
+    password_file, limit = settings.redis_password_file, settings.files_mib * 2**20
+    connection = FilesClient(settings.redis_url, settings.cluster, password_file=password_file, seal=seal)
+    return RedisBatchStore(connection, ttl_s=settings.files_ttl, limit=limit)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Where clients' files and batches are kept: the interface of `disk_store` and `redis_store`.
 
-One router at a time holds a batch. Once another holds it, all writes of the earlier holder fail or count for nothing, even
-those of a process that hung meanwhile. So each row has one answer."""
+One router at a time holds a batch. Once another holds it, all writes of the earlier holder fail or count for nothing,
+even those of a process that hung meanwhile. So each row has one answer."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class HeldBatch(Protocol):
         """Write the answer of a row; ok: into the output, or into the errors. Raises RequestTooLarge."""
 
     async def publish(self, *, ok: bool) -> str | None:
-        """Make the output or the errors a file, once, and return its id; None if it is empty. Raises RequestTooLarge."""
+        """Make the output or the errors a file, once, and return its id; None if empty. Raises RequestTooLarge."""
 
     async def clear(self) -> None:
         """Delete the written answers, after the batch has ended."""
