@@ -19,6 +19,7 @@ from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.responses import ResponseStore
 from kvferry.cluster_state.router_ownership import RouterOwnership
+from kvferry.cluster_state.seal import NO_SEAL
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.errors import InvalidRequest, KvferryError
@@ -33,6 +34,7 @@ from kvferry.protocol.work import Generate, Grammar
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.batch.batches import Batches
+from kvferry.router.batch.redis_store import cluster_files
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.interface import (
@@ -276,15 +278,16 @@ class Api:
         cluster: FakeCluster,
         text: TextModel | None = None,
         throttle: RejectionThrottle | None = None,
+        owned: RouterOwnership | None = None,
         **settings: Any,
     ) -> None:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
-        self.batches = Batches(self.settings)
+        self.batches = Batches(self.settings, cluster_files(self.settings, NO_SEAL), owned, self.metrics.batches)
         self.kept = MemoryResponses()
         text = text or demo_text()
-        ownership = RouterOwnership(MemoryRouterLeases(), is_shared=False)
+        ownership = owned or RouterOwnership(MemoryRouterLeases(), is_shared=False)
         self.journals = RequestJournals(self.settings, ownership.owner, self.metrics.journals, None)
         self.app = app_of(
             cluster, text, self.metrics, self.settings, self.kept, self.batches, throttle=throttle,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import httpx
 import pytest
 
 from kvferry.protocol.errors import NoNodes
@@ -21,36 +20,8 @@ from kvferry.router.tenants.keys import entry
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.runtime import watched_file
 from tests.api_parts import Api, FakeCluster, error_of, says
-from tests.batch_parts import api, ended, kept
+from tests.batch_parts import CHAT, api, begin, chat, ended, kept, output, rows, upload
 from tests.waiting import until
-
-CHAT = "/v1/chat/completions"
-
-
-def chat(text: str, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], **more}
-
-
-def rows(*bodies: dict[str, Any], url: str = CHAT) -> bytes:
-    made = [{"custom_id": f"r{i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
-    return "\n".join(map(json.dumps, made)).encode()
-
-
-async def upload(at: Api, content: bytes, **fields: Any) -> httpx.Response:
-    return await at.http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch", **fields})
-
-
-async def begin(at: Api, content: bytes, endpoint: str = CHAT, **fields: Any) -> dict[str, Any]:
-    file_id = (await upload(at, content)).json()["id"]
-    body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h", **fields}
-    answer = await at.http.post("/v1/batches", json=body)
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
-
-
-async def output(at: Api, file_id: str) -> list[dict[str, Any]]:
-    text = (await at.http.get(f"/v1/files/{file_id}/content")).text
-    return sorted(map(json.loads, text.splitlines()), key=lambda row: row["custom_id"])
 
 
 async def test_a_file_is_kept_listed_read_and_deleted(tmp_path: Path) -> None:
