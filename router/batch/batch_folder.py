@@ -3,7 +3,7 @@
 <id>/batch.json      the batch as it was created
 <id>/cancel          exists if it is to be cancelled
 <id>/lock            is locked by the process that runs it, where routers have no leases
-<id>/owner-<n>/      what the holder with number n wrote: batch.json, output.jsonl, errors.jsonl; and earlier.json, the
+<id>/owner-<n>/      what the holder with number n wrote: output.jsonl, errors.jsonl; and batch.json, the batch with the
                      bytes that count of what earlier holders wrote
 
 The highest number holds the batch. What an earlier holder writes afterwards lies behind the bytes that count."""
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +26,8 @@ from kvferry.router.batch.files import write_whole
 from kvferry.runtime.private_files import make_private_folder, private
 
 _OWNER = re.compile(r"owner-(\d{1,9})")
+Earlier = dict[str, list[tuple[int, int]]]
+"""Name of a file with answers → number of an earlier holder and the bytes of its file that count, in their order."""
 
 
 class BatchFolder:
@@ -41,9 +45,10 @@ class BatchFolder:
         """Return the path of a batch's folder, or of one holder's."""
         return self.root / batch_id / f"owner-{owner}" if owner else self.root / batch_id
 
-    def save(self, batch: Batch, owner: int = 0) -> None:
+    def save(self, batch: Batch, owner: int = 0, earlier: Earlier | None = None) -> None:
         """Save the batch atomically."""
-        write_whole(self.folder(batch.id, owner) / "batch.json", batch.record())
+        told = batch.record() if earlier is None else json.dumps({**asdict(batch), "earlier": earlier})
+        write_whole(self.folder(batch.id, owner) / "batch.json", told)
 
     def get(self, batch_id: str) -> Batch:
         """Return a batch as last saved, or as cancelling if that was requested; raise NotFound."""
@@ -53,11 +58,13 @@ class BatchFolder:
             batch.move("cancelling")
         return batch
 
-    def saved(self, batch_id: str) -> tuple[Batch, int]:
-        """Return a batch as its last holder saved it, and that holder's number; raise NotFound."""
+    def saved(self, batch_id: str) -> tuple[Batch, int, Earlier]:
+        """Return a batch as its last holder saved it, that holder's number and what counts; raise NotFound."""
         for owner in (*self.owners(batch_id), 0):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                return Batch.of_record((self.folder(batch_id, owner) / "batch.json").read_bytes()), owner
+                told = json.loads((self.folder(batch_id, owner) / "batch.json").read_bytes())
+                earlier = told.pop("earlier", {}) if isinstance(told, dict) else {}
+                return Batch(**told), owner, earlier
         raise no_batch(batch_id)
 
     def owners(self, batch_id: str) -> list[int]:

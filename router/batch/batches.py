@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.protocol.batch_metrics import BatchMetrics
-from kvferry.protocol.errors import InvalidRequest, Overloaded, RegistryUnavailable, reason
+from kvferry.protocol.errors import Draining, InvalidRequest, Overloaded, RegistryUnavailable, reason
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch.batch import ENDED, Batch
 from kvferry.router.batch.batch_owners import BatchOwners
@@ -95,6 +95,7 @@ class Batches:
         Raises InvalidRequest, NotFound for the file, Overloaded, DiskFailed or RegistryUnavailable."""
         if endpoint not in self._endpoints:
             raise InvalidRequest(f"endpoint must be one of {', '.join(sorted(self._endpoints))}", param="endpoint")
+        await self._store.start()
         kept = self.of(tenant)
         await self.files(tenant).get(file_id, "input_file_id")
         known = await kept.all()
@@ -107,8 +108,9 @@ class Batches:
                 await kept.forget(old.id)
         except OSError as error:
             raise disk_failed("the batch cannot be stored", error) from error
-        if await self._owners.begin(self._store.place(batch), idle=not (self._tasks or self._leaving)):
-            self._start(self._store.place(batch))
+        place = self._store.place(batch)
+        if await self._owners.begin(place, idle=not (self._tasks or self._leaving)) and not self._leaving:
+            self._start(place)
         return batch
 
     async def cancel(self, tenant: str, batch_id: str) -> Batch:
@@ -121,7 +123,7 @@ class Batches:
             await kept.cancel(batch_id)
         except OSError as error:
             raise disk_failed("the batch cannot be cancelled", error) from error
-        if not self._owners.leased:
+        if not (self._owners.leased or self._leaving):
             self._start(self._store.place(batch))  # in case no process runs it
         return await kept.get(batch_id)
 
@@ -147,7 +149,10 @@ class Batches:
         await self._owners.give_up(stopped)
 
     def _start(self, place: Place) -> None:
-        if place not in self._tasks and not self._leaving:
+        """Run a batch unless it runs; raise Draining if this process ends."""
+        if self._leaving:
+            raise Draining("this router ends and runs no batch")
+        if place not in self._tasks:
             task = self._tasks[place] = asyncio.create_task(self._run(place))
             task.add_done_callback(lambda _: self._tasks.pop(place, None))
 

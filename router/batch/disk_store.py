@@ -121,9 +121,12 @@ class DiskStore:
         self.root, self._limit, self._locks = root, limit, locks
         self.kind = "batch"
         self._ended: set[Place] = set()
+        self._prepared: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._prepare)
+        if self._prepared is None:
+            self._prepared = asyncio.ensure_future(asyncio.to_thread(self._prepare))
+        await asyncio.shield(self._prepared)
 
     def files(self, tenant: str) -> DiskFiles:
         return DiskFiles(FileStore(self.root, tenant, self._limit), tenant)

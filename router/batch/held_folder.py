@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO
 
 from kvferry.router.batch.batch import ENDED, Batch
-from kvferry.router.batch.batch_folder import BatchFolder
-from kvferry.router.batch.files import FileStore, write_whole
+from kvferry.router.batch.batch_folder import BatchFolder, Earlier
+from kvferry.router.batch.files import FileStore
 from kvferry.router.batch.stores import LostBatch
 from kvferry.runtime.private_files import private
 
@@ -26,29 +26,24 @@ class HeldFolder:
     def __init__(self, folder: BatchFolder, batch: Batch, owner: int, lock: IO[bytes] | None) -> None:
         self.batch, self.done = batch, set[str]()
         self._folder, self._owner, self._lock = folder, owner, lock
-        self._earlier: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """Number of an earlier holder and bytes of its answers that count, in their order."""
+        self._earlier: Earlier = {}
 
-    def take(self, previous: int) -> None:
-        """Go on behind the previous holder, and save the batch under the own number."""
-        told = self._path(previous, "earlier.json")
-        known = json.loads(told.read_bytes()) if told.exists() else {"output": [], "errors": []}
+    def take(self, previous: int, earlier: Earlier) -> None:
+        """Go on behind the previous holder, of which so much counts, and save the batch under the own number."""
         for ok, name in NAMES.items():
-            self._earlier[ok] = [(owner, size) for owner, size in known[name.partition(".")[0]]]
-            self._earlier[ok].append((previous, whole_lines(self._path(previous, name))))
+            own = (previous, whole_lines(self._path(previous, name)))
+            self._earlier[name] = [*((owner, size) for owner, size in earlier.get(name, ())), own]
             found = set[str]()
-            for owner, size in self._earlier[ok]:
+            for owner, size in self._earlier[name]:
                 found.update(ids_of(self._path(owner, name), size))
             self.batch.request_counts["completed" if ok else "failed"] = len(found)
             self.done |= found
-        earlier = {NAMES[ok].partition(".")[0]: told for ok, told in self._earlier.items()}
-        write_whole(self._path(self._owner, "earlier.json"), json.dumps(earlier))
         self.save()
 
     def save(self) -> None:
         """Save the batch; raise LostBatch or OSError."""
         self.check()
-        self._folder.save(self.batch, self._owner)
+        self._folder.save(self.batch, self._owner, self._earlier)
 
     def check(self) -> bool:
         """Return whether the batch is to be cancelled; raise LostBatch if another process holds it."""
@@ -66,7 +61,7 @@ class HeldFolder:
     def publish(self, files: FileStore, *, ok: bool) -> str | None:
         """Make the answers a file, unless that was done; return its id."""
         self.check()
-        parts = [(self._path(owner, NAMES[ok]), size) for owner, size in self._earlier[ok] if size]
+        parts = [(self._path(owner, NAMES[ok]), size) for owner, size in self._earlier[NAMES[ok]] if size]
         own = self._path(self._owner, NAMES[ok])
         if own.exists():
             parts.append((own, own.stat().st_size))
@@ -95,14 +90,14 @@ def hold(folder: BatchFolder, batch_id: str, *, locks: bool) -> HeldFolder | Non
     """Hold a batch under the next number; None if another does, or if it has ended.
 
     locks: hold it by a lock, too, and only if no process has it. Raises NotFound or OSError."""
-    batch, previous = folder.saved(batch_id)
+    batch, *_ = folder.saved(batch_id)
     if batch.status in ENDED:
         return None
     lock = folder.lock(batch_id) if locks else None
     if locks and lock is None:
         return None
     try:
-        batch, previous = folder.saved(batch_id)  # its last holder may have ended it meanwhile
+        batch, previous, earlier = folder.saved(batch_id)  # its last holder may have ended it meanwhile
         owner = max((*folder.owners(batch_id), 0)) + 1
         try:
             folder.folder(batch_id, owner).mkdir(mode=0o700)
@@ -112,7 +107,7 @@ def hold(folder: BatchFolder, batch_id: str, *, locks: bool) -> HeldFolder | Non
             return None
         held = HeldFolder(folder, batch, owner, lock)
         try:
-            held.take(previous)
+            held.take(previous, earlier)
         except OSError:
             shutil.rmtree(folder.folder(batch_id, owner), ignore_errors=True)
             raise

@@ -14,7 +14,7 @@ from kvferry.cluster_state.redis_batch_rows import RedisBatchRows
 from kvferry.cluster_state.redis_batches import RedisBatches
 from kvferry.cluster_state.redis_files import CHUNK, FilesClient, RedisFiles, place_of
 from kvferry.cluster_state.seal import Seal
-from kvferry.protocol.errors import RegistryUnavailable, reason
+from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch import files
 from kvferry.router.batch.batch import ENDED, Batch, check_batch_id, no_batch
@@ -199,7 +199,7 @@ def reachable() -> Iterator[None]:
     try:
         yield
     except RegistryUnavailable as error:
-        raise type(error)(f"files and batches are unavailable now: {reason(error)}") from error
+        raise type(error)(f"files and batches are unavailable now: {error}") from error
 
 
 def _size(content: Any) -> int:

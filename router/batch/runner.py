@@ -78,7 +78,7 @@ class Runner:
                     await asyncio.shield(self._end())
                     return
                 batch.move("in_progress")
-            await self._save()
+                await self._save()
             ended = await self._answer_all()
             await self._finish(ended)
             return

@@ -119,7 +119,7 @@ class BatchStore(Protocol):
     kind: str
 
     async def start(self) -> None:
-        """Prepare the store, before its batches are held."""
+        """Prepare the store, before its batches are created or held; once, however often it is called."""
 
     def files(self, tenant: str) -> TenantFiles:
         """Return a tenant's files."""

@@ -1,5 +1,5 @@
-"""Batches of a cluster with two router processes, each as on a machine of its own: one dies, hangs or drains in the middle
-of a batch, and the other one goes on; Redis is restarted."""
+"""Batches of a cluster with two router processes, each as on a machine of its own: one dies, hangs or drains in the
+middle of a batch, and the other one goes on; Redis is restarted."""
 
 from __future__ import annotations
 

@@ -167,6 +167,13 @@ replicas: {{ .values.replicas }}
 {{- if and (ne $scaling.kind "none") $own.enabled (not $kserve) }}yes{{ end }}
 {{- end }}
 
+{{/* Where clients' files and batches are. Argument: the root. */}}
+{{- define "kvferry.filesStore" -}}
+{{- $router := .Values.router }}
+{{- $several := or (gt (int $router.replicas) 1) (include "kvferry.scaled" (dict "root" . "component" "router" "values" $router)) }}
+{{- $router.filesStore | default (and $several (not $router.filesVolume.existingClaim) | ternary "redis" "disk") }}
+{{- end }}
+
 {{/* Environment of a process of the cluster; `worker`, `adapter`: whether it is one. */}}
 {{- define "kvferry.environment" -}}
 envFrom:

@@ -19,7 +19,7 @@ from kvferry.router.batch.runner import PRIORITY
 from kvferry.router.tenants.keys import entry
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.runtime import watched_file
-from tests.api_parts import Api, FakeCluster, error_of, says
+from tests.api_parts import FakeCluster, error_of, says
 from tests.batch_parts import CHAT, api, begin, chat, ended, kept, output, rows, upload
 from tests.waiting import until
 

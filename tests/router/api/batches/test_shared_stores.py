@@ -54,14 +54,18 @@ async def routers(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         await stop(at)
 
 
+def ownership(at: Api) -> RouterOwnership:
+    owned = at.batches._owners._owned
+    assert owned is not None
+    return owned
+
+
 @contextlib.asynccontextmanager
 async def alive(at: Api) -> AsyncIterator[None]:
     """The router renews its lease and takes over what others left."""
-    owned = at.batches._owners._owned
-    assert owned is not None
     async with at.batches:
         await asyncio.sleep(0)
-        async with owned.kept():
+        async with ownership(at).kept():
             yield
 
 
@@ -158,10 +162,7 @@ async def test_a_batch_is_seen_and_cancelled_through_another_router(routers: Rou
 async def test_another_router_goes_on_where_one_died(routers: Routers) -> None:
     one, other = routers("Yes.", 0.03, batch_rows=2), routers()
     async with alive(other):
-        owned = one.batches._owners._owned
-        assert owned is not None
-        renewing = asyncio.create_task(owned._keep())
-        await until(lambda: asyncio.all_tasks() and owned._leases._leases)  # type: ignore[attr-defined]
+        renewing = asyncio.create_task(ownership(one)._keep())
         begun = await begin(one, many(30))
         await until(lambda: len(one.cluster.dispatches) >= 10)
         assert not other.cluster.dispatches, "its owner lives"
@@ -208,6 +209,7 @@ async def test_a_router_that_drains_leaves_its_batch_to_another(routers: Routers
     async with alive(other), alive(one):
         begun = await begin(one, many(20))
         await until(lambda: len(one.cluster.dispatches) >= 6)
+        ownership(one).drain()
         await one.batches.leave()
         asked = len(one.cluster.dispatches)
         assert await until(lambda: other.cluster.dispatches) < 1.0
@@ -222,7 +224,7 @@ async def test_a_router_without_a_batch_takes_the_next(routers: Routers) -> None
     async with alive(busy):
         await begin(busy, many(20))
         await until(lambda: busy.cluster.dispatches)
-        busy.batches._owners._owned.drain()  # type: ignore[union-attr]  # the other one looks first
+        ownership(busy).drain()  # the other one looks first
         async with alive(idle):
             second = await begin(busy, many(3))
             await completed(busy, second["id"], 3)
@@ -234,7 +236,7 @@ async def test_a_batch_that_nobody_owns_is_found(routers: Routers) -> None:
     one, other = routers(), routers()
     one.batches._leaving = True
     begun = await begin(one, many(3))
-    leases: Any = other.batches._owners._owned._leases  # type: ignore[union-attr]
+    leases: Any = ownership(other)._leases
     leases._tasks.clear()
     async with alive(other):
         await completed(other, begun["id"], 3)
