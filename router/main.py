@@ -68,8 +68,6 @@ IDLE_S = 30.0
 """Idle time of a client connection, in seconds.
 
 It exceeds the idle time of common clients, so that no client reuses a connection while it closes."""
-
-
 OWN_DESCRIPTORS = 256
 """Open files of a router besides clients' connections: nodes, Redis, sockets of other processes, files of batches."""
 
@@ -129,8 +127,7 @@ async def run_router(
     recorded: Journals | None = None,
 ) -> None:
     """Serve on a bound socket until `stop`."""
-    metrics = RouterMetrics()
-    kept_files = cluster_files(settings, Seal(secrets.registry_keys))
+    metrics, kept_files = RouterMetrics(), cluster_files(settings, Seal(secrets.registry_keys))
     batches = Batches(settings, kept_files, ownership, metrics.batches)
     ownership = ownership or RouterOwnership(MemoryRouterLeases(), is_shared=False)
     status = SupervisorStatus.from_fd(settings.status_fd)
