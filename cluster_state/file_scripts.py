@@ -116,7 +116,7 @@ redis.call('PEXPIRE', KEYS[2], ARGV[3])
 redis.call('ZADD', KEYS[3], now, ARGV[4])
 """
 
-# KEYS: batch. A new holder: whoever wrote under an earlier number can write no more. Returns state and number.
+# KEYS: batch. A new holder: holders with earlier numbers can write no more. Returns state and number.
 HOLD = """
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return {} end

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvferry.cluster_state import file_scripts
 from kvferry.cluster_state.redis_client import answered, sensible
 from kvferry.cluster_state.redis_files import CHUNK, FilesClient
+from kvferry.protocol.errors import NotFound
 
 ROWS = 256
 """Rows whose answers share a key."""
@@ -71,12 +72,15 @@ class RedisBatchRows:
         return found
 
     async def pieces(self, where: str, batch_id: str, shard: int, fields: Iterable[tuple[int, int]]) -> bytes:
-        """Return pieces of answers of one shard, joined; fields: row and number of each."""
+        """Return pieces of answers of one shard, joined; fields: row and number of each. Raises NotFound for a loss."""
         key, redis = self._shard(where, batch_id, shard), self._redis
         names = [f"{row}.{number}" for row, number in fields]
         kept = await answered(redis.client, redis.client.hmget(key, names), redis.limit_s)
         with sensible():
-            return b"".join(self._seal.unwrap(f"{key}/{name}", piece) for name, piece in zip(names, kept, strict=True))
+            found = [self._seal.unwrap(f"{key}/{name}", piece or b"") for name, piece in zip(names, kept, strict=True)]
+        if not all(found):
+            raise NotFound(f"answers of {batch_id} are missing")
+        return b"".join(piece for piece in found if piece)
 
     async def clear(self, where: str, batch_id: str, rows: int) -> None:
         """Delete the answers of this many rows."""

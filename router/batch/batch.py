@@ -79,7 +79,7 @@ class Batch:
         return cls(**json.loads(record))
 
     def file_id(self, *, ok: bool) -> str:
-        """Return the id of the file of its answers, or of its errors: the same whoever publishes it."""
+        """Return the id of the file of its answers, or of its errors: the same for each holder."""
         return "file-" + hashlib.sha256(f"{self.id}/{'output' if ok else 'errors'}".encode()).hexdigest()[:32]
 
     def file_name(self, *, ok: bool) -> str:

@@ -1,4 +1,4 @@
-"""Which router of the cluster runs a batch: the one that owns it under its lease.
+"""Ownership of batches: a router runs those that it owns under its lease.
 
 Without leases the store's locks decide, so every process tries each unfinished batch."""
 

@@ -146,7 +146,7 @@ class DiskStore:
             held = await on_disk(place.where, hold, folder, place.batch_id, locks=self._locks)
         except NotFound:
             return None
-        return held and DiskHeld(held, FileStore(self.root, held.batch.tenant, self._limit))
+        return None if held is None else DiskHeld(held, FileStore(self.root, held.batch.tenant, self._limit))
 
     async def close(self) -> None:
         """Do nothing."""
@@ -171,7 +171,7 @@ class DiskStore:
             self.kind = f"batch-{uuid.uuid4().hex}"
 
     def _unfinished(self) -> list[Place]:
-        places = []
+        places = list[Place]()
         for tenant in tenant_folders(self.root):
             folder = BatchFolder(tenant)
             for place in (Place(tenant.name, batch_id) for batch_id in folder.ids()):

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, cast
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, RequestTooLarge, reason
 from kvferry.runtime.private_files import make_private_folder, private
@@ -76,10 +76,13 @@ class StoredFile:
         """Return the file's description as JSON, as it is stored."""
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
-    @classmethod
-    def of_record(cls, record: bytes) -> StoredFile:
-        """Return the file of a record. Raises ValueError or TypeError if it is none."""
-        return cls(**json.loads(record))
+
+def read_file(record: str | bytes) -> StoredFile | None:
+    """Return the file of a record; None if it can't be read."""
+    try:
+        return StoredFile(**json.loads(record))
+    except (ValueError, TypeError):
+        return None
 
 
 class FileStore:
@@ -104,7 +107,7 @@ class FileStore:
             partly = self.folder / f"file-{own}.part"
             try:
                 with open(partly, "wb", opener=private) as out:
-                    shutil.copyfileobj(content, out, 2**20)
+                    shutil.copyfileobj(cast("BinaryIO", content), out, 2**20)
                 with self._counting():
                     size = partly.stat().st_size
                     self._check_room(size)
@@ -185,8 +188,8 @@ class FileStore:
 
     def _read(self, path: Path) -> StoredFile | None:
         try:
-            return StoredFile.of_record(path.read_bytes())
-        except (OSError, ValueError, TypeError):
+            return read_file(path.read_bytes())
+        except OSError:
             return None
 
 

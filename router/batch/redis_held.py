@@ -15,7 +15,7 @@ from kvferry.cluster_state.redis_batches import RedisBatches
 from kvferry.cluster_state.redis_files import CHUNK, RedisFiles
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.router.batch.batch import ENDED, Batch
-from kvferry.router.batch.files import StoredFile, no_file, too_large, too_many
+from kvferry.router.batch.files import StoredFile, no_file, read_file, too_large, too_many
 from kvferry.router.batch.rows import MAX_ROWS, Row
 from kvferry.router.batch.stores import LostBatch, Place
 from kvferry.runtime.log import RateLimitedLog
@@ -74,7 +74,7 @@ class RedisHeld:
     async def input(self) -> AsyncIterator[bytes]:
         where, file_id = self._place.where, self.batch.input_file_id
         record = await self._patiently(lambda: self._parts.files.record(where, file_id))
-        stored = None if record is None else file_of(record)
+        stored = None if record is None else read_file(record)
         if stored is None:
             raise no_file(file_id, "input_file_id")
         return self._input(stored)
@@ -150,14 +150,6 @@ class RedisHeld:
     def _rows(self) -> int:
         """Return how many rows may have answers."""
         return min(self.batch.request_counts["total"], MAX_ROWS)
-
-
-def file_of(record: bytes) -> StoredFile | None:
-    """Return the file of a record; None if it can't be read."""
-    try:
-        return StoredFile.of_record(record)
-    except (ValueError, TypeError):
-        return None
 
 
 def _groups(rows: dict[int, Answered]) -> Iterator[list[tuple[int, int]]]:

@@ -18,8 +18,8 @@ from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch import files
 from kvferry.router.batch.batch import ENDED, Batch, check_batch_id, no_batch
-from kvferry.router.batch.files import Readable, StoredFile, check_file_id, no_file, too_large, too_many
-from kvferry.router.batch.redis_held import RedisHeld, RedisParts, file_of
+from kvferry.router.batch.files import Readable, StoredFile, check_file_id, no_file, read_file, too_large, too_many
+from kvferry.router.batch.redis_held import RedisHeld, RedisParts
 from kvferry.router.batch.stores import Place
 
 
@@ -49,7 +49,7 @@ class RedisTenantFiles:
 
     async def all(self) -> list[StoredFile]:
         with reachable():
-            found = [file_of(record) for record in await self._files.records(self._where)]
+            found = [read_file(record) for record in await self._files.records(self._where)]
         known = [file for file in found if file is not None]
         return sorted(known, key=lambda file: (file.created_at, file.id), reverse=True)
 
@@ -57,7 +57,7 @@ class RedisTenantFiles:
         check_file_id(file_id, param)
         with reachable():
             record = await self._files.record(self._where, file_id)
-        stored = None if record is None else file_of(record)
+        stored = None if record is None else read_file(record)
         if stored is None:
             raise no_file(file_id, param)
         return stored

@@ -1,4 +1,4 @@
-"""Where clients' files and batches are kept: the interface of `disk_store` and `redis_store`.
+"""Interface of the stores of clients' files and batches, `disk_store` and `redis_store`.
 
 One router at a time holds a batch. Once another holds it, all writes of the earlier holder fail or count for nothing,
 even those of a process that hung meanwhile. So each row has one answer."""

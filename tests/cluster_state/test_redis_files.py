@@ -15,6 +15,7 @@ from kvferry.cluster_state.redis_batch_rows import ROWS, Answered, RedisBatchRow
 from kvferry.cluster_state.redis_batches import RedisBatches
 from kvferry.cluster_state.redis_files import CHUNK, FilesClient, RedisFiles, place_of
 from kvferry.cluster_state.seal import Seal
+from kvferry.protocol.errors import NotFound
 
 TTL_S, LIMIT, MOST = 30.0, 2**20, 3
 ANN, BOB = place_of("ann"), place_of("bob")
@@ -173,6 +174,8 @@ async def test_long_answers_are_in_pieces_and_all_of_them_are_bounded(
     assert await rows.pieces(ANN, "b", 1, [(ROWS + 5, 0), (ROWS + 5, 1)]) == long
     assert await files.room(ANN) == LIMIT - len(long) - 5
     assert await rows.write(ANN, "b", 1, 8, long, ok=True) == "full"
+    with pytest.raises(NotFound, match="answers of b are missing"):
+        await rows.pieces(ANN, "b", 0, [(7, 0), (8, 0)])
     await rows.clear(ANN, "b", ROWS + 6)
     for counted in ("b+", "b-"):
         await files.release(ANN, counted)
