@@ -99,8 +99,6 @@ class FileStore:
 
         Raises RequestTooLarge if the tenant's limit is exceeded, and DiskFailed; both leave nothing behind."""
         own = uuid.uuid4().hex
-        if file_id and (known := self._read(self._description(file_id))):
-            return known
         file_id = file_id or f"file-{own}"
         try:
             make_private_folder(self.folder)
@@ -109,6 +107,8 @@ class FileStore:
                 with open(partly, "wb", opener=private) as out:
                     shutil.copyfileobj(cast("BinaryIO", content), out, 2**20)
                 with self._counting():
+                    if known := self._read(self._description(file_id)):
+                        return known
                     size = partly.stat().st_size
                     self._check_room(size)
                     stored = StoredFile(file_id, size, int(time.time()), filename[:255], purpose)

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.router.batch import batch_folder, batches, disk_threads, files, held_folder, runner
+from kvferry.router.batch import batch_folder, batches, disk_threads, files, runner
 from kvferry.router.tenants.keys import entry
 from tests.api_parts import Api, error_of
 from tests.batch_parts import api, ended
@@ -135,7 +135,6 @@ async def test_a_batch_waits_for_room_and_goes_on(
             full()
 
         patch.setattr(batch_folder, "write_whole", write)
-        patch.setattr(held_folder, "write_whole", write)
         if at_what == "an answer":
             patch.setattr(runner, "answer_row", begin)
         if at_what == "a file of answers":
