@@ -18,6 +18,7 @@ from typing import Any
 from kvferry.cluster_state import file_scripts, redis_client
 from kvferry.cluster_state.redis_client import LONGEST, Script, answered, sensible
 from kvferry.cluster_state.seal import NO_SEAL, Seal
+from kvferry.protocol.errors import RegistryRefuses
 
 CHUNK = 2**18
 """Bytes of a piece. Signing one takes less than a millisecond."""
@@ -50,6 +51,19 @@ class FilesClient:
     async def close(self) -> None:
         """Close all connections. Never raises."""
         await redis_client.close(self.client)
+
+    async def dangers(self) -> list[str]:
+        """Return how the server may lose files, as far as it says so. Raises RegistryUnavailable."""
+        try:
+            facts = await answered(self.client, self.client.info(), self.limit_s)
+        except RegistryRefuses:  # its ACL forbids INFO
+            return []
+        found, policy = [], facts.get("maxmemory_policy", "noeviction")
+        if facts.get("maxmemory") and policy != "noeviction":
+            found.append(f"it evicts them when memory is full: set maxmemory-policy to noeviction instead of {policy}")
+        if not facts.get("aof_enabled", 1):
+            found.append("it loses them when it restarts: set appendonly to yes")
+        return found
 
     async def delete(self, *keys: str) -> None:
         """Delete keys. Raises RegistryUnavailable."""

@@ -29,6 +29,8 @@ MOST_ENDED = 1000
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 """Longest pause before a batch is retried after a disk error, in seconds."""
+LONGEST_REDIS_WAIT_S = 2.0
+"""The same while Redis is away, whose answer costs little to ask for."""
 
 logger = logging.getLogger(__name__)
 
@@ -171,13 +173,15 @@ class Batches:
                 logger.warning("%s was taken over by another router", place.batch_id)
                 return
             except (OSError, DiskFailed, RegistryUnavailable) as error:
+                away = isinstance(error, RegistryUnavailable)
                 if time.monotonic() - began > LONGEST_WAIT_S:
                     wait = FIRST_WAIT_S
                 if wait == FIRST_WAIT_S:
-                    store = "Redis" if isinstance(error, RegistryUnavailable) else "the disk"
-                    logger.warning("%s waits for %s: %s", place.batch_id, store, reason(error))
+                    logger.warning(
+                        "%s waits for %s: %s", place.batch_id, "Redis" if away else "the disk", reason(error)
+                    )
             await asyncio.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_S)
+            wait = min(2 * wait, LONGEST_REDIS_WAIT_S if away else LONGEST_WAIT_S)
 
     async def _wait_for_tenant(self, place: Place, tenant: str) -> None:
         """Wait until the batch's tenant has a key again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 import uuid
@@ -21,6 +22,8 @@ from kvferry.router.batch.batch import ENDED, Batch, check_batch_id, no_batch
 from kvferry.router.batch.files import Readable, StoredFile, check_file_id, no_file, read_file, too_large, too_many
 from kvferry.router.batch.redis_held import RedisHeld, RedisParts
 from kvferry.router.batch.stores import Place
+
+log = logging.getLogger(__name__)
 
 
 class RedisTenantFiles:
@@ -143,7 +146,7 @@ class RedisBatchStore:
     kind = "batch"
 
     def __init__(self, connection: FilesClient, *, ttl_s: float, limit: int) -> None:
-        self._connection = connection
+        self._connection, self._checked = connection, False
         self._parts = RedisParts(
             RedisFiles(connection, ttl_s=ttl_s, limit=limit, most=files.MOST),
             RedisBatches(connection, ttl_s=ttl_s),
@@ -153,7 +156,14 @@ class RedisBatchStore:
         )
 
     async def start(self) -> None:
-        """Do nothing: the connection is made on first use."""
+        if self._checked:
+            return
+        self._checked = True
+        try:
+            for danger in await self._connection.dangers():
+                log.warning("files and batches are in Redis, but %s", danger)
+        except RegistryUnavailable:
+            self._checked = False
 
     def files(self, tenant: str) -> RedisTenantFiles:
         return RedisTenantFiles(self._parts, tenant)

@@ -171,7 +171,9 @@ replicas: {{ .values.replicas }}
 {{- define "kvferry.filesStore" -}}
 {{- $router := .Values.router }}
 {{- $several := or (gt (int $router.replicas) 1) (include "kvferry.scaled" (dict "root" . "component" "router" "values" $router)) }}
-{{- $router.filesStore | default (and $several (not $router.filesVolume.existingClaim) | ternary "redis" "disk") }}
+{{- if $router.filesStore }}{{ $router.filesStore }}
+{{- else if and $several (not $router.filesVolume.existingClaim) }}redis
+{{- else }}disk{{ end }}
 {{- end }}
 
 {{/* Environment of a process of the cluster; `worker`, `adapter`: whether it is one. */}}

@@ -65,6 +65,16 @@ async def test_answers_that_exceed_the_limit_end_the_batch(server: RedisServer) 
     assert (await upload(at, b"x" * 900_000)).status_code == 200, "what it had used is free again"
 
 
+async def test_a_server_that_may_lose_files_is_named(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    async with router(server).batches:
+        await asyncio.sleep(0.1)
+    assert "files and batches are in Redis, but" not in caplog.text
+    with redis_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru") as careless:
+        async with router(careless).batches:
+            await until(lambda: "set appendonly to yes" in caplog.text)
+    assert "set maxmemory-policy to noeviction instead of allkeys-lru" in caplog.text
+
+
 async def test_nothing_but_records_stays_of_an_ended_batch(server: RedisServer) -> None:
     at = router(server)
     batch = await ended(at, (await begin(at, rows(chat("a"), chat("b", temperature=-1))))["id"])
