@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 from kvferry.cli import preflight
 from kvferry.cli.bootstrap import worker_threads
@@ -28,14 +27,14 @@ from kvferry.cli.engines import attached, checked_engines, engine_commands
 from kvferry.cli.progress import Progress, log_through, progress_on
 from kvferry.cli.ready_message import overview, ready_line, stop_line
 from kvferry.cli.resource_plan import WorkerPlan, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
+from kvferry.cli.router_commands import narrowed, router_commands
 from kvferry.cli.supervisor import Supervisor
 from kvferry.engine.shared_cores import core_lock
 from kvferry.model_files.model_name import ModelName, require_distinct, split_names
 from kvferry.model_files.source import resolve
-from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import cache_format
-from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+from kvferry.protocol.settings import ServeSettings, WorkerSettings
 from kvferry.runtime import shared_file
 from kvferry.runtime.address import dialable, host_port, loopback
 from kvferry.runtime.cluster_secret import ClusterSecrets
@@ -45,8 +44,6 @@ log = logging.getLogger(__name__)
 
 ALL_NODES_S = 10.0
 """Longest wait of the ready line for the router to see all nodes; it polls the registry at least twice a second."""
-
-Settings = TypeVar("Settings", bound=CommonSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +104,12 @@ def cluster_commands(
     weights: Callable[[], int] = lambda: -1,
     folder: Path = Path(),
 ) -> list[Command]:
-    """Return the commands of the router and of a worker for each seat.
+    """Return the commands of the routers and of a worker for each seat.
 
-    `settings.redis_url` must be set. Only the router listens beyond this machine, and only if --host says so.
+    `settings.redis_url` must be set. Only routers listen beyond this machine, and only if --host says so.
     cores_fd: lock for workers that share cores. weights: makes the shared memory for the weights of a model that has
     several workers on the CPU. folder: of mode 0700, for the sockets of other engines."""
-    router = dataclasses.replace(_narrow(RouterSettings, settings), worker_ca_certs="", worker_server_name="")
-    commands = [settings_command("router", "router", router, program)]
+    commands = router_commands(settings, program)
     served = split_names(settings.served_model_name, len(settings.model))
     if attached(settings):
         source = resolve(settings.model[0])
@@ -135,7 +131,7 @@ def cluster_commands(
         for role in roles:
             seat, name = next(left), f"{role}-{next(numbers[role])}"
             worker = dataclasses.replace(
-                _narrow(WorkerSettings, settings),
+                narrowed(WorkerSettings, settings),
                 model=model,
                 served_model_name=names,
                 role=role,
@@ -234,10 +230,6 @@ async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
         except (OSError, http.client.HTTPException) as error:
             log.debug("the router does not answer yet: %s", error)
         await asyncio.sleep(0.1)
-
-
-def _narrow(cls: type[Settings], settings: ServeSettings) -> Settings:
-    return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})
 
 
 def _dialable(settings: ServeSettings) -> str:

@@ -159,7 +159,9 @@ async def answered(client: redis.Redis, answer: Awaitable[Any], limit_s: float) 
     """Await an answer of the client; convert its errors to RegistryUnavailable.
 
     Raises RegistryFull if the server is out of memory, RegistryRefuses if it rejects the password or forbids the
-    command."""
+    command. Raises CancelledError, too, if the client lost a cancellation, as `wait_for` of Python 3.11 may."""
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task else 0
     try:
         async with asyncio.timeout(limit_s):
             return await answer
@@ -173,6 +175,9 @@ async def answered(client: redis.Redis, answer: Awaitable[Any], limit_s: float) 
             pool.renew()
         refused = isinstance(error, (AuthenticationError, NoPermissionError))
         raise (RegistryRefuses if refused else RegistryUnavailable)(f"Redis: {told(error)}") from error
+    finally:
+        if task and task.cancelling() > cancels:
+            raise asyncio.CancelledError
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ end
 return leases
 """
 
-# Every command of the scripts, here, in `row_scripts` and in `redis_responses`, with harmless arguments: they test the
-# ACL of a server. `#` stands for the key.
+# Every command of the scripts, here and in the modules beside this one, with harmless arguments: they test the ACL of a
+# server. `#` stands for the key.
 COMMANDS = (
     "set # 1 PX 1000", "get #", "exists #", "pexpire # 1000", "del #",
     "hset # a 1", "hincrby # a 1", "hget # a", "hmget # a", "hgetall #", "hkeys #", "hrandfield # 1",
@@ -64,7 +64,7 @@ local function forbidden(words, key)
   return string.find(told, 'permission') or string.find(told, "can't run") or string.find(told, "can't access")
 end
 for _, words in ipairs(ARGV) do
-  for _, room in ipairs({'node:', 'epoch:', 'b:', 'g:', 'r:'}) do
+  for _, room in ipairs({'node:', 'epoch:', 'b:', 'g:', 'r:', 'o:', 'j:', 'f:'}) do
     local key = KEYS[1] .. room .. 'rehearsal'
     local told = forbidden(words, key)
     redis.pcall('DEL', key)

@@ -33,7 +33,7 @@ NOT_FOR_EPP = (
     "workers", "worker", "workers_dir", "elastic", "pooling", "share_prefixes", "allowed_origins", "allowed_methods",
     "allowed_headers", "allow_credentials", "root_path", "tool_call_parser", "reasoning_parser", "generation_config",
     "allow_lora_updates", "header_timeout", "min_body_rate", "reader_timeout", "max_connections_per_address",
-    "elastic_rest", "response_ttl", "response_store_mib", "data_dir", "files_mib", "batch_rows", "buddies", "fetch",
-    "local_prefill_tokens",
+    "elastic_rest", "response_ttl", "response_store_mib", "data_dir", "files_store", "files_ttl", "files_mib",
+    "batch_rows", "buddies", "fetch", "local_prefill_tokens",
 )  # fmt: skip
 """Settings of a router that an endpoint picker does not have, since Envoy carries the bytes."""

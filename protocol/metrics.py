@@ -11,6 +11,8 @@ from itertools import product
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.protocol import labels
+from kvferry.protocol.batch_metrics import BatchMetrics
+from kvferry.protocol.journal_metrics import JournalMetrics
 from kvferry.protocol.loop_metrics import LoopMetrics
 from kvferry.protocol.model_metrics import ModelMetrics, live_nodes
 from kvferry.protocol.reuse_metrics import ReuseMetrics
@@ -126,6 +128,8 @@ class RouterMetrics:
         )
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
         self.loop = LoopMetrics(r)
+        self.journals = JournalMetrics(r)
+        self.batches = BatchMetrics(r)
         self.scaling = RouterScaling(r)
         _exist(self.requests, labels.ENDPOINTS, ("200",))
         _exist(self.placements, labels.PLACEMENT_KINDS)

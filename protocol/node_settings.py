@@ -101,3 +101,15 @@ class AttachSettings(EngineSettings):
         0, "engines, the first of --attach, that compute prompts for the others by NIXL (vLLM only)", least=0
     )
     engine_args: str = setting("", "further arguments for each engine that is started, as in a shell")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSettings(AttachSettings):
+    """Settings of `kvferry serve` about the processes that it starts."""
+
+    routers: int = setting(
+        1,
+        "routers with ports of their own, from --port on; streams of one that dies go on at another",
+        least=1,
+        most=16,
+    )

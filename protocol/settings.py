@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.protocol.batch_settings import BatchSettings
 from kvferry.protocol.layout import CACHE_DTYPES
-from kvferry.protocol.media_settings import MediaSettings
-from kvferry.protocol.node_settings import AttachSettings
+from kvferry.protocol.node_settings import LocalSettings
+from kvferry.protocol.resume_settings import ResumeSettings
 from kvferry.protocol.scale_out_settings import ScaleOutSettings
 from kvferry.protocol.setting import setting
 
@@ -26,7 +27,7 @@ MODELS = f"{MODEL}; repeat it for several models, with --served-model-name in th
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSettings(MediaSettings):
+class RouterSettings(BatchSettings, ResumeSettings):
     """Settings of `kvferry router`."""
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
@@ -88,13 +89,6 @@ class RouterSettings(MediaSettings):
     elastic_rest: float = setting(30.0, "seconds for which roles stay unchanged after a change", least=0)
     response_ttl: float = setting(3600.0, "seconds for which /v1/responses stores a response; 0: off", least=0)
     response_store_mib: int = setting(64, "MiB of stored responses per tenant; the oldest are evicted first", least=1)
-    data_dir: str = setting(
-        "~/.local/state/kvferry", "directory of clients' files and batches, with a subdirectory per --cluster"
-    )
-    files_mib: int = setting(1024, "MiB of stored files per tenant, and of one upload", least=1)
-    batch_rows: int = setting(
-        16, "requests of batches in progress; one fewer for each live request, but at least one", least=1
-    )
     buddies: bool = setting(
         True,
         "copy the KV blocks of running streams to the nodes that computed their prompts, so that little is "
@@ -237,7 +231,7 @@ class WorkerSettings(ScaleOutSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(RouterSettings, WorkerSettings, AttachSettings):
+class ServeSettings(RouterSettings, WorkerSettings, LocalSettings):
     """Settings of `kvferry serve`, a whole local cluster; children receive the router and worker settings."""
 
     model: tuple[str, ...] = setting((DEMO,), MODELS)  # type: ignore[assignment]

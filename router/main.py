@@ -13,9 +13,14 @@ from typing import Any, Protocol
 
 import uvicorn
 
+from kvferry.cluster_state.journals import Journals
+from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
+from kvferry.cluster_state.redis_journals import RedisJournals
 from kvferry.cluster_state.redis_responses import RedisResponses
+from kvferry.cluster_state.redis_router_leases import RedisRouterLeases
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.responses import ResponseStore
+from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.metrics import RouterMetrics
@@ -24,10 +29,12 @@ from kvferry.router import draining
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.batch.batches import Batches
+from kvferry.router.batch.redis_store import cluster_files
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.prefixes import BlockLookup
+from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.nodes.node_table import NodeSource
 from kvferry.router.role_rebalancing import RoleRebalancer
 from kvferry.router.tenants.tenant_registry import TenantRegistry
@@ -61,8 +68,6 @@ IDLE_S = 30.0
 """Idle time of a client connection, in seconds.
 
 It exceeds the idle time of common clients, so that no client reuses a connection while it closes."""
-
-
 OWN_DESCRIPTORS = 256
 """Open files of a router besides clients' connections: nodes, Redis, sockets of other processes, files of batches."""
 
@@ -83,15 +88,21 @@ async def serve_router(settings: RouterSettings) -> None:
     stop.listen()
     secrets = ClusterSecrets(settings)
     seal = Seal(secrets.registry_keys)
-    store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file, seal=seal)
     kept = kept_responses(settings, seal)
+    place, password_file = (settings.redis_url, settings.cluster), settings.redis_password_file
+    leases = RedisRouterLeases(*place, password_file=password_file)
+    store = RedisStore(*place, password_file=password_file, seal=seal)
+    share = settings.resume_store_mib * 2**20
+    recorded = RedisJournals(*place, share=share, password_file=password_file, seal=seal)
     try:
         with contextlib.suppress(RegistryUnavailable):
             await store.check()
         with contextlib.closing(bind(settings.host, settings.port, shared=settings.worker >= 0)) as sock:
-            await run_router(settings, secrets, store, sock, stop, kept)
+            await run_router(settings, secrets, store, sock, stop, kept, RouterOwnership(leases), recorded)
     finally:
         await store.close()
+        await leases.close()
+        await recorded.close()
         if kept is not None:
             await kept.close()
 
@@ -112,12 +123,16 @@ async def run_router(
     sock: socket.socket,
     stop: StopSignal,
     kept: ResponseStore | None = None,
+    ownership: RouterOwnership | None = None,
+    recorded: Journals | None = None,
 ) -> None:
     """Serve on a bound socket until `stop`."""
+    metrics, kept_files = RouterMetrics(), cluster_files(settings, Seal(secrets.registry_keys))
+    batches = Batches(settings, kept_files, ownership, metrics.batches)
+    ownership = ownership or RouterOwnership(MemoryRouterLeases(), is_shared=False)
     status = SupervisorStatus.from_fd(settings.status_fd)
     tenant_registry = TenantRegistry(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
-    metrics, batches = RouterMetrics(), Batches(settings)
     nodes = RouterCluster(
         store,
         store,
@@ -130,6 +145,7 @@ async def run_router(
         token=secrets.token,
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
     )
+    journals = RequestJournals(settings, ownership.owner, metrics.journals, recorded)
     limits = connection_limits(settings, allow_descriptors())
     board, peers, throttle = SnapshotBuilder(nodes, metrics), WorkerPeers.of(settings), RejectionThrottle()
     pools = ServedModels(
@@ -142,8 +158,10 @@ async def run_router(
     if settings.elastic:
         followed += (RoleRebalancer(pools, nodes.change_role, settings.elastic_rest).kept(),)
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
-        app = create_app(settings, pools, metrics, tenant_registry, kept, batches, board, peers, throttle)
-        for each in followed:
+        app = create_app(
+            settings, pools, metrics, tenant_registry, kept, batches, board, peers, throttle, ownership, journals
+        )
+        for each in (*followed, journals.kept(), ownership.kept()):
             await stack.enter_async_context(each)
         config = uvicorn.Config(
             app,
@@ -174,7 +192,7 @@ async def run_router(
                 server_tls(settings),
                 limits,
             )
-            await _until_ended(server, serving, stop, last)
+            await _until_ended(server, serving, stop, last, ownership)
 
 
 def connection_limits(settings: RouterSettings, descriptors: int) -> Limits:
@@ -202,6 +220,7 @@ async def _until_ended(
     serving: asyncio.Task[None],
     stop: StopSignal,
     last: contextlib.AbstractAsyncContextManager[None],
+    ownership: RouterOwnership,
 ) -> None:
     """Return when the server has ended, with `last` open from the stop signal on.
 
@@ -212,6 +231,7 @@ async def _until_ended(
     if serving.done():
         await serving
         return
+    ownership.drain()
     async with last:
         await _drained(server, serving, stop)
 

@@ -2,10 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+import secrets
+import time
+from dataclasses import dataclass, field
 
 CALL = "kvferry.call"
 """Key of the RequestContext in a request's ASGI scope."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIdentity:
+    """What an answer's ids, times and tokens depend on besides the request's body.
+
+    A request that another router goes on with has the same identity, and therefore the same answer.
+
+    nonce    tells requests of one id apart, in hexadecimal digits
+    created  seconds since 1970
+    seed     of the sampling noise, where the body gives none
+    """
+
+    nonce: str
+    created: int
+    seed: int
+
+    @classmethod
+    def new(cls) -> RequestIdentity:
+        """Return the identity of a new request."""
+        return cls(secrets.token_hex(4), int(time.time()), random.getrandbits(63))
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeHeaders:
+    """Headers of a request with which clients take up streams again.
+
+    key      `Idempotency-Key`; empty: none
+    after    `Last-Event-ID`; empty: from the beginning
+    wants    the client reads ids of events: it sent one of the two, or accepts text/event-stream
+    name     id of the answer, from the path of a GET; empty: of the request's body
+    number   of the last event that a client of the Responses API has; -1: none
+    streams  the answer is streamed, whatever the body asks
+    """
+
+    key: str = ""
+    after: str = ""
+    wants: bool = False
+    name: str = ""
+    number: int = -1
+    streams: bool = False
+
+
+NO_RESUME = ResumeHeaders()
+"""Of clients that resume nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +77,5 @@ class RequestContext:
     realm: str = ""
     priority: int = 0
     trace: str = ""
+    identity: RequestIdentity = field(default_factory=RequestIdentity.new)
+    resume: ResumeHeaders = NO_RESUME

@@ -15,8 +15,11 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
+from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.responses import ResponseStore
+from kvferry.cluster_state.router_ownership import RouterOwnership
+from kvferry.cluster_state.seal import NO_SEAL
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.errors import InvalidRequest, KvferryError
@@ -31,6 +34,7 @@ from kvferry.protocol.work import Generate, Grammar
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.batch.batches import Batches
+from kvferry.router.batch.redis_store import cluster_files
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.interface import (
@@ -44,6 +48,7 @@ from kvferry.router.dispatch.interface import (
     Route,
 )
 from kvferry.router.dispatch.pending_requests import PendingRequests
+from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_model
 from kvferry.router.text.text_model import TextModel
@@ -206,7 +211,7 @@ def outputs_for(
     if len(ids) > spec.params.max_tokens:
         ids, finish = ids[: spec.params.max_tokens], "length"
     outputs = []
-    for start in range(0, len(ids), per_output):
+    for start in range(len(spec.delivered.token_ids) if spec.delivered else 0, len(ids), per_output):
         part = tuple(ids[start : start + per_output])
         last = start + per_output >= len(ids)
         outputs.append(
@@ -247,13 +252,16 @@ def app_of(
     batches: Batches | None = None,
     board: SnapshotBuilder | None = None,
     throttle: RejectionThrottle | None = None,
+    ownership: RouterOwnership | None = None,
+    journals: RequestJournals | None = None,
 ) -> ASGIApp:
     """A single model, served by this cluster."""
     settings = settings or RouterSettings()
     tenant_registry = TenantRegistry(settings)
     pools = ServedModels(pool_of(text, cluster, metrics, settings, tenant_registry))
+    board = board or unwatched(metrics)
     return create_app(
-        settings, pools, metrics, tenant_registry, kept, batches, board or unwatched(metrics), throttle=throttle
+        settings, pools, metrics, tenant_registry, kept, batches, board, None, throttle, ownership, journals
     )
 
 
@@ -270,15 +278,21 @@ class Api:
         cluster: FakeCluster,
         text: TextModel | None = None,
         throttle: RejectionThrottle | None = None,
+        owned: RouterOwnership | None = None,
         **settings: Any,
     ) -> None:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
-        self.batches = Batches(self.settings)
+        self.batches = Batches(self.settings, cluster_files(self.settings, NO_SEAL), owned, self.metrics.batches)
         self.kept = MemoryResponses()
         text = text or demo_text()
-        self.app = app_of(cluster, text, self.metrics, self.settings, self.kept, self.batches, throttle=throttle)
+        ownership = owned or RouterOwnership(MemoryRouterLeases(), is_shared=False)
+        self.journals = RequestJournals(self.settings, ownership.owner, self.metrics.journals, None)
+        self.app = app_of(
+            cluster, text, self.metrics, self.settings, self.kept, self.batches, throttle=throttle,
+            ownership=ownership, journals=self.journals,
+        )  # fmt: skip
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:

@@ -69,7 +69,7 @@ class AdmittedRequest:
         if self._turns and self._turn:
             computed = self._turn.prompt if unseen else used.prompt - used.cached
             self._turns.end(self._turn, computed, used.output)
-        if used.prompt:
+        if used.prompt or used.output:
             self._tenant_registry.count(self._metrics, self.call.tenant, (used.prompt, used.cached, used.output))
 
     @property
@@ -80,6 +80,10 @@ class AdmittedRequest:
     def headers(self) -> Mapping[str, str]:
         """Return the rate-limit headers of the tenant."""
         return self._meter.headers()
+
+    def identify(self, call: RequestContext) -> None:
+        """Take over the context of the request that this one repeats or goes on with."""
+        self.call = replace(call, trace=self.call.trace)
 
     def prefer(self, priority: int | None) -> RequestContext:
         """Set the request's priority among its tenant's requests and return its context."""

@@ -8,9 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response, Security
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.cluster_state.responses import ResponseStore
+from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.adapters import ADAPTER_BODIES, adapter_routes
@@ -29,7 +31,8 @@ from kvferry.router.api.bodies.reader import BodyReader
 from kvferry.router.api.cors import across_origins
 from kvferry.router.api.documentation import ANSWERED, STREAMED, Application, errors, takes
 from kvferry.router.api.fold import Endpoint
-from kvferry.router.api.generation_route import GeneratingRoute, InflightLimit
+from kvferry.router.api.generating_route import GeneratingRoute
+from kvferry.router.api.generation_route import InflightLimit
 from kvferry.router.api.http_errors import HANDLERS
 from kvferry.router.api.ingress import Ingress
 from kvferry.router.api.messages.answer import MessageAnswer
@@ -47,6 +50,7 @@ from kvferry.router.api.responses.background import Background
 from kvferry.router.api.responses.body import ResponsesBody
 from kvferry.router.api.responses.routes import kept_responses
 from kvferry.router.api.responses.stored_responses import StoredResponses
+from kvferry.router.api.resumed_routes import Exchanged, resumed_routes
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.api.shapes.chat import ChatShape
 from kvferry.router.api.shapes.chunks import chunks
@@ -55,6 +59,7 @@ from kvferry.router.api.tokenization import DetokenizeBody, TokenizeBody, descri
 from kvferry.router.batch.batches import Batches
 from kvferry.router.dashboard import routes as dashboard
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
+from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.request_context import CALL
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.worker_peers.peers import WorkerPeers
@@ -68,9 +73,15 @@ GENERATING = (*ENCODING, 503, 504)
 
 def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpoint, ...]:
     """Return all generating endpoints, one line each."""
+    chat, completion = chunks(ChatShape), chunks(CompletionShape)
     return (
-        Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
-        Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
+        Endpoint(
+            "/v1/chat/completions", "Answer a chat", ChatBody, chat, ChatAnswer, prefix="chatcmpl-"
+        ),
+        Endpoint(
+            "/v1/completions", "Continue texts", CompletionBody, completion, CompletionAnswer,
+            prefix="cmpl-",
+        ),
         Endpoint(
             "/v1/responses",
             "Create a response",
@@ -79,6 +90,10 @@ def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpo
             ResponseObject,
             asked=responses.asked,
             later=background.begin,
+            prefix="resp_",
+            singly=True,
+            numbers=True,
+            always=responses.recorded,
         ),
         Endpoint(
             PLACE,
@@ -88,8 +103,10 @@ def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpo
             MessageObject,
             MessageErrorAnswer,
             asked,
+            prefix="msg_",
+            singly=True,
         ),
-    )
+    )  # fmt: skip
 
 
 def create_app(
@@ -102,6 +119,8 @@ def create_app(
     board: SnapshotBuilder | None = None,
     peers: WorkerPeers | None = None,
     throttle: RejectionThrottle | None = None,
+    ownership: RouterOwnership | None = None,
+    journals: RequestJournals | None = None,
 ) -> ASGIApp:
     """Build the application that serves the models of `pools` to the tenants of `tenant_registry`.
 
@@ -113,20 +132,27 @@ def create_app(
     board     dashboard; None: no dashboard
     peers     other processes on the same port
     throttle  delay of rejections; None: no delay
+    ownership work of this router in the cluster; None: of this process alone
+    journals  records of requests; None: in this process
     """
     tenant_registry, batches, peers = (
         tenant_registry or TenantRegistry(settings),
         batches or Batches(settings),
         peers or WorkerPeers(),
     )
+    ownership = ownership or RouterOwnership(MemoryRouterLeases(), is_shared=False)
+    journals = journals or RequestJournals(settings, ownership.owner, metrics.journals, None)
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = InflightLimit(settings.max_inflight)
     responses = StoredResponses(kept)
-    background = Background(responses, admission, peers)
+    background = Background(responses, admission, peers, ownership)
     offered, shared = endpoints(responses, background), (pools, admission, reader, tenant_registry, metrics)
     exchanges: dict[str, GeneratingRoute | PoolingRoute | SpeechRoute] = {
-        each.path: GeneratingRoute(each, *shared) for each in offered
+        each.path: GeneratingRoute(each, journals, *shared) for each in offered
     }
+    created = exchanges["/v1/responses"]
+    assert isinstance(created, GeneratingRoute)
+    background.go_on = created.go_on
     exchanges |= {each.path: PoolingRoute(each, *shared) for each in READINGS}
     exchanges |= {each.path: SpeechRoute(each, *shared) for each in SPEECH_ENDPOINTS}
     bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
@@ -136,7 +162,8 @@ def create_app(
     guarded, refusals = (_guarded(), (401,)) if tenant_registry.keyring.guards else ({"responses": ANSWERED}, ())
     for router in (
         _working(exchanges, refusals),
-        kept_responses(responses, background),
+        resumed_routes(offered, exchanges, (*GENERATING, *refusals)),
+        kept_responses(responses, background, created),
         counting(pools, reader, (*ENCODING, *refusals)),
         _text(pools, reader),
         files_router(batches, settings.files_mib * 2**20),
@@ -177,20 +204,9 @@ def _working(
     return router
 
 
-class _Exchanged(Response):
-    """Response that delegates to a route which reads and writes for itself."""
-
-    def __init__(self, exchange: ASGIApp) -> None:
-        super().__init__()
-        self._exchange = exchange
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._exchange(scope, receive, send)
-
-
 def _exchanged(exchange: ASGIApp) -> Callable[[], Awaitable[Response]]:
     async def generate() -> Response:
-        return _Exchanged(exchange)
+        return Exchanged(exchange)
 
     return generate
 

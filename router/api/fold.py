@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvferry.protocol.errors import KvferryError
-from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.answers import ErrorAnswer
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.translated import TranslatedChat
@@ -19,6 +18,7 @@ from kvferry.router.api.sequence_stream import Choice, ChoicePiece
 from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.api.sse import event
 from kvferry.router.api.write_buffer import WriteBuffer
+from kvferry.router.journal.event_ids import EventIds
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Piece
 
@@ -30,7 +30,9 @@ class Answer:
 
     def __init__(self, generation: Generation, *, streams: bool) -> None:
         self.generation = generation
-        self._streams = streams
+        self.streams = streams
+        self.ids: EventIds | None = None
+        """Writes ids into the stream's events; None: they have none."""
         self._held: WriteBuffer | None = None
 
     async def fold(self, first: ChoicePiece, rest: AsyncIterator[ChoicePiece], responder: Responder) -> None:
@@ -38,7 +40,7 @@ class Answer:
 
         Writes nothing before `first`. Pieces that arrive together are written together (see `write_buffer`), and the
         last ones with the end."""
-        if not self._streams:
+        if not self.streams:
             self.take(*first)
             self.generation.listen(self.take)
             async for choice, piece in rest:
@@ -46,11 +48,11 @@ class Answer:
             return
         await responder.begin_stream(self._route(), self.failing)
         held = self._held = WriteBuffer(responder)
-        held.add(self.opening() + self.events(*first))
+        held.add(self._with_ids(*first, self.opening() + self.events(*first)))
         try:
             self.generation.listen(self._tell)
             async for choice, piece in rest:
-                if not held.add(self.events(choice, piece)):
+                if not held.add(self._with_ids(choice, piece, self.events(choice, piece))):
                     await held.flush()
                 self.generation.listen(self._tell)
         except Exception:
@@ -62,8 +64,13 @@ class Answer:
 
     def _tell(self, choice: Choice, piece: Piece) -> None:
         assert self._held
-        if not self._held.add(self.events(choice, piece)):
+        if not self._held.add(self._with_ids(choice, piece, self.events(choice, piece))):
             self.generation.listen(None)
+
+    def _with_ids(self, choice: Choice, piece: Piece, events: bytes) -> bytes:
+        if self.ids is None:
+            return events
+        return self.ids.mark(choice.index, len(piece.token_ids) + (piece.finish_reason is not None), events)
 
     async def settle(self) -> None:
         """Finish all work that must precede the end of the answer; never raise.
@@ -77,11 +84,15 @@ class Answer:
 
     async def finish(self, responder: Responder) -> None:
         """Send the last events, or the whole body."""
-        if self._streams:
+        if self.streams:
             last = await self._held.last() if self._held is not None else b""
-            await responder.write(last + self.closing(), more=False)
+            closing = self.closing()
+            await responder.write(last + (self.ids.close(closing) if self.ids else closing), more=False)
         else:
             await responder.whole(200, self.body(), self._route())
+
+    def begin_after(self, number: int) -> None:
+        """Leave out numbered events up to this one, which the client has; -1: none."""
 
     def opening(self) -> bytes:
         """Return the first events of a stream."""
@@ -122,6 +133,10 @@ class Endpoint:
     asked                   translates the body into a chat, if it is not one itself; raises KvferryError
     shape                   builds the answer after the first piece
     later                   runs the request in the background and returns an answer, or None; raises KvferryError
+    prefix                  of the answer's id
+    singly                  each token of a recorded stream makes events of its own, since their places are counted
+    numbers                 events have numbers of their own, and no ids
+    always                  whether requests with this body are recorded without a header that asks for it; None: none
     """
 
     path: str
@@ -131,4 +146,12 @@ class Endpoint:
     answer: type[BaseModel]
     error: type[BaseModel] = ErrorAnswer
     asked: Callable[[RequestContext, Any, ServedModels], Awaitable[TranslatedChat]] | None = None
-    later: Callable[[AdmittedRequest, ServedModel, Any, Generation], Awaitable[Answer | None]] | None = None
+    later: Callable[..., Awaitable[Answer | None]] | None = None
+    prefix: str = ""
+    singly: bool = False
+    numbers: bool = False
+    always: Callable[[Any], bool] | None = None
+
+    def journal_name(self, call: RequestContext) -> str:
+        """Return the name of a request's journal; the nonce tells it from others with the client's request id."""
+        return f"{self.prefix}{call.id}{'-' if self.numbers else '.'}{call.identity.nonce}"

@@ -6,9 +6,9 @@ reasoning a stage of parsers follows, before the answer's shape."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.protocol.model_metrics import ModelMetrics
 from kvferry.protocol.prefix_reuse import Reuse
@@ -16,9 +16,9 @@ from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.router.api.admission import TokenUsage
 from kvferry.router.api.choice_merge import ChoiceMerge
-from kvferry.router.api.sequence_stream import Choice, Listener, Pieces, SequenceStream
+from kvferry.router.api.sequence_stream import Choice, Listener, OutputJournal, Pieces, SequenceStream
 from kvferry.router.api.served_models import ServedModel
-from kvferry.router.dispatch.interface import RequestSpec, Route
+from kvferry.router.dispatch.interface import Dispatch, RequestSpec, Route
 from kvferry.router.tenants.scheduler_slots import Size
 from kvferry.router.tenants.tenant_queue import Slot
 from kvferry.router.text.parsers.families import shown
@@ -26,6 +26,14 @@ from kvferry.router.text.parsers.stage import PLAIN, Parsing, Stage
 from kvferry.router.text.transcript import TextOptions, Transcript
 
 _SEEDS = 2**64
+
+
+class Journal(OutputJournal, Protocol):
+    """Journal of a request, which may have begun elsewhere."""
+
+    def start(self, spec: RequestSpec, choice: int, compute: Callable[[RequestSpec], Dispatch]) -> Dispatch:
+        """Return the dispatch of a choice; `compute` starts one that computes tokens."""
+        ...
 
 
 class Generation:
@@ -52,6 +60,7 @@ class Generation:
             self._options = replace(options, shown=shown(pool.text.tokenizer, options, channels=parsing.channels))
         self._parsing = parsing
         self.turn: Slot | None = None
+        self._journal: Journal | None = None
         self._pieces: SequenceStream | ChoiceMerge | None = None
         self._started = False
         self.prompts = tuple(prompts)
@@ -61,6 +70,14 @@ class Generation:
             for i, spec in enumerate(_specs(first, n))
         ]
         self._groups = [self.choices[at : at + n] for at in range(0, len(self.choices), n)]
+
+    def record(self, journal: Journal, singly: Callable[[int], int]) -> None:
+        """Record all outputs, and begin with those that the journal has; call it before `pieces`.
+
+        singly: up to which number a choice's tokens make a piece each."""
+        self._journal = journal
+        for choice in self.choices:
+            choice.journal, choice.singly = journal, singly(choice.index)
 
     def pieces(self) -> Pieces:
         """Iterate over the choices' pieces as they arrive; raise the error of the first dispatch that fails."""
@@ -124,7 +141,9 @@ class Generation:
         return usage
 
     def _follow(self, choice: Choice) -> SequenceStream:
-        if choice.dispatch is None:
+        if choice.dispatch is None and self._journal is not None:
+            choice.dispatch = self._journal.start(choice.spec, choice.index, self._pool.cluster.start)
+        elif choice.dispatch is None:
             choice.dispatch = self._pool.cluster.start(choice.spec)
         return SequenceStream(choice, aiter(choice.dispatch), self)
 
@@ -135,7 +154,8 @@ class Generation:
         transcript = Transcript(tokenizer, spec.token_ids, spec.work.params, self._options)
         if self._parsing is PLAIN:
             return transcript
-        return Stage(transcript, self._parsing, self._parsing.reader(tokenizer, spec.token_ids))
+        name = f"{spec.request_id} {spec.call.identity.nonce}"
+        return Stage(transcript, self._parsing, self._parsing.reader(tokenizer, spec.token_ids), name)
 
     async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
         """Cancel a choice's dispatch if it still runs."""

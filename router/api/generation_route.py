@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import aclosing
 from typing import Generic, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -13,14 +12,10 @@ from starlette.types import Receive, Scope, Send
 from kvferry.protocol.errors import KvferryError, Overloaded
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.api.admission import AdmittedRequest
-from kvferry.router.api.beams import BeamGeneration
-from kvferry.router.api.bodies.generating import GenerationBody
-from kvferry.router.api.bodies.reader import BodyReader, parse
-from kvferry.router.api.fold import Answer, Endpoint
-from kvferry.router.api.generation import Generation
+from kvferry.router.api.bodies.reader import BodyReader
 from kvferry.router.api.responder import Finishing, Responder
 from kvferry.router.api.served_models import ServedModels
-from kvferry.router.request_context import CALL, RequestContext
+from kvferry.router.request_context import CALL
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.runtime.disconnect import until_disconnect
 from kvferry.runtime.tracing import TRACER
@@ -128,44 +123,6 @@ class GenerationRoute(Generic[Described]):
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Finishing:
         """Do all work but the last bytes, after which the server reports the client as gone."""
         raise NotImplementedError
-
-
-class GeneratingRoute(GenerationRoute[Endpoint]):
-    """Route of a generating endpoint."""
-
-    async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Answer:
-        body, size = await self._asked(admitted.call, data)
-        pool = self._pools.pool(body.model)
-        parsing = body.parsing(pool.text)
-        specs = await pool.specs(admitted.prefer(body.priority), body, size)
-        if body.use_beam_search:
-            generation: Generation = BeamGeneration(pool, specs, body)
-        else:
-            generation = Generation(pool, specs, body.text_options(), parsing, n=body.sequences())
-        if self.endpoint.later is not None:
-            promise = await self.endpoint.later(admitted, pool, body, generation)
-            if promise is not None:
-                return promise
-        generation.turn = await admitted.turn(pool.turns, generation.size)
-        try:
-            async with aclosing(generation.pieces()) as pieces:
-                first = await anext(pieces)
-                admitted.began(generation.used)
-                answer = self.endpoint.shape(admitted.call, pool, body, generation)
-                await answer.fold(first, pieces, responder)
-                await answer.settle()
-        finally:
-            await generation.close()
-        return answer
-
-    async def _asked(self, call: RequestContext, data: bytes) -> tuple[GenerationBody, int]:
-        """Return what the body asks of a model, and the size in bytes of everything it refers to."""
-        request = parse(self.endpoint.body, data)
-        if self.endpoint.asked is not None:
-            chat = await self.endpoint.asked(call, request, self._pools)
-            return chat, len(data) + chat.earlier
-        assert isinstance(request, GenerationBody)
-        return request, len(data)
 
 
 def count_error(metrics: RouterMetrics, error: KvferryError) -> None:

@@ -15,7 +15,7 @@ from kvferry.protocol.errors import Unauthorized
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.bodies.reader import READ_AT
 from kvferry.router.api.http_errors import error_response
-from kvferry.router.request_context import CALL, RequestContext
+from kvferry.router.request_context import CALL, NO_RESUME, RequestContext, ResumeHeaders
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.runtime.log import REQUEST
 from kvferry.runtime.rejection_throttle import RejectionThrottle
@@ -99,7 +99,15 @@ def new_call(headers: Headers, tenant: str, realm: str, timeout_s: float) -> Req
         tenant=tenant,
         realm=realm,
         trace=_traceparent(headers),
+        resume=_resume(headers),
     )
+
+
+def _resume(headers: Headers) -> ResumeHeaders:
+    """Return the headers with which a client takes up a stream again."""
+    key, after = headers.get("idempotency-key", ""), headers.get("last-event-id", "")
+    wants = bool(key or after) or "text/event-stream" in headers.get("accept", "")
+    return ResumeHeaders(key, after, wants) if wants else NO_RESUME
 
 
 def _traceparent(headers: Headers) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,8 +11,18 @@ from typing import Protocol
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.model_metrics import ModelMetrics
 from kvferry.router.dispatch.interface import Dispatch, Enough, Output, RequestSpec, Route
-from kvferry.router.text.parsers.stage import Stage
+from kvferry.router.text.parsers.stage import Stage, single
 from kvferry.router.text.transcript import Piece, Transcript
+
+
+class OutputJournal(Protocol):
+    """Journal of a request."""
+
+    def add(self, choice: int, output: Output) -> None:
+        """Record an output of a choice."""
+
+    def bind(self, choice: int, dispatch: Dispatch) -> None:
+        """Record where a choice is computed."""
 
 
 @dataclass(slots=True)
@@ -19,7 +30,8 @@ class Choice:
     """One sequence of a response: `index` in the response, made from prompt number `prompt`.
 
     Its transcript is created at the first output, so that the nodes do not wait for that work. uncounted: its prompt's
-    account comes with the last token."""
+    account comes with the last token. journal: records its outputs; None: nothing does. singly: tokens up to this
+    number make a piece each."""
 
     index: int
     prompt: int
@@ -28,6 +40,8 @@ class Choice:
     transcript: Transcript | Stage | None = None
     ended: bool = False
     uncounted: bool = False
+    journal: OutputJournal | None = None
+    singly: int = 0
 
 
 ChoicePiece = tuple[Choice, Piece]
@@ -75,6 +89,8 @@ class SequenceStream:
         self._listener: Listener | None = None
         self._end: Piece | None = None
         """Last piece, if the text ended while the listener was active."""
+        self._split = deque[Output]()
+        """Single tokens of an output that are not pieces yet."""
 
     def __aiter__(self) -> SequenceStream:
         return self
@@ -85,8 +101,11 @@ class SequenceStream:
             await self._whole.cancel(choice, enough=True)
             await self.aclose()
             raise StopAsyncIteration
-        output = await anext(self._outputs, None)
+        output = self._split.popleft() if self._split else await anext(self._outputs, None)
         if output is not None:
+            if choice.singly and len(output.token_ids) > 1 and self._counts_singly:
+                self._split.extendleft(reversed([*single(output)]))
+                output = self._split.popleft()
             return choice, self._piece(output)
         if self._end is not None:
             return choice, self._end
@@ -105,12 +124,14 @@ class SequenceStream:
         self._choice.dispatch.listen(self._tell if listener else None)
 
     def _tell(self, output: Output) -> None:
-        assert self._listener
-        piece = self._piece(output)
-        if self._finished:
-            self._end = piece
-            raise Enough
-        self._listener(self._choice, piece)
+        listener, choice = self._listener, self._choice
+        assert listener
+        for each in single(output) if choice.singly and self._counts_singly else (output,):
+            piece = self._piece(each)
+            if self._finished:
+                self._end = piece
+                raise Enough
+            listener(choice, piece)
 
     def _piece(self, output: Output) -> Piece:
         choice = self._choice
@@ -119,19 +140,35 @@ class SequenceStream:
         if transcript is None:
             assert choice.dispatch
             transcript = choice.transcript = self._whole.transcript(choice.spec)
-            route = choice.dispatch.route
-            self._whole.count_first(now, route)
-            choice.uncounted = route is not None and route.late
-        elif tokens := len(output.token_ids):
+            self._begun(now, choice.dispatch.route, output)
+        elif (tokens := len(output.token_ids)) and not output.replayed:
             metrics.itl.observe((now - self._last) / tokens, tokens)
         self._last = now
+        if choice.journal is not None:
+            choice.journal.add(choice.index, output)
         piece = transcript.add(output)
-        metrics.output_tokens.inc(len(piece.token_ids))
+        if not output.replayed:
+            metrics.output_tokens.inc(len(piece.token_ids))
         choice.ended = output.finish_reason is not None
         if choice.ended and choice.uncounted:
             self._whole.count_late(choice)
         self._finished = piece.finish_reason is not None
         return piece
+
+    def _begun(self, now: float, route: Route | None, output: Output) -> None:
+        """Count and record the first output, unless it was counted when it was computed."""
+        choice = self._choice
+        if output.replayed:
+            return
+        self._whole.count_first(now, route)
+        choice.uncounted = route is not None and route.late
+        if choice.journal is not None and choice.dispatch is not None:
+            choice.journal.bind(choice.index, choice.dispatch)
+
+    @property
+    def _counts_singly(self) -> bool:
+        choice = self._choice
+        return choice.singly > (choice.transcript.completion_tokens if choice.transcript is not None else 0)
 
     async def aclose(self) -> None:
         """Close the token stream; left to the garbage collector, an extra task would end the dispatch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -155,7 +156,7 @@ class ServedModel:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
         budget = self._budget(body, len(token_ids))
         self.check_ids(token_ids, field)
-        params = body.sampling(self.text.facts, budget, bad_words)
+        params = body.sampling(self.text.facts, budget, bad_words, drawn_seed(call, request_id))
         return self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt)
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
@@ -173,6 +174,12 @@ class ServedModel:
                 param=body.prompt_field if room < 1 else bound_field,
             )
         return needed
+
+
+def drawn_seed(call: RequestContext, request_id: str) -> int:
+    """Return the seed of one of a call's requests whose body gives none: another one for each prompt."""
+    seed = call.identity.seed
+    return seed if request_id == call.id else random.Random(f"{seed} {request_id}").getrandbits(63)  # noqa: S311
 
 
 def request_names(call: RequestContext, prompts: int) -> list[str]:

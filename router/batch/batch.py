@@ -1,22 +1,16 @@
-"""Persistent state of one batch: its description, progress and lock."""
+"""Persistent state of one batch: its description and progress."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import hashlib
 import json
-import os
 import re
-import shutil
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kvferry.protocol.errors import NotFound
-from kvferry.router.batch.files import write_whole
-from kvferry.runtime.private_files import make_private_folder, private
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 """Final states of a batch."""
@@ -28,7 +22,7 @@ _ID = re.compile(r"batch_[0-9a-f]{32}")
 class Batch:
     """Batch as the API shows it, with its `tenant`; times are seconds since 1970.
 
-    After creation only the holder of its lock changes it."""
+    After creation only its holder changes it."""
 
     id: str
     endpoint: str
@@ -75,65 +69,30 @@ class Batch:
         del told["tenant"]
         return told
 
+    def record(self) -> str:
+        """Return the batch as JSON, as it is stored."""
+        return json.dumps(asdict(self))
 
-class BatchFolder:
-    """Folder of one tenant's batches below `root`; its methods block on disk I/O."""
+    @classmethod
+    def of_record(cls, record: bytes) -> Batch:
+        """Return the batch of a record. Raises ValueError or TypeError if it is none."""
+        return cls(**json.loads(record))
 
-    def __init__(self, root: Path) -> None:
-        self.root = root / "batches"
+    def file_id(self, *, ok: bool) -> str:
+        """Return the id of the file of its answers, or of its errors: the same for each holder."""
+        return "file-" + hashlib.sha256(f"{self.id}/{'output' if ok else 'errors'}".encode()).hexdigest()[:32]
 
-    def create(self, batch: Batch) -> None:
-        """Create the batch's folder and save the batch."""
-        make_private_folder(self.folder(batch.id))
-        self.save(batch)
+    def file_name(self, *, ok: bool) -> str:
+        """Return the name of that file."""
+        return f"{self.id}_{'output' if ok else 'error'}.jsonl"
 
-    def folder(self, batch_id: str) -> Path:
-        """Return the path of a batch's folder."""
-        return self.root / batch_id
 
-    def save(self, batch: Batch) -> None:
-        """Save the batch atomically."""
-        write_whole(self.folder(batch.id) / "batch.json", json.dumps(asdict(batch)))
+def check_batch_id(batch_id: str) -> None:
+    """Raise NotFound unless this can be the id of a batch."""
+    if not _ID.fullmatch(batch_id):
+        raise no_batch(batch_id)
 
-    def get(self, batch_id: str) -> Batch:
-        """Return a batch as last saved, or as cancelling if that was requested; raise NotFound."""
-        try:
-            if not _ID.fullmatch(batch_id):
-                raise FileNotFoundError
-            batch = Batch(**json.loads((self.folder(batch_id) / "batch.json").read_bytes()))
-        except (OSError, ValueError, TypeError):
-            raise NotFound(f"there is no batch {batch_id!r}", param="batch_id") from None
-        if batch.status not in ENDED and self.cancelling(batch_id):
-            batch.move("cancelling")
-        return batch
 
-    def all(self) -> list[Batch]:
-        """Return all readable batches, newest first."""
-        batches = []
-        for path in self.root.glob("batch_*/batch.json"):
-            with contextlib.suppress(NotFound):
-                batches.append(self.get(path.parent.name))
-        return sorted(batches, key=lambda batch: (batch.created_at, batch.id), reverse=True)
-
-    def forget(self, batch_id: str) -> None:
-        """Delete an ended batch; its input and output files stay."""
-        shutil.rmtree(self.folder(batch_id), ignore_errors=True)
-
-    def cancel(self, batch_id: str) -> None:
-        """Ask the process that runs the batch to cancel it."""
-        (self.folder(batch_id) / "cancel").touch(0o600)
-
-    def cancelling(self, batch_id: str) -> bool:
-        """Return whether a cancellation was requested."""
-        return (self.folder(batch_id) / "cancel").exists()
-
-    def lock(self, batch_id: str) -> IO[bytes] | None:
-        """Lock the batch until the returned file is closed or the process ends; None if another holder has it."""
-        path = str(self.folder(batch_id) / "lock")
-        lock = os.fdopen(private(path, os.O_WRONLY | os.O_CREAT), "wb")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            return None
-        return lock
+def no_batch(batch_id: str) -> NotFound:
+    """Return the API's error for a batch that is not there."""
+    return NotFound(f"there is no batch {batch_id!r}", param="batch_id")

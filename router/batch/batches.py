@@ -1,4 +1,4 @@
-"""All batches of this router: created, tracked, and resumed after a restart."""
+"""All batches of this router: created, tracked, taken over from routers that died, and resumed after a restart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from types import TracebackType
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvferry.protocol.errors import InvalidRequest, NotFound, Overloaded, reason
+from kvferry.cluster_state.router_ownership import RouterOwnership
+from kvferry.protocol.batch_metrics import BatchMetrics
+from kvferry.protocol.errors import Draining, InvalidRequest, Overloaded, RegistryUnavailable, reason
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.batch.batch import ENDED, Batch, BatchFolder
-from kvferry.router.batch.disk_threads import on_disk
-from kvferry.router.batch.files import DiskFailed, FileStore, disk_failed, tenant_folder, tenant_folders
+from kvferry.router.batch.batch import ENDED, Batch
+from kvferry.router.batch.batch_owners import BatchOwners
+from kvferry.router.batch.disk_store import DiskStore
+from kvferry.router.batch.files import DiskFailed, disk_failed
 from kvferry.router.batch.runner import Runner, TenantGone
-from kvferry.runtime.private_files import make_private
+from kvferry.router.batch.stores import BatchStore, LostBatch, Place, TenantBatches, TenantFiles
 
 MOST = 64
 """Largest number of unfinished batches per tenant."""
@@ -26,19 +29,32 @@ MOST_ENDED = 1000
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 """Longest pause before a batch is retried after a disk error, in seconds."""
+LONGEST_REDIS_WAIT_S = 2.0
+"""The same while Redis is away, whose answer costs little to ask for."""
 
 logger = logging.getLogger(__name__)
 
 
 class Batches:
-    """Batches of one router.
+    """Batches that one router creates and runs.
 
-    `serve` sets the application that answers their rows. On entering the context it resumes unfinished batches that no
-    other process runs. On leaving, running batches stop and stay resumable."""
+    `serve` sets the application that answers their rows. Within the context the router also runs unfinished batches
+    that no other process runs. On leaving, running batches stop and stay resumable.
 
-    def __init__(self, settings: RouterSettings) -> None:
-        self._root = Path(settings.data_dir).expanduser() / settings.cluster
-        self._limit = settings.files_mib * 2**20
+    store  where files and batches are; None: on the settings' disk
+    owned  work of this router in the cluster; None: locks on the disk say which process runs a batch
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        store: BatchStore | None = None,
+        owned: RouterOwnership | None = None,
+        metrics: BatchMetrics | None = None,
+    ) -> None:
+        root = Path(settings.data_dir).expanduser() / settings.cluster
+        self._store = store or DiskStore(root, settings.files_mib * 2**20, locks=owned is None)
+        self._owners = BatchOwners(self._store, owned)
         self._most_rows = settings.batch_rows
         self._row_s = settings.request_timeout
         self._app: ASGIApp | None = None
@@ -46,8 +62,11 @@ class Batches:
         self._realm: Callable[[str], str] = lambda tenant: tenant
         self._exists: Callable[[str], bool] = lambda tenant: True
         self._endpoints: Collection[str] = ()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[Place, asyncio.Task[None]] = {}
         self._rows = 0
+        self._leaving = False
+        self._metrics = metrics or BatchMetrics()
+        self._metrics.running.set_function(lambda: len(self._tasks))
 
     def serve(
         self,
@@ -64,113 +83,128 @@ class Batches:
         self._app, self._endpoints, self._live, self._realm = app, tuple(endpoints), live, realm
         self._exists = exists
 
-    def files(self, tenant: str) -> FileStore:
+    def files(self, tenant: str) -> TenantFiles:
         """Return a tenant's files."""
-        return FileStore(self._root, tenant, self._limit)
+        return self._store.files(tenant)
 
-    def folder(self, tenant: str) -> BatchFolder:
+    def of(self, tenant: str) -> TenantBatches:
         """Return a tenant's batches."""
-        return BatchFolder(self._root / tenant_folder(tenant))
+        return self._store.batches(tenant)
 
     async def create(self, tenant: str, endpoint: str, file_id: str, metadata: dict[str, str] | None) -> Batch:
-        """Create and start a batch; raise InvalidRequest, NotFound for the file, Overloaded or DiskFailed."""
+        """Create a batch, and start it unless another router is to run it.
+
+        Raises InvalidRequest, NotFound for the file, Overloaded, DiskFailed or RegistryUnavailable."""
         if endpoint not in self._endpoints:
             raise InvalidRequest(f"endpoint must be one of {', '.join(sorted(self._endpoints))}", param="endpoint")
-        folder, files = self.folder(tenant), self.files(tenant)
-        await on_disk(tenant, files.get, file_id, "input_file_id")
-        known = await on_disk(tenant, folder.all)
+        await self._store.start()
+        kept = self.of(tenant)
+        await self.files(tenant).get(file_id, "input_file_id")
+        known = await kept.all()
         if sum(batch.status not in ENDED for batch in known) >= MOST:
             raise Overloaded(f"{MOST} batches are in progress", retry_after=30.0)
         batch = Batch.new(endpoint, file_id, tenant, metadata)
         try:
-            await on_disk(tenant, folder.create, batch)
+            await kept.create(batch)
             for old in [batch for batch in known if batch.status in ENDED][MOST_ENDED:]:
-                await on_disk(tenant, folder.forget, old.id)
+                await kept.forget(old.id)
         except OSError as error:
-            folder.forget(batch.id)
             raise disk_failed("the batch cannot be stored", error) from error
-        self._start(batch, folder)
+        place = self._store.place(batch)
+        if await self._owners.begin(place, idle=not (self._tasks or self._leaving)) and not self._leaving:
+            self._start(place)
         return batch
 
     async def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """Cancel a batch; raise NotFound, InvalidRequest if it has ended, or DiskFailed."""
-        folder = self.folder(tenant)
-        batch = await on_disk(tenant, folder.get, batch_id)
+        """Cancel a batch; raise NotFound, InvalidRequest if it has ended, DiskFailed or RegistryUnavailable."""
+        kept = self.of(tenant)
+        batch = await kept.get(batch_id)
         if batch.status in ENDED:
             raise InvalidRequest(f"the batch has already ended: its status is {batch.status}", param="batch_id")
         try:
-            await on_disk(tenant, folder.cancel, batch_id)
+            await kept.cancel(batch_id)
         except OSError as error:
             raise disk_failed("the batch cannot be cancelled", error) from error
-        if batch_id not in self._tasks:
-            self._start(batch, folder)  # in case no process runs it
-        return await on_disk(tenant, folder.get, batch_id)
+        if not (self._owners.leased or self._leaving):
+            self._start(self._store.place(batch))  # in case no process runs it
+        return await kept.get(batch_id)
 
     async def __aenter__(self) -> Batches:
-        await asyncio.to_thread(make_private, self._root)
-        for batch, folder in await asyncio.to_thread(self._left_over):
-            logger.info("resuming %s: %d rows", batch.id, batch.request_counts["total"])
-            self._start(batch, folder)
+        await self._store.start()
+        self._watching = asyncio.create_task(self._owners.watched(self._start, self._tasks, self.leave), name="batches")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks.values():
+        await self.leave()
+        await self._store.close()
+
+    async def leave(self) -> None:
+        """Stop all batches and leave them to other routers: this process will end."""
+        self._leaving = True
+        self._watching.cancel()
+        stopped = dict(self._tasks)
+        for task in stopped.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(self._watching, *stopped.values(), return_exceptions=True)
+        await self._owners.give_up(stopped)
 
-    def _left_over(self) -> list[tuple[Batch, BatchFolder]]:
-        folders = [BatchFolder(path) for path in tenant_folders(self._root)]
-        return [(batch, folder) for folder in folders for batch in folder.all() if batch.status not in ENDED]
+    def _start(self, place: Place) -> None:
+        """Run a batch unless it runs; raise Draining if this process ends."""
+        if self._leaving:
+            raise Draining("this router ends and runs no batch")
+        if place not in self._tasks:
+            task = self._tasks[place] = asyncio.create_task(self._run(place))
+            task.add_done_callback(lambda _: self._tasks.pop(place, None))
 
-    def _start(self, batch: Batch, folder: BatchFolder) -> None:
-        task = self._tasks[batch.id] = asyncio.create_task(self._run(batch, folder))
-        task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
-
-    async def _run(self, batch: Batch, folder: BatchFolder) -> None:
-        """Run a batch, and resume it from its saved state when a failing disk works again."""
-        wait, known = FIRST_WAIT_S, batch
+    async def _run(self, place: Place) -> None:
+        """Run a batch, and resume it from its saved state when a failing store works again."""
+        wait = FIRST_WAIT_S
         while True:
             began = time.monotonic()
             try:
-                return await self._run_once(known, folder)
-            except TenantGone:
-                await self._wait_for_tenant(batch)
+                await self._run_once(place)
+                return await self._owners.end(place)
+            except TenantGone as gone:
+                await self._wait_for_tenant(place, gone.tenant)
                 continue
-            except (OSError, DiskFailed) as error:
+            except LostBatch:
+                logger.warning("%s was taken over by another router", place.batch_id)
+                return
+            except (OSError, DiskFailed, RegistryUnavailable) as error:
+                away = isinstance(error, RegistryUnavailable)
                 if time.monotonic() - began > LONGEST_WAIT_S:
                     wait = FIRST_WAIT_S
                 if wait == FIRST_WAIT_S:
-                    logger.warning("%s waits for the disk: %s", batch.id, reason(error))
+                    logger.warning(
+                        "%s waits for %s: %s", place.batch_id, "Redis" if away else "the disk", reason(error)
+                    )
             await asyncio.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_S)
-            try:
-                known = await on_disk(batch.tenant, folder.get, batch.id)
-            except NotFound:
-                logger.warning("%s can no longer be read", batch.id)
-                return
-            if known.status in ENDED:  # ended by another process
-                return
+            wait = min(2 * wait, LONGEST_REDIS_WAIT_S if away else LONGEST_WAIT_S)
 
-    async def _wait_for_tenant(self, batch: Batch) -> None:
+    async def _wait_for_tenant(self, place: Place, tenant: str) -> None:
         """Wait until the batch's tenant has a key again."""
-        logger.warning("%s pauses: its tenant %s has no key", batch.id, batch.tenant)
-        while not self._exists(batch.tenant):  # noqa: ASYNC110
+        logger.warning("%s pauses: its tenant %s has no key", place.batch_id, tenant)
+        while not self._exists(tenant):  # noqa: ASYNC110
             await asyncio.sleep(FIRST_WAIT_S)
 
-    async def _run_once(self, batch: Batch, folder: BatchFolder) -> None:
+    async def _run_once(self, place: Place) -> None:
         assert self._app is not None
-        lock = await on_disk(batch.tenant, folder.lock, batch.id)
-        if lock is None:
+        held = await self._store.hold(place)
+        if held is None:
             return
-        with lock:
-            files = self.files(batch.tenant)
+        tenant = held.batch.tenant
+        if held.batch.in_progress_at is not None:
+            logger.info("resuming %s: %d rows", place.batch_id, held.batch.request_counts["total"])
+            self._metrics.resumed.inc()
+        try:
             await Runner(
-                batch, folder, files, self._counted,
-                width=self._width, row_s=self._row_s, realm=self._realm(batch.tenant),
-                gone=lambda: not self._exists(batch.tenant),
+                held, self._counted, width=self._width, row_s=self._row_s, realm=self._realm(tenant),
+                gone=lambda: not self._exists(tenant), metrics=self._metrics,
             ).run()  # fmt: skip
+        finally:
+            await held.let_go()
 
     def _width(self) -> int:
         """Return how many rows each batch may run: its part of the allowed rows, less one for each live request."""

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol, cast
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, RequestTooLarge, reason
 from kvferry.runtime.private_files import make_private_folder, private
@@ -29,6 +29,13 @@ PURPOSES = ("batch", "batch_output")
 MOST = 10_000
 """Largest number of files per tenant."""
 _ID = re.compile(r"file-[0-9a-f]{32}")
+
+
+class Readable(Protocol):
+    """Content that is read in pieces."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to `size` bytes; none at the end."""
 
 
 class DiskFailed(KvferryError):
@@ -52,17 +59,30 @@ def disk_failed(what: str, error: OSError) -> DiskFailed:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """File as the API shows it; `created_at` is in seconds since 1970."""
+    """File as the API shows it; times are in seconds since 1970."""
 
     id: str
     bytes: int
     created_at: int
     filename: str
     purpose: str
+    expires_at: int | None = None
 
     def shown(self) -> dict[str, object]:
         """Return the file as the API shows it."""
-        return {"object": "file", **asdict(self), "status": "processed", "status_details": None, "expires_at": None}
+        return {"object": "file", **asdict(self), "status": "processed", "status_details": None}
+
+    def record(self) -> str:
+        """Return the file's description as JSON, as it is stored."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
+
+
+def read_file(record: str | bytes) -> StoredFile | None:
+    """Return the file of a record; None if it can't be read."""
+    try:
+        return StoredFile(**json.loads(record))
+    except (ValueError, TypeError):
+        return None
 
 
 class FileStore:
@@ -74,24 +94,27 @@ class FileStore:
         self.folder = root / tenant_folder(tenant) / "files"
         self._limit = limit
 
-    def add(self, content: BinaryIO, filename: str, purpose: str) -> StoredFile:
-        """Store the rest of `content` as a file.
+    def add(self, content: Readable, filename: str, purpose: str, file_id: str = "") -> StoredFile:
+        """Store the rest of `content` as a file; return the file with this id if it is already there.
 
         Raises RequestTooLarge if the tenant's limit is exceeded, and DiskFailed; both leave nothing behind."""
-        file_id = f"file-{uuid.uuid4().hex}"
+        own = uuid.uuid4().hex
+        file_id = file_id or f"file-{own}"
         try:
             make_private_folder(self.folder)
-            partly = self.folder / f"{file_id}.part"
+            partly = self.folder / f"file-{own}.part"
             try:
                 with open(partly, "wb", opener=private) as out:
-                    shutil.copyfileobj(content, out, 2**20)
+                    shutil.copyfileobj(cast("BinaryIO", content), out, 2**20)
                 with self._counting():
+                    if known := self._read(self._description(file_id)):
+                        return known
                     size = partly.stat().st_size
                     self._check_room(size)
                     stored = StoredFile(file_id, size, int(time.time()), filename[:255], purpose)
                     partly.rename(self._content(file_id))
                     try:
-                        write_whole(self._description(file_id), json.dumps(asdict(stored)))
+                        write_whole(self._description(file_id), stored.record())
                     except OSError:
                         self._content(file_id).unlink(missing_ok=True)
                         raise
@@ -108,9 +131,10 @@ class FileStore:
 
     def get(self, file_id: str, param: str = "file_id") -> StoredFile:
         """Return a file's description; raise NotFound."""
-        stored = self._read(self._description(file_id)) if _ID.fullmatch(file_id) else None
+        check_file_id(file_id, param)
+        stored = self._read(self._description(file_id))
         if stored is None:
-            raise NotFound(f"there is no file {file_id!r}", param=param)
+            raise no_file(file_id, param)
         return stored
 
     def path(self, file_id: str, param: str = "file_id") -> Path:
@@ -122,7 +146,7 @@ class FileStore:
         try:
             content = self.path(file_id).open("rb")
         except FileNotFoundError:
-            raise NotFound(f"there is no file {file_id!r}", param="file_id") from None
+            raise no_file(file_id) from None
         return content, os.fstat(content.fileno()).st_size
 
     def delete(self, file_id: str) -> None:
@@ -152,16 +176,9 @@ class FileStore:
         known = self.all()
         room = self._left(known)
         if size > room:
-            raise RequestTooLarge(
-                f"file: its {size} bytes do not fit into the {max(room, 0)} left of {self._limit}; "
-                "delete files that are not needed",
-                param="file",
-            )
+            raise too_large(size, room, self._limit)
         if len(known) >= MOST:
-            raise RequestTooLarge(
-                f"file: {len(known)} files are stored, the limit is {MOST}; delete files that are not needed",
-                param="file",
-            )
+            raise too_many(len(known))
 
     def _content(self, file_id: str) -> Path:
         return self.folder / f"{file_id}.data"
@@ -171,8 +188,8 @@ class FileStore:
 
     def _read(self, path: Path) -> StoredFile | None:
         try:
-            return StoredFile(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):
+            return read_file(path.read_bytes())
+        except OSError:
             return None
 
 
@@ -180,6 +197,31 @@ def check_purpose(purpose: str) -> None:
     """Raise InvalidRequest unless clients may upload files of this purpose; outputs are created here."""
     if purpose != "batch":
         raise InvalidRequest(f"purpose: {purpose!r} is not supported by this server, only 'batch'", param="purpose")
+
+
+def check_file_id(file_id: str, param: str = "file_id") -> None:
+    """Raise NotFound unless this can be the id of a file."""
+    if not _ID.fullmatch(file_id):
+        raise no_file(file_id, param)
+
+
+def no_file(file_id: str, param: str = "file_id") -> NotFound:
+    """Return the API's error for a file that is not there."""
+    return NotFound(f"there is no file {file_id!r}", param=param)
+
+
+def too_large(size: int, room: int, limit: int) -> RequestTooLarge:
+    """Return the API's error for a file that exceeds the bytes left to its tenant."""
+    message = (
+        f"file: its {size} bytes do not fit into the {max(room, 0)} left of {limit}; delete files that are not needed"
+    )
+    return RequestTooLarge(message, param="file")
+
+
+def too_many(known: int) -> RequestTooLarge:
+    """Return the API's error for one more file than a tenant may have."""
+    message = f"file: {known} files are stored, the limit is {MOST}; delete files that are not needed"
+    return RequestTooLarge(message, param="file")
 
 
 def tenant_folder(tenant: str) -> str:

@@ -8,20 +8,18 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.types import ASGIApp
 
-from kvferry.protocol.errors import NotFound
-from kvferry.router.batch.batch import Batch, BatchFolder
-from kvferry.router.batch.disk_threads import on_disk
-from kvferry.router.batch.files import DiskFailed, FileStore
+from kvferry.protocol.batch_metrics import BatchMetrics
+from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.router.batch.files import DiskFailed
 from kvferry.router.batch.internal_client import ask
-from kvferry.router.batch.rows import MAX_ERRORS, InvalidRow, Row, answer_row, answered, read_rows, unanswered_row
+from kvferry.router.batch.rows import MAX_ERRORS, InvalidRow, Row, RowReader, answer_row, unanswered_row
+from kvferry.router.batch.stores import HeldBatch, LostBatch
 from kvferry.router.request_context import RequestContext
-from kvferry.runtime.private_files import private
 
 LATER = (429, 503)
 """Statuses after which a row is tried again: no capacity or no node now."""
@@ -29,6 +27,8 @@ PRIORITY = 1_000_000
 """Priority of a batch's calls: all calls with default priority are served before them."""
 SAVE_S = 0.5
 LONGEST_WAIT_S = 30.0
+LAST_WRITES_S = 2.0
+"""Time for writes that are under way when a batch stops, in seconds; a store that is away may take longer."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,66 +36,70 @@ logger = logging.getLogger(__name__)
 class TenantGone(Exception):
     """The batch's tenant is no longer in the keys file."""
 
+    def __init__(self, tenant: str) -> None:
+        super().__init__(tenant)
+        self.tenant = tenant
+
 
 class Runner:
-    """Runner of one batch, whose lock the owner holds; `width` returns how many rows may run now."""
+    """Runner of one batch that this process holds; `width` returns how many rows may run now."""
 
     def __init__(
         self,
-        batch: Batch,
-        folder: BatchFolder,
-        files: FileStore,
+        held: HeldBatch,
         app: ASGIApp,
         *,
         width: Callable[[], int],
         row_s: float,
         realm: str,
         gone: Callable[[], bool],
+        metrics: BatchMetrics,
     ) -> None:
-        self._batch, self._folder, self._files, self._app = batch, folder, files, app
+        self._held, self._batch, self._app = held, held.batch, app
         self._width, self._row_s, self._realm, self._gone = width, row_s, realm, gone
         self._running = 0
         self._freed = asyncio.Event()
         self._saved = 0.0
         self._failure: BaseException | None = None
         self._writes: set[asyncio.Future[None]] = set()
-        self._outputs = {ok: folder.folder(batch.id) / f"{'output' if ok else 'errors'}.jsonl" for ok in (True, False)}
+        self._metrics = metrics
 
     async def run(self) -> None:
         """Run the batch to its end.
 
-        Raises CancelledError when the process ends, TenantGone, and OSError or DiskFailed if the disk fails. Another
-        run then resumes from the saved state."""
+        Raises CancelledError when the process ends, TenantGone, LostBatch if another router took the batch over, and
+        OSError, DiskFailed or RegistryUnavailable if the store fails. Another run then resumes from the saved state."""
         batch = self._batch
         try:
-            path = await on_disk(self._batch.tenant, self._files.path, batch.input_file_id)
-            wrong = await on_disk(self._batch.tenant, self._validate, path)
-            if wrong:
-                batch.fail(wrong)
-                await asyncio.shield(self._save())
-                return
-            done = [await on_disk(self._batch.tenant, answered, self._outputs[ok]) for ok in (True, False)]
-            batch.request_counts.update(completed=len(done[0]), failed=len(done[1]))
             if batch.in_progress_at is None:
+                wrong = await self._validate()
+                if wrong:
+                    batch.fail(wrong)
+                    await asyncio.shield(self._end())
+                    return
                 batch.move("in_progress")
-            await self._save()
-            ended = await self._answer_all(path, done[0] | done[1])
+                await self._save()
+            ended = await self._answer_all()
             await self._finish(ended)
+            return
         except (asyncio.CancelledError, TenantGone):
-            with contextlib.suppress(OSError):
-                await asyncio.shield(self._save())
+            with contextlib.suppress(OSError, LostBatch):
+                async with asyncio.timeout(LAST_WRITES_S):
+                    await asyncio.shield(self._save())
+            raise
+        except LostBatch:
             raise
         except Exception as error:
-            if isinstance(error, (OSError, DiskFailed)) and time.time() < batch.expires_at:
+            if isinstance(error, (OSError, DiskFailed, RegistryUnavailable)) and time.time() < batch.expires_at:
                 raise
             logger.exception("%s failed", batch.id)
             batch.fail([InvalidRow(0, f"the batch cannot continue: {error}", code="server_error").shown()])
-        await asyncio.shield(self._save())
+        await asyncio.shield(self._end())
 
-    def _validate(self, path: Path) -> list[dict[str, Any]]:
+    async def _validate(self) -> list[dict[str, Any]]:
         """Return the errors of invalid lines, and count the valid ones."""
         wrong, total = [], 0
-        for row in read_rows(path, self._batch.endpoint):
+        async for row in self._rows():
             total += isinstance(row, Row)
             if isinstance(row, InvalidRow):
                 wrong.append(row.shown())
@@ -106,18 +110,32 @@ class Runner:
         self._batch.request_counts["total"] = total
         return wrong
 
-    async def _answer_all(self, path: Path, done: set[str]) -> str:
+    async def _rows(self) -> AsyncIterator[Row | InvalidRow]:
+        """Yield the input's rows; long content is read on threads."""
+        reader = RowReader(self._batch.endpoint, self._batch.id)
+        async for piece in await self._held.input():
+            for row in await asyncio.to_thread(reader.feed, piece):
+                yield row
+        for row in reader.end():
+            yield row
+
+    async def _left(self) -> AsyncIterator[Row]:
+        """Yield the rows that have no answer."""
+        async for row in self._rows():
+            if isinstance(row, Row) and not self._held.answered(row):
+                yield row
+
+    async def _answer_all(self) -> str:
         """Answer all rows and return the state in which the batch ends."""
         tasks: set[asyncio.Task[None]] = set()
-        rows = read_rows(path, self._batch.endpoint)
-        left: Iterator[Row] = (row for row in rows if isinstance(row, Row) and row.custom_id not in done)
+        left = self._left()
         try:
             while True:
                 if self._failure is not None:
                     raise self._failure
                 if self._gone():
-                    raise TenantGone
-                if ending := self._ending():
+                    raise TenantGone(self._batch.tenant)
+                if ending := await self._ending():
                     break
                 if self._running >= max(1, self._width()):
                     self._freed.clear()
@@ -125,7 +143,7 @@ class Runner:
                         async with asyncio.timeout(SAVE_S):  # wait_for may lose a cancellation
                             await self._freed.wait()
                     continue
-                row = await on_disk(self._batch.tenant, next, left, None)
+                row = await anext(left, None)
                 if row is None and not tasks:
                     break
                 if row is None:
@@ -139,15 +157,16 @@ class Runner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*self._writes, return_exceptions=True)
+            if self._writes:
+                _, slow = await asyncio.wait(self._writes, timeout=LAST_WRITES_S)
+                for each in slow:
+                    each.cancel()
         if self._failure is not None:
             raise self._failure
         if ending == "expired":
-            rest = await on_disk(
-                self._batch.tenant, lambda: _unanswered(path, self._batch.endpoint, self._outputs.values())
-            )
-            for custom_id in rest:
-                await self._write(unanswered_row(custom_id, "batch_expired", "not answered within 24 hours"), ok=False)
+            async for row in self._left():
+                line = unanswered_row(row.custom_id, "batch_expired", "not answered within 24 hours")
+                await self._write(row, line, ok=False)
         return ending or "completed"
 
     def _settle(self, task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
@@ -155,9 +174,9 @@ class Runner:
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
 
-    def _ending(self) -> str:
+    async def _ending(self) -> str:
         """Return why no further row may begin: cancelled, expired, or an empty string."""
-        if self._folder.cancelling(self._batch.id):
+        if await self._held.cancelling():
             if self._batch.status != "cancelling":
                 self._batch.move("cancelling")
             return "cancelled"
@@ -175,7 +194,7 @@ class Runner:
                     wait = max(wait, float(headers.get("retry-after", "")))
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT_S)
-            await self._write(answer_row(row.custom_id, status, call.id, body), ok=status == 200)
+            await self._write(row, answer_row(row.custom_id, status, call.id, body), ok=status == 200)
             if time.monotonic() > self._saved + SAVE_S:
                 await self._save()
         finally:
@@ -190,61 +209,38 @@ class Runner:
             name, arrival=now, deadline=now + self._row_s, tenant=tenant, realm=self._realm, priority=PRIORITY
         )
 
-    async def _write(self, row: dict[str, Any], *, ok: bool) -> None:
+    async def _write(self, row: Row, answer: dict[str, Any], *, ok: bool) -> None:
         """Write and count a row, even if the caller is cancelled meanwhile."""
-        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-
-        def append() -> None:
-            with open(self._outputs[ok], "ab", opener=private) as out:
-                out.write(line)
+        line = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
 
         def written(future: asyncio.Future[None]) -> None:
             self._writes.discard(future)
             if not future.cancelled() and future.exception() is None:
                 self._batch.request_counts["completed" if ok else "failed"] += 1
+                self._metrics.rows.labels("ok" if ok else "failed").inc()
 
-        writing = asyncio.ensure_future(on_disk(self._batch.tenant, append))
+        writing = asyncio.ensure_future(self._held.write(row, line, ok=ok))
         self._writes.add(writing)
         writing.add_done_callback(written)
         await asyncio.shield(writing)
 
     async def _finish(self, ended: str) -> None:
-        """Publish the outputs as files.
-
-        Each file's id is saved before the next step, so that a later run does not publish it again."""
+        """Publish the outputs as files, each under an id of the batch, so that a later run finds it."""
         batch = self._batch
         if ended == "completed":
             batch.move("finalizing")
         for ok, field in ((True, "output_file_id"), (False, "error_file_id")):
             if getattr(batch, field) is None:
-                made = await on_disk(self._batch.tenant, self._publish, ok)
-                setattr(batch, field, made)
-                try:
-                    await self._save()
-                except OSError:
-                    if made is not None:  # its id could not be saved
-                        setattr(batch, field, None)
-                        with contextlib.suppress(OSError, NotFound):
-                            await on_disk(self._batch.tenant, self._files.delete, made)
-                    raise
+                setattr(batch, field, await self._held.publish(ok=ok))
+                await self._save()
         batch.move(ended)
-        await self._save()
-        for path in self._outputs.values():
-            path.unlink(missing_ok=True)
+        await self._end()
 
-    def _publish(self, ok: bool) -> str | None:
-        path = self._outputs[ok]
-        if not path.exists():
-            return None
-        with path.open("rb") as content:
-            name = f"{self._batch.id}_{'output' if ok else 'error'}.jsonl"
-            return self._files.add(content, name, "batch_output").id
+    async def _end(self) -> None:
+        """Save the ended batch and delete what it needs no more."""
+        await self._save()
+        await self._held.clear()
 
     async def _save(self) -> None:
         self._saved = time.monotonic()
-        await on_disk(self._batch.tenant, self._folder.save, self._batch)
-
-
-def _unanswered(path: Path, endpoint: str, outputs: Iterable[Path]) -> list[str]:
-    done = set[str]().union(*map(answered, outputs))
-    return [row.custom_id for row in read_rows(path, endpoint) if isinstance(row, Row) and row.custom_id not in done]
+        await self._held.save()

@@ -34,7 +34,8 @@ class AttemptPlanner:
         self.patience = Backoff(context.patience_s)
         self._spec, self._context, self._delivered = spec, context, delivered
         self._retry_policy, self._suspect = RetryPolicy(), Suspect()
-        self.fingerprint = spec.fork_of.fingerprint if spec.fork_of else spec.media.fingerprint if spec.media else ""
+        bound = [each.fingerprint for each in (spec.delivered, spec.fork_of, spec.media) if each]
+        self.fingerprint = next(filter(None, bound), "")
         self._failure: KvferryError | None = None
         self._unpaid = False
         self._held: dict[NodeKey, int] = {}
@@ -44,6 +45,10 @@ class AttemptPlanner:
     def begun(self) -> bool:
         """Return whether a token has been delivered."""
         return bool(self._delivered)
+
+    @property
+    def _is_new(self) -> bool:
+        return self._failure is None and not self._delivered
 
     def hashes(self, node: NodeLease) -> Sequence[bytes]:
         """Return the hashes of the full blocks of all tokens on such a node, as computed by `reuse`."""
@@ -59,13 +64,14 @@ class AttemptPlanner:
         """Place the next attempt; return None if nothing can take it now and it must wait.
 
         A request that never ran is rejected at once if the cluster would be too late, or if it is full and many
-        requests already wait. Raises NoNodes, Overloaded and ContextLengthExceeded."""
+        requests already wait; one that goes on behind delivered tokens is not. Raises NoNodes, Overloaded and
+        ContextLengthExceeded."""
         demand = self._demand()
         try:
             self._pay()
             placement = self._context.place(demand, reuse, self._groups())
         except (NoNodes, Overloaded) as error:
-            if self._failure is None and isinstance(error, Overloaded) and not self._context.held.takes(self):
+            if self._is_new and isinstance(error, Overloaded) and not self._context.held.takes(self):
                 raise
             if self.patience.over(left_s):
                 raise self._hopeless(error) from self._failure
@@ -74,7 +80,7 @@ class AttemptPlanner:
             self._context.held.enter(self, demand.total_len)
             return None
         self._context.held.leave(self)
-        if self._failure is None and placement.first_token_s > left_s > 0:
+        if self._is_new and placement.first_token_s > left_s > 0:
             raise too_late(placement.first_token_s - left_s)
         return placement
 

@@ -32,7 +32,6 @@ from kvferry.router.request_log import RequestRecord
 
 log = logging.getLogger(__name__)
 
-
 LATE, LATE_S = 3.0, 1.0
 """An attempt is late after LATE times its expected time to first token, but not before LATE_S seconds."""
 
@@ -40,14 +39,16 @@ LATE, LATE_S = 3.0, 1.0
 class RequestDispatch:
     """Dispatch of one request. Implements `router.dispatch.interface.Dispatch`.
 
-    It reserves, sends and times nothing before the first iteration, and leaves nothing running after the iteration."""
+    It reserves, sends and times nothing before the first iteration, and leaves nothing running after the iteration.
+    Tokens that its request begins with (`RequestSpec.delivered`) are not among its outputs."""
 
     def __init__(self, spec: RequestSpec, context: DispatchContext) -> None:
-        self.route: Route | None = None
+        self.route: Route | None = spec.delivered.route if spec.delivered else None
         self._spec, self._context = spec, context
         self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
         self._inbox: EventQueue[Event | Timer | Exception | None] = EventQueue()
-        self._sequence, self._hedged, self._prediction = OrderedTokens(), HedgedAttempts(), ReuseAccount(context)
+        self._sequence = OrderedTokens(list(spec.delivered.token_ids) if spec.delivered else [])
+        self._hedged, self._prediction = HedgedAttempts(), ReuseAccount(context)
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
         self._planner = AttemptPlanner(spec, context, self._sequence.tokens)
@@ -164,7 +165,7 @@ class RequestDispatch:
         hashes = self._planner.hashes(computes)
         self._hedged.enter(self._context.launch(job, placement, self._sink.hear, hashes=hashes))
         self._attempts += 1
-        if not self.route:
+        if not self.route or self._attempts == 1:
             self._record.sent(placement)
         self._timers.launched(inf if len(self._hedged.runners) > 1 else max(LATE_S, LATE * placement.first_token_s))
         self._planner.goes_to(self._hedged.nodes)

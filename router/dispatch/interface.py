@@ -57,6 +57,18 @@ class RenderedMedia:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivered:
+    """Output tokens that an earlier dispatch of a request delivered, maybe in another router.
+
+    `route` is its route, and `fingerprint` that of its nodes, which the rest must share: other kernels would give other
+    tokens."""
+
+    token_ids: tuple[int, ...]
+    route: Route | None = None
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One token sequence to process for the API call `call`.
 
@@ -65,6 +77,7 @@ class RequestSpec:
     `adapter`    id of the LoRA adapter, empty for the base model
     `newcomer`   served ahead of other tenants' requests (see Job)
     `media`      images, audio and video of the prompt; None: text alone
+    `delivered`  what is known already: the output goes on behind it; None: nothing
     """
 
     call: RequestContext
@@ -76,6 +89,7 @@ class RequestSpec:
     adapter: str = ""
     newcomer: bool = False
     media: PromptMedia | None = None
+    delivered: Delivered | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -90,8 +104,8 @@ class Output:
 
     `finish_reason` (stop, length, closed) comes with the last Output. `stop_token` is the token that ended the output,
     if one was drawn; it is then the last of `token_ids`. `prompt_logprobs` come with the first Output when requested.
-    `vector` (float32, little-endian) is the single Output of work that generates nothing. Not frozen for speed, like
-    TokenDelta."""
+    `vector` (float32, little-endian) is the single Output of work that generates nothing. `replayed`: it was counted
+    when it was computed. Not frozen for speed, like TokenDelta."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -99,6 +113,7 @@ class Output:
     stop_token: int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     vector: bytes | None = None
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

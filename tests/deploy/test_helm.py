@@ -204,6 +204,33 @@ def test_another_version_of_the_chart_alone_rolls_no_pod() -> None:
         assert not {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"} & labels.keys()
 
 
+@pytest.mark.parametrize(
+    ("values", "store", "data"),
+    [
+        ({}, "redis", False),
+        ({"router": {"replicas": 1}}, "redis", False),
+        ({"router": {"replicas": 1}, "autoscaling": {"kind": "none"}}, "disk", False),
+        ({"router": {"filesVolume": {"existingClaim": "shared"}}}, "disk", True),
+        ({"router": {"filesStore": "disk"}}, "disk", False),
+    ],
+)
+def test_several_routers_share_files(values: dict[str, Any], store: str, data: bool) -> None:
+    """An autoscaler may start a second one. Redis evicts nothing if it holds files."""
+    objects = chart(**values)
+    router, redis = (pod_specs(objects)[f"kvferry-{name}"] for name in ("router", "redis"))
+    words = router["containers"][0]["args"]
+    assert f"--files-store={store}" in words
+    assert ("--data-dir=/data" in words) == data
+    claims = [each["persistentVolumeClaim"] for each in router["volumes"] if each["name"] == "files"]
+    assert claims == ([{"claimName": "shared"}] if data else [])
+    assert ([each["mountPath"] for each in router["containers"][0]["volumeMounts"] if each["name"] == "files"]) == (
+        ["/data"] if data else []
+    )
+    options = redis["containers"][0]["args"]
+    assert options[options.index("--maxmemory-policy") + 1] == ("noeviction" if store == "redis" else "allkeys-lru")
+    assert options[options.index("--appendonly") + 1] == ("yes" if store == "redis" else "no")
+
+
 def test_blocks_on_disk_have_a_volume_that_fits_them() -> None:
     """Of workers alone; without the value there is none."""
     for values, volume in (

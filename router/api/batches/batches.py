@@ -12,7 +12,6 @@ from kvferry.router.api.bodies.reader import BodyReader, parse
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.documentation import errors, path_parameter, query_parameters, takes
 from kvferry.router.batch.batches import Batches
-from kvferry.router.batch.disk_threads import on_disk
 from kvferry.router.request_context import CALL
 
 MOST_LISTED = 100
@@ -91,7 +90,7 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
 
     @router.post(
         "/v1/batches", summary="Create a batch", response_model=BatchAnswer,
-        responses=errors(400, 404, 413, 415, 429, 500, 507), openapi_extra=takes(BatchBody),
+        responses=errors(400, 404, 413, 415, 429, 500, 503, 507), openapi_extra=takes(BatchBody),
     )  # fmt: skip
     async def begun(request: Request) -> dict[str, Any]:
         body = parse(BatchBody, await reader.read(request))
@@ -99,20 +98,21 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
         return (await batches.create(tenant, body.endpoint, body.input_file_id, body.metadata)).shown()
 
     @router.get(
-        "/v1/batches", summary="List batches, newest first", response_model=BatchList, responses=errors(400),
+        "/v1/batches", summary="List batches, newest first", response_model=BatchList, responses=errors(400, 503),
         openapi_extra=query_parameters(MOST_LISTED),
     )  # fmt: skip
     async def listed(request: Request) -> dict[str, Any]:
         tenant = request.scope[CALL].tenant
-        found = await on_disk(tenant, batches.folder(tenant).all)
+        found = await batches.of(tenant).all()
         return page([batch.shown() for batch in found], request, MOST_LISTED)
 
-    @router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", responses=errors(404), **one)
+    @router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", responses=errors(404, 503), **one)
     async def told(request: Request) -> dict[str, Any]:
-        folder = batches.folder(request.scope[CALL].tenant)
-        return (await on_disk(request.scope[CALL].tenant, folder.get, request.path_params["batch_id"])).shown()
+        return (await batches.of(request.scope[CALL].tenant).get(request.path_params["batch_id"])).shown()
 
-    @router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=errors(400, 404, 500, 507), **one)
+    @router.post(
+        "/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=errors(400, 404, 500, 503, 507), **one
+    )
     async def cancelled(request: Request) -> dict[str, Any]:
         return (await batches.cancel(request.scope[CALL].tenant, request.path_params["batch_id"])).shown()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
@@ -20,8 +19,8 @@ from kvferry.router.api.batches.pages import page
 from kvferry.router.api.bodies.reader import check_encoding
 from kvferry.router.api.documentation import errors, path_parameter, query_parameters
 from kvferry.router.batch.batches import Batches
-from kvferry.router.batch.disk_threads import on_disk
-from kvferry.router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose, disk_failed
+from kvferry.router.batch.files import PURPOSES, StoredFile, check_purpose, disk_failed
+from kvferry.router.batch.stores import TenantFiles
 from kvferry.router.request_context import CALL, RequestContext
 
 UPLOADS, UPLOADS_PER_TENANT = 64, 8
@@ -103,11 +102,11 @@ class Uploads:
         self._longest = longest
         self._arriving, self._reserved = Counter[str](), Counter[str]()
 
-    async def take(self, request: Request, files: FileStore) -> StoredFile:
+    async def take(self, request: Request, files: TenantFiles) -> StoredFile:
         """Receive and store a file.
 
-        Raises InvalidRequest, UnsupportedMedia, RequestTooLarge, Overloaded, DiskFailed, DeadlineExceeded if it does
-        not arrive in time, and Cancelled if the client leaves."""
+        Raises InvalidRequest, UnsupportedMedia, RequestTooLarge, Overloaded, DiskFailed, RegistryUnavailable,
+        DeadlineExceeded if it does not arrive in time, and Cancelled if the client leaves."""
         check_encoding(request)
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise InvalidRequest("the request body must be a multipart form with file and purpose")
@@ -121,8 +120,8 @@ class Uploads:
         finally:
             self._arriving[tenant] -= 1
 
-    async def _arrived(self, request: Request, files: FileStore, tenant: str) -> StoredFile:
-        held = Reservation(self._reserved, tenant, await on_disk(tenant, files.room))
+    async def _arrived(self, request: Request, files: TenantFiles, tenant: str) -> StoredFile:
+        held = Reservation(self._reserved, tenant, await files.room())
         try:
             form = await self._form(request, held)
             try:
@@ -132,7 +131,7 @@ class Uploads:
                 if not isinstance(purpose, str):
                     raise InvalidRequest("purpose must be given", param="purpose")
                 check_purpose(purpose)
-                return await on_disk(tenant, files.add, file.file, file.filename or "file", purpose)
+                return await files.add(file.file, file.filename or "file", purpose)
             finally:
                 await form.close()
         finally:
@@ -178,20 +177,20 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
     """Return the routes of /v1/files."""
     router, uploads = APIRouter(), Uploads(longest)
 
-    def files_of(request: Request) -> FileStore:
+    def files_of(request: Request) -> TenantFiles:
         return batches.files(request.scope[CALL].tenant)
 
-    one: dict[str, Any] = {"responses": errors(404), "openapi_extra": path_parameter("file_id")}
+    one: dict[str, Any] = {"responses": errors(404, 503), "openapi_extra": path_parameter("file_id")}
 
     @router.post(
         "/v1/files", summary="Upload a file", response_model=FileAnswer,
-        responses=errors(400, 413, 415, 429, 500, 504, 507), openapi_extra=_TAKES,
+        responses=errors(400, 413, 415, 429, 500, 503, 504, 507), openapi_extra=_TAKES,
     )  # fmt: skip
     async def keep(request: Request) -> dict[str, Any]:
         return (await uploads.take(request, files_of(request))).shown()
 
     @router.get(
-        "/v1/files", summary="List files", response_model=FileList, responses=errors(400),
+        "/v1/files", summary="List files", response_model=FileList, responses=errors(400, 503),
         openapi_extra=query_parameters(MOST_LISTED, purpose={"enum": list(PURPOSES)}, order={"enum": ["asc", "desc"]}),
     )  # fmt: skip
     async def listed(request: Request) -> dict[str, Any]:
@@ -200,34 +199,24 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
             raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}", param="purpose")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order must be asc or desc", param="order")
-        found = await on_disk(request.scope[CALL].tenant, files_of(request).all)
+        found = await files_of(request).all()
         kept = [file.shown() for file in found if purpose in (None, file.purpose)]
         return page(kept if order == "desc" else kept[::-1], request, MOST_LISTED)
 
     @router.get("/v1/files/{file_id}", summary="Retrieve a file's metadata", response_model=FileAnswer, **one)
     async def told(request: Request) -> dict[str, Any]:
-        found = await on_disk(request.scope[CALL].tenant, files_of(request).get, request.path_params["file_id"])
-        return found.shown()
+        return (await files_of(request).get(request.path_params["file_id"])).shown()
 
     @router.get("/v1/files/{file_id}/content", summary="Retrieve a file's content", response_class=FileResponse, **one)
     async def content(request: Request) -> Response:
-        file, size = await on_disk(request.scope[CALL].tenant, files_of(request).open, request.path_params["file_id"])
+        pieces, size = await files_of(request).open(request.path_params["file_id"])
         headers = {"content-length": str(size)}
-        return StreamingResponse(
-            _pieces(request.scope[CALL].tenant, file), media_type="application/octet-stream", headers=headers
-        )
+        return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
     @router.delete("/v1/files/{file_id}", summary="Delete a file", response_model=FileDeleted, **one)
     async def deleted(request: Request) -> dict[str, Any]:
         file_id = request.path_params["file_id"]
-        await on_disk(request.scope[CALL].tenant, files_of(request).delete, file_id)
+        await files_of(request).delete(file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     return router
-
-
-async def _pieces(tenant: str, file: BinaryIO) -> AsyncIterator[bytes]:
-    """Yield a file's pieces and close it."""
-    with file:
-        while piece := await on_disk(tenant, file.read, 2**18):
-            yield piece

@@ -4,7 +4,6 @@ Unknown fields are ignored. Each body class defines what differs between the API
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
@@ -75,6 +74,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
     return_tokens_as_token_ids: StrictBool | None = False
     priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: CacheSalt | None = None
+    store: StrictBool | None = None
 
     def check(self) -> None:
         """Raise InvalidRequest for fields that exclude each other."""
@@ -117,16 +117,16 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
         """Return how many top log-probabilities each prompt token shows; None without log-probabilities."""
         return self.prompt_logprobs
 
-    def sampling(self, facts: ModelFacts, max_tokens: int, bad_words: BadWords) -> SamplingParams:
+    def sampling(self, facts: ModelFacts, max_tokens: int, bad_words: BadWords, drawn: int) -> SamplingParams:
         """Return the parameters of a prompt's first choice, with the model's defaults; raise InvalidRequest.
 
-        Without a seed it draws one, so that a retried attempt continues the same text."""
+        Without a seed it takes the drawn one, so that a retried attempt continues the same text."""
         top, given = self.top(), {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         params = SamplingParams(
             **{**dict(facts.sampling), **given},
             max_tokens=max_tokens,
             logit_bias=tuple((self.logit_bias or {}).items()),
-            seed=self.seed if self.seed is not None else random.getrandbits(63),
+            seed=self.seed if self.seed is not None else drawn,
             logprobs=top or 0 if self.sequences() > (self.n or 1) else top,
             prompt_logprobs=self.prompt_top(),
             stop_token_ids=tuple(self.stop_token_ids or ()),

@@ -38,13 +38,16 @@ class ResponseAnswer(Answer):
         self._parts = Parts()
         self._top = asked.body.top_logprobs or 0
         self._writer = LogprobWriter(pool.text.tokenizer) if asked.body.shows_logprobs else None
-        self._number = 0
+        self._number, self._after = 0, -1
         self._plain: tuple[Part, TextEvent] | None = None
 
     @property
     def id(self) -> str:
         """Return the response's id."""
         return self._asked.id
+
+    def begin_after(self, number: int) -> None:
+        self._after = number
 
     def begun(self) -> dict[str, Any]:
         """Return the response before it has any output."""
@@ -148,12 +151,16 @@ class ResponseAnswer(Answer):
             name = "response.output_text.delta"
             delta = {"type": name, **self._at(part), "content_index": 0, "logprobs": [], "delta": TextEvent.SLOT}
             self._plain = part, TextEvent(delta, under=name)
-        filled = self._plain[1].fill(text)
         self._number += 1
+        if self._number - 1 <= self._after:
+            return b""
+        filled = self._plain[1].fill(text)
         return filled[: -len(b"}\n\n")] + b',"sequence_number":%d}\n\n' % (self._number - 1)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
+        if self._number - 1 <= self._after:
+            return b""
         return named({"type": kind, **fields, "sequence_number": self._number - 1})
 
     def _at(self, part: Part) -> dict[str, Any]:

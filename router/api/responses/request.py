@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -47,6 +46,7 @@ class ResponsesRequest:
     history  items of the responses that it continues, input and output
     keep     stores the final response with these fields; never raises
     kept     true if the response is stored
+    created  seconds since 1970
     """
 
     name: str
@@ -55,7 +55,7 @@ class ResponsesRequest:
     history: list[Item]
     keep: Callable[[dict[str, Any]], Awaitable[None]]
     kept: bool
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int
 
     @property
     def id(self) -> str:

@@ -5,26 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.types import ASGIApp
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.documentation import errors, path_parameter
 from kvferry.router.api.responses.answers import DeletedResponse, InputItems, ResponseObject
 from kvferry.router.api.responses.background import Background
 from kvferry.router.api.responses.stored_responses import StoredResponses
+from kvferry.router.api.resumed_routes import events_after
 from kvferry.router.request_context import CALL
 
 _PLACE = "/v1/responses/{id}"
 _MOST_ITEMS = 100
 
 
-def kept_responses(responses: StoredResponses, background: Background) -> APIRouter:
-    """Return the routes of stored responses."""
+def kept_responses(responses: StoredResponses, background: Background, created: ASGIApp) -> APIRouter:
+    """Return the routes of stored responses; `created` is the route that creates them."""
     router = APIRouter(responses=errors(404, 503))
 
-    @router.get(_PLACE, summary="Retrieve a stored response", response_model=ResponseObject, openapi_extra=_id())
-    async def fetched(request: Request) -> dict[str, Any]:
+    @router.get(
+        _PLACE,
+        summary="Retrieve a stored response",
+        response_model=ResponseObject,
+        openapi_extra=_id("stream", "starting_after"),
+    )
+    async def fetched(request: Request) -> Any:
         if request.query_params.get("stream") in ("true", "1"):
-            raise InvalidRequest("stream: streaming a stored response is not supported", param="stream")
+            return events_after(request, created)
         return (await responses.get(*_asked_for(request))).response
 
     @router.delete(_PLACE, summary="Delete a stored response", response_model=DeletedResponse, openapi_extra=_id())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,7 +54,7 @@ class StoredResponses:
 
         Raises KvferryError: NotFound if the earlier response is not stored."""
         pool = pools.pool(body.model)
-        name = f"{call.id}-{secrets.token_hex(4)}"
+        name = f"{call.id}-{call.identity.nonce}"
         kept = self._store is not None and body.store is not False
         history: list[Item] = []
         earlier = 0
@@ -63,10 +62,15 @@ class StoredResponses:
             previous = await self._continued(call.tenant, body.previous_response_id)
             history, earlier = previous.conversation(), previous.size
         items, referred = await self._resolved(call.tenant, normal(body.input, name))
-        asked = ResponsesRequest(name, body, items, history, partial(self._keep, call.tenant, items, history), kept)
+        keep = partial(self._keep, call.tenant, items, history)
+        asked = ResponsesRequest(name, body, items, history, keep, kept, call.identity.created)
         chat = await fitted(asked, pool, call.tenant) if body.truncation == "auto" else asked.chat()
         chat.earlier = earlier + referred
         return chat
+
+    def recorded(self, body: ResponsesBody) -> bool:
+        """Return whether a request's tokens are recorded, so that its events can be fetched later."""
+        return self._store is not None and bool(body.background or (body.stream and body.store is not False))
 
     async def get(self, tenant: str, response_id: str, *, param: str | None = None) -> StoredResponse:
         """Return a stored response; raise NotFound, or RegistryUnavailable if the store does not answer."""

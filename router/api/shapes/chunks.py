@@ -4,7 +4,6 @@ A Shape formats the choices in them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -39,7 +38,7 @@ class ChunkAnswer(Answer):
         options = body.stream_options
         self._shown = body.n or 1
         self._shape = shape
-        self._base = {"id": f"{shape.id_prefix}-{call.id}", "created": int(time.time()), "model": shape.model}
+        self._base = {"id": f"{shape.id_prefix}-{call.id}", "created": call.identity.created, "model": shape.model}
         self._usage = bool(options and options.include_usage)
         self._running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         self._ids = bool(body.return_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import string
 from collections.abc import Collection
@@ -38,6 +39,13 @@ def new_id(length: int = 0) -> str:
     return (
         "".join(random.choices(_ALPHABET, k=length)) if length else "call_" + "".join(random.choices(_ALPHABET, k=24))
     )
+
+
+def derived_id(like: str, request: str, index: int) -> str:
+    """Return the id of a request's call number `index`, of the form of `like`: the same wherever it is parsed."""
+    prefix = "call_" if like.startswith("call_") else ""
+    drawn = hashlib.blake2b(f"{request}:{index}".encode()).digest()
+    return prefix + "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in drawn[: len(like) - len(prefix)])
 
 
 class CallParser:

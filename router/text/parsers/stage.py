@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.router.dispatch.interface import Output
 from kvferry.router.text.parsers import harmony
-from kvferry.router.text.parsers.parsed_output import Parser
+from kvferry.router.text.parsers.parsed_output import Parser, derived_id
 from kvferry.router.text.parsers.reader import Reader, Turn
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
 from kvferry.router.text.transcript import CallDelta, Found, Piece, Transcript
@@ -70,10 +70,10 @@ PLAIN = Parsing()
 class Stage:
     """Transcript with parsers: takes Outputs and returns parsed Pieces.
 
-    Every token up to the end mark counts as reasoning."""
+    Every token up to the end mark counts as reasoning. name: of the sequence; ids of its calls follow from it."""
 
-    def __init__(self, transcript: Transcript, parsing: Parsing, reader: Reader) -> None:
-        self._transcript = transcript
+    def __init__(self, transcript: Transcript, parsing: Parsing, reader: Reader, name: str = "") -> None:
+        self._transcript, self._name = transcript, name
         self._reader = reader
         self._named = parsing.calls is not None and parsing.calls.named
         self._called = False
@@ -90,7 +90,7 @@ class Stage:
         if not self._reader.may_think or len(output.token_ids) < 2:
             return self._read(self._transcript.add(output))
         pieces: list[Piece] = []
-        for each in _single(output):
+        for each in single(output):
             pieces.append(self._read(self._transcript.add(each)))
             if pieces[-1].finish_reason is not None:
                 break
@@ -106,6 +106,9 @@ class Stage:
             found += reader.finish()
         if not self._shown:
             found = [replace(each, reasoning="") for each in found]
+        if self._name:
+            found = [replace(each, calls=tuple(map(self._identified, each.calls))) if each.calls else each
+                     for each in found]  # fmt: skip
         _tell(piece, found)
         self._called = self._called or bool(piece.calls)
         if piece.closed and self._called:  # Clients that act on calls must know that the output was cut short.
@@ -113,6 +116,9 @@ class Stage:
         elif piece.finish_reason == "stop" and self._called and not self._named:
             piece.finish_reason = "tool_calls"
         return piece
+
+    def _identified(self, call: CallDelta) -> CallDelta:
+        return replace(call, id=derived_id(call.id, self._name, call.index)) if call.id else call
 
 
 def _tell(piece: Piece, found: Sequence[Found]) -> None:
@@ -132,7 +138,7 @@ def merged(deltas: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
     return tuple(found.values())
 
 
-def _single(output: Output) -> Iterator[Output]:
+def single(output: Output) -> Iterator[Output]:
     """Split an Output into one per token."""
     last = len(output.token_ids) - 1
     for place, token_id in enumerate(output.token_ids):
@@ -142,6 +148,7 @@ def _single(output: Output) -> Iterator[Output]:
             finish_reason=output.finish_reason if place == last else None,
             stop_token=output.stop_token if place == last else None,
             prompt_logprobs=output.prompt_logprobs if place == 0 else None,
+            replayed=output.replayed,
         )
 
 

@@ -92,6 +92,7 @@ async def test_every_route_is_described_and_every_error_has_its_schema() -> None
     document = await described()
     assert set(document["paths"]) == {
         *TAKING, *READING, "/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items",
+        "/v1/chat/completions/{id}", "/v1/completions/{id}",
         "/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics", "/version", "/", "/tokenizer_info",
         "/targets",
         "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from kvferry.protocol.errors import Overloaded
 from kvferry.router.page.page import chat_page
@@ -132,3 +134,43 @@ def test_everything_has_a_name_for_those_who_cannot_see_it(tab: Page) -> None:
     assert "Message" in names["textbox"]
     if where := os.environ.get("KEEP_SCREENSHOT"):
         tab.screenshot(Path(where), 900, 700)
+
+
+class BreakingOnce:
+    """An application whose first stream breaks off behind a few parts; its journals are written."""
+
+    def __init__(self, api: Api, parts: int) -> None:
+        self._app, self._journals, self._parts = api.app, api.journals, parts
+        self._writing: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write())
+        breaks = scope["type"] == "http" and scope["method"] == "POST" and self._parts > 0
+
+        async def told(message: Message) -> None:
+            if breaks and message["type"] == "http.response.body":
+                self._parts -= 1
+                if self._parts == 0:
+                    raise ConnectionResetError("broken off")
+            await send(message)
+
+        await self._app(scope, receive, told)
+
+    async def _write(self) -> None:
+        async with self._journals.kept():
+            await asyncio.Event().wait()
+
+
+@needs_browser
+def test_an_answer_that_breaks_off_is_taken_up_again(tab: Page) -> None:
+    cluster = FakeCluster(says(ANSWER), gap_s=0.01)
+    with served(BreakingOnce(Api(cluster), 5)) as url:
+        tab.go(f"{url}/")
+        ask(tab, "Why is the sky blue?")
+        tab.wait(ENDED)
+        assert said(tab) == ["Why is the sky blue?", ANSWER]
+        assert tab.evaluate("document.querySelector('[role=alert]')") is None
+        assert len(cluster.dispatches) == 2
+        assert cluster.dispatches[1].spec.delivered is not None
+    tab.complaints.clear()  # the browser logs the broken connection

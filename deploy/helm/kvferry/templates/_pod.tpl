@@ -167,6 +167,15 @@ replicas: {{ .values.replicas }}
 {{- if and (ne $scaling.kind "none") $own.enabled (not $kserve) }}yes{{ end }}
 {{- end }}
 
+{{/* Where clients' files and batches are. Argument: the root. */}}
+{{- define "kvferry.filesStore" -}}
+{{- $router := .Values.router }}
+{{- $several := or (gt (int $router.replicas) 1) (include "kvferry.scaled" (dict "root" . "component" "router" "values" $router)) }}
+{{- if $router.filesStore }}{{ $router.filesStore }}
+{{- else if and $several (not $router.filesVolume.existingClaim) }}redis
+{{- else }}disk{{ end }}
+{{- end }}
+
 {{/* Environment of a process of the cluster; `worker`, `adapter`: whether it is one. */}}
 {{- define "kvferry.environment" -}}
 envFrom:

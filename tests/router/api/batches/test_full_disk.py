@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.router.batch import batch, batches, disk_threads, files, runner
+from kvferry.router.batch import batch_folder, batches, disk_threads, files, runner
 from kvferry.router.tenants.keys import entry
 from tests.api_parts import Api, error_of
 from tests.batch_parts import api, ended
@@ -89,7 +89,7 @@ async def test_a_batch_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.M
     at = api(tmp_path)
     file_id = (await upload(at)).json()["id"]
     with monkeypatch.context() as patch:
-        patch.setattr(batch.BatchFolder, "save", full)
+        patch.setattr(batch_folder.BatchFolder, "save", full)
         is_full(await asked(at, file_id))
     assert below(tmp_path, "batch_*") == []
     assert (await at.http.get("/v1/batches")).json()["data"] == []
@@ -134,7 +134,7 @@ async def test_a_batch_waits_for_room_and_goes_on(
             met.append("written")
             full()
 
-        patch.setattr(batch, "write_whole", write)
+        patch.setattr(batch_folder, "write_whole", write)
         if at_what == "an answer":
             patch.setattr(runner, "answer_row", begin)
         if at_what == "a file of answers":

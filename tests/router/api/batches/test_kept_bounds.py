@@ -12,9 +12,10 @@ from typing import BinaryIO
 
 import pytest
 
-from kvferry.router.batch.batch import Batch, BatchFolder
+from kvferry.router.batch.batch import Batch
+from kvferry.router.batch.batch_folder import BatchFolder
 from kvferry.router.batch.files import FileStore, StoredFile
-from kvferry.router.batch.rows import InvalidRow, Row, read_rows
+from kvferry.router.batch.rows import InvalidRow, Row, RowReader
 from kvferry.router.tenants.keys import entry
 from tests.api_parts import error_of
 from tests.batch_parts import api, ended, kept
@@ -139,7 +140,8 @@ def test_lines_without_end_and_without_bottom_are_at_fault(tmp_path: Path, monke
     row = b'{"custom_id": "a", "method": "POST", "url": "%s", "body": {}}' % CHAT.encode()
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"[" * 200_000 + b"\n" + row + b"\n" + b"x" * 400_000 + b"\n" + row)
-    deep, good, long = read_rows(path, CHAT)
+    reader = RowReader(CHAT)
+    deep, good, long = [*reader.feed(path.read_bytes()), *reader.end()]
     assert isinstance(deep, InvalidRow)
     assert (deep.line, deep.code) == (1, "invalid_json_line")
     assert isinstance(good, Row)

@@ -1,0 +1,159 @@
+"""Lua scripts for journals that run inside Redis or Valkey; `redis_journals` describes the keys."""
+
+from kvferry.cluster_state.redis_router_leases import ALIVE
+
+# The books of a tenant: scores of #ages are the times at which journals expire, so that those that end first go first.
+_BOOKS = (
+    ALIVE
+    + """
+local function forget(tenant, name)
+  local own = KEYS[1] .. tenant
+  local size = redis.call('HGET', own .. '#sizes', name)
+  if size then
+    redis.call('HDEL', own .. '#sizes', name)
+    redis.call('HINCRBY', own .. '#sizes', '', -tonumber(size))
+  end
+  redis.call('ZREM', own .. '#ages', name)
+  local key = redis.call('HGET', own .. ':' .. name, 'key')
+  if key and key ~= '' then redis.call('DEL', own .. '#k:' .. key) end
+  return redis.call('DEL', own .. ':' .. name)
+end
+local function prolong(tenant, name, ttl, longest)
+  local own = KEYS[1] .. tenant
+  redis.call('PEXPIRE', own .. ':' .. name, ttl)
+  redis.call('ZADD', own .. '#ages', now + tonumber(ttl), name)
+  local key = redis.call('HGET', own .. ':' .. name, 'key')
+  if key and key ~= '' then redis.call('PEXPIRE', own .. '#k:' .. key, ttl) end
+  redis.call('PEXPIRE', own .. '#ages', longest)
+  redis.call('PEXPIRE', own .. '#sizes', longest)
+end
+local function create(tenant, name, owner, head, key)
+  local record = KEYS[1] .. tenant .. ':' .. name
+  redis.call('HSET', record, 'owner', owner)
+  redis.call('HSET', record, 'head', head)
+  redis.call('HSET', record, 'born', string.format('%.0f', now))
+  redis.call('HSET', record, 'key', key)
+end
+local function grow(tenant, name, bytes, share, most)
+  local own = KEYS[1] .. tenant
+  if redis.call('HINCRBY', own .. '#sizes', name, bytes) > tonumber(share) then
+    redis.call('HINCRBY', own .. '#sizes', '', bytes)
+    forget(tenant, name)
+    return false
+  end
+  local sum = redis.call('HINCRBY', own .. '#sizes', '', bytes)
+  for _, old in ipairs(redis.call('ZRANGEBYSCORE', own .. '#ages', '-inf', now)) do
+    if old ~= name then forget(tenant, old) end
+  end
+  sum = tonumber(redis.call('HGET', own .. '#sizes', '') or 0)
+  while sum > tonumber(share) or redis.call('ZCARD', own .. '#ages') > tonumber(most) do
+    local first = redis.call('ZRANGE', own .. '#ages', 0, 1)
+    local old = first[1] ~= name and first[1] or first[2]
+    if not old then
+      forget(tenant, name)
+      redis.call('DEL', own .. '#sizes')
+      return false
+    end
+    forget(tenant, old)
+    sum = tonumber(redis.call('HGET', own .. '#sizes', '') or 0)
+  end
+  return true
+end
+"""
+)
+
+# KEYS: prefix. ARGV: tenant, name, key, owner, head, TTL in ms, longest TTL in ms, most bytes, most journals.
+# Returns the name of the journal that exists already; "" if this one is new now, and "!" if it exceeds the share.
+OPEN = (
+    _BOOKS
+    + """
+local own = KEYS[1] .. ARGV[1]
+if ARGV[3] ~= '' then
+  local known = redis.call('GET', own .. '#k:' .. ARGV[3])
+  if known and redis.call('EXISTS', own .. ':' .. known) == 1 then return known end
+end
+if redis.call('EXISTS', own .. ':' .. ARGV[2]) == 1 then return ARGV[2] end
+create(ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[3])
+if ARGV[3] ~= '' then redis.call('SET', own .. '#k:' .. ARGV[3], ARGV[2], 'PX', ARGV[6]) end
+prolong(ARGV[1], ARGV[2], ARGV[6], ARGV[7])
+return grow(ARGV[1], ARGV[2], #ARGV[5], ARGV[8], ARGV[9]) and '' or '!'
+"""
+)
+
+# KEYS: prefix. ARGV: owner, longest TTL in ms, most bytes, most journals, then tenant, name, number, entry and TTL in
+# ms of each append. Returns their outcomes as in `journals.Kept`.
+APPEND = (
+    _BOOKS
+    + """
+local outcomes = {}
+for at = 5, #ARGV, 5 do
+  local tenant, name, number, entry = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
+  local record = KEYS[1] .. tenant .. ':' .. name
+  local owner, outcome = redis.call('HGET', record, 'owner'), 1
+  if not owner and number == '-1' then
+    create(tenant, name, ARGV[1], entry, '')
+    prolong(tenant, name, ARGV[at + 4], ARGV[2])
+    outcome = grow(tenant, name, #entry, ARGV[3], ARGV[4]) and 1 or 3
+  elseif not owner then
+    outcome = 2
+  elseif owner ~= ARGV[1] then
+    outcome = 0
+  else
+    prolong(tenant, name, ARGV[at + 4], ARGV[2])
+    if entry ~= '' and number ~= '-1' and redis.call('HSET', record, number, entry) == 1 then
+      outcome = grow(tenant, name, #entry, ARGV[3], ARGV[4]) and 1 or 3
+    end
+  end
+  outcomes[#outcomes + 1] = outcome
+end
+return outcomes
+"""
+)
+
+# KEYS: prefix, leases. ARGV: tenant, name, first entry, lease in ms. Returns head, owner, 1 if its lease is not over,
+# age in ms, and the entries.
+READ = (
+    ALIVE
+    + """
+local record = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2]
+local owner = redis.call('HGET', record, 'owner')
+if not owner then return false end
+local found = {redis.call('HGET', record, 'head'), owner, alive(KEYS[2], owner, ARGV[4]) and 1 or 0}
+found[4] = string.format('%.0f', now - tonumber(redis.call('HGET', record, 'born')))
+local number = tonumber(ARGV[3])
+local entry = redis.call('HGET', record, number)
+while entry do
+  found[#found + 1] = entry
+  number = number + 1
+  entry = redis.call('HGET', record, number)
+end
+return found
+"""
+)
+
+# KEYS: prefix, leases. ARGV: tenant, name, owner, TTL in ms, longest TTL in ms, lease in ms, 1 to claim by force.
+CLAIM = (
+    _BOOKS
+    + """
+local record = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2]
+local owner = redis.call('HGET', record, 'owner')
+if not owner then return 0 end
+if owner ~= ARGV[3] and ARGV[7] ~= '1' and alive(KEYS[2], owner, ARGV[6]) then return 0 end
+redis.call('HSET', record, 'owner', ARGV[3])
+prolong(ARGV[1], ARGV[2], ARGV[4], ARGV[5])
+return 1
+"""
+)
+
+# KEYS: prefix. ARGV: tenant, name, owner, TTL in ms to give it up or 0 to delete it, longest TTL in ms.
+LEAVE = (
+    _BOOKS
+    + """
+local record = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2]
+if redis.call('HGET', record, 'owner') ~= ARGV[3] then return 0 end
+if ARGV[4] == '0' then return forget(ARGV[1], ARGV[2]) end
+redis.call('HSET', record, 'owner', '')
+prolong(ARGV[1], ARGV[2], ARGV[4], ARGV[5])
+return 1
+"""
+)

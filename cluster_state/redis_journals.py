@@ -1,0 +1,123 @@
+"""Journals of requests in Redis or Valkey.
+
+kvferry:<cluster>:j:<tenant>:<name>     hash  owner, head, born (ms), key, and the entries by number; expires
+kvferry:<cluster>:j:<tenant>#k:<key>    string, the name of the journal with this idempotency key; expires with it
+kvferry:<cluster>:j:<tenant>#ages       sorted set  name → milliseconds when the journal expires
+kvferry:<cluster>:j:<tenant>#sizes      hash  name → bytes, and the field "" with their sum
+
+<tenant> and <key> are hashes: fixed length, and not readable in a dump. Heads and entries are sealed."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kvferry.cluster_state import journal_scripts, redis_client
+from kvferry.cluster_state.journals import HEAD, MAX_JOURNALS, Append, Journal, Kept
+from kvferry.cluster_state.redis_client import Script, sensible
+from kvferry.cluster_state.router_leases import ROUTER_LEASE_S
+from kvferry.cluster_state.seal import NO_SEAL, Seal
+
+LONGEST_MS = 7 * 86_400_000
+"""Longest life of a tenant's books after the last write, in milliseconds."""
+AT_ONCE = 64
+"""Appends in one call of the script, which runs for about 10 µs for each."""
+
+
+class RedisJournals:
+    """Journals of one cluster. Implements cluster_state.journals.Journals.
+
+    Connects on first use and reconnects by itself; belongs to one asyncio loop.
+
+    share          most bytes of one tenant
+    most           most journals of one tenant
+    lease_s        seconds after its last renewal when a router counts as dead
+    timeout_s      limit on every answer, because a client may wait for it
+    password_file  see `redis_client.connected`
+    seal           signs heads and entries; a journal with one that it does not verify ends before it
+    """
+
+    def __init__(
+        self,
+        url: str,
+        cluster: str,
+        *,
+        share: int,
+        most: int = MAX_JOURNALS,
+        lease_s: float = ROUTER_LEASE_S,
+        timeout_s: float = 1.0,
+        password_file: str = "",
+        seal: Seal = NO_SEAL,
+    ) -> None:
+        self._keys, self._leases = [f"kvferry:{cluster}:j:"], f"kvferry:{cluster}:o:leases"
+        self._bounds, self._lease_ms, self._seal = [LONGEST_MS, share, most], int(lease_s * 1000), seal
+        self._client = redis_client.connected(url, timeout_s, password_file)
+
+        def script(text: str) -> Script:
+            return Script(self._client, text, timeout_s)
+
+        self._open, self._append = script(journal_scripts.OPEN), script(journal_scripts.APPEND)
+        self._read, self._claim = script(journal_scripts.READ), script(journal_scripts.CLAIM)
+        self._leave = script(journal_scripts.LEAVE)
+
+    async def close(self) -> None:
+        """Close all connections. Never raises."""
+        await redis_client.close(self._client)
+
+    async def open(self, tenant: str, name: str, owner: str, head: bytes, *, key: str = "", ttl_s: float) -> str:
+        sealed = self._seal.wrap(f"{tenant}:{name}", head)
+        args = [_hashed(tenant), name, key and _hashed(key), owner, sealed, _ms(ttl_s), *self._bounds]
+        answer = await self._open.run(self._keys, args)
+        with sensible():
+            known: str = answer.decode()
+        return known
+
+    async def append(self, owner: str, appends: list[Append]) -> list[Kept]:
+        outcomes: list[Kept] = []
+        for start in range(0, len(appends), AT_ONCE):
+            args: list[str | bytes | int] = [owner, *self._bounds]
+            for tenant, name, number, entry, ttl_s in appends[start : start + AT_ONCE]:
+                place = f"{tenant}:{name}" if number == HEAD else f"{tenant}:{name}/{number}"
+                sealed = self._seal.wrap(place, entry) if entry else entry
+                args += (_hashed(tenant), name, number, sealed, _ms(ttl_s))
+            answer = await self._append.run(self._keys, args)
+            with sensible():
+                outcomes += map(Kept, answer)
+        return outcomes
+
+    async def read(self, tenant: str, name: str, since: int = 0) -> Journal | None:
+        answer = await self._read.run([*self._keys, self._leases], [_hashed(tenant), name, since, self._lease_ms])
+        if not answer:
+            return None
+        with sensible():
+            sealed, owner, is_owned, age_ms, *rest = answer
+            head = self._seal.unwrap(f"{tenant}:{name}", sealed)
+            if head is None:
+                return None
+            entries: list[bytes] = []
+            for number, each in enumerate(rest, start=since):
+                entry = self._seal.unwrap(f"{tenant}:{name}/{number}", each)
+                if entry is None:
+                    break
+                entries.append(entry)
+            return Journal(head, entries, owner.decode(), bool(is_owned), int(age_ms) / 1000)
+
+    async def claim(self, tenant: str, name: str, owner: str, *, ttl_s: float, by_force: bool = False) -> bool:
+        args = [_hashed(tenant), name, owner, _ms(ttl_s), LONGEST_MS, self._lease_ms, int(by_force)]
+        return bool(await self._claim.run([*self._keys, self._leases], args))
+
+    async def release(self, tenant: str, name: str, owner: str, *, ttl_s: float) -> bool:
+        return await self._left(tenant, name, owner, _ms(ttl_s))
+
+    async def drop(self, tenant: str, name: str, owner: str) -> bool:
+        return await self._left(tenant, name, owner, 0)
+
+    async def _left(self, tenant: str, name: str, owner: str, ttl_ms: int) -> bool:
+        return bool(await self._leave.run(self._keys, [_hashed(tenant), name, owner, ttl_ms, LONGEST_MS]))
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _ms(ttl_s: float) -> int:
+    return min(max(1, int(ttl_s * 1000)), LONGEST_MS)

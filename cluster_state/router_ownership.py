@@ -1,0 +1,147 @@
+"""The work that one router process owns: it keeps the process's lease, and claims the work of routers that died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from kvferry.cluster_state.router_leases import OwnedTask, RouterLeases
+from kvferry.protocol.errors import KvferryError, RegistryUnavailable
+from kvferry.runtime.log import RateLimitedLog
+
+log = logging.getLogger("kvferry.ownership")
+
+RENEWAL_S = 0.5
+"""Seconds between renewals of a router's lease, and between looks at orphans."""
+ORPHAN_TTL_S = 86_400.0
+"""Seconds for which a claimed task is owned unless its new owner takes it for longer."""
+
+Claimed = Callable[[str], Awaitable[None]]
+"""Goes on with claimed work, given its name."""
+
+
+class RouterOwnership:
+    """Owner of tasks in the cluster, under the lease of one router process.
+
+    `owner` is the id of this process, new at each start. is_shared: other routers use the same leases. Register a
+    callback for each kind with `take_over` before `kept`. It runs in a task of its own; a KvferryError of it gives the
+    task up again, and any other error is logged. While the store does not answer, nothing is claimed and what runs goes
+    on."""
+
+    def __init__(self, leases: RouterLeases, *, period_s: float = RENEWAL_S, is_shared: bool = True) -> None:
+        self.owner, self.is_shared = secrets.token_hex(8), is_shared
+        self._leases, self._period_s = leases, period_s
+        self._callbacks: dict[str, Claimed] = {}
+        self._owned: dict[OwnedTask, float] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._leaving: list[Callable[[], Awaitable[None]]] = []
+        self._leavers: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self._trouble = RateLimitedLog(log)
+
+    def take_over(self, kind: str, claimed: Claimed) -> None:
+        """Claim orphans of this kind from now on, and call `claimed` for each."""
+        self._callbacks[kind] = claimed
+
+    async def take(self, kind: str, name: str, ttl_s: float) -> bool:
+        """Own a new task, or prolong an own one; return False if another router owns it; see RouterLeases.take."""
+        task = OwnedTask(kind, name)
+        return self._noted(task, ttl_s, await self._leases.take(self.owner, task, ttl_s))
+
+    async def claim(self, kind: str, name: str, ttl_s: float, *, by_force: bool = False) -> bool:
+        """Own an existing task; see RouterLeases.claim."""
+        task = OwnedTask(kind, name)
+        return self._noted(task, ttl_s, await self._leases.claim(self.owner, task, ttl_s, by_force=by_force))
+
+    async def holds(self, kind: str, name: str) -> bool:
+        """Return whether this router still owns the task; raise RegistryUnavailable."""
+        return await self._leases.holds(self.owner, OwnedTask(kind, name))
+
+    async def release(self, kind: str, name: str) -> bool:
+        """Give up an own task, so that another router claims it; return False if it was not own."""
+        task = OwnedTask(kind, name)
+        return await self._leases.release(self.owner, task, self._owned.pop(task, self._period_s))
+
+    async def drop(self, kind: str, name: str) -> bool:
+        """End an own task; return False if it was not own. Raises RegistryUnavailable."""
+        task = OwnedTask(kind, name)
+        self._owned.pop(task, None)
+        return await self._leases.drop(self.owner, task)
+
+    def when_draining(self, leaving: Callable[[], Awaitable[None]]) -> None:
+        """Call `leaving` once this process will end, to give up what it owns."""
+        self._leaving.append(leaving)
+
+    def drain(self) -> None:
+        """Claim nothing more, and give up what is owned: this process will end."""
+        if self._draining:
+            return
+        self._draining = True
+        for leaving in self._leaving:
+            self._leavers.add(asyncio.create_task(self._leave(leaving)))
+
+    async def _leave(self, leaving: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await leaving()
+        except Exception:
+            log.exception("owned work is not given up, until the lease ends")
+
+    @contextlib.asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Renew the lease and look for orphans until the end of the block; then give up what is left."""
+        keeping = asyncio.create_task(self._keep(), name="router-lease")
+        try:
+            yield
+        finally:
+            self.drain()
+            keeping.cancel()
+            await asyncio.gather(keeping, *self._leavers, return_exceptions=True)
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            with contextlib.suppress(RegistryUnavailable):
+                await self._leases.withdraw(self.owner)
+
+    async def _keep(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                await self._leases.renew(self.owner)
+                if not self._draining:
+                    await self._look(began + self._period_s)
+            except RegistryUnavailable as error:
+                self._trouble.warning("work of other routers is not watched: %s", error)
+            await asyncio.sleep(max(self._period_s / 5, began + self._period_s - time.monotonic()))
+
+    async def _look(self, until: float) -> None:
+        """Claim orphans, in an order of its own, until the lease must be renewed again."""
+        orphans = [task for task in await self._leases.orphans() if task.kind in self._callbacks]
+        random.shuffle(orphans)
+        for task in orphans:
+            if self._draining or time.monotonic() >= until:
+                return
+            if await self.claim(task.kind, task.name, ORPHAN_TTL_S):
+                log.info("claimed %s %s of another router", task.kind, task.name)
+                running = asyncio.create_task(self._go_on(task), name=f"claimed {task.kind} {task.name}")
+                self._running.add(running)
+                running.add_done_callback(self._running.discard)
+
+    async def _go_on(self, task: OwnedTask) -> None:
+        try:
+            await self._callbacks[task.kind](task.name)
+        except KvferryError as error:
+            log.warning("%s %s is given up again: %s", task.kind, task.name, error)
+            with contextlib.suppress(RegistryUnavailable):
+                await self.release(*task)
+        except Exception:
+            log.exception("%s %s cannot be continued", task.kind, task.name)
+
+    def _noted(self, task: OwnedTask, ttl_s: float, owned: bool) -> bool:
+        if owned:
+            self._owned[task] = ttl_s
+        return owned

@@ -1,0 +1,25 @@
+"""Settings of routers about requests that go on after a break."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeSettings(CommonSettings):
+    """Settings of a router about streams that clients take up again."""
+
+    resume_window: float = setting(
+        60.0, "seconds after a break or an end for which clients can take up an answer again; 0: off", least=0
+    )
+    resume_record_kib: int = setting(
+        1024,
+        "largest request with its tokens that is recorded for resumption, in KiB; larger ones run without",
+        least=1,
+    )
+    resume_store_mib: int = setting(
+        64, "MiB of recorded requests per tenant; those that expire first are evicted first", least=1
+    )

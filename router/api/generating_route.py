@@ -1,0 +1,170 @@
+"""ASGI route of a generating endpoint: new requests, and those that go on behind what their journals hold."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import Any
+
+from starlette.types import Message
+
+from kvferry.protocol.errors import Cancelled, InvalidRequest, KvferryError
+from kvferry.router.api.admission import AdmittedRequest
+from kvferry.router.api.beams import BeamGeneration
+from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.bodies.request_body import RequestBody
+from kvferry.router.api.fold import Answer, Endpoint
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.generation_route import GenerationRoute
+from kvferry.router.api.responder import Responder
+from kvferry.router.api.served_models import ServedModel
+from kvferry.router.journal.event_ids import HEADER, EventIds, parsed_id
+from kvferry.router.journal.journaled_request import JournaledRequest
+from kvferry.router.journal.request_journals import RequestJournals
+from kvferry.router.request_context import RequestContext
+from kvferry.runtime.tracing import TRACER
+
+ALL = 2**31
+"""More tokens than a choice has."""
+
+
+async def _nowhere(message: Message) -> None:
+    """Send nothing: there is no client."""
+
+
+class GeneratingRoute(GenerationRoute[Endpoint]):
+    """Route of a generating endpoint."""
+
+    def __init__(self, endpoint: Endpoint, journals: RequestJournals, *shared: Any) -> None:
+        super().__init__(endpoint, *shared)
+        self._journals = journals
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Answer:
+        call, journal = admitted.call, None
+        if call.resume.name:
+            journal = await self._taken_up(call)
+            data = journal.head.body
+        body = parse(self.endpoint.body, data)
+        if journal is None and self._is_recorded(call, body):
+            name, stored = self.endpoint.journal_name(call), getattr(body, "store", None) is not False
+            watched = bool(getattr(body, "background", False))
+            journal = await self._journals.begin(call, self._path, data, name, stored=stored, watched=watched)
+        return await self.answer(admitted, body, len(data), responder, journal)
+
+    def _is_recorded(self, call: RequestContext, body: RequestBody) -> bool:
+        """Return whether the client could take the answer up again. Beams are computed anew."""
+        resume, streams = call.resume, bool(getattr(body, "stream", False))
+        wants = (
+            resume.key
+            or resume.after
+            or (resume.wants and streams)
+            or (self.endpoint.always is not None and self.endpoint.always(body))
+        )
+        return bool(wants) and not getattr(body, "use_beam_search", False)
+
+    async def _taken_up(self, call: RequestContext) -> JournaledRequest:
+        """Return the journal that a request names: by the id in its path, and the id of the client's last event."""
+        resume = call.resume
+        name, place = parsed_id(resume.after) if resume.after else (resume.name, None)
+        if not name.startswith(resume.name):
+            raise InvalidRequest(f"{HEADER}: the event belongs to another answer", param=HEADER)
+        journal = await self._journals.found(call, name, self._path)
+        journal.after, journal.after_event = place, resume.number
+        return journal
+
+    async def go_on(self, tenant: str, name: str, computes: bool) -> None:
+        """Go on with a request of a router that died or gave it up, which needs no client.
+
+        computes: False shows only what is recorded. Raises KvferryError."""
+        realm = self._tenant_registry.realm(tenant)
+        call = RequestContext(name, time.monotonic(), time.monotonic(), tenant, realm)
+        journal = await self._journals.found(call, name, self._path, by_force=True)
+        journal.outputs.computes = computes
+        span = TRACER.start("request", "", endpoint=self._path, id=journal.call.id, tenant=tenant)
+        admitted = AdmittedRequest(journal.call, self._tenant_registry, self._metrics, span)
+        with admitted:
+            body = parse(self.endpoint.body, journal.head.body)
+            await self.answer(admitted, body, len(journal.head.body), Responder(_nowhere, self._path), journal)
+
+    async def answer(
+        self, admitted: AdmittedRequest, body: RequestBody, size: int, responder: Responder,
+        journal: JournaledRequest | None = None,
+    ) -> Answer:  # fmt: skip
+        """Generate the answer to a body of `size` bytes, and send it but for its last bytes."""
+        if journal is None:
+            return await self._generated(admitted, body, size, responder, None)
+        with journal:
+            admitted.identify(journal.call)
+            try:
+                return await self._generated(admitted, body, size, responder, journal)
+            except KvferryError as error:
+                if journal.is_lost:
+                    raise Cancelled("another router goes on with the request") from error
+                raise
+
+    async def _generated(
+        self, admitted: AdmittedRequest, body: RequestBody, size: int, responder: Responder,
+        journal: JournaledRequest | None,
+    ) -> Answer:  # fmt: skip
+        chat, size = await self._asked(admitted.call, body, size)
+        pool = self._pools.pool(chat.model)
+        parsing = chat.parsing(pool.text)
+        specs = await pool.specs(admitted.prefer(chat.priority), chat, size)
+        if chat.use_beam_search:
+            generation: Generation = BeamGeneration(pool, specs, chat)
+        else:
+            generation = Generation(pool, specs, chat.text_options(), parsing, n=chat.sequences())
+        if self.endpoint.later is not None:
+            promise = await self.endpoint.later(admitted, pool, chat, generation, journal)
+            if promise is not None:
+                return promise
+        ids = self._record(admitted, pool, generation, chat, journal) if journal is not None else None
+        if journal is None or (journal.is_own and not journal.has_ended):
+            generation.turn = await admitted.turn(pool.turns, generation.size)
+        try:
+            async with aclosing(generation.pieces()) as pieces:
+                first = await anext(pieces)
+                admitted.began(journal.used(generation.used) if journal is not None else generation.used)
+                answer = self.endpoint.shape(admitted.call, pool, chat, generation)
+                if journal is not None:
+                    answer.streams, answer.ids = answer.streams or admitted.call.resume.streams, ids
+                    answer.begin_after(journal.after_event)
+                await answer.fold(first, pieces, responder)
+                if journal is None or journal.is_own:
+                    await answer.settle()
+        finally:
+            await generation.close()
+        return answer
+
+    def _record(
+        self, admitted: AdmittedRequest, pool: ServedModel, generation: Generation, body: GenerationBody,
+        journal: JournaledRequest,
+    ) -> EventIds | None:  # fmt: skip
+        """Record a generation, or let it begin with what is recorded; return the ids of its stream's events, if any."""
+        journal.outputs.check(generation.prompts)
+        ids = None
+        if (body.stream or admitted.call.resume.streams) and not self.endpoint.numbers:
+            ids = EventIds(journal.name, len(generation.choices), journal.after)
+        generation.record(journal.outputs, (lambda _: ALL) if self.endpoint.singly or ids is None else ids.singly)
+
+        async def claimed() -> None:
+            generation.turn = await admitted.turn(pool.turns, generation.size)
+
+        def cancel() -> None:
+            self._ending.add(ending := asyncio.create_task(generation.close()))
+            ending.add_done_callback(self._ending.discard)
+
+        journal.when_claimed(claimed)
+        journal.cancel = cancel
+        return ids
+
+    async def _asked(self, call: RequestContext, request: RequestBody, size: int) -> tuple[GenerationBody, int]:
+        """Return what the body asks of a model, and the size in bytes of everything it refers to."""
+        if self.endpoint.asked is not None:
+            chat = await self.endpoint.asked(call, request, self._pools)
+            return chat, size + chat.earlier
+        assert isinstance(request, GenerationBody)
+        return request, size

@@ -1,0 +1,181 @@
+"""Files and batches in a data directory, which may be a volume that several routers share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import BinaryIO
+
+from kvferry.protocol.errors import NotFound
+from kvferry.router.batch.batch import ENDED, Batch
+from kvferry.router.batch.batch_folder import BatchFolder
+from kvferry.router.batch.disk_threads import on_disk
+from kvferry.router.batch.files import FileStore, Readable, StoredFile, tenant_folder, tenant_folders, write_whole
+from kvferry.router.batch.held_folder import HeldFolder, hold
+from kvferry.router.batch.rows import Row
+from kvferry.router.batch.stores import PIECE, Place
+from kvferry.runtime.private_files import make_private, make_private_folder
+
+log = logging.getLogger(__name__)
+
+
+class DiskFiles:
+    """Files of one tenant. Implements stores.TenantFiles."""
+
+    def __init__(self, store: FileStore, tenant: str) -> None:
+        self.store, self._tenant = store, tenant
+
+    async def add(self, content: Readable, filename: str, purpose: str) -> StoredFile:
+        return await on_disk(self._tenant, self.store.add, content, filename, purpose)
+
+    async def all(self) -> list[StoredFile]:
+        return await on_disk(self._tenant, self.store.all)
+
+    async def get(self, file_id: str, param: str = "file_id") -> StoredFile:
+        return await on_disk(self._tenant, self.store.get, file_id, param)
+
+    async def open(self, file_id: str) -> tuple[AsyncIterator[bytes], int]:
+        file, size = await on_disk(self._tenant, self.store.open, file_id)
+        return self._pieces(file), size
+
+    async def delete(self, file_id: str) -> None:
+        await on_disk(self._tenant, self.store.delete, file_id)
+
+    async def room(self) -> int:
+        return await on_disk(self._tenant, self.store.room)
+
+    async def _pieces(self, file: BinaryIO) -> AsyncIterator[bytes]:
+        with file:
+            while piece := await on_disk(self._tenant, file.read, PIECE):
+                yield piece
+
+
+class DiskBatches:
+    """Batches of one tenant. Implements stores.TenantBatches."""
+
+    def __init__(self, folder: BatchFolder, tenant: str) -> None:
+        self.folder, self._tenant = folder, tenant
+
+    async def create(self, batch: Batch) -> None:
+        try:
+            await on_disk(self._tenant, self.folder.create, batch)
+        except OSError:
+            self.folder.forget(batch.id)
+            raise
+
+    async def get(self, batch_id: str) -> Batch:
+        return await on_disk(self._tenant, self.folder.get, batch_id)
+
+    async def all(self) -> list[Batch]:
+        return await on_disk(self._tenant, self.folder.all)
+
+    async def forget(self, batch_id: str) -> None:
+        await on_disk(self._tenant, self.folder.forget, batch_id)
+
+    async def cancel(self, batch_id: str) -> None:
+        await on_disk(self._tenant, self.folder.cancel, batch_id)
+
+
+class DiskHeld:
+    """A batch that this process holds. Implements stores.HeldBatch."""
+
+    def __init__(self, held: HeldFolder, files: FileStore) -> None:
+        self.batch, self._held, self._files, self._tenant = held.batch, held, files, held.batch.tenant
+
+    def answered(self, row: Row) -> bool:
+        return row.custom_id in self._held.done
+
+    async def cancelling(self) -> bool:
+        return await on_disk(self._tenant, self._held.check)
+
+    async def save(self) -> None:
+        await on_disk(self._tenant, self._held.save)
+
+    async def input(self) -> AsyncIterator[bytes]:
+        return (await DiskFiles(self._files, self._tenant).open(self.batch.input_file_id))[0]
+
+    async def write(self, row: Row, line: bytes, *, ok: bool) -> None:
+        await on_disk(self._tenant, self._held.append, row.custom_id, line, ok=ok)
+
+    async def publish(self, *, ok: bool) -> str | None:
+        return await on_disk(self._tenant, self._held.publish, self._files, ok=ok)
+
+    async def clear(self) -> None:
+        await on_disk(self._tenant, self._held.clear)
+
+    async def let_go(self) -> None:
+        self._held.close()
+
+
+class DiskStore:
+    """Files and batches of a cluster below `root`. Implements stores.BatchStore.
+
+    limit: bytes of one tenant's files. locks: whether a lock, held by the process that runs a batch, says who may run
+    it; otherwise leases do."""
+
+    def __init__(self, root: Path, limit: int, *, locks: bool) -> None:
+        self.root, self._limit, self._locks = root, limit, locks
+        self.kind = "batch"
+        self._ended: set[Place] = set()
+        self._prepared: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        if self._prepared is None:
+            self._prepared = asyncio.ensure_future(asyncio.to_thread(self._prepare))
+        await asyncio.shield(self._prepared)
+
+    def files(self, tenant: str) -> DiskFiles:
+        return DiskFiles(FileStore(self.root, tenant, self._limit), tenant)
+
+    def batches(self, tenant: str) -> DiskBatches:
+        return DiskBatches(BatchFolder(self.root / tenant_folder(tenant)), tenant)
+
+    def place(self, batch: Batch) -> Place:
+        return Place(tenant_folder(batch.tenant), batch.id)
+
+    async def unfinished(self) -> list[Place]:
+        return await on_disk("", self._unfinished)
+
+    async def hold(self, place: Place) -> DiskHeld | None:
+        folder = BatchFolder(self.root / place.where)
+        try:
+            held = await on_disk(place.where, hold, folder, place.batch_id, locks=self._locks)
+        except NotFound:
+            return None
+        return None if held is None else DiskHeld(held, FileStore(self.root, held.batch.tenant, self._limit))
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+    def _prepare(self) -> None:
+        """Close the directory to other users, and read or choose its name among the cluster's stores."""
+        make_private(self.root)
+        if self._locks:
+            return
+        told = self.root / "store-id"
+        try:
+            make_private_folder(self.root)
+            if not told.exists():
+                chosen = told.with_name(f"store-id.{uuid.uuid4().hex}")
+                write_whole(chosen, uuid.uuid4().hex)
+                with contextlib.suppress(FileExistsError):
+                    told.hardlink_to(chosen)  # the first of several routers names it
+                chosen.unlink()
+            self.kind = f"batch-{told.read_text()}"
+        except OSError as error:
+            log.warning("batches of routers that died are not taken over: %s; --data-dir says where", error)
+            self.kind = f"batch-{uuid.uuid4().hex}"
+
+    def _unfinished(self) -> list[Place]:
+        places = list[Place]()
+        for tenant in tenant_folders(self.root):
+            folder = BatchFolder(tenant)
+            for place in (Place(tenant.name, batch_id) for batch_id in folder.ids()):
+                if place not in self._ended:
+                    with contextlib.suppress(NotFound):
+                        (self._ended.add if folder.get(place.batch_id).status in ENDED else places.append)(place)
+        return places

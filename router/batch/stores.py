@@ -1,0 +1,140 @@
+"""Interface of the stores of clients' files and batches, `disk_store` and `redis_store`.
+
+One router at a time holds a batch. Once another holds it, all writes of the earlier holder fail or count for nothing,
+even those of a process that hung meanwhile. So each row has one answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import NamedTuple, Protocol
+
+from kvferry.router.batch.batch import Batch
+from kvferry.router.batch.files import Readable, StoredFile
+from kvferry.router.batch.rows import Row
+
+PIECE = 2**18
+"""Bytes of a file that are read at once."""
+
+
+class LostBatch(Exception):
+    """Another router holds the batch now."""
+
+
+class Place(NamedTuple):
+    """Where a batch is: the name of its tenant's part of the store, and the batch's id."""
+
+    where: str
+    batch_id: str
+
+    @classmethod
+    def named(cls, name: str) -> Place:
+        """Return the place of this name."""
+        where, _, batch_id = name.partition(":")
+        return cls(where, batch_id)
+
+    @property
+    def name(self) -> str:
+        """The place's name in the cluster."""
+        return f"{self.where}:{self.batch_id}"
+
+
+class TenantFiles(Protocol):
+    """Files of one tenant. Calls raise DiskFailed, or RegistryUnavailable if Redis does not answer."""
+
+    async def add(self, content: Readable, filename: str, purpose: str) -> StoredFile:
+        """Store the rest of `content` as a file; raise RequestTooLarge if the tenant's limit is exceeded."""
+
+    async def all(self) -> list[StoredFile]:
+        """Return all files, newest first."""
+
+    async def get(self, file_id: str, param: str = "file_id") -> StoredFile:
+        """Return a file's description; raise NotFound."""
+
+    async def open(self, file_id: str) -> tuple[AsyncIterator[bytes], int]:
+        """Return a file's pieces and its size in bytes; raise NotFound."""
+
+    async def delete(self, file_id: str) -> None:
+        """Delete a file; raise NotFound."""
+
+    async def room(self) -> int:
+        """Return the bytes that are left of the tenant's limit."""
+
+
+class TenantBatches(Protocol):
+    """Batches of one tenant. Calls raise OSError or DiskFailed, or RegistryUnavailable if Redis does not answer."""
+
+    async def create(self, batch: Batch) -> None:
+        """Store a new batch."""
+
+    async def get(self, batch_id: str) -> Batch:
+        """Return a batch as last saved, or as cancelling if that was requested; raise NotFound."""
+
+    async def all(self) -> list[Batch]:
+        """Return all readable batches, newest first."""
+
+    async def forget(self, batch_id: str) -> None:
+        """Delete an ended batch; its input and output files stay."""
+
+    async def cancel(self, batch_id: str) -> None:
+        """Ask the router that holds the batch to cancel it."""
+
+
+class HeldBatch(Protocol):
+    """A batch that this process holds: the only one that changes `batch` and answers its rows.
+
+    Calls raise LostBatch once another holds it, and OSError or DiskFailed for a disk. While Redis is away they wait."""
+
+    batch: Batch
+
+    def answered(self, row: Row) -> bool:
+        """Return whether the row has an answer."""
+
+    async def cancelling(self) -> bool:
+        """Return whether a cancellation was requested."""
+
+    async def save(self) -> None:
+        """Save the batch."""
+
+    async def input(self) -> AsyncIterator[bytes]:
+        """Return the pieces of the input file; raise NotFound."""
+
+    async def write(self, row: Row, line: bytes, *, ok: bool) -> None:
+        """Write the answer of a row; ok: into the output, or into the errors. Raises RequestTooLarge."""
+
+    async def publish(self, *, ok: bool) -> str | None:
+        """Make the output or the errors a file, once, and return its id; None if empty. Raises RequestTooLarge."""
+
+    async def clear(self) -> None:
+        """Delete the written answers, after the batch has ended."""
+
+    async def let_go(self) -> None:
+        """Hold the batch no longer. Never raises."""
+
+
+class BatchStore(Protocol):
+    """Files and batches of all tenants.
+
+    kind: name of this store's batches among the work that routers own; equal for routers that share the store."""
+
+    kind: str
+
+    async def start(self) -> None:
+        """Prepare the store, before its batches are created or held; once, however often it is called."""
+
+    def files(self, tenant: str) -> TenantFiles:
+        """Return a tenant's files."""
+
+    def batches(self, tenant: str) -> TenantBatches:
+        """Return a tenant's batches."""
+
+    def place(self, batch: Batch) -> Place:
+        """Return where a batch is."""
+
+    async def unfinished(self) -> list[Place]:
+        """Return the batches that have not ended."""
+
+    async def hold(self, place: Place) -> HeldBatch | None:
+        """Hold a batch; None if another process does, if it has ended or is not there."""
+
+    async def close(self) -> None:
+        """Close connections. Never raises."""

@@ -1,0 +1,138 @@
+"""One request with its journal: new, taken up again, or followed while another router works on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from kvferry.protocol.errors import Cancelled, KvferryError
+from kvferry.protocol.journal_metrics import JournalMetrics
+from kvferry.router.api.admission import TokenUsage
+from kvferry.router.journal.event_ids import StreamPlace
+from kvferry.router.journal.journaled_outputs import JournaledOutputs
+from kvferry.router.journal.recorded_dispatch import FollowedJournal
+from kvferry.router.journal.recording import JournalHead
+from kvferry.router.journal.writer import JournalWriter, Leave, OpenJournal, nothing
+from kvferry.router.request_context import RequestContext
+
+
+class JournaledRequest:
+    """A recorded request, as one router serves it.
+
+    call         its context, with the identity that was recorded
+    after        the place behind which the client wants its stream; None: from the beginning
+    after_event  the same as the number of an event
+    outputs      its outputs, recorded and new
+    is_lost      another router owns the journal now
+    cancel       ends the generation; called when that happens
+    """
+
+    def __init__(
+        self, call: RequestContext, head: JournalHead, name: str, writer: JournalWriter, metrics: JournalMetrics,
+        followed: FollowedJournal | None, ttl_s: float,
+    ) -> None:  # fmt: skip
+        self.call, self.head, self.name = call, head, name
+        self.after: StreamPlace | None = None
+        self.after_event = -1
+        self.is_lost = False
+        self.cancel: Callable[[], object] | None = None
+        self._writer, self._metrics, self._ttl_s = writer, metrics, ttl_s
+        self.outputs = JournaledOutputs(followed)
+        self._goes_on = False
+
+    @property
+    def is_resumed(self) -> bool:
+        """Return whether another request began this journal."""
+        return self.outputs.followed is not None
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether this router computes what is missing."""
+        return self.outputs.followed is None or self.outputs.followed.is_own
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the whole answer is recorded."""
+        return self.outputs.followed is not None and self.outputs.followed.recording.has_ended
+
+    @property
+    def recorded_tokens(self) -> int:
+        """Return the number of recorded output tokens."""
+        return self.outputs.followed.recording.tokens if self.outputs.followed is not None else 0
+
+    def used(self, used: Callable[[], TokenUsage]) -> Callable[[], TokenUsage]:
+        """Return what counts the tokens that this router computed, given what counts those of the answer."""
+        if self.outputs.followed is None:
+            return used
+        return lambda: TokenUsage(output=max(0, used().output - self.recorded_tokens) if self.is_own else 0)
+
+    def when_claimed(self, claimed: Callable[[], object]) -> None:
+        """Call `claimed`, a coroutine function, when this router begins to compute what it only followed."""
+
+        async def own() -> None:
+            self.write()
+            await claimed()  # type: ignore[misc]
+
+        if self.outputs.followed is not None:
+            self.outputs.followed.claimed = own
+
+    def write(self, written: OpenJournal | None = None) -> bool:
+        """Record what is computed from now on; return False if it is too large."""
+        if written is None:
+            assert self.outputs.followed is not None
+            recording = self.outputs.followed.recording
+            number, watched = recording.entries, self.head.watched
+            written = OpenJournal(self.call.tenant, self.name, self._ttl_s, number=number, watched=watched)
+            self._metrics.takeovers.labels("response" if self.head.watched else "stream").inc()
+        written.on_lost = self._lost
+        self.outputs.written = written
+        return self._writer.begin(written)
+
+    def go_on(self) -> None:
+        """Keep the journal after the block; the caller must call `leave`."""
+        self._goes_on = True
+
+    async def given_up(self, within_s: float) -> None:
+        """Give the journal up for another router; return once it is written, or `within_s` has passed."""
+        if self.outputs.written is not None:
+            self._writer.leave(self.outputs.written, Leave.RELEASE)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self.outputs.written.over.wait()
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """End the journal; after an error another router may go on with it if tokens are out."""
+        if self.outputs.written is None or self.outputs.written.left is not None:
+            return
+        begun = self.outputs.written.tape.has_tokens or self.recorded_tokens
+        if error is None:
+            how = Leave.END
+        elif begun or not isinstance(error, KvferryError) or isinstance(error, Cancelled):
+            how = Leave.RELEASE
+        else:
+            how = Leave.DROP
+        self._writer.leave(self.outputs.written, how)
+
+    def __enter__(self) -> JournaledRequest:
+        if self.is_resumed:
+            self._metrics.resumed.inc()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *rest: object) -> None:
+        if error is not None or not self._goes_on:
+            self.leave(error)
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop references to the generation: a request leaves no cycles to the garbage collector."""
+        self.cancel = None
+        if self.outputs.followed is not None:
+            self.outputs.followed.claimed = None
+        if self.outputs.written is not None:
+            self.outputs.written.on_lost = nothing
+
+    def _lost(self) -> None:
+        self.is_lost = True
+        if self.cancel is not None:
+            self.cancel()

@@ -1,0 +1,125 @@
+"""Dispatch that begins with recorded outputs: it replays them, follows their router, or computes what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from kvferry.cluster_state.journals import Journal, Journals
+from kvferry.protocol.errors import Cancelled, InvalidRequest, Retryable
+from kvferry.router.dispatch.interface import Delivered, Dispatch, Fork, Output, RequestSpec, Route
+from kvferry.router.journal.recording import Recording
+
+FOLLOW_S = 0.2
+"""Seconds between looks at the journal of a request that another router works on."""
+
+
+class FollowedJournal:
+    """A journal as one router reads it; `recording` grows while another router writes.
+
+    is_own      this router owns it, and computes what is missing
+    may_claim   owns it as soon as its owner is dead or gave it up
+    claimed     called after that; raises KvferryError if it cannot go on
+    """
+
+    def __init__(
+        self, journals: Journals, tenant: str, name: str, owner: str, ttl_s: float, recording: Recording, *,
+        may_claim: bool,
+    ) -> None:  # fmt: skip
+        self.recording, self.is_own, self._may_claim = recording, False, may_claim
+        self.claimed: Callable[[], Awaitable[None]] | None = None
+        self._journals, self._place, self._owner, self._ttl_s = journals, (tenant, name), owner, ttl_s
+        self._turn = asyncio.Lock()
+
+    async def advance(self, seen: int) -> None:
+        """Wait until more than `seen` entries are known, the answer has ended, or the rest is this router's.
+
+        Raises Retryable if the journal is no longer kept: its request failed before its first token."""
+        async with self._turn:
+            while self.recording.entries == seen and not self.recording.has_ended and not self.is_own:
+                await asyncio.sleep(FOLLOW_S)
+                if not (await self.look()).is_owned and self._may_claim and not self.recording.has_ended:
+                    await self.claim()
+
+    async def look(self) -> Journal:
+        """Read what was written since the last look. Raises Retryable if it is no longer kept."""
+        journal = await self._journals.read(*self._place, self.recording.entries)
+        if journal is None:
+            raise Retryable("the request that computed this answer has failed; send it again")
+        self.recording.add(journal.entries)
+        return journal
+
+    async def claim(self, *, by_force: bool = False) -> bool:
+        """Own the journal if nobody else does; return whether it is own now."""
+        if await self._journals.claim(*self._place, self._owner, ttl_s=self._ttl_s, by_force=by_force):
+            await self.look()
+            self.is_own = True
+            if self.claimed is not None and not self.recording.has_ended:
+                await self.claimed()
+        return self.is_own
+
+
+class RecordedDispatch:
+    """Dispatch of one choice of a recorded request. Implements router.dispatch.interface.Dispatch.
+
+    compute: starts the rest; None: there must be no rest, and Cancelled is raised where it would begin."""
+
+    def __init__(
+        self,
+        spec: RequestSpec,
+        choice: int,
+        journal: FollowedJournal,
+        compute: Callable[[RequestSpec], Dispatch] | None,
+    ) -> None:
+        self._spec, self._choice, self._journal, self._compute = spec, choice, journal, compute
+        self._listener: Callable[[Output], None] | None = None
+        self._inner: Dispatch | None = None
+        self._over = False
+        self.route: Route | None = journal.recording.choices[choice].route
+
+    @property
+    def fork(self) -> Fork | None:
+        """Return the data that other requests need to fork from this one; None if nothing runs here."""
+        return self._inner.fork if self._inner is not None else None
+
+    def __aiter__(self) -> AsyncGenerator[Output]:
+        return self._outputs()
+
+    def listen(self, listener: Callable[[Output], None] | None) -> None:
+        """Send the outputs that are computed here directly to `listener`; see Dispatch.listen."""
+        self._listener = listener
+        if self._inner is not None:
+            self._inner.listen(listener)
+
+    async def cancel(self, *, enough: bool = False) -> None:
+        self._over = True
+        if self._inner is not None:
+            await self._inner.cancel(enough=enough)
+
+    async def _outputs(self) -> AsyncGenerator[Output]:
+        journal = self._journal
+        recorded, place = journal.recording.choices[self._choice], 0
+        while True:
+            self.route = recorded.route
+            while place < len(recorded.outputs):
+                yield recorded.outputs[place]
+                place += 1
+                if recorded.outputs[place - 1].finish_reason is not None:
+                    return
+            if journal.is_own or journal.recording.has_ended:
+                break
+            await journal.advance(journal.recording.entries)
+        if journal.recording.has_ended and not journal.is_own:
+            raise InvalidRequest("the answer ended before it was complete: it failed or was cancelled")
+        if self._over or self._compute is None:
+            raise Cancelled("the request was cancelled")
+        delivered = Delivered(recorded.token_ids, recorded.route, recorded.fingerprint)
+        self._inner = self._compute(replace(self._spec, delivered=delivered))
+        self._inner.listen(self._listener)
+        async with aclosing(aiter(self._inner)) as outputs:
+            async for output in outputs:
+                self.route = self._inner.route
+                yield output
+        self.route = self._inner.route

@@ -1,0 +1,169 @@
+"""What a journal holds: the request as sent, and the tokens delivered so far.
+
+Tokens are recorded, not events: text, parsed calls, log-probabilities and ids follow from them and from the request."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.protocol.messages import TokenDelta
+from kvferry.protocol.wire import WireError, pack, unpack
+from kvferry.router.dispatch import jobs
+from kvferry.router.dispatch.interface import Output, RequestSpec, Route
+from kvferry.router.request_context import RequestIdentity
+
+_TOKENS, _OUTPUT, _ROUTE, _PROMPTS, _END = range(5)
+"""Kinds of items in an entry."""
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class JournalHead:
+    """The request as sent.
+
+    id         of its answer's RequestContext
+    timeout_s  seconds from its arrival to its deadline
+    watched    other routers go on with it by themselves
+    """
+
+    path: str
+    body: bytes
+    id: str
+    identity: RequestIdentity
+    timeout_s: float
+    watched: bool = False
+
+    def packed(self) -> bytes:
+        """Return the head as bytes."""
+        own = self.identity
+        return pack([
+            _VERSION, self.path, self.body, self.id, own.nonce, own.created, own.seed, self.timeout_s, self.watched
+        ])  # fmt: skip
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> JournalHead:
+        """Parse what `packed` wrote. Raises WireError."""
+        value = unpack(data)
+        if not isinstance(value, list) or len(value) != 9 or value[0] != _VERSION:
+            raise WireError("a journal's head of another version")
+        _, path, body, name, nonce, created, seed, timeout_s, watched = value
+        return cls(path, body, name, RequestIdentity(nonce, created, seed), timeout_s, watched)
+
+    def is_of(self, path: str, body: bytes) -> bool:
+        """Return whether the request was this one."""
+        return self.path == path and self.body == body
+
+
+class Tape:
+    """Outputs of one request that are not in its journal yet, as one entry."""
+
+    __slots__ = ("_items", "_open", "has_tokens")
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, int, object]] = []
+        self._open: dict[int, list[int]] = {}
+        """Token ids of each choice that more may be added to."""
+        self.has_tokens = False
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def add(self, choice: int, output: Output) -> None:
+        """Record an output of a choice."""
+        if output.finish_reason is None and output.logprobs is None and output.prompt_logprobs is None:
+            tokens = self._open.get(choice)
+            if tokens is None:
+                self.has_tokens = True
+                tokens = self._open[choice] = []
+                self._items.append((_TOKENS, choice, tokens))
+            tokens += output.token_ids
+            return
+        self._open.pop(choice, None)
+        self.has_tokens = True
+        delta = TokenDelta(
+            "", 0, 0, output.token_ids, output.logprobs, output.finish_reason, output.stop_token,
+            prompt_logprobs=output.prompt_logprobs,
+        )  # fmt: skip
+        self._items.append((_OUTPUT, choice, delta))
+
+    def bind(self, choice: int, route: Route | None, fingerprint: str) -> None:
+        """Record where a choice was computed."""
+        told = (route.prefill, route.decode, route.reuse, route.late) if route else None
+        self._items.append((_ROUTE, choice, (told, fingerprint)))
+
+    def note_prompts(self, digest: bytes) -> None:
+        """Record the digest of the prompts' tokens."""
+        self._items.append((_PROMPTS, 0, digest))
+
+    def end(self) -> None:
+        """Record that the answer is complete."""
+        self._items.append((_END, 0, None))
+
+    def take(self) -> bytes:
+        """Return everything as an entry, and begin the next one."""
+        entry = pack(self._items)
+        self._items, self._open = [], {}
+        return entry
+
+
+@dataclass(slots=True)
+class RecordedChoice:
+    """What is recorded of one choice."""
+
+    outputs: list[Output] = field(default_factory=list)
+    route: Route | None = None
+    fingerprint: str = ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Return all recorded output tokens."""
+        return tuple(token for output in self.outputs for token in output.token_ids)
+
+
+@dataclass(slots=True)
+class Recording:
+    """A journal's entries so far. `prompts` is the digest of the prompts; `entries` counts the entries."""
+
+    choices: defaultdict[int, RecordedChoice] = field(default_factory=lambda: defaultdict(RecordedChoice))
+    prompts: bytes = b""
+    has_ended: bool = False
+    entries: int = 0
+
+    def add(self, entries: Sequence[bytes]) -> None:
+        """Take further entries. Raises WireError."""
+        for entry in entries:
+            for kind, choice, value in unpack(entry):
+                self._take(kind, self.choices[choice], value)
+            self.entries += 1
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of recorded output tokens."""
+        return sum(len(output.token_ids) for each in self.choices.values() for output in each.outputs)
+
+    def _take(self, kind: int, choice: RecordedChoice, value: object) -> None:
+        match kind, value:
+            case 0, list():
+                choice.outputs.append(Output(tuple(value), replayed=True))
+            case 1, TokenDelta():
+                output = jobs.output(value)
+                output.replayed = True
+                choice.outputs.append(output)
+            case 2, [told, str(fingerprint)]:
+                route = Route(*told) if isinstance(told, list) else None
+                choice.route, choice.fingerprint = route, fingerprint
+            case 3, bytes():
+                self.prompts = value
+            case 4, _:
+                self.has_ended = True
+
+
+def digest(prompts: Sequence[RequestSpec]) -> bytes:
+    """Return a digest of the prompts' tokens: a chat template may show the time, or have changed since."""
+    digested = hashlib.blake2b(digest_size=16)
+    for spec in prompts:
+        digested.update(pack(spec.token_ids))
+    return digested.digest()

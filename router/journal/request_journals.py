@@ -1,0 +1,167 @@
+"""Journals of one router's requests: opened for new ones, found again for clients that come back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from kvferry.cluster_state.journals import Journals
+from kvferry.cluster_state.memory_journals import MemoryJournals
+from kvferry.protocol.errors import InvalidRequest, NotFound, RegistryUnavailable
+from kvferry.protocol.journal_metrics import JournalMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.protocol.wire import WireError
+from kvferry.router.journal.errors import KeyReused
+from kvferry.router.journal.event_ids import HEADER, parsed_id
+from kvferry.router.journal.journaled_request import JournaledRequest
+from kvferry.router.journal.recorded_dispatch import FollowedJournal
+from kvferry.router.journal.recording import JournalHead, Recording
+from kvferry.router.journal.writer import JournalWriter, OpenJournal
+from kvferry.router.request_context import RequestContext
+
+KEY = "Idempotency-Key"
+MAX_KEY = 255
+"""Longest idempotency key, in characters."""
+LEAST_TIME_S = 1.0
+"""Least time in seconds that a request has left when it is taken up again."""
+
+
+class RequestJournals:
+    """Journals of one router process, `owner`.
+
+    shared    store for all routers; None: requests are recorded in this process alone
+    window_s  seconds for which a journal is kept after the last write; 0: nothing is recorded
+    """
+
+    def __init__(self, settings: RouterSettings, owner: str, metrics: JournalMetrics, shared: Journals | None) -> None:
+        self.window_s, self.metrics, self._owner = settings.resume_window, metrics, owner
+        most, share = settings.resume_record_kib * 2**10, settings.resume_store_mib * 2**20
+        own = MemoryJournals(share=share)
+        self._local = JournalStore(own, JournalWriter(own, owner, metrics, most_bytes=most))
+        self._shared = self._local
+        if shared is not None:
+            self._shared = JournalStore(shared, JournalWriter(shared, owner, metrics, most_bytes=most))
+        self._most = most
+
+    @contextlib.asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Write the journals until the end of the block."""
+        async with self._local.writer.kept(), contextlib.AsyncExitStack() as stack:
+            if self._shared is not self._local:
+                await stack.enter_async_context(self._shared.writer.kept())
+            yield
+
+    async def begin(
+        self, call: RequestContext, path: str, body: bytes, name: str, *, stored: bool, watched: bool = False
+    ) -> JournaledRequest | None:
+        """Return the request's journal, a new one or that of the request it repeats; None if it has none.
+
+        name: of a new journal. stored: False keeps it in this process. watched: other routers go on with it by
+        themselves. Raises InvalidRequest, KeyReused, NotFound, and RegistryUnavailable if a stream cannot be taken up
+        now."""
+        resume = call.resume
+        if not self.window_s:
+            return None
+        _check_key(resume.key)
+        if resume.after:
+            known, place = parsed_id(resume.after)
+            found = await self.found(call, known, path)
+            if not found.head.is_of(path, body):
+                raise KeyReused(f"{HEADER}: the stream belongs to another request", param=HEADER)
+            found.after = place
+            return found
+        head = JournalHead(path, body, call.id, call.identity, call.deadline - call.arrival, watched)
+        store = self._shared if stored else self._local
+        if not (resume.key or watched):
+            return self._new(call, store, name, head)
+        return await self._opened(call, store, name, head)
+
+    async def found(self, call: RequestContext, name: str, path: str, *, by_force: bool = False) -> JournaledRequest:
+        """Return the request of a journal, which this router owns now if nobody else does.
+
+        path: of its endpoint; empty: any. by_force: owns it in any case. Raises NotFound, and RegistryUnavailable."""
+        for store in dict.fromkeys((self._local, self._shared)):
+            try:
+                journal = await store.journals.read(call.tenant, name)
+            except RegistryUnavailable as error:
+                raise RegistryUnavailable(f"the answer cannot be taken up again now: {error}") from error
+            if journal is None:
+                continue
+            try:
+                head, recording = JournalHead.unpacked(journal.head), Recording()
+                recording.add(journal.entries)
+            except WireError as error:
+                raise NotFound(f"{name!r} was recorded by another version") from error
+            if path not in ("", head.path):
+                break
+            ttl_s = self._life_s(head)
+            followed = FollowedJournal(
+                store.journals, call.tenant, name, self._owner, ttl_s, recording, may_claim=not head.watched
+            )
+            left_s = max(LEAST_TIME_S, head.timeout_s - journal.age_s)
+            now = time.monotonic()
+            call = replace(call, id=head.id, identity=head.identity, arrival=now, deadline=now + left_s)
+            request = JournaledRequest(call, head, name, store.writer, self.metrics, followed, ttl_s)
+            if by_force or not (head.watched or recording.has_ended or journal.is_owned):
+                await followed.claim(by_force=by_force)
+            if followed.is_own:
+                request.write()
+            return request
+        raise NotFound(
+            f"no events of {name!r} are kept: an answer can be taken up for {self.window_s:g} s after a break"
+        )
+
+    def _life_s(self, head: JournalHead) -> float:
+        """Return how long a journal lives after its last write: work that needs no client, until its deadline."""
+        return self.window_s + (head.timeout_s if head.watched else 0.0)
+
+    async def _opened(
+        self, call: RequestContext, store: JournalStore, name: str, head: JournalHead
+    ) -> JournaledRequest | None:
+        packed = head.packed()
+        if len(packed) > self._most:
+            self.metrics.failures.labels("too_large").inc()
+            return None
+        for each in dict.fromkeys((store, self._local)):
+            try:
+                known = await each.journals.open(
+                    call.tenant, name, self._owner, packed, key=call.resume.key, ttl_s=self._life_s(head)
+                )
+            except RegistryUnavailable:
+                self.metrics.failures.labels("store").inc()
+                continue
+            if not known:
+                return self._new(call, each, name, head, opened=len(packed))
+            if known == "!":
+                self.metrics.failures.labels("evicted").inc()
+                return None
+            found = await self.found(call, known, "")
+            if not found.head.is_of(head.path, head.body):
+                raise KeyReused(f"{KEY}: another request was sent with this key", param=KEY)
+            return found
+        return None
+
+    def _new(
+        self, call: RequestContext, store: JournalStore, name: str, head: JournalHead, *, opened: int = 0
+    ) -> JournaledRequest | None:
+        """Return a new request; opened: bytes of its head if that is written."""
+        ttl_s = self._life_s(head)
+        told = replace(head, body=b"")  # it would take memory for as long as the request runs
+        request = JournaledRequest(call, told, name, store.writer, self.metrics, None, ttl_s)
+        packed = b"" if opened else head.packed()
+        written = OpenJournal(call.tenant, name, ttl_s, head=packed, size=opened, watched=head.watched)
+        return request if request.write(written) else None
+
+
+class JournalStore:
+    """Journals with their writer."""
+
+    def __init__(self, journals: Journals, writer: JournalWriter) -> None:
+        self.journals, self.writer = journals, writer
+
+
+def _check_key(key: str) -> None:
+    if len(key) > MAX_KEY or not key.isprintable() or not key.isascii():
+        raise InvalidRequest(f"{KEY} must have at most {MAX_KEY} printable ASCII characters", param=KEY)

@@ -1,0 +1,209 @@
+"""Writer of a router's journals: what all streams have delivered goes to the store in one call every 250 ms."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from enum import Enum
+
+from kvferry.cluster_state.journals import HEAD, Append, Journals, Kept
+from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.journal_metrics import JournalMetrics
+from kvferry.router.journal.recording import Tape
+from kvferry.runtime.log import RateLimitedLog
+
+log = logging.getLogger("kvferry.journal")
+
+WRITE_S = 0.25
+"""Seconds between writes of what was delivered."""
+BEGIN_S = 0.02
+"""Seconds within which a new journal is written, together with others that begin then."""
+LOOK_S = 0.5
+"""Seconds after which a watched journal that got no tokens is written nevertheless, to find out that it has another
+owner: its work may have been cancelled through another router."""
+
+
+class Leave(Enum):
+    """How a router leaves a journal: complete, for another to go on with, or deleted."""
+
+    END = "end"
+    RELEASE = "release"
+    DROP = "drop"
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class OpenJournal:
+    """A journal that this router writes. `tape` takes the outputs.
+
+    head     its head if it is not written yet
+    number   number of the next entry
+    watched  whether to look for another owner while no tokens come
+    on_lost  called when another router owns the journal
+    """
+
+    def __init__(
+        self, tenant: str, name: str, ttl_s: float, *, head: bytes = b"", number: int = 0, size: int = 0,
+        watched: bool = False, on_lost: Callable[[], None] = nothing,
+    ) -> None:  # fmt: skip
+        self.tenant, self.name, self.ttl_s, self.on_lost = tenant, name, ttl_s, on_lost
+        self.tape = Tape()
+        self.left: Leave | None = None
+        self.size, self.written_at = size + len(head), time.monotonic()
+        self._number, self._unsent = HEAD if head else number, head
+        self._quiet_s = min(LOOK_S, ttl_s / 3) if watched else ttl_s / 3
+        self.is_open = False
+        self.over = asyncio.Event()
+        """Set once nothing more will be written."""
+
+    def due(self, now: float) -> Append | None:
+        """Return what is to be written now; None if nothing is."""
+        if not self._unsent and self.tape:
+            self._unsent = self.tape.take()
+            self.size += len(self._unsent)
+        if self._unsent or now - self.written_at >= self._quiet_s:
+            return Append(self.tenant, self.name, self._number, self._unsent, self.ttl_s)
+        return None
+
+    def written(self, now: float) -> int:
+        """Note that the due entry is stored, and return its bytes."""
+        size, self._unsent, self.written_at = len(self._unsent), b"", now
+        self._number = 0 if self._number == HEAD else self._number + bool(size)
+        return size
+
+    @property
+    def is_left(self) -> bool:
+        """Return whether the router leaves it and everything is written."""
+        return self.left is not None and not self._unsent and not self.tape
+
+
+class JournalWriter:
+    """Writer of all journals of one router in one store.
+
+    A journal whose store does not answer waits, at most until it is too large or its life is over. most_bytes: of one
+    journal."""
+
+    def __init__(self, journals: Journals, owner: str, metrics: JournalMetrics, *, most_bytes: int) -> None:
+        self._journals, self._owner, self._metrics, self._most = journals, owner, metrics, most_bytes
+        self._open: dict[OpenJournal, None] = {}
+        self._urgent: dict[OpenJournal, None] = {}
+        self._soon = asyncio.Event()
+        self._trouble = RateLimitedLog(log)
+
+    def begin(self, journal: OpenJournal) -> bool:
+        """Write this journal from now on; return False if it is too large already."""
+        if journal.size > self._most:
+            self._metrics.failures.labels("too_large").inc()
+            journal.over.set()
+            return False
+        journal.is_open = True
+        self._open[journal] = None
+        self._metrics.open.inc()
+        self._hurry(journal)
+        return True
+
+    def leave(self, journal: OpenJournal, how: Leave) -> None:
+        """Write the rest of a journal soon and then leave it."""
+        journal.left = how
+        if how is Leave.END:
+            journal.tape.end()
+        if how is not Leave.END:
+            self._hurry(journal)
+
+    def _hurry(self, journal: OpenJournal) -> None:
+        """Write a journal before the others."""
+        self._urgent[journal] = None
+        self._soon.set()
+
+    @contextlib.asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Write until the end of the block, and then once more."""
+        writing = asyncio.create_task(self._write(), name="journals")
+        try:
+            yield
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            await self.flush()
+            await self.flush()  # what a first call left because an earlier entry was in its way
+
+    async def _write(self) -> None:
+        due = time.monotonic() + WRITE_S
+        while True:
+            try:
+                async with asyncio.timeout(max(0.0, due - time.monotonic())):
+                    await self._soon.wait()
+                    await asyncio.sleep(BEGIN_S)
+            except TimeoutError:
+                due = time.monotonic() + WRITE_S
+                await self.flush()
+            else:
+                await self.flush(list(self._urgent))
+
+    async def flush(self, only: Sequence[OpenJournal] | None = None) -> None:
+        """Write what is due, of these journals or of all. Never raises."""
+        only = list(self._open) if only is None else only
+        self._urgent.clear()
+        self._soon.clear()
+        now = time.monotonic()
+        pairs = [(each, append) for each in only if each in self._open and (append := self._due(each, now))]
+        try:
+            outcomes = await self._journals.append(self._owner, [append for _, append in pairs]) if pairs else []
+        except RegistryUnavailable as error:
+            self._failed(error, now)
+            return
+        for (journal, append), outcome in zip(pairs, outcomes, strict=True):
+            if outcome is Kept.YES:
+                self._metrics.bytes.inc(journal.written(now))
+            else:
+                self._lost(journal, append, outcome)
+        await asyncio.gather(*(self._leave(each) for each in only if each in self._open and each.is_left))
+
+    def _due(self, journal: OpenJournal, now: float) -> Append | None:
+        append = journal.due(now)
+        if journal.size > self._most:
+            self._metrics.failures.labels("too_large").inc()
+            journal.left = Leave.DROP
+            journal.written(now)
+            journal.tape.take()
+            return None
+        return append
+
+    def _failed(self, error: RegistryUnavailable, now: float) -> None:
+        self._metrics.failures.labels("store").inc()
+        self._trouble.warning("streams cannot be resumed elsewhere: %s", error)
+        for journal in [each for each in self._open if each.left and now - each.written_at > each.ttl_s]:
+            self._close(journal)
+
+    def _lost(self, journal: OpenJournal, append: Append, outcome: Kept) -> None:
+        """Stop recording: another router owns the journal, or the store has it no more."""
+        in_use = append.number == HEAD
+        if outcome is Kept.LOST and not in_use:
+            log.info("%s goes on at another router", journal.name)
+            journal.on_lost()
+        else:
+            reason = "name_in_use" if outcome is Kept.LOST else "evicted"
+            self._metrics.failures.labels(reason).inc()
+        self._close(journal)
+
+    async def _leave(self, journal: OpenJournal) -> None:
+        try:
+            if journal.left is Leave.RELEASE:
+                await self._journals.release(journal.tenant, journal.name, self._owner, ttl_s=journal.ttl_s)
+            elif journal.left is Leave.DROP:
+                await self._journals.drop(journal.tenant, journal.name, self._owner)
+        except RegistryUnavailable as error:
+            self._trouble.warning("%s is not given up yet: %s", journal.name, error)
+        else:
+            self._close(journal)
+
+    def _close(self, journal: OpenJournal) -> None:
+        if self._open.pop(journal, journal) is None:
+            self._metrics.open.dec()
+        journal.is_open = False
+        journal.over.set()

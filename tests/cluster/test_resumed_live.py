@@ -1,0 +1,302 @@
+"""Routers as processes over one cluster: one is killed, frozen or drained, and its requests go on at another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from benchmarks.lone_router import kvferry
+from benchmarks.servers import free_port
+from tests.local_cluster import LocalCluster, local_cluster, scrape, value
+from tests.waiting import wait_for
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = [{"role": "user", "content": "Tell me a long story about a river."}]
+START_S, TAKEOVER_S = 60.0, 2.0
+LONG = 160
+"""Tokens: a few seconds of the demo model."""
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": MESSAGES, "max_tokens": LONG, "temperature": 0.0, "ignore_eos": True}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": LONG, "temperature": 1.0, "seed": 5, "ignore_eos": True, "n": 2}),
+    (COMPLETIONS, {"prompt": "Once upon a time", "max_tokens": LONG, "temperature": 1.0, "seed": 7, "logprobs": 1,
+                   "ignore_eos": True}),
+]  # fmt: skip
+
+
+@dataclass
+class OtherRouter:
+    """A router process beside that of the cluster."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+
+
+@dataclass
+class Heard:
+    """Events of a stream so far."""
+
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def last_id(self) -> str:
+        return [line[4:] for event in self.events for line in event.splitlines() if line.startswith("id: ")][-1]
+
+    def texts(self) -> dict[int, str]:
+        """Return the text of each choice."""
+        found: dict[int, str] = {}
+        lines = [line[6:] for event in self.events for line in event.splitlines() if line.startswith("data: {")]
+        for choice in (choice for line in lines for choice in json.loads(line)["choices"]):
+            said = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            found[choice["index"]] = found.get(choice["index"], "") + said
+        return found
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.events) and self.events[-1].endswith("[DONE]")
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("secret") / "secret"
+    path.write_text("s" * 40)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cluster(secret: Path) -> Iterator[LocalCluster]:
+    exact = ("--batch-invariant", "--dtype", "bfloat16")  # other sums decide near ties otherwise
+    with local_cluster("--cluster-secret-file", str(secret), *exact) as running:
+        yield running
+
+
+@pytest.fixture
+def other(cluster: LocalCluster, secret: Path, tmp_path: Path) -> Iterator[OtherRouter]:
+    """A second router, which a test may kill."""
+    port = free_port()
+    words = [*kvferry(), "router", "--redis-url", cluster.redis_url, "--cluster-secret-file", str(secret)]
+    words += ["--port", str(port), "--data-dir", str(tmp_path / "data")]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+        url = f"http://127.0.0.1:{port}"
+
+        def ready() -> bool:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"{url}/ready?nodes=1", timeout=2).json()["nodes"]["decode"] >= 1
+            return False
+
+        try:
+            wait_for(ready, START_S)
+            yield OtherRouter(process, url)
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait(10)
+
+
+def listen(
+    heard: Heard,
+    url: str,
+    path: str,
+    body: dict[str, Any],
+    *,
+    events: int = 0,
+    then: Callable[[], object] | None = None,
+    **headers: str,
+) -> int:
+    """Stream until the end or a break; return the status. After so many events call `then`, or leave."""
+    given = {"accept": "text/event-stream", **{name.replace("_", "-"): text for name, text in headers.items()}}
+    with (
+        contextlib.suppress(httpx.TransportError),
+        httpx.stream("POST", url + path, json={**body, "stream": True}, headers=given, timeout=60) as response,
+    ):
+        if response.status_code != 200:
+            return response.status_code
+        rest = ""
+        for text in response.iter_text():
+            *whole, rest = (rest + text).split("\n\n")
+            heard.events += whole
+            if events and len(heard.events) >= events:
+                if then is None:
+                    return 200
+                then()
+                events = 0
+    return 200
+
+
+def resumed(heard: Heard, url: str, path: str, body: dict[str, Any]) -> None:
+    """Take a stream up again, as often as it takes."""
+    until = time.monotonic() + 30
+    while not heard.is_whole:
+        assert time.monotonic() < until
+        status = listen(heard, url, path, body, last_event_id=heard.last_id)
+        assert status in (200, 503)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("which", range(len(BODIES)))
+def test_a_stream_whose_router_is_killed(cluster: LocalCluster, other: OtherRouter, which: int) -> None:
+    path, body = BODIES[which]
+    undisturbed, heard = Heard(), Heard()
+    listen(undisturbed, cluster.url, path, body)
+    listen(heard, other.url, path, body, events=40, then=other.process.kill)
+    assert not heard.is_whole
+    resumed(heard, cluster.url, path, body)
+    assert heard.texts() == undisturbed.texts()
+    cluster.settle()
+
+
+def test_a_stream_whose_router_freezes(cluster: LocalCluster, other: OtherRouter) -> None:
+    path, body = BODIES[0]
+    undisturbed, heard = Heard(), Heard()
+    listen(undisturbed, cluster.url, path, body)
+    listen(heard, other.url, path, body, events=20)
+    running = threading.Thread(target=listen, args=(Heard(), other.url, path, body), kwargs={"idempotency_key": "f"})
+    running.start()
+    time.sleep(1.0)
+    other.process.send_signal(signal.SIGSTOP)
+    again = Heard()
+    began = time.monotonic()
+    listen(again, cluster.url, path, body, idempotency_key="f")
+    assert again.is_whole
+    assert again.texts() == undisturbed.texts()
+    assert time.monotonic() - began < 30
+    resumed(heard, cluster.url, path, body)
+    assert heard.texts() == undisturbed.texts(), "its client had left, and it was given up"
+    other.process.send_signal(signal.SIGCONT)
+    running.join(20)
+    assert not running.is_alive()
+    wait_for(lambda: value(scrape(other.url), "kvferry_requests_inflight") == 0, 10)
+    cluster.settle()
+
+
+class Gateway:
+    """A TCP proxy to the first router that accepts connections."""
+
+    def __init__(self, *urls: str) -> None:
+        self._ports = [int(url.rpartition(":")[2]) for url in urls]
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            for port in self._ports:
+                with contextlib.suppress(OSError):
+                    server = socket.create_connection(("127.0.0.1", port))
+                    for pair in ((client, server), (server, client)):
+                        threading.Thread(target=_carry, args=pair, daemon=True).start()
+                    break
+            else:
+                client.close()
+
+
+def _carry(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    for each in (source, target):
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+def test_openai_s_own_retries_get_one_answer(cluster: LocalCluster, other: OtherRouter) -> None:
+    path, body = BODIES[1]
+    expected = httpx.post(cluster.url + path, json=body, timeout=60).json()
+    gateway = Gateway(other.url, cluster.url)
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", timeout=60, max_retries=5)
+    threading.Timer(1.5, other.process.kill).start()
+    before = value(scrape(cluster.url), "kvferry_takeovers_total", kind="stream")
+    answer = client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=MESSAGES, max_tokens=LONG, temperature=1.0, seed=5, n=2,  # type: ignore[arg-type]
+        extra_body={"ignore_eos": True}, extra_headers={"Idempotency-Key": "one"},
+    )  # fmt: skip
+    gateway.close()
+    assert [choice.message.content for choice in answer.choices] == [
+        choice["message"]["content"] for choice in expected["choices"]
+    ]
+    assert value(scrape(cluster.url), "kvferry_takeovers_total", kind="stream") == before + 1
+    cluster.settle()
+
+
+def begun(url: str, **more: Any) -> str:
+    """Begin a background response; return its id."""
+    body = {"input": "Tell me a long story.", "max_output_tokens": LONG, "temperature": 1.0, "ignore_eos": True}
+    response = httpx.post(url + RESPONSES, json={**body, **more, "background": True}, timeout=30)
+    assert response.status_code == 200, response.text
+    return str(response.json()["id"])
+
+
+def output(response: dict[str, Any]) -> str:
+    text: str = response["output"][0]["content"][0]["text"]
+    return text
+
+
+def ended(url: str, name: str, within_s: float = 60.0) -> dict[str, Any]:
+    """Return a background response once it is not in progress."""
+    found: list[dict[str, Any]] = []
+
+    def over() -> bool:
+        found[:] = [httpx.get(f"{url}{RESPONSES}/{name}", timeout=10).json()]
+        return bool(found[0]["status"] != "in_progress")
+
+    wait_for(over, within_s)
+    return found[0]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_a_background_response_goes_on_at_another_router(
+    cluster: LocalCluster, other: OtherRouter, how: signal.Signals
+) -> None:
+    seed = 1000 + how
+    whole = begun(cluster.url, seed=seed)
+    expected = ended(cluster.url, whole)
+    name = begun(other.url, seed=seed)
+    time.sleep(1.2)
+    before = value(scrape(cluster.url), "kvferry_takeovers_total", kind="response")
+    os.kill(other.process.pid, how)
+    at = time.monotonic()
+    wait_for(lambda: value(scrape(cluster.url), "kvferry_takeovers_total", kind="response") == before + 1, 10)
+    assert time.monotonic() - at < TAKEOVER_S + 1.0
+    response = ended(cluster.url, name)
+    assert response["status"] == expected["status"]
+    assert output(response) == output(expected)
+    other.process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    assert ended(cluster.url, name) == response, "a router that was frozen changes nothing"
+    cluster.settle()
+
+
+def test_redis_dies_and_streams_go_on(cluster: LocalCluster, other: OtherRouter) -> None:
+    path, body = BODIES[0]
+    undisturbed, heard = Heard(), Heard()
+    listen(undisturbed, cluster.url, path, body)
+    (valkey,) = cluster.children("valkey-server")
+    listen(heard, other.url, path, body, events=40, then=valkey.kill)
+    assert heard.is_whole
+    assert heard.texts() == undisturbed.texts()
+    lost = httpx.post(cluster.url + path, json={**body, "stream": True}, headers={"last-event-id": heard.last_id})
+    assert lost.status_code in (404, 503)
+    assert "taken up" in lost.json()["error"]["message"]
