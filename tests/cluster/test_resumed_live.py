@@ -27,8 +27,8 @@ from tests.waiting import wait_for
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "Tell me a long story about a river."}]
 START_S, TAKEOVER_S = 60.0, 2.0
-LONG = 160
-"""Tokens: a few seconds of the demo model."""
+LONG, LONGER = 160, 600
+"""Tokens: a second or more of the demo model, and several seconds even on a fast machine."""
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": MESSAGES, "max_tokens": LONG, "temperature": 0.0, "ignore_eos": True}),
     (CHAT, {"messages": MESSAGES, "max_tokens": LONG, "temperature": 1.0, "seed": 5, "ignore_eos": True, "n": 2}),
@@ -223,14 +223,14 @@ def _carry(source: socket.socket, target: socket.socket) -> None:
 
 
 def test_openai_s_own_retries_get_one_answer(cluster: LocalCluster, other: OtherRouter) -> None:
-    path, body = BODIES[1]
+    path, body = BODIES[1][0], {**BODIES[1][1], "max_tokens": LONGER}
     expected = httpx.post(cluster.url + path, json=body, timeout=60).json()
     gateway = Gateway(other.url, cluster.url)
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", timeout=60, max_retries=5)
-    threading.Timer(1.5, other.process.kill).start()
+    threading.Timer(0.8, other.process.kill).start()
     before = value(scrape(cluster.url), "kvferry_takeovers_total", kind="stream")
     answer = client.chat.completions.create(
-        model="SmolLM2-135M-Instruct", messages=MESSAGES, max_tokens=LONG, temperature=1.0, seed=5, n=2,  # type: ignore[arg-type]
+        model="SmolLM2-135M-Instruct", messages=MESSAGES, max_tokens=LONGER, temperature=1.0, seed=5, n=2,  # type: ignore[arg-type]
         extra_body={"ignore_eos": True}, extra_headers={"Idempotency-Key": "one"},
     )  # fmt: skip
     gateway.close()
@@ -243,7 +243,7 @@ def test_openai_s_own_retries_get_one_answer(cluster: LocalCluster, other: Other
 
 def begun(url: str, **more: Any) -> str:
     """Begin a background response; return its id."""
-    body = {"input": "Tell me a long story.", "max_output_tokens": LONG, "temperature": 1.0, "ignore_eos": True}
+    body = {"input": "Tell me a long story.", "max_output_tokens": LONGER, "temperature": 1.0, "ignore_eos": True}
     response = httpx.post(url + RESPONSES, json={**body, **more, "background": True}, timeout=30)
     assert response.status_code == 200, response.text
     return str(response.json()["id"])
@@ -274,7 +274,7 @@ def test_a_background_response_goes_on_at_another_router(
     whole = begun(cluster.url, seed=seed)
     expected = ended(cluster.url, whole)
     name = begun(other.url, seed=seed)
-    time.sleep(1.2)
+    time.sleep(0.8)
     before = value(scrape(cluster.url), "kvferry_takeovers_total", kind="response")
     os.kill(other.process.pid, how)
     at = time.monotonic()
