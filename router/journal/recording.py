@@ -1,4 +1,4 @@
-"""What a journal holds: the request as sent, and the tokens delivered so far.
+"""Contents of a journal: the request as sent, and the tokens delivered so far.
 
 Tokens are recorded, not events: text, parsed calls, log-probabilities and ids follow from them and from the request."""
 
