@@ -5,8 +5,8 @@ kvferry:<cluster>:o:owners     sorted set  routers that own tasks; the empty nam
 kvferry:<cluster>:o:of:<id>    sorted set  <kind>:<name> → milliseconds of its claim: the tasks of one router
 kvferry:<cluster>:o:t:<task>   string, the owner of a task; expires with the task
 
-They carry no seal, because they grant nothing: whoever writes here can stop or repeat work, as deleting keys could, and
-the records of the work are sealed."""
+They carry no seal, because they grant nothing: a stranger who writes here can stop or repeat work, as deleting keys
+could, and the records of the work are sealed."""
 
 from __future__ import annotations
 
