@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import pytest
 from benchmarks.lone_router import kvferry
 from benchmarks.servers import free_port
 from tests.local_cluster import LocalCluster, local_cluster, scrape, value
+from tests.resumed_streams import Gateway, Heard, listen, resumed
 from tests.waiting import wait_for
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -43,30 +42,6 @@ class OtherRouter:
 
     process: subprocess.Popen[bytes]
     url: str
-
-
-@dataclass
-class Heard:
-    """Events of a stream so far."""
-
-    events: list[str] = field(default_factory=list)
-
-    @property
-    def last_id(self) -> str:
-        return [line[4:] for event in self.events for line in event.splitlines() if line.startswith("id: ")][-1]
-
-    def texts(self) -> dict[int, str]:
-        """Return the text of each choice."""
-        found: dict[int, str] = {}
-        lines = [line[6:] for event in self.events for line in event.splitlines() if line.startswith("data: {")]
-        for choice in (choice for line in lines for choice in json.loads(line)["choices"]):
-            said = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-            found[choice["index"]] = found.get(choice["index"], "") + said
-        return found
-
-    @property
-    def is_whole(self) -> bool:
-        return bool(self.events) and self.events[-1].endswith("[DONE]")
 
 
 @pytest.fixture(scope="module")
@@ -109,46 +84,6 @@ def other(cluster: LocalCluster, secret: Path, tmp_path: Path) -> Iterator[Other
             process.wait(10)
 
 
-def listen(
-    heard: Heard,
-    url: str,
-    path: str,
-    body: dict[str, Any],
-    *,
-    events: int = 0,
-    then: Callable[[], object] | None = None,
-    **headers: str,
-) -> int:
-    """Stream until the end or a break; return the status. After so many events call `then`, or leave."""
-    given = {"accept": "text/event-stream", **{name.replace("_", "-"): text for name, text in headers.items()}}
-    with (
-        contextlib.suppress(httpx.TransportError),
-        httpx.stream("POST", url + path, json={**body, "stream": True}, headers=given, timeout=60) as response,
-    ):
-        if response.status_code != 200:
-            return response.status_code
-        rest = ""
-        for text in response.iter_text():
-            *whole, rest = (rest + text).split("\n\n")
-            heard.events += whole
-            if events and len(heard.events) >= events:
-                if then is None:
-                    return 200
-                then()
-                events = 0
-    return 200
-
-
-def resumed(heard: Heard, url: str, path: str, body: dict[str, Any]) -> None:
-    """Take a stream up again, as often as it takes."""
-    until = time.monotonic() + 30
-    while not heard.is_whole:
-        assert time.monotonic() < until
-        status = listen(heard, url, path, body, last_event_id=heard.last_id)
-        assert status in (200, 503)
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("which", range(len(BODIES)))
 def test_a_stream_whose_router_is_killed(cluster: LocalCluster, other: OtherRouter, which: int) -> None:
     path, body = BODIES[which]
@@ -183,43 +118,6 @@ def test_a_stream_whose_router_freezes(cluster: LocalCluster, other: OtherRouter
     assert not running.is_alive()
     wait_for(lambda: value(scrape(other.url), "kvferry_requests_inflight") == 0, 10)
     cluster.settle()
-
-
-class Gateway:
-    """A TCP proxy to the first router that accepts connections."""
-
-    def __init__(self, *urls: str) -> None:
-        self._ports = [int(url.rpartition(":")[2]) for url in urls]
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            for port in self._ports:
-                with contextlib.suppress(OSError):
-                    server = socket.create_connection(("127.0.0.1", port))
-                    for pair in ((client, server), (server, client)):
-                        threading.Thread(target=_carry, args=pair, daemon=True).start()
-                    break
-            else:
-                client.close()
-
-
-def _carry(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65536):
-            target.sendall(data)
-    for each in (source, target):
-        with contextlib.suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
 
 
 def test_openai_s_own_retries_get_one_answer(cluster: LocalCluster, other: OtherRouter) -> None:
@@ -300,3 +198,20 @@ def test_redis_dies_and_streams_go_on(cluster: LocalCluster, other: OtherRouter)
     lost = httpx.post(cluster.url + path, json={**body, "stream": True}, headers={"last-event-id": heard.last_id})
     assert lost.status_code in (404, 503)
     assert "taken up" in lost.json()["error"]["message"]
+
+
+def test_serve_with_two_routers() -> None:
+    """Each has a port of its own; a stream of the second goes on at the first."""
+    path, body = BODIES[0]
+    port = free_port()
+    with local_cluster("--routers", "2", "--batch-invariant", "--dtype", "bfloat16", "--port", str(port)) as running:
+        second = f"http://127.0.0.1:{port + 1}"
+        wait_for(lambda: httpx.get(f"{second}/ready?nodes=1", timeout=2).status_code == 200, START_S)
+        (process,) = (each for each in running.children("router") if str(port + 1) in each.cmdline())
+        undisturbed, heard = Heard(), Heard()
+        listen(undisturbed, running.url, path, body)
+        listen(heard, second, path, body, events=40, then=process.kill)
+        assert not heard.is_whole
+        resumed(heard, running.url, path, body)
+        assert heard.texts() == undisturbed.texts()
+        wait_for(lambda: len(running.children("router")) == 2, 20)
