@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 
 from kvferry.cli.child import Command
+from tests.chaos.asking import Answered, Tokens
 from tests.chaos.commands import free_port
-from tests.chaos.load import Answered, Clients, Tokens, difference
+from tests.chaos.load import Clients, difference
 from tests.chaos.redis_proxy import Ways
 from tests.chaos.shape import MODEL
 from tests.chaos.zygote import ForkedChild, Zygote

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from kvferry.simulate.rate_probe import lines
+from tests.chaos.asking import BROKEN, PATIENCE_S, Answered, Asking, Broken, Tokens, urls_from
 from tests.chaos.plan import ROUTERS
 from tests.chaos.shape import MODEL
 from tests.chaos.watch import Late
 
-PATIENCE_S = 60.0
-"""A client waits this long for its next token, or its answer; longer is an error."""
 RAMP_S = 2.0
 """Streams begin over this time, and what they get until then and a second longer is no measure."""
 BODIES = 40
 PREFIXES = 4
-
-Tokens = dict[int, tuple[int, ...]]
-"""Token ids of each choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What one request met. Times are monotonic seconds. tokens: that came, whatever became of the answer; pause: (when
     it began, its seconds) of the longest gap, None where nothing was streamed;
-    error: empty if the answer was right; router: whose router was disturbed meanwhile, which is counted apart."""
+    error: empty if the answer was right; router: whose router was disturbed meanwhile; tries: how often it was sent;
+    began_anew: whether the routers had lost what was recorded of it."""
 
     which: int
     began: float
@@ -45,6 +39,8 @@ class Asked:
     error: str = ""
     router: bool = False
     route: str = ""
+    tries: int = 1
+    began_anew: bool = False
 
 
 @dataclass
@@ -68,10 +64,6 @@ def _overlap(began: float, seconds: float, late: Sequence[Late]) -> float:
 
 class Left(Exception):
     """A client has seen as much as it wanted."""
-
-
-class Answered(Exception):
-    """The server said no, or broke its word; the message says how."""
 
 
 def make_bodies(
@@ -153,56 +145,44 @@ class Clients:
             seen.append((time.monotonic(), tokens))
             self.book.arrivals.append(seen[-1])
 
-        first, route = 0.0, ""
+        asking = Asking(self._http, body, count)
         try:
-            got, first, _, route = await self.ask(router, body, count)
-            if apart := difference(got, self.expected[which]):
+            await self.answer(asking, router)
+            if apart := difference(asking.tokens, self.expected[which]):
                 error = f"changed: {apart}"
         except Answered as answered:
             error = str(answered)
-        except (httpx.HTTPError, OSError, ValueError, KeyError) as broken:
+        except (ValueError, KeyError) as broken:
             error = f"{type(broken).__name__}: {broken}"
         ended = time.monotonic()
         through = self._disturbed(router, began, ended)
         times = [began + self.usual_s.get(which, 0.0), *(when for when, _ in seen), ended]
         longest, at = max((after - before, before) for before, after in itertools.pairwise(times))
         pause, tokens = (at, longest) if body["stream"] else None, sum(made for _, made in seen)
-        self.book.asked.append(Asked(which, began, ended, tokens, first, pause, error, through, route))
+        self.book.asked.append(
+            Asked(
+                which, began, ended, tokens, asking.first_s, pause, error, through, asking.route, asking.tries,
+                asking.began_anew > 0,
+            )
+        )  # fmt: skip
         return not error
+
+    async def answer(self, asking: Asking, router: str) -> None:
+        """Bring a request to its end, from that router on. Raises Answered, ValueError."""
+        await asking.until_answered(urls_from(self.urls, router))
 
     async def ask(
         self, router: str, body: dict[str, Any], count: Callable[[int], None]
     ) -> tuple[Tokens, float, float, str]:
-        """Tokens, seconds to the first one, seconds in all, route. Raises Answered, httpx.HTTPError, ValueError."""
-        began, first = time.monotonic(), 0.0
-        found: dict[int, list[int]] = defaultdict(list)
-        async with self._http.stream("POST", f"{self.urls[router]}/v1/completions", json=body) as response:
-            route = response.headers.get("x-kvferry-route", "")
-            if response.status_code != 200:
-                told = json.loads(await response.aread())["error"]
-                raise Answered(f"{response.status_code} {told['code']}: {told['message']}")
-            if not body.get("stream"):
-                parts = [json.loads(await response.aread())]
-                count(sum(len(choice["token_ids"]) for choice in parts[0]["choices"]))
-                done = True
-            else:
-                parts, done = [], False
-                async for line in lines(response):
-                    if line.startswith(b"data: {"):
-                        parts.append(part := json.loads(line[6:]))
-                        if made := sum(len(each.get("token_ids") or ()) for each in part.get("choices") or ()):
-                            first = first or time.monotonic() - began
-                            count(made)
-                    elif line == b"data: [DONE]":
-                        done = True
-        for part in parts:
-            if "error" in part:
-                raise Answered(f"in stream: {part['error'].get('code')} {part['error'].get('message')}")
-            for choice in part["choices"]:
-                found[choice["index"]] += choice.get("token_ids") or ()
-        if not done:
-            raise Answered("the stream ended without its end")
-        return {index: tuple(ids) for index, ids in found.items()}, first, time.monotonic() - began, route
+        """Ask once: tokens, seconds to the first one, seconds in all, route.
+
+        Raises Answered, httpx.HTTPError, ValueError."""
+        asking = Asking(self._http, body, count)
+        try:
+            await asking.once(self.urls[router])
+        except Broken as broken:
+            raise Answered(str(broken)) from broken
+        return asking.tokens, asking.first_s, time.monotonic() - asking.began, asking.route
 
     async def leave(self, number: int, rng: random.Random, until: Callable[[int], bool] | None = None) -> None:
         """Clients that go away: each begins a request and leaves after a moment, or once `until(tokens so far)`. The
@@ -228,7 +208,7 @@ class Clients:
                     await self.ask(router, body, count)
             except leaving:
                 self.book.left += 1
-            except (Answered, httpx.HTTPError, OSError, ValueError):
+            except (Answered, *BROKEN, ValueError):
                 self.book.refused += 1
 
         await asyncio.gather(*(one() for _ in range(number)))

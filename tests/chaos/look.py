@@ -11,7 +11,7 @@ from tests.chaos.report import FELT_S, Run
 
 def to_look_into(run: Run, count: int = 8) -> dict[str, list[dict[str, Any]]]:
     """The longest pauses and the errors, each with the faults that began in the 12 s before its end."""
-    own = [asked for asked in run.stormy.asked if not asked.router]
+    own = run.stormy.asked
     errors = [asked for asked in own if asked.error]
     streamed = sorted((asked for asked in own if asked.pause), key=lambda a: -a.pause[1])
     return {

@@ -91,8 +91,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def summary(run: Run) -> dict[str, Any]:
     """The figures, by name. Goodput is a share of the better undisturbed part."""
-    own = [asked for asked in run.stormy.asked if not asked.router]
-    through = [asked for asked in run.stormy.asked if asked.router]
+    own = run.stormy.asked
+    through = [asked for asked in own if asked.router]
     errors = [asked for asked in own if asked.error and not asked.error.startswith("changed")]
     changed = [asked for asked in run.stormy.asked if asked.error.startswith("changed")]
     paused = pauses((asked for asked in own if not asked.error), run.late)
@@ -115,7 +115,8 @@ def summary(run: Run) -> dict[str, Any]:
         "changed": len(changed),
         "changes": [asked.error for asked in changed][:5],
         "through_a_disturbed_router": len(through),
-        "of_them_broken": sum(bool(asked.error) for asked in through),
+        "resumed": sum(asked.tries > 1 for asked in own),
+        "began_anew": sum(asked.began_anew for asked in own),
         "leaked": sum(sum(after.leaks.values()) for after in run.after),
         "leaks_by_cause": [after.leaks for after in run.after if after.leaks],
         "books": [after.remains for after in run.after if after.remains],
@@ -206,8 +207,8 @@ def table(found: dict[str, Any]) -> str:
         f"clients' own loop was up to {found['lag_max_s']} s late, which is left out)",
         f"  goodput              {found['goodput']} % "
         f"({found['tokens_per_s']} of {found['calm_tokens_per_s']} tokens/s)",
-        f"  disturbed routers    {found['through_a_disturbed_router']} requests through them, "
-        f"{found['of_them_broken']} asked again of the other",
+        f"  disturbed routers    {found['through_a_disturbed_router']} requests through them; {found['resumed']} were "
+        f"taken up again, {found['began_anew']} of them without what was recorded",
         f"  memory, files, threads  {found['suspects'] or ('steady' if found['growth'] else 'too short to tell')}",
         "  idle after clients left  "
         + (", ".join(f"{phase} {_told(storm)}" for phase, storm in found["disconnects"].items()) or "not tried"),

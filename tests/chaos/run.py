@@ -159,8 +159,8 @@ async def _progress(clients: Clients, deeds: Deeds, began: float, seconds: float
     while True:
         await asyncio.sleep(10)
         book = clients.book
-        wrong = [asked for asked in book.asked if asked.error and not asked.router]
-        worst = max(pauses(asked for asked in book.asked if not asked.router), default=0.0)
+        wrong = [asked for asked in book.asked if asked.error]
+        worst = max(pauses(book.asked), default=0.0)
         recent = sum(tokens for when, tokens in book.arrivals if when > time.monotonic() - 10) / 10
         tell(
             f"{time.monotonic() - began:.0f} of {seconds:.0f} s: {len(book.asked)} requests, "

@@ -19,8 +19,9 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.chaos.acts import ACTS
 from tests.chaos.aftermath import INFLIGHT, VIOLATIONS, Aftermath, sample
+from tests.chaos.asking import Answered
 from tests.chaos.deeds import Deeds, Done
-from tests.chaos.load import Answered, Asked, Clients, Ledger, difference, make_bodies
+from tests.chaos.load import Asked, Clients, Ledger, difference, make_bodies
 from tests.chaos.look import to_look_into
 from tests.chaos.picture import picture
 from tests.chaos.plan import ALL, KINDS, Fault, make_plan
@@ -181,12 +182,12 @@ async def test_tokens_of_a_broken_answer_are_counted_to_be_taken_off(streams, mo
     clients = Clients({}, [{"stream": streams}], lambda *_: False)
     clients.expected[0] = {0: (1, 2, 3)}
 
-    async def ask(router, body, count):
-        count(2)
-        count(1)
-        raise Answered("the stream ended without its end")
+    async def answer(asking, router):
+        asking._count(2)
+        asking._count(1)
+        raise Answered("in stream: overloaded")
 
-    monkeypatch.setattr(clients, "ask", ask)
+    monkeypatch.setattr(clients, "answer", answer)
     assert not await clients._once(0, "router-0", clients.bodies[0])
     await clients.close()
     (asked,) = clients.book.asked
@@ -228,10 +229,12 @@ async def test_a_client_that_is_answered_too_late_was_refused_and_did_not_leave(
     assert (clients.book.left, clients.book.refused) == (2, 2)
 
 
-def test_what_went_through_a_killed_router_is_counted_apart():
-    figures = summary(made_run([fine(), fine(), fine("ReadError", router=True)], Aftermath(0.3)))
+def test_what_was_taken_up_again_is_counted_and_an_error_behind_a_killed_router_is_one():
+    asked = [fine(), replace(fine(router=True), tries=3, began_anew=True), replace(fine(router=True), tries=2)]
+    figures = summary(made_run(asked, Aftermath(0.3)))
     assert figures["goals"]["errors"]
-    assert (figures["through_a_disturbed_router"], figures["of_them_broken"]) == (1, 1)
+    assert (figures["through_a_disturbed_router"], figures["resumed"], figures["began_anew"]) == (2, 2, 1)
+    assert not summary(made_run([*asked, fine("503", router=True)], Aftermath(0.3)))["goals"]["errors"]
 
 
 def test_what_the_clients_own_loop_was_late_is_no_pause():
