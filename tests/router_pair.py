@@ -21,6 +21,8 @@ from tests.api_parts import FakeCluster, app_of, demo_text
 from tests.memory_responses import MemoryResponses
 
 LEASE_S = 0.3
+_DEAD: list[contextlib.AsyncExitStack] = []
+"""What killed routers would have done at their end; the garbage collector must not do it either."""
 CHAT = "/v1/chat/completions"
 
 
@@ -66,6 +68,7 @@ class Router:
             task.cancel()
         for exchange in self.exchanges:
             exchange.abandon()
+        _DEAD.append(self._stack)
         self._stack = contextlib.AsyncExitStack()
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Exchange:

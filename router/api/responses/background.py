@@ -63,6 +63,7 @@ class Background:
         self._responses, self._admission, self._peers, self._ownership = responses, admission, peers, ownership
         peers.answers["drop"] = self._drop_own
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._recorded: set[tuple[str, str]] = set()  # those with which other routers can go on
         self._leaving = False
         self.go_on: GoOn | None = None
         ownership.take_over(KIND, self._claimed)
@@ -102,14 +103,13 @@ class Background:
         if journal is not None:
             journal.go_on()
             journal.cancel = task.cancel
+            self._recorded |= {place} if self._ownership.is_shared else set()
         task.add_done_callback(lambda _: self._ended(place, admitted, journal))
         await asyncio.sleep(0)  # a task cancelled before it starts would not store its end
         return BackgroundResponse(generation, begun)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """End a response wherever it is generated, and return it.
-
-        Raises NotFound, InvalidRequest if it is no background response, and RegistryUnavailable."""
+        """End a response wherever it is generated, and return it; raise KvferryError."""
         response = (await self._responses.get(tenant, response_id)).response
         if not response["background"]:
             raise InvalidRequest("only responses of background requests can be cancelled", param="id")
@@ -168,15 +168,17 @@ class Background:
         await self._disown(place)
 
     async def _give_up(self) -> None:
-        """Stop generating, and let other routers go on: this one drains."""
+        """Stop generating what is recorded, and let other routers go on: this one drains."""
         self._leaving = True
-        for task in list(self._running.values()):
+        leaving = [task for place, task in self._running.items() if place in self._recorded]
+        for task in leaving:
             task.cancel()
-        if self._running:
-            await asyncio.wait(list(self._running.values()), timeout=LEFT_S)
+        if leaving:
+            await asyncio.wait(leaving, timeout=LEFT_S)
 
     def _ended(self, place: tuple[str, str], admitted: AdmittedRequest, journal: JournaledRequest | None) -> None:
         del self._running[place]
+        self._recorded.discard(place)
         if journal is not None:
             journal.forget()
         admitted.end()
@@ -202,7 +204,7 @@ class Background:
         place = admitted.call.tenant, answer.id
         if journal is not None and journal.is_lost:
             return
-        again = self._leaving and isinstance(error, asyncio.CancelledError)
+        again = self._leaving and place in self._recorded and isinstance(error, asyncio.CancelledError)
         again = again or (isinstance(error, Retryable) and journal is not None and journal.is_resumed)
         if journal is not None and again:
             await journal.given_up(LEFT_S)

@@ -101,6 +101,15 @@ async def test_without_a_record_a_dead_router_s_response_is_shown_as_failed() ->
         assert "no events" in response["error"]["message"]
 
 
+async def test_what_no_other_router_can_go_on_with_is_finished_by_a_draining_one() -> None:
+    together = shared(0.02)
+    async with Router(together, resume_window=0.0) as first:
+        begun = (await first.post(RESPONSES, {**BODY, "background": True}).whole()).json()
+        await asyncio.sleep(0.2)
+        first.ownership.drain()
+        assert (await completed(first, begun["id"]))["status"] == "completed"
+
+
 async def test_a_repeated_background_request_is_the_same_response() -> None:
     together = shared(0.02)
     async with Router(together) as first, Router(together) as second:
