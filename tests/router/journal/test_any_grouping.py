@@ -104,12 +104,15 @@ async def test_a_cut_anywhere(answer: int, seed: int) -> None:
 
 
 async def test_calls_have_the_same_ids_after_a_takeover() -> None:
-    together = Shared(FakeCluster(Grouping(ANSWERS[1], 3), gap_s=0.01), model())
-    body = {"messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 300, "tools": [TOOL]}
+    together = Shared(FakeCluster(Grouping(ANSWERS[1], 3), gap_s=0.02), model())
+    body = {"messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 300, "tools": [TOOL], "stream": True}
     async with Router(together) as first, Router(together) as second:
-        before = first.post(CHAT, body, idempotency_key="k")
-        follower = second.post(CHAT, body, idempotency_key="k")
-        answers = [(await each.whole()).json() for each in (before, follower)]
-        calls = [answer["choices"][0]["message"]["tool_calls"] for answer in answers]
-        assert calls[0] == calls[1]
-        assert len({call["id"] for call in calls[0]}) == 2
+        exchange = first.post(CHAT, body, idempotency_key="k")
+        async with asyncio.timeout(10):
+            while b"get_weather" not in exchange.data:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        first.kill()
+        whole = await second.post(CHAT, body, idempotency_key="k").whole()
+        before, after = shown(exchange.events)[0]["calls"], shown(whole.events)[0]["calls"]
+        assert before[0]["id"] == after[0]["id"]
+        assert len({call["id"] for call in after.values()}) == 2

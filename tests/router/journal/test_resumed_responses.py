@@ -69,7 +69,7 @@ async def test_a_response_s_events_go_on_behind_a_number(per_output: int, dies: 
 
 
 async def test_a_background_response_is_completed_by_another_router() -> None:
-    together = shared(0.03)
+    together = shared(0.06)
     async with Router(together) as first, Router(together) as second:
         begun = (await first.post(RESPONSES, {**BODY, "background": True}).whole()).json()
         assert begun["status"] == "in_progress"
