@@ -20,7 +20,7 @@ from kvferry.router.text.text_model import TextModel
 from tests.api_parts import FakeCluster, app_of, demo_text
 from tests.memory_responses import MemoryResponses
 
-LEASE_S = 0.3
+LEASE_S = 0.8
 _DEAD: list[contextlib.AsyncExitStack] = []
 """What killed routers would have done at their end; the garbage collector must not do it either."""
 CHAT = "/v1/chat/completions"
