@@ -39,8 +39,8 @@ def full(drained_s: float) -> Overloaded:
 
 
 def too_late(by_s: float) -> Overloaded:
-    """Return the error for a request that would miss its deadline. by_s: expected seconds from it to first token."""
+    """Return the error for a request that would miss its deadline or target. by_s: by so many seconds."""
     return Overloaded(
-        "the queues are so long that this request would not start before its deadline",
+        "the queues are so long that this request would not start before its deadline or its tenant's target",
         retry_after=min(max(by_s, RETRY_S[0]), RETRY_S[1]),
     )

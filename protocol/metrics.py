@@ -126,6 +126,12 @@ class RouterMetrics:
             ["tenant", "kind"],
             registry=r,
         )
+        self.ttft_targets = Counter(
+            "kvferry_ttft_targets",
+            "Requests of tenants with ttft_ms, by outcome: met, missed, rejected (at once: it would have been missed).",
+            ["tenant", "outcome"],
+            registry=r,
+        )
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
         self.loop = LoopMetrics(r)
         self.journals = JournalMetrics(r)
@@ -138,6 +144,7 @@ class RouterMetrics:
         for status, code in labels.ERROR_ANSWERS:
             self.errors.labels(status, code)
         _exist(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
+        _exist(self.ttft_targets, ("",), ("met", "missed", "rejected"))
 
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of one model."""

@@ -6,6 +6,7 @@ import random
 import secrets
 import time
 from dataclasses import dataclass, field
+from math import inf
 
 CALL = "kvferry.call"
 """Key of the RequestContext in a request's ASGI scope."""
@@ -64,9 +65,11 @@ class RequestContext:
               as the prefix of the request's id on the wire
     arrival   time when the request's head was read
     deadline  time by which its last token must be out
+    first_by  time by which its first token must be out; infinite without a target of the tenant
     tenant    name of the tenant; empty without tenants
     realm     tenant in whose cached blocks it may find prefixes; empty if tenants share prefixes
     priority  lower is served earlier; 0 by default
+    is_patient  nobody waits for its first token, as for a batch's: targets do not concern it
     trace     W3C `traceparent` of the request's span, or the client's if no span is recorded; may be empty
     """
 
@@ -79,3 +82,5 @@ class RequestContext:
     trace: str = ""
     identity: RequestIdentity = field(default_factory=RequestIdentity.new)
     resume: ResumeHeaders = NO_RESUME
+    first_by: float = inf
+    is_patient: bool = False

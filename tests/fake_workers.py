@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Self
 
 import uvicorn
@@ -428,10 +429,12 @@ class Bench:
         return all(entry.idle for entry in self.nodes.entries.values()) and not self.cluster.background_calls.open
 
     def start(
-        self, max_tokens: int = 8, prompt: Sequence[int] = PROMPT, *, deadline_s: float = 600.0, **spec: Any
-    ) -> RequestDispatch:
+        self, max_tokens: int = 8, prompt: Sequence[int] = PROMPT, *, deadline_s: float = 600.0, first_s: float = inf,
+        **spec: Any,
+    ) -> RequestDispatch:  # fmt: skip
         params = SamplingParams(max_tokens=max_tokens, **spec.pop("params", {}))
-        call = RequestContext("r", arrival=(now := time.monotonic()), deadline=now + deadline_s)
+        now = time.monotonic()
+        call = RequestContext("r", arrival=now, deadline=now + deadline_s, first_by=now + first_s)
         return self.cluster.start(RequestSpec(call, "r", tuple(prompt), Generate(params), **spec))
 
     def rungs(self) -> dict[str, int]:

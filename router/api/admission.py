@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
 from kvferry.protocol.metrics import RouterMetrics
@@ -85,10 +87,14 @@ class AdmittedRequest:
         """Take over the context of the request that this one repeats or goes on with."""
         self.call = replace(call, trace=self.call.trace)
 
-    def prefer(self, priority: int | None) -> RequestContext:
-        """Set the request's priority among its tenant's requests and return its context."""
-        if priority:
-            self.call = replace(self.call, priority=priority)
+    def prefer(self, priority: int | None, *, is_patient: bool = False) -> RequestContext:
+        """Set the request's priority among its tenant's requests, and its target; return its context.
+
+        is_patient: no client waits for its first token, so that it has no target."""
+        call, ttft_ms = self.call, self._meter.tenant.ttft_ms
+        first_by = call.arrival + 1e-3 * ttft_ms if ttft_ms and not (is_patient or call.is_patient) else inf
+        if priority or first_by != call.first_by:
+            self.call = replace(call, priority=priority or call.priority, first_by=first_by)
         return self.call
 
     async def turn(self, turns: SchedulerSlots, size: Size) -> Slot:
@@ -109,6 +115,8 @@ class AdmittedRequest:
     def began(self, used: Callable[[], TokenUsage]) -> None:
         """Record the first token; `used` returns the tokens used, now and at the end."""
         self._used = used
+        if self.call.first_by < inf:
+            self._count_target("met" if time.monotonic() <= self.call.first_by else "missed")
         if self._turns and self._turn:
             now = used()
             self._turns.began(self._turn, 1 - now.cached / max(1, now.prompt))
@@ -121,7 +129,12 @@ class AdmittedRequest:
 
     def refused(self, error: KvferryError) -> None:
         """Count the error if the router itself rejects the request."""
+        if isinstance(error, Overloaded) and not isinstance(error, RateLimited) and self.call.first_by < inf:
+            self._count_target("rejected")
         if isinstance(error, RateLimited):
             self._metrics.refused.labels("rate").inc()
         elif isinstance(error, Overloaded) and not self._turn:
             self._metrics.refused.labels("queue" if self._charged else "limit").inc()
+
+    def _count_target(self, outcome: str) -> None:
+        self._metrics.ttft_targets.labels(self.call.tenant, outcome).inc()

@@ -112,7 +112,8 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         chat, size = await self._asked(admitted.call, body, size)
         pool = self._pools.pool(chat.model)
         parsing = chat.parsing(pool.text)
-        specs = await pool.specs(admitted.prefer(chat.priority), chat, size)
+        resumes = journal is not None and journal.is_resumed
+        specs = await pool.specs(admitted.prefer(chat.priority, is_patient=chat.is_patient or resumes), chat, size)
         if chat.use_beam_search:
             generation: Generation = BeamGeneration(pool, specs, chat)
         else:

@@ -13,7 +13,7 @@ from kvferry.protocol.labels import ROLES
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.api.answers import Health, Ready, Targets
-from kvferry.router.api.documentation import answers
+from kvferry.router.api.documentation import answers, errors
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.page.page import chat_page
 from kvferry.router.tenants.keyring import Keyring
@@ -60,7 +60,7 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyr
         "/ready",
         summary="Readiness: Redis has answered and requests are accepted; with nodes=1 also that nodes can serve at "
         "least one model now",
-        responses=answers(Ready, 503),
+        responses={**answers(Ready, 503), **errors(400)},
         openapi_extra={"parameters": [NODES]},
     )
     async def ready(request: Request, response: Response) -> Ready:

@@ -206,8 +206,9 @@ class Runner:
         name = uuid.uuid4().hex
         tenant = self._batch.tenant
         return RequestContext(
-            name, arrival=now, deadline=now + self._row_s, tenant=tenant, realm=self._realm, priority=PRIORITY
-        )
+            name, arrival=now, deadline=now + self._row_s, tenant=tenant, realm=self._realm, priority=PRIORITY,
+            is_patient=True,
+        )  # fmt: skip
 
     async def _write(self, row: Row, answer: dict[str, Any], *, ok: bool) -> None:
         """Write and count a row, even if the caller is cancelled meanwhile."""

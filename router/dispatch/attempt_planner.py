@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import inf
 
 from kvferry.placement.rejections import no_nodes_alike, too_late
 from kvferry.placement.types import Demand, NodeKey, Placement
@@ -63,10 +65,11 @@ class AttemptPlanner:
     def place(self, reuse: Held, left_s: float) -> Placement | None:
         """Place the next attempt; return None if nothing can take it now and it must wait.
 
-        A request that never ran is rejected at once if the cluster would be too late, or if it is full and many
+        A request that never ran is rejected at once if its first token would come too late, or if it is full and many
         requests already wait; one that goes on behind delivered tokens is not. Raises NoNodes, Overloaded and
         ContextLengthExceeded."""
-        demand = self._demand()
+        demand, target_s = self._demand(), self._target_s()
+        left_s = min(left_s, target_s)
         try:
             self._pay()
             placement = self._context.place(demand, reuse, self._groups())
@@ -80,7 +83,7 @@ class AttemptPlanner:
             self._context.held.enter(self, demand.total_len)
             return None
         self._context.held.leave(self)
-        if self._is_new and placement.first_token_s > left_s > 0:
+        if self._is_new and placement.first_token_s > left_s and (left_s > 0 or target_s < inf):
             raise too_late(placement.first_token_s - left_s)
         return placement
 
@@ -173,6 +176,11 @@ class AttemptPlanner:
             adapter=self._spec.adapter,
             modalities=self._spec.media.modalities if self._spec.media else frozenset(),
         )
+
+    def _target_s(self) -> float:
+        """Return the seconds that a new request has until its first token; infinite without a target."""
+        first_by = self._spec.call.first_by
+        return first_by - asyncio.get_running_loop().time() if first_by < inf and self._is_new else inf
 
     def _pay(self) -> None:
         """Spend retry budget if no token is out and no node died; raise Overloaded if the budget is empty."""

@@ -112,8 +112,8 @@ class SchedulerSlots:
     async def take(self, tenant: Tenant, call: RequestContext, size: Size) -> Slot:
         """Wait for a slot and return it; the caller must call `end`, and may call `began` before.
 
-        Raises Overloaded as soon as the slot cannot come before the call's deadline, or if too many of the tenant's
-        requests wait."""
+        Raises Overloaded as soon as the slot cannot come before the call's deadline or its tenant's target, or if too
+        many of the tenant's requests wait."""
         self._flow.came(size.sequences, self._clock())
         turn = self._queue.enter(tenant, size.sequences, size.prompt, size.most_output, call.priority)
         self._deal()
@@ -143,13 +143,14 @@ class SchedulerSlots:
 
     async def _wait(self, turn: Slot, call: RequestContext) -> None:
         now = self._clock()
+        latest = min(call.deadline, call.first_by)
         try:
-            self._check(turn, call.deadline - now)
+            self._check(turn, latest - now)
             coming = asyncio.get_running_loop().create_future()
-            self._waiters[turn] = Waiter(coming, call.deadline)
+            self._waiters[turn] = Waiter(coming, latest)
             self._note()
             try:
-                async with asyncio.timeout(max(0.0, call.deadline - now)):
+                async with asyncio.timeout(max(0.0, latest - now)):
                     await coming
             except TimeoutError:
                 raise self._hopeless(self._ahead_s(turn)) from None
@@ -176,7 +177,7 @@ class SchedulerSlots:
     def _hopeless(self, again_s: float) -> Overloaded:
         queued = len(self._waiters)
         return Overloaded(
-            f"{queued} requests are queued; this one would not start before its deadline",
+            f"{queued} requests are queued; this one would not start before its deadline or its tenant's target",
             retry_after=max(1.0, again_s),
         )
 

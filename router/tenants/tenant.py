@@ -18,6 +18,7 @@ class Tenant:
     concurrent           generating requests in progress
     priority             class; higher numbers wait as long as a tenant of a lower number waits
     share                weight in the fair queue among tenants of its class
+    ttft_ms              target of the time to first token in milliseconds, for requests whose client waits; 0: none
     """
 
     name: str
@@ -26,6 +27,7 @@ class Tenant:
     concurrent: int = 0
     priority: int = 0
     share: float = 1.0
+    ttft_ms: int = 0
 
 
 NOBODY = Tenant("")

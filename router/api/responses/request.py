@@ -36,6 +36,11 @@ class ResponsesChat(TranslatedChat):
         "tool_choice": "tool_choice",
     })  # fmt: skip
 
+    @property
+    def is_patient(self) -> bool:
+        """Return whether the response is generated in the background."""
+        return bool(self.asked.body.background)
+
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:

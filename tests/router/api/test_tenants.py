@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,37 @@ def test_the_openai_client_sees_its_limits(tmp_path: Path) -> None:
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model="SmolLM2-135M-Instruct", prompt="a")
         assert caught.value.code == "rate_limit_exceeded"
+
+
+async def test_a_target_is_met_or_missed_and_concerns_only_clients_that_wait(tmp_path: Path) -> None:
+    cluster = FakeCluster(says("x"))
+    api = Api(cluster, api_keys=keys_file(tmp_path, a="ttft_ms = 60000", b="ttft_ms = 1"))
+
+    def count(tenant: str, outcome: str) -> float:
+        return api.sample("kvferry_ttft_targets_total", tenant=tenant, outcome=outcome) or 0.0
+
+    assert (await ask(api, "a")).status_code == 200
+    assert (count("a", "met"), count("a", "missed")) == (1, 0)
+    call = cluster.dispatches[-1].spec.call
+    assert call.first_by - call.arrival == pytest.approx(60.0)
+    cluster.gap_s = 0.05
+    assert (await ask(api, "b", stream=True)).status_code == 200
+    assert (count("b", "met"), count("b", "missed")) == (0, 1)
+    assert (await ask(api, "b", service_tier="flex")).status_code == 200
+    assert cluster.dispatches[-1].spec.call.first_by == inf
+    assert count("b", "missed") == 1
+    wrong = await ask(api, "b", service_tier="gold")
+    assert (wrong.status_code, error_of(wrong)["param"]) == (400, "service_tier")
+
+
+async def test_a_request_that_cannot_meet_its_target_is_rejected_and_counted(tmp_path: Path) -> None:
+    cluster = FakeCluster(says("x"), gap_s=2.0)
+    cluster.takes = Capacity(1, 1e9)
+    api = Api(cluster, api_keys=keys_file(tmp_path, b="ttft_ms = 100"))
+    first = asyncio.create_task(ask(api, "b", service_tier="flex"))
+    await until(lambda: cluster.dispatches)
+    late = await ask(api, "b")
+    assert (late.status_code, error_of(late)["code"]) == (429, "overloaded")
+    assert int(late.headers["retry-after"]) >= 1
+    assert api.sample("kvferry_ttft_targets_total", tenant="b", outcome="rejected") == 1
+    assert (await first).status_code == 200

@@ -12,6 +12,7 @@ import kvferry.router.dispatch.dispatch
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.lease import Load, Rates
 from kvferry.protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.router.dispatch.interface import Delivered
 from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.dispatch.timers import Timer, Timers
 from tests.fake_workers import (
@@ -155,6 +156,19 @@ async def test_what_would_begin_after_its_deadline_is_refused_at_once() -> None:
         assert asyncio.get_running_loop().time() - began < 1
         assert caught.value.retry_after == 30.0
         assert ids(await collect(bench.start(6, deadline_s=100))) == expected(PROMPT, 6)
+
+
+@pytest.mark.parametrize("first_s", [-1.0, 20.0])
+async def test_what_would_miss_its_target_is_refused_at_once_and_what_has_begun_is_not(first_s: float) -> None:
+    busy = Load(waiting_tokens=5000, free_blocks=1000, total_blocks=1000)
+    slow = {"load": busy, "rates": Rates(prefill_tokens_per_s=100.0)}
+    async with Bench([prefill(changes=slow), decode(changes=slow)]) as bench:
+        with pytest.raises(Overloaded, match="target") as caught:
+            await collect(bench.start(6, first_s=first_s))
+        assert caught.value.retry_after == 30.0
+        begun = Delivered(tuple(expected(PROMPT, 6)[:2]))
+        assert ids(await collect(bench.start(6, first_s=first_s, delivered=begun))) == expected(PROMPT, 6)[2:]
+        assert ids(await collect(bench.start(6, first_s=100))) == expected(PROMPT, 6)
 
 
 async def test_what_was_late_and_got_on_is_late_no_more() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from math import inf
+from typing import Any
 
 import pytest
 
@@ -20,9 +22,9 @@ A, B = Tenant("a"), Tenant("b")
 SIZE = Size(1, 100, 10)
 
 
-def call(seconds: float = 60.0, priority: int = 0) -> RequestContext:
+def call(seconds: float = 60.0, priority: int = 0, first_s: float = inf) -> RequestContext:
     now = time.monotonic()
-    return RequestContext("c", arrival=now, deadline=now + seconds, priority=priority)
+    return RequestContext("c", arrival=now, deadline=now + seconds, priority=priority, first_by=now + first_s)
 
 
 class Queue:
@@ -111,11 +113,12 @@ async def test_the_queue_of_a_tenant_is_bounded_and_another_s_is_its_own() -> No
     queue.turns.end(first, 0, 0)
 
 
-async def test_a_deadline_that_passes_in_the_queue_is_a_429() -> None:
+@pytest.mark.parametrize("bound", [{"seconds": 0.05}, {"first_s": 0.05}])
+async def test_a_deadline_or_target_that_passes_in_the_queue_is_a_429(bound: dict[str, Any]) -> None:
     queue = Queue(1, shared=True)
     await queue.turns.take(A, call(), SIZE)
-    with pytest.raises(Overloaded, match="deadline"):
-        await queue.turns.take(A, call(0.05), SIZE)
+    with pytest.raises(Overloaded, match="its deadline or its tenant's target"):
+        await queue.turns.take(A, call(**bound), SIZE)
     assert queue.waiting() == 0
 
 
