@@ -5,7 +5,7 @@ Unknown fields are ignored. Each body class defines what differs between the API
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field, StrictBool
 
@@ -26,9 +26,9 @@ from kvferry.router.api.bodies.fields import (
     StreamOptions,
     Top,
     has_part,
-    told,
 )
 from kvferry.router.api.bodies.request_body import RequestBody
+from kvferry.router.api.bodies.service_tier import TierFields
 from kvferry.router.api.bodies.structured import Asked, StructuredFields
 from kvferry.router.api.bodies.tools import ToolFields, ToolUse, bounded, parsing
 from kvferry.router.api.bodies.unsupported_fields import (
@@ -53,7 +53,7 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnsupportedFields, RequestBody):
+class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, TierFields, UnsupportedFields, RequestBody):
     """Body fields that chat and completions share; None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
@@ -76,18 +76,6 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, Unsupported
     priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: CacheSalt | None = None
     store: StrictBool | None = None
-    service_tier: (
-        Annotated[
-            Literal["auto", "default", "flex", "priority", "scale"],
-            told("must be auto, default, flex, priority or scale"),
-        ]
-        | None
-    ) = None
-
-    @property
-    def is_patient(self) -> bool:
-        """Return whether nobody waits for the first token, so that the tenant's targets do not concern the request."""
-        return self.service_tier == "flex"
 
     def check(self) -> None:
         """Raise InvalidRequest for fields that exclude each other."""
