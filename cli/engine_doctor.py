@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Iterator
 
 from kvferry.cli.doctor import Check, Result, port, redis
-from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts
+from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta, EngineFacts
 from kvferry.engine_adapter.main import engine_client
 from kvferry.engine_adapter.measured_pooling import measured_pooling
+from kvferry.engine_adapter.node_loading import require_elastic
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import ServeSettings
@@ -58,8 +59,10 @@ async def check_engine(settings: ServeSettings, url: str) -> Result:
             raise ConfigError(f"{error.message}; start it, or correct the URL and --engine") from error
         found = f"{url} is {facts.kind} {facts.version} with {facts.model}, blocks of {facts.block_size} tokens"
         if facts.kv_role:
-            remedy = f"start kvferry adapt --engine {kind} --role {facts.kv_role} beside it, not serve"
-            return Result("warn", "engine", f"{found}: it has the {facts.kv_role} half of the work alone", remedy)
+            return await _half(settings, engine, facts, found)
+        if settings.elastic:
+            remedy = "start SGLang with --disaggregation-mode and --enable-pd-role-switch, or leave out --elastic"
+            return Result("fail", "engine", f"{found}: it cannot change between prefill and decode", remedy)
         deltas: list[EngineDelta] = []
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         try:
@@ -77,6 +80,20 @@ async def check_engine(settings: ServeSettings, url: str) -> Result:
         return Result("ok", "engine", found)
     finally:
         await engine.close()
+
+
+async def _half(settings: ServeSettings, engine: Engine, facts: EngineFacts, found: str) -> Result:
+    """Return the result for an engine that has one half of the work, and may change to the other one."""
+    found += f": it has the {facts.kv_role} half of the work alone"
+    remedy = f"start kvferry adapt --engine {facts.kind} --role {facts.kv_role} beside it, not serve"
+    try:
+        await require_elastic(engine, facts.kv_role, 0.0)
+    except ConfigError as error:
+        if settings.elastic:
+            return Result("fail", "engine", f"{found}: {error.message}", "start SGLang with --enable-pd-role-switch")
+        return Result("warn", "engine", f"{found}, and cannot change it", f"{remedy}; for --elastic, start SGLang with "
+                      "--enable-pd-role-switch")  # fmt: skip
+    return Result("warn", "engine", f"{found}, and can change it", f"{remedy}; add --elastic if it may change")
 
 
 def _missing(

@@ -66,6 +66,11 @@ def checked_engines(settings: ServeSettings) -> ServeSettings:
         raise ConfigError("--attach needs --engine: vllm, sglang, llamacpp or openai", param="engine")
     if not settings.attach and settings.engine == "openai":
         raise ConfigError("--engine openai needs --attach with the server's URL", param="attach")
+    if settings.elastic:
+        raise ConfigError(
+            "--elastic of other engines is for adapters that are started alone: kvferry adapt --engine sglang --elastic",
+            param="elastic",
+        )
     prefill = settings.prefill_engines
     if prefill and (settings.engine != "vllm" or settings.kv_transfer == "none"):
         raise ConfigError("--prefill-engines needs --engine vllm and NIXL", param="prefill_engines")

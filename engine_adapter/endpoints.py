@@ -27,28 +27,30 @@ class Endpoints:
     def __init__(self, node_id: str, state: Callable[[], NodeState | None], draining: Callable[[], bool]) -> None:
         self._node_id, self._state, self._draining = node_id, state, draining
 
-    def mount(self, app: FastAPI, role: str) -> None:
-        """Add the endpoints of a role."""
-        if role == "prefill":
-            app.post("/attempts/prefill")(self.post_prefill)
-        else:
-            app.post("/attempts/generate", status_code=202)(self.post_generate)
-            app.post(OFFER_PATH)(self.post_offer)
-            app.post(HANDOVER_PATH)(self.post_handover)
+    def mount(self, app: FastAPI) -> None:
+        """Add the endpoints of both roles, as an elastic node has the one and then the other."""
+        app.post("/attempts/prefill")(self.post_prefill)
+        app.post("/attempts/generate", status_code=202)(self.post_generate)
+        app.post(OFFER_PATH)(self.post_offer)
+        app.post(HANDOVER_PATH)(self.post_handover)
+        app.get("/streams/{router_id}")(self.get_stream)
+        app.post("/streams/{router_id}/seen", status_code=202)(self.post_seen)
         app.post("/attempts/cancel", status_code=202)(self.post_cancel)
 
     async def post_generate(self, request: Request) -> None:
         """Begin an attempt; its output goes to the router's stream."""
         job = await read_job(request)
         attempts = self._ready().attempts
-        assert isinstance(attempts, Attempts)
+        if not isinstance(attempts, Attempts):
+            raise Draining(f"{self._node_id} is a prefill node now")
         attempts.start(job)
 
     async def post_prefill(self, request: Request) -> Response:
         """Begin an attempt; the response streams FirstToken, then ShipDone or AttemptFailed."""
         message = await read_message(request, PrefillRequest)
         attempts = self._ready().attempts
-        assert isinstance(attempts, PrefillAttempts)
+        if not isinstance(attempts, PrefillAttempts):
+            raise Draining(f"{self._node_id} is a decode node now")
         attempt = attempts.start(message)
         return MessageStreamResponse(attempt.messages(), on_close=lambda: attempts.abandon(attempt))
 
@@ -72,6 +74,14 @@ class Endpoints:
             raise
         return Response(pack(left), media_type=MEDIA_TYPE)
 
+    async def get_stream(self, router_id: str, epoch: int, after: int | None = None) -> Response:
+        """Serve the standing token stream of a router, of the node's current epoch."""
+        return await self._loaded().streams.get_stream(router_id, epoch, after)
+
+    async def post_seen(self, router_id: str, request: Request) -> None:
+        """Handle a router's acknowledgement of frames."""
+        await self._loaded().streams.post_seen(router_id, request)
+
     async def post_cancel(self, request: Request) -> None:
         """Drop all attempts of a request up to the given one."""
         self._drop(await read_message(request, CancelRequest))
@@ -79,6 +89,11 @@ class Endpoints:
     def _drop(self, cancel: CancelRequest) -> None:
         if (state := self._state()) is not None:
             state.attempts.cancel(cancel)
+
+    def _loaded(self) -> NodeState:
+        if (state := self._state()) is None:
+            raise Draining(f"{self._node_id} has no engine yet")
+        return state
 
     def _ready(self) -> NodeState:
         state = self._state()

@@ -137,7 +137,7 @@ class Engine(Protocol):
         ...
 
     async def facts(self) -> EngineFacts:
-        """Return what the engine says about itself; it may change only with `process`."""
+        """Return what the engine says about itself; it may change only with `process`, or a role."""
         ...
 
     async def health(self) -> None:
@@ -188,4 +188,16 @@ class RoomEngine(Engine, Protocol):
         """Compute the prompt of a call that names a room, and its first token; return once the blocks are fetched.
 
         Raises what `generate` raises. If it is cancelled or fails, both servers give the room up."""
+        ...
+
+
+@runtime_checkable
+class ElasticEngine(RoomEngine, Protocol):
+    """Client of an engine with half of the work that can change to the other half, without a new process."""
+
+    async def switch_role(self, role: str, graphs_gb: float = 0.0) -> None:
+        """Make the engine a prefill or decode engine; nothing changes if it is one, but it refuses all the same.
+
+        graphs_gb: GB of GPU memory for a decode engine's CUDA graphs; 0: the engine knows. Raises what other calls
+        raise, and Overloaded while requests run there. After other errors the engine may have either role, or none."""
         ...

@@ -42,8 +42,13 @@ class EngineWatch:
     def _silent_s(self) -> float:
         return time.monotonic() - max(self._answered_at, self._heard_at())
 
+    def hears(self, heard_at: Callable[[], float]) -> None:
+        """Ask this from now on when output came last."""
+        self._heard_at = heard_at
+
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch, also after a stop."""
+        self._answered_at = time.monotonic()
         self._task = asyncio.create_task(self._watch(), name="engine-watch")
 
     def stop(self) -> None:

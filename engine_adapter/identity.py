@@ -16,6 +16,18 @@ def model_name(facts: EngineFacts) -> str:
     return PurePath(facts.model).name or facts.model
 
 
+def first_role(facts: EngineFacts, role: str, *, elastic: bool) -> str:
+    """Return the role in which a node joins that was started as `role`.
+
+    An elastic one takes its engine's current role, which outlives an adapter. Raises ConfigError if it cannot."""
+    if elastic and not facts.kv_role:
+        raise ConfigError("an elastic node needs SGLang with --disaggregation-mode prefill or decode, and "
+                          "--enable-pd-role-switch", param="elastic")  # fmt: skip
+    role = facts.kv_role if elastic else role
+    require_role(facts, role)
+    return role
+
+
 def require_role(facts: EngineFacts, role: str) -> None:
     """Raise ConfigError if an engine that has half of the work, or all of it, cannot serve as a node of this role."""
     if facts.kv_role and facts.kv_role != role:

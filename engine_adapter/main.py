@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from kvferry.engine_adapter.api_key import ApiKey
-from kvferry.engine_adapter.engine import Engine
+from kvferry.engine_adapter.engine import ElasticEngine, Engine
 from kvferry.engine_adapter.engines.llamacpp import LlamaCppEngine
 from kvferry.engine_adapter.engines.openai import OpenaiEngine
 from kvferry.engine_adapter.engines.sglang import SglangEngine
@@ -32,9 +32,13 @@ async def serve_adapter(settings: AdapterSettings) -> None:
     If the engine ends, the process ends with exit status 1 at once: to routers its node has died."""
     if settings.role == "prefill" and (settings.engine not in ("vllm", "sglang") or settings.kv_transfer == "none"):
         raise ConfigError("only vLLM's and SGLang's prompts can be computed for another engine", param="role")
+    engine = engine_client(settings.engine, settings.url, settings, settings.tokenizer)
+    if settings.elastic and not isinstance(engine, ElasticEngine):
+        raise ConfigError(
+            f"{settings.engine} cannot change between prefill and decode; only SGLang can", param="elastic"
+        )
     stop = StopSignal()
     stop.listen()
-    engine = engine_client(settings.engine, settings.url, settings, settings.tokenizer)
     if not await AdapterNode(settings, engine).run(stop):
         logging.shutdown()
         os._exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,6 +57,7 @@ class ContinuedStreams:
 class NodeState:
     """Parts of an adapter that has found its engine.
 
+    settings: with the role that the node has now. role_at: when it took it, in monotonic seconds; 0: at its start.
     mirroring: None for an engine without KV events. handovers: None for one that fetches no blocks from others.
     pooled_by: see `PoolingWork`."""
 
@@ -76,6 +78,7 @@ class NodeState:
     modalities: tuple[str, ...] = ()
     pooling: MeasuredPooling = NO_POOLING
     pooled_by: str = ""
+    role_at: float = 0.0
 
     def __post_init__(self) -> None:
         told, known = self.settings.kv_transfer, self.facts.kv_transfer
@@ -159,6 +162,24 @@ class NodeState:
             total_blocks=total,
         )
 
+    @property
+    def pressure(self) -> float:
+        """Return how many decode nodes the engine's requests would fill; 0 for a prefill node.
+
+        An engine does not tell how long its queue waits, so each waiting request counts in full."""
+        if self.settings.role != "decode":
+            return 0.0
+        return decode_pressure(self.load, self.facts.max_num_seqs or ASSUMED_SEQS, latency=0.0, waits_s=WAIT_S)
+
+    async def end(self) -> None:
+        """End what this node does in its role: canaries, mirror, lease and token streams. The watch goes on."""
+        if self.canary is not None:
+            self.canary.stop()
+        if self.mirroring is not None:
+            await self.mirroring.stop()
+        await self.membership.leave()
+        self.streams.stop()
+
     def lease(self) -> NodeLease:
         """Return the node's current lease."""
         facts = self.facts
@@ -184,6 +205,9 @@ class NodeState:
             engine_url=self.settings.url,
             guarantees=self.guarantees,
             modalities=self.modalities,
+            elastic=self.settings.elastic,
+            role_s=max(1e-3, time.monotonic() - self.role_at) if self.role_at else 0.0,
+            pressure=self.pressure,
         )
 
     def set_gauges(self, metrics: WorkerMetrics, of_engine: AdapterMetrics) -> None:
@@ -195,9 +219,7 @@ class NodeState:
             of_engine.pinned_blocks.set(self.attempts.pinned.blocks)
             of_engine.pinned_prompts.set(self.attempts.pinned.prompts)
         load = self.load
-        # An engine does not tell how long its queue waits, so each waiting request counts in full.
-        seats = self.facts.max_num_seqs or ASSUMED_SEQS
-        metrics.scaling.decode_pressure.set(decode_pressure(load, seats, latency=0.0, waits_s=WAIT_S))
+        metrics.scaling.decode_pressure.set(self.pressure)
         metrics.requests_waiting.set(load.waiting_requests)
         metrics.waiting_tokens.set(load.waiting_tokens)
         metrics.requests_running.set(load.running_requests)

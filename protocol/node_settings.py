@@ -76,6 +76,11 @@ class AdapterSettings(NodeSettings, EngineSettings):
     )
     kv_events: str = setting("", "ZeroMQ address of the engine's KV events; default: as the engine says")
     kv_events_replay: str = setting("", "ZeroMQ address that replays KV events; default: as the engine says")
+    decode_graphs_gb: float = setting(
+        0.0,
+        "GB of GPU memory that an elastic engine needs for CUDA graphs before it decodes; 0: as the engine says",
+        least=0,
+    )
     canary_rate: float = setting(
         0.0,
         "share of transferred prompts that a decode engine computes itself to compare tokens, 0 to 1; 0: none",

@@ -14,6 +14,7 @@ from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts, 
 from kvferry.engine_adapter.engines.addresses import reachable
 from kvferry.engine_adapter.engines.listed_vectors import SglangPooling
 from kvferry.engine_adapter.engines.sampling import common_sampling
+from kvferry.engine_adapter.engines.sglang_roles import switch_role
 from kvferry.engine_adapter.engines.sglang_rooms import Rooms
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.prometheus_text import value
@@ -30,7 +31,7 @@ UNSUPPORTED = ("bad_words", "allowed_token_ids", "prompt_logprobs")
 
 
 class SglangEngine:
-    """Client of one SGLang server. Implements `engine.Engine`."""
+    """Client of one SGLang server. Implements `engine.RoomEngine` and `engine.ElasticEngine`."""
 
     media = None
 
@@ -138,6 +139,10 @@ class SglangEngine:
                 raise StepFailed("the engine's answer to a prompt has no token")
             logprobs = _logprobs(meta, 0, len(tokens), call.params)
             return EngineDelta(tokens, logprobs, reason or "length", meta.get("cached_tokens"))
+
+    async def switch_role(self, role: str, graphs_gb: float = 0.0) -> None:
+        """Make the server a prefill or decode server (`ElasticEngine`)."""
+        await switch_role(self._http, role, graphs_gb)
 
     @asynccontextmanager
     async def _leaving(self, call: EngineCall) -> AsyncIterator[None]:

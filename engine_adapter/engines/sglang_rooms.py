@@ -9,6 +9,7 @@ import json
 import secrets
 from typing import Any
 
+from kvferry.engine_adapter.engines.sglang_roles import current_mode
 from kvferry.protocol.errors import ConfigError
 
 MODES = ("prefill", "decode")
@@ -25,7 +26,7 @@ class Rooms:
     """Rooms of one server. mode: of MODES; empty: the server works alone."""
 
     def __init__(self, told: dict[str, Any]) -> None:
-        mode = str(told.get("disaggregation_mode") or "null")
+        mode = current_mode(told)
         self.mode = mode if mode in MODES else ""
         self._port = int(told.get("disaggregation_bootstrap_port") or DEFAULT_PORT)
 

@@ -24,6 +24,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from kvferry.runtime.disconnect import disconnected
+from tests.engine_adapter.mock_role_switch import RoleSwitch
 
 LEAST_ID, IDS = 1000, 20_000
 NOBODY = "2.2.2.2"
@@ -33,7 +34,7 @@ LATE_S = 20.0
 
 @dataclasses.dataclass
 class Behaviour:
-    """mode: null, prefill or decode. prefill_s, step_s: seconds per prompt and output token. late_s: until the room's
+    """mode: null, prefill or decode. switch: see `mock_role_switch`. prefill_s, step_s: seconds per prompt and output token. late_s: until the room's
     bootstrap answers. fault: "", fails (each leg is aborted), dies (in the room), hangs (the leg never ends), wrong
     (its first token is another one)."""
 
@@ -42,6 +43,7 @@ class Behaviour:
     step_s: float = 0.0
     late_s: float = 0.0
     fault: str = ""
+    switch: str = "off"
 
 
 def toy_token(tokens: list[int], params: dict[str, Any]) -> int:
@@ -114,6 +116,9 @@ def meta(count: int, reason: dict[str, Any] | None) -> dict[str, Any]:
 
 def app_of(server: Server) -> FastAPI:
     app, behaviour, began = FastAPI(), server.behaviour, time.time()
+    launched = behaviour.mode
+    roles = RoleSwitch(behaviour, lambda: server.running)
+    roles.mount(app)
 
     @app.get("/health")
     async def health() -> Response:
@@ -123,7 +128,8 @@ def app_of(server: Server) -> FastAPI:
     async def info() -> dict[str, Any]:
         return {
             "version": "0.5.23", "model_path": "/models/toy", "page_size": 16, "max_total_num_tokens": 65536,
-            "context_length": 4096, "disaggregation_mode": behaviour.mode, "disaggregation_bootstrap_port": server.port,
+            "context_length": 4096, "disaggregation_mode": launched, "disaggregation_bootstrap_port": server.port,
+            "internal_states": [{"disaggregation_mode": behaviour.mode}],
         }  # fmt: skip
 
     @app.get("/v1/models")
@@ -145,7 +151,8 @@ def app_of(server: Server) -> FastAPI:
     async def change(request: Request) -> dict[str, Any]:
         for name, value in (await request.json()).items():
             setattr(behaviour, name, value)
-        return {"asked": server.asked, "aborted": server.aborted, "running": server.running, "dangers": server.dangers}
+        return {"asked": server.asked, "aborted": server.aborted, "running": server.running, "dangers": server.dangers,
+                "mode": behaviour.mode, "switched": roles.switched}  # fmt: skip
 
     @app.post("/abort_request")
     async def abort(request: Request) -> Response:

@@ -1,0 +1,135 @@
+"""States of an adapter: how it waits for its engine, and what it makes of it when it starts or takes another role."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.engine_adapter.engine import ElasticEngine, Engine, EngineFacts
+from kvferry.engine_adapter.engine_watch import EngineWatch
+from kvferry.engine_adapter.identity import first_role
+from kvferry.engine_adapter.measured_engine import measured_engine
+from kvferry.engine_adapter.measured_guarantees import Measurement
+from kvferry.engine_adapter.node_parts import NodeParts
+from kvferry.engine_adapter.node_state import NodeState
+from kvferry.engine_adapter.pooling_work import pooling_of
+from kvferry.protocol.adapter_metrics import AdapterMetrics
+from kvferry.protocol.errors import ConfigError, KvferryError, NodeDied, NodeLost, RegistryUnavailable
+from kvferry.protocol.messages import Pulse
+from kvferry.protocol.node_settings import AdapterSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
+from kvferry.runtime.suspend_aware_clock import LoopClock
+from kvferry.worker.address import NodeAddress
+from kvferry.worker.membership import Membership, new_epoch
+from kvferry.worker.streams import RouterStreams
+
+log = logging.getLogger("kvferry.adapter")
+
+LOOK_S = 0.5
+"""Seconds between two looks for an engine that is not ready yet."""
+
+
+@dataclass
+class NodeLoading:
+    """Makes the states of one node, each with an epoch of its own. draining: returns whether it takes no new work.
+
+    adapter_metrics: of the current state, as its role is a label of all metrics."""
+
+    settings: AdapterSettings
+    engine: Engine
+    store: RedisStore
+    address: NodeAddress
+    metrics: WorkerMetrics
+    clock: LoopClock
+    draining: Callable[[], bool]
+    adapter_metrics: AdapterMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.adapter_metrics = AdapterMetrics(self.metrics.registry)
+
+    async def first(self) -> NodeState:
+        """Wait for the engine and return the node's first state. Raises ConfigError if the engine cannot be used."""
+        facts = await self._ready_facts()
+        role = first_role(facts, self.settings.role, elastic=self.settings.elastic)
+        if self.settings.elastic:
+            await require_elastic(self.engine, role, self.settings.decode_graphs_gb)
+        with contextlib.suppress(RegistryUnavailable):
+            await self.store.check()
+        watch = EngineWatch(self.engine, facts.process)
+        state = await self._state(facts, role, watch)
+        watch.start()
+        return state
+
+    async def next(self, before: NodeState, role: str) -> NodeState:
+        """Return the state of a node whose engine has changed its role; that before must have ended."""
+        state = await self._state(await self.engine.facts(), role, before.watch)
+        state.role_at, state.continued = time.monotonic(), before.continued
+        return state
+
+    async def _state(self, facts: EngineFacts, role: str, watch: EngineWatch) -> NodeState:
+        """Measure the engine and take an epoch."""
+        settings = replace(self.settings, role=role)
+        media = settings.engine_modalities == "auto"
+        measured = await measured_engine(self.engine, exact=facts.exact, media=media, kv_role=facts.kv_role)
+        guarantees = measured.guarantees + measured.pooling.guarantees
+        if role == "prefill":
+            await Measurement(self.engine).transfer()
+        epoch = await new_epoch(self.store, self.address.node_id)
+        if settings.accept_inexact:
+            guarantees = tuple(dict.fromkeys((*guarantees, "greedy_resume", "seeded_resume")))
+        state = NodeState(settings, self.address, facts, guarantees, epoch, watch)
+        state.modalities, state.pooling, state.draining = measured.modalities, measured.pooling, self.draining
+        state.streams = RouterStreams(
+            epoch, lambda: Pulse(engine_s=watch.still_s), lambda router: state.attempts.router_lost(router), self.clock
+        )
+        if "embed" in measured.pooling.tasks:
+            state.pooled_by = await asyncio.to_thread(pooling_of, facts.model, settings.engine_pooling)
+        if role != self.metrics.role:
+            self.metrics.count_as(role)
+            self.adapter_metrics = AdapterMetrics(self.metrics.registry)
+        parts = NodeParts(state, self.engine, self.metrics, self.adapter_metrics, self.address.secrets.token)
+        state.attempts = parts.prefill_attempts(self.clock) if role == "prefill" else parts.decode_attempts()
+        state.attempts.rates.rates = measured.rates
+        watch.hears(lambda: state.attempts.heard_at)
+        state.membership = Membership(self.store, state.lease, state.rows, self.metrics)
+        state.follow_events()
+        self.metrics.registry.model_name = state.served_names[0]
+        return state
+
+    async def _ready_facts(self) -> EngineFacts:
+        """Return the engine's facts once it answers and is well. Raises ConfigError if it is not ready in time."""
+        deadline, told = time.monotonic() + self.settings.engine_timeout, ""
+        while True:
+            try:
+                await self.engine.health()
+                return await self.engine.facts()
+            except ConfigError:
+                raise
+            except KvferryError as error:
+                if error.message != told:
+                    log.info("waiting for the engine: %s", error)
+                told = error.message
+            if time.monotonic() > deadline:
+                raise ConfigError(f"the engine was not ready in {self.settings.engine_timeout:g} s: {told}")
+            await asyncio.sleep(LOOK_S)
+
+
+async def require_elastic(engine: Engine, role: str, graphs_gb: float) -> None:
+    """Raise ConfigError unless the engine, which has this role, can change it."""
+    if not isinstance(engine, ElasticEngine):
+        raise ConfigError("this engine cannot change between prefill and decode; SGLang can", param="elastic")
+    try:
+        await engine.switch_role(role, graphs_gb)
+    except (NodeDied, NodeLost):
+        raise
+    except KvferryError as error:
+        raise ConfigError(
+            f"the engine cannot change between prefill and decode ({error.message}): start SGLang with "
+            "--enable-pd-role-switch, or the adapter without --elastic",
+            param="elastic",
+        ) from error
