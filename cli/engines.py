@@ -68,7 +68,7 @@ def checked_engines(settings: ServeSettings) -> ServeSettings:
         raise ConfigError("--engine openai needs --attach with the server's URL", param="attach")
     if settings.elastic:
         raise ConfigError(
-            "--elastic of other engines is for adapters that are started alone: kvferry adapt --engine sglang --elastic",
+            "other engines are elastic only with adapters started alone: kvferry adapt --engine sglang --elastic",
             param="elastic",
         )
     prefill = settings.prefill_engines

@@ -12,7 +12,8 @@ from fastapi.responses import JSONResponse
 
 class Switching(Protocol):
     """How a mock switches. switch: on; off (started without the flag); absent (an old release); full (no memory for
-    graphs); breaks (the change fails half way); hangs (the change is done, but its answer comes late)."""
+    graphs); breaks (the change fails half way); hangs (the next change is done, but its answer comes late); lies
+    (says that it changed)."""
 
     mode: str
     switch: str
@@ -38,10 +39,11 @@ class RoleSwitch:
         body = await request.json()
         self.asked.append(body)
         old, new = self._behaviour.mode, body["new_role"]
-        if (why := self._refusal(old, new)) is None and new != old:
+        if (why := self._refusal(old, new)) is None and new != old and self._behaviour.switch != "lies":
             self._behaviour.mode = new
             self.switched.append(new)
             if self._behaviour.switch == "hangs":
+                self._behaviour.switch = "on"
                 await asyncio.sleep(LATE_S)
         told = {"success": why is None, "message": why or "ok", "old_role": old, "new_role": new,
                 "safe_to_restore": why is not None and not self.broken}  # fmt: skip

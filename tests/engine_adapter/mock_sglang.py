@@ -34,7 +34,9 @@ LATE_S = 20.0
 
 @dataclasses.dataclass
 class Behaviour:
-    """mode: null, prefill or decode. switch: see `mock_role_switch`. prefill_s, step_s: seconds per prompt and output token. late_s: until the room's
+    """mode: null, prefill or decode. switch: see `mock_role_switch`.
+
+    prefill_s, step_s: seconds per prompt and output token. late_s: until the room's
     bootstrap answers. fault: "", fails (each leg is aborted), dies (in the room), hangs (the leg never ends), wrong
     (its first token is another one)."""
 

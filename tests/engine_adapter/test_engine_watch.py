@@ -36,6 +36,24 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine_watch, name, seconds)
 
 
+async def test_a_watch_that_was_stopped_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic engine is not asked while it changes its role, and its silence of that time does not count."""
+    engine: Any = SilentEngine(None)
+    watch = EngineWatch(engine, "1")
+    watch.start()
+    await until(lambda: engine.checks > 2)
+    watch.stop()
+    await asyncio.sleep(0.05)
+    before = engine.checks
+    engine.error = NodeLost("it does not answer")
+    await asyncio.sleep(0.4)
+    assert engine.checks == before
+    watch.start()
+    await until(lambda: engine.checks > before)
+    assert not watch.fault, "it was silent for 0.4 s, while nobody asked"
+    await until(lambda: bool(watch.fault))
+
+
 async def watched(engine: Any, heard_at: Any = lambda: 0.0) -> EngineWatch:
     watch = EngineWatch(engine, "1", heard_at)
     watch.start()

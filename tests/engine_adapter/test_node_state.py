@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +13,7 @@ from kvferry.engine_adapter.engine import EngineCall, EngineFacts, EngineLoad
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.protocol.adapter_metrics import AdapterMetrics
+from kvferry.protocol.lease import Rates
 from kvferry.protocol.messages import Job
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.sampling import SamplingParams
@@ -102,3 +105,19 @@ def test_decode_pressure_is_that_of_the_engine(load: EngineLoad, expected: float
     made = state()
     made.watch.load = load
     assert Exported().of(made)["kvferry_decode_pressure", "decode"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("role", "pressure"), [("decode", 0.5), ("prefill", 0.0)])
+def test_the_lease_of_an_elastic_node_says_what_rebalancing_needs(role: str, pressure: float) -> None:
+    made = state()
+    made.settings = replace(made.settings, role=role, elastic=True)
+    made.address = cast("Any", SimpleNamespace(node_id="n", url="http://n"))
+    made.attempts.rates = cast("Any", SimpleNamespace(rates=Rates()))
+    made.draining = lambda: False
+    made.watch.load = EngineLoad(running_requests=4)
+    lease = made.lease()
+    assert (lease.role, lease.elastic, lease.role_s, lease.pressure) == (role, True, 0.0, pressure)
+    made.role_at = time.monotonic() - 7
+    assert made.lease().role_s == pytest.approx(7, abs=1)
+    made.settings = replace(made.settings, elastic=False)
+    assert not made.lease().elastic
