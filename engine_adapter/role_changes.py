@@ -140,13 +140,14 @@ class RoleChanges:
             state.watch.end(kept)
         finally:
             self._task = None
-            if kept:
+            if kept and not state.watch.fault:
                 self._node.drains(False)
                 state.membership.stay()
-        self._refused = time.monotonic(), kept
-        self._metrics.role_changes["kept"].inc()
-        log.warning("it stays a %s node: %s", state.settings.role, kept)
-        await state.membership.announce()
+        if not state.watch.fault:  # else the node ends
+            self._refused = time.monotonic(), kept
+            self._metrics.role_changes["kept"].inc()
+            log.warning("it stays a %s node: %s", state.settings.role, kept)
+            await state.membership.announce()
         return kept
 
     async def _switched(self, engine: ElasticEngine, state: NodeState, role: str) -> str:

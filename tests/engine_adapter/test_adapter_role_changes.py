@@ -178,6 +178,7 @@ async def test_an_engine_that_breaks_counts_as_gone() -> None:
         assert "no role after a change that failed" in made.watch.fault
         assert made.watch.gone.is_set()
         assert made.joined == []
+        assert made.drained == [True], "no request may come to it any more"
 
 
 async def test_a_node_that_cannot_join_in_its_new_role_counts_as_gone() -> None:
@@ -186,6 +187,7 @@ async def test_a_node_that_cannot_join_in_its_new_role_counts_as_gone() -> None:
         with pytest.raises(RoleKept, match="RuntimeError no registry"):
             await made.changes.begin(DECODE)
         assert "no registry" in made.watch.fault
+        assert made.drained == [True], "no request may come to it any more"
 
 
 @pytest.mark.parametrize("reason", ["busy", "alone"])
