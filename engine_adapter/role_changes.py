@@ -153,16 +153,24 @@ class RoleChanges:
     async def _switched(self, engine: ElasticEngine, state: NodeState, role: str) -> str:
         """Change the engine once it is idle; return why it has its old role still, empty if it has the new one."""
         until = time.monotonic() + self._within_s
+        while self._node.busy():
+            if time.monotonic() > until:
+                return f"its requests do not end in {self._within_s:g} s"
+            await asyncio.sleep(LOOK_S)
+        state.watch.stop()  # its checks are requests, with which the engine is not idle
+        try:
+            return await self._switched_idle(engine, state, role, until)
+        finally:
+            state.watch.start()
+
+    async def _switched_idle(self, engine: ElasticEngine, state: NodeState, role: str, until: float) -> str:
+        """Change an engine without requests of this node, as `_switched`; others' requests there may still end."""
         while True:
-            while self._node.busy():
-                if time.monotonic() > until:
-                    return f"its requests do not end in {self._within_s:g} s"
-                await asyncio.sleep(LOOK_S)
             if not await state.membership.spared():
                 return f"no other {state.settings.role} node is ready any more"
-            state.watch.stop()  # its checks are requests, with which the engine is not idle
             try:
                 await self._told(engine, role)
+                return ""
             except Overloaded as error:
                 if time.monotonic() > until:
                     return error.message
@@ -170,10 +178,6 @@ class RoleChanges:
                 log.warning("the engine does not become a %s engine: %s", role, error.message)
                 await self._back(engine, state, error)
                 return error.message
-            else:
-                return ""
-            finally:
-                state.watch.start()
             await asyncio.sleep(LOOK_S)
 
     async def _told(self, engine: ElasticEngine, role: str) -> None:

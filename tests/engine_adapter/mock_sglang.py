@@ -28,6 +28,8 @@ from tests.engine_adapter.mock_role_switch import RoleSwitch
 
 LEAST_ID, IDS = 1000, 20_000
 NOBODY = "2.2.2.2"
+CHECK_S = 0.02
+"""Seconds that a health check keeps the server busy."""
 LATE_S = 20.0
 """Longest time for which a leg waits for the other one, in seconds: SGLang's is 300."""
 
@@ -60,6 +62,7 @@ class Server:
         self.behaviour, self.port, self.running, self.asked = behaviour, port, 0, list[dict[str, Any]]()
         self.rooms: dict[int, int] = {}
         self.fetched: dict[int, asyncio.Event] = {}
+        self.checks = 0
         self.aborted: list[str] = []
         self.legs: dict[str, asyncio.Event] = {}
         self.dangers: list[str] = []
@@ -119,11 +122,15 @@ def meta(count: int, reason: dict[str, Any] | None) -> dict[str, Any]:
 def app_of(server: Server) -> FastAPI:
     app, behaviour, began = FastAPI(), server.behaviour, time.time()
     launched = behaviour.mode
-    roles = RoleSwitch(behaviour, lambda: server.running)
+    roles = RoleSwitch(behaviour, lambda: server.running + server.checks)
     roles.mount(app)
 
     @app.get("/health")
     async def health() -> Response:
+        """As in SGLang, a check is a short request of its own."""
+        server.checks += 1
+        await asyncio.sleep(CHECK_S)
+        server.checks -= 1
         return Response()
 
     @app.get("/server_info")

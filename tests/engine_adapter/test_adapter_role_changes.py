@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.engine_adapter import role_changes
+from kvferry.engine_adapter import engine_watch, role_changes
 from kvferry.engine_adapter.engine import ElasticEngine
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.engines import sglang_roles
@@ -47,12 +47,12 @@ class Member:
 class Node:
     """A prefill node with this engine. joined: roles in which it joined anew; drained: what it was told of that."""
 
-    def __init__(self, engine: SglangEngine, server: Server, *, elastic: bool = True, within_s: float = 5.0) -> None:
+    def __init__(self, engine: SglangEngine, server: Server, process: str, *, elastic: bool = True, within_s: float = 5.0) -> None:
         assert isinstance(engine, ElasticEngine)
         self.engine, self.server, self.member = engine, server, Member()
         self.role, self.role_s, self.busy, self.fails = "prefill", 0.0, False, False
         self.joined, self.drained = list[str](), list[bool]()
-        self.watch = EngineWatch(engine, "")
+        self.watch = EngineWatch(engine, process)
         self.metrics = WorkerMetrics("prefill")
         state = SimpleNamespace(
             settings=SimpleNamespace(role="prefill"), membership=self.member, watch=self.watch,
@@ -82,7 +82,7 @@ class Node:
 @asynccontextmanager
 async def node(switch: str = "on", **settings: Any) -> AsyncIterator[Node]:
     async with sglang(switch=switch) as (engine, server):
-        made = Node(engine, server, **settings)
+        made = Node(engine, server, (await engine.facts()).process, **settings)
         yield made
         await made.changes.stop()
         made.watch.stop()
@@ -115,6 +115,17 @@ async def test_an_engine_that_is_busy_is_waited_for() -> None:
         assert made.joined == []
         made.server.running = 0
         await until(lambda: made.joined == ["decode"])
+
+
+async def test_health_checks_do_not_keep_the_engine_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_watch, "HEALTH_S", 0.0)
+    async with node(within_s=1.0) as made:
+        made.watch.start()
+        await until(lambda: made.server.checks > 0)
+        await made.changes.begin(DECODE)
+        await until(lambda: made.joined == ["decode"])
+        await until(lambda: made.server.checks > 0)
+        assert not made.watch.fault
 
 
 async def test_a_role_is_refused_before_the_node_drains() -> None:
