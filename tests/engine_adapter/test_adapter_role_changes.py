@@ -47,7 +47,9 @@ class Member:
 class Node:
     """A prefill node with this engine. joined: roles in which it joined anew; drained: what it was told of that."""
 
-    def __init__(self, engine: SglangEngine, server: Server, process: str, *, elastic: bool = True, within_s: float = 5.0) -> None:
+    def __init__(
+        self, engine: SglangEngine, server: Server, process: str, *, elastic: bool = True, within_s: float = 5.0
+    ) -> None:
         assert isinstance(engine, ElasticEngine)
         self.engine, self.server, self.member = engine, server, Member()
         self.role, self.role_s, self.busy, self.fails = "prefill", 0.0, False, False
@@ -119,10 +121,17 @@ async def test_an_engine_that_is_busy_is_waited_for() -> None:
 
 async def test_health_checks_do_not_keep_the_engine_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_watch, "HEALTH_S", 0.0)
-    async with node(within_s=1.0) as made:
+    async with node() as made:
         made.watch.start()
         await until(lambda: made.server.checks > 0)
-        await made.changes.begin(DECODE)
+        made.server.running = 1
+        await made.changes.begin(DECODE)  # it waits for the engine, and has done so for a second
+        seen = 0
+        for _ in range(40):
+            seen += made.server.checks
+            await asyncio.sleep(0.005)
+        assert (seen, made.joined) == (0, [])
+        made.server.running = 0
         await until(lambda: made.joined == ["decode"])
         await until(lambda: made.server.checks > 0)
         assert not made.watch.fault
