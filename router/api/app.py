@@ -163,7 +163,7 @@ def create_app(
     for router in (
         _working(exchanges, refusals),
         resumed_routes(offered, exchanges, (*GENERATING, *refusals)),
-        kept_responses(responses, background, created),
+        kept_responses(responses, background, created, journals),
         counting(pools, reader, (*ENCODING, *refusals)),
         _text(pools, reader),
         files_router(batches, settings.files_mib * 2**20),

@@ -113,6 +113,14 @@ class RequestJournals:
             f"no events of {name!r} are kept: an answer can be taken up for {self.window_s:g} s after a break"
         )
 
+    async def forget(self, tenant: str, name: str) -> None:
+        """Let a journal expire within LEAST_TIME_S. Raises RegistryUnavailable.
+
+        Until then this router owns it, so that another one that writes it finds out and stops."""
+        for store in dict.fromkeys((self._local, self._shared)):
+            store.writer.shorten(tenant, name, LEAST_TIME_S)
+            await store.journals.claim(tenant, name, self._owner, ttl_s=LEAST_TIME_S, by_force=True)
+
     def _life_s(self, head: JournalHead) -> float:
         """Return how long a journal lives after its last write: work that needs no client, until its deadline."""
         return self.window_s + (head.timeout_s if head.watched else 0.0)

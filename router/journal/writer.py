@@ -115,6 +115,12 @@ class JournalWriter:
         if how is not Leave.END:
             self._hurry(journal)
 
+    def shorten(self, tenant: str, name: str, ttl_s: float) -> None:
+        """Let an open journal of that name live for so long after its next writes."""
+        for journal in self._open:
+            if (journal.tenant, journal.name) == (tenant, name):
+                journal.ttl_s = ttl_s
+
     def _hurry(self, journal: OpenJournal) -> None:
         """Write a journal before the others."""
         self._urgent[journal] = None

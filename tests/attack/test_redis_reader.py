@@ -1,7 +1,7 @@
 """Attacker: one that reads all of Redis, in a dump or live.
 
-At most it reads leases, counts and hashes, what clients had stored by `/v1/responses`, for as long as it is kept, and the
-journals of requests that are to be resumed (an `Idempotency-Key`, or events with ids), for `--resume-window`.
+At most it reads leases, counts and hashes, what clients had stored by `/v1/responses`, for as long as it is kept, and
+the journals of requests that are to be resumed (an `Idempotency-Key`, or events with ids), for `--resume-window`.
 test_redis_writer.py is about one that writes."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RUN = 6
 """So many tokens of a text in a row say what it was."""
 READERS: dict[bytes, Any] = {
-    b"string": lambda client, key: [client.get(key)],
+    b"none": lambda client, key: [],  # it expired meanwhile
+    b"string": lambda client, key: [client.get(key) or b""],
     b"hash": lambda client, key: [part for pair in client.hgetall(key).items() for part in pair],
     b"set": lambda client, key: list(client.smembers(key)),
     b"zset": lambda client, key: client.zrange(key, 0, -1),
@@ -80,6 +81,19 @@ def test_redis_holds_no_text_no_tokens_and_no_secret(attacked: Attacked) -> None
     for key, value in found.items():
         if b":r:" not in key and key not in kept:
             assert not [each for each in forbidden if each in key or each in value], key
+
+
+def test_a_deleted_response_that_was_streamed_leaves_no_journal(attacked: Attacked) -> None:
+    asked = {"model": MODEL, "input": "Nine teal badgers audit a lighthouse.", "max_output_tokens": 16, "stream": True}
+    told = attacked.ask("POST", "/v1/responses", TENANTS[0], json=asked).text
+    made = json.loads(next(line for line in told.splitlines() if line.startswith("data: {"))[6:])["response"]["id"]
+    wait_for(lambda: [key for key in everything(attacked) if b":j:" in key and made.encode() in key], 10)
+    assert attacked.ask("DELETE", f"/v1/responses/{made}", TENANTS[0]).status_code == 200
+
+    def left() -> list[bytes]:
+        return [key for key, value in everything(attacked).items() if b"teal badgers" in value]
+
+    wait_for(lambda: not left(), 10, lambda: repr(left()))
 
 
 def test_a_stored_response_is_in_its_record_alone_and_gone_when_deleted(attacked: Attacked) -> None:

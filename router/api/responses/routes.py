@@ -13,13 +13,16 @@ from kvferry.router.api.responses.answers import DeletedResponse, InputItems, Re
 from kvferry.router.api.responses.background import Background
 from kvferry.router.api.responses.stored_responses import StoredResponses
 from kvferry.router.api.resumed_routes import events_after
+from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.request_context import CALL
 
 _PLACE = "/v1/responses/{id}"
 _MOST_ITEMS = 100
 
 
-def kept_responses(responses: StoredResponses, background: Background, created: ASGIApp) -> APIRouter:
+def kept_responses(
+    responses: StoredResponses, background: Background, created: ASGIApp, journals: RequestJournals
+) -> APIRouter:
     """Return the routes of stored responses; `created` is the route that creates them."""
     router = APIRouter(responses=errors(404, 503))
 
@@ -39,6 +42,7 @@ def kept_responses(responses: StoredResponses, background: Background, created: 
         tenant, name = _asked_for(request)
         await background.drop(tenant, name)
         await responses.delete(tenant, name)
+        await journals.forget(tenant, name)
         return {"id": name, "object": "response", "deleted": True}
 
     @router.get(

@@ -191,3 +191,16 @@ async def test_a_message_goes_on_behind_any_event(per_output: int, events: int) 
         rest = await router.post(MESSAGES, MESSAGE, last_event_id=exchange.last_id).whole()
         assert [*exchange.events, *rest.events] == whole
         assert len(together.cluster.dispatches) == 1
+
+
+async def test_a_deleted_response_leaves_no_record_of_its_events() -> None:
+    together = shared()
+    async with Router(together) as first, Router(together) as second:
+        whole = await first.post(RESPONSES, {**BODY, "stream": True}).whole()
+        name = values(whole.events)[0]["response"]["id"]
+        assert (await second.get(f"{RESPONSES}/{name}?stream=true").whole()).status == 200
+        assert (await second.send("DELETE", f"{RESPONSES}/{name}").whole()).status == 200
+        async with asyncio.timeout(5):
+            while await together.journals.read("", name) is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert (await first.get(f"{RESPONSES}/{name}?stream=true").whole()).status == 404
