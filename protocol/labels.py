@@ -31,6 +31,7 @@ MISS_REASONS = tuple(dict.fromkeys(FOUND_MISSING + DEFLECTED))
 REFUSALS = ("rate", "queue", "limit")
 ERROR_ANSWERS = (("429", "overloaded"), ("503", "no_nodes"), ("500", "server_error"), ("504", "deadline_exceeded"))
 """Most frequent error answers as (status, code); others occur."""
+TARGET_OUTCOMES = ("met", "missed", "rejected")
 TOKEN_KINDS = ("prompt", "cached", "output")
 ROLES = ("prefill", "decode")
 NODE_STATES = ("ready", "draining", "incompatible")

@@ -144,7 +144,7 @@ class RouterMetrics:
         for status, code in labels.ERROR_ANSWERS:
             self.errors.labels(status, code)
         _exist(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
-        _exist(self.ttft_targets, ("",), ("met", "missed", "rejected"))
+        _exist(self.ttft_targets, ("",), labels.TARGET_OUTCOMES)
 
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of one model."""

@@ -11,9 +11,9 @@ from tests.chaos.report import FELT_S, Run
 
 def to_look_into(run: Run, count: int = 8) -> dict[str, list[dict[str, Any]]]:
     """The longest pauses and the errors, each with the faults that began in the 12 s before its end."""
-    own = run.stormy.asked
-    errors = [asked for asked in own if asked.error]
-    streamed = sorted((asked for asked in own if asked.pause), key=lambda a: -a.pause[1])
+    requests = run.stormy.asked
+    errors = [asked for asked in requests if asked.error]
+    streamed = sorted((asked for asked in requests if asked.pause), key=lambda a: -a.pause[1])
     return {
         "pauses": _with_faults(run, streamed[:count], lambda a: a.pause),
         "errors": _with_faults(run, errors[:30], lambda a: (a.began, a.ended - a.began)),

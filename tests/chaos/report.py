@@ -91,11 +91,11 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def summary(run: Run) -> dict[str, Any]:
     """The figures, by name. Goodput is a share of the better undisturbed part."""
-    own = run.stormy.asked
-    through = [asked for asked in own if asked.router]
-    errors = [asked for asked in own if asked.error and not asked.error.startswith("changed")]
-    changed = [asked for asked in run.stormy.asked if asked.error.startswith("changed")]
-    paused = pauses((asked for asked in own if not asked.error), run.late)
+    requests = run.stormy.asked
+    through = [asked for asked in requests if asked.router]
+    errors = [asked for asked in requests if asked.error and not asked.error.startswith("changed")]
+    changed = [asked for asked in requests if asked.error.startswith("changed")]
+    paused = pauses((asked for asked in requests if not asked.error), run.late)
     calm = pauses((asked for ledger, _ in run.calm for asked in ledger.asked), run.late)
     rate = tokens_per_s(run.stormy, run.spans)
     after_errors = [asked.error for ledger, _ in run.calm[1:] for asked in ledger.asked if asked.error]
@@ -105,7 +105,7 @@ def summary(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "streams": run.streams,
         "seconds": round(run.seconds, 1),
-        "requests": len(run.stormy.asked),
+        "requests": len(requests),
         "left": run.stormy.left,
         "refused": run.stormy.refused,
         "faults": len(run.done),
@@ -115,8 +115,8 @@ def summary(run: Run) -> dict[str, Any]:
         "changed": len(changed),
         "changes": [asked.error for asked in changed][:5],
         "through_a_disturbed_router": len(through),
-        "resumed": sum(asked.tries > 1 for asked in own),
-        "began_anew": sum(asked.began_anew for asked in own),
+        "resumed": sum(asked.tries > 1 for asked in requests),
+        "began_anew": sum(asked.began_anew for asked in requests),
         "leaked": sum(sum(after.leaks.values()) for after in run.after),
         "leaks_by_cause": [after.leaks for after in run.after if after.leaks],
         "books": [after.remains for after in run.after if after.remains],
@@ -131,7 +131,7 @@ def summary(run: Run) -> dict[str, Any]:
         "calm_tokens_per_s": [round(each, 1) for each in usual],
         "goodput": round(100 * rate / max(usual), 1) if any(usual) else None,
         "disconnects": {phase: asdict(storm) for phase, storm in run.disconnects.items()},
-        "kinds": by_kind(run, own),
+        "kinds": by_kind(run),
         "failed": [f"{done.fault.kind} {done.fault.target}: {done.note}" for done in run.failed],
         "spared": [f"{fault.kind} {fault.target}" for fault in run.spared],
         "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[1], 1)},
@@ -145,7 +145,7 @@ def summary(run: Run) -> dict[str, Any]:
     return found
 
 
-def by_kind(run: Run, own: Sequence[Asked]) -> dict[str, dict[str, Any]]:
+def by_kind(run: Run) -> dict[str, dict[str, Any]]:
     """Of each kind of fault: how many, the recoveries of its processes, and the longest pause that began within FELT_S
     of one, which may be another's as well."""
     found: dict[str, dict[str, Any]] = {}
@@ -154,7 +154,7 @@ def by_kind(run: Run, own: Sequence[Asked]) -> dict[str, dict[str, Any]]:
         groups[done.fault.kind].append(done)
     for kind, dones in sorted(groups.items()):
         recovered = [done.recovered_s for done in dones if done.recovered_s is not None]
-        felt = [_felt(done, run.done, own) for done in dones]
+        felt = [_felt(done, run.done, run.stormy.asked) for done in dones]
         found[kind] = {
             "count": len(dones),
             "recovery_p50_s": round(median(recovered), 1) if recovered else None,
@@ -165,10 +165,10 @@ def by_kind(run: Run, own: Sequence[Asked]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _felt(done: Done, all_done: Sequence[Done], own: Sequence[Asked]) -> tuple[float, Asked | None]:
+def _felt(done: Done, all_done: Sequence[Done], requests: Sequence[Asked]) -> tuple[float, Asked | None]:
     """The longest pause around which no other fault began nearer before its end."""
     worst: tuple[float, Asked | None] = (0.0, None)
-    for asked in own:
+    for asked in requests:
         if asked.pause is None:
             continue
         at, length = asked.pause

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from kvferry.cli.engines import nixl, transfer_env
 from tests.engine_adapter.fleet import Answer, Fleet, ask, fleet
-from tests.engines.test_vllm import direct
+from tests.engines.test_vllm import at_once, direct, prompt
 from tests.engines.vllm_fleet import START_S, add_vllm, kill, model_directory
 from tests.local_cluster import scrape, value
 from tests.waiting import wait_for
@@ -48,24 +47,6 @@ def running() -> Iterator[Fleet]:
                 kill(engine)
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(1000, 40000), k=length)
-
-
-def at_once(made: Fleet, prompts: Sequence[list[int]], kind: dict[str, Any], count: int = OUT) -> list[Answer]:
-    answers = [Answer() for _ in prompts]
-
-    def run(number: int) -> None:
-        answers[number] = ask(made, prompts[number], count, **kind)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
-
-
 def remote(answers: Sequence[Answer], made: Fleet) -> int:
     return sum(f"prefill={made.engines[0].name}" in answer.route for answer in answers)
 
@@ -75,7 +56,7 @@ def test_prompts_computed_apart_give_the_tokens_of_one_server(running: Fleet) ->
     apart = 0
     for turn, kind in enumerate(KINDS):
         prompts = [prompt(1000 * turn + length, length) for length in LENGTHS]
-        answers = at_once(running, prompts, kind)
+        answers = at_once(running, [(tokens, OUT, kind) for tokens in prompts])
         assert [answer.error for answer in answers] == [""] * len(prompts)
         apart += remote(answers, running)
         for asked, answer in zip(prompts, answers, strict=True):
@@ -99,7 +80,7 @@ def test_streams_go_on_when_the_prefill_engine_is_killed(running: Fleet) -> None
     prompts = [prompt(6000 + number, 400) for number in range(4)]
     dies = threading.Timer(1.5, kill, (running.engines[0],))
     dies.start()
-    answers = at_once(running, prompts, {}, count=OUT)
+    answers = at_once(running, [(tokens, OUT, {}) for tokens in prompts])
     dies.join()
     later = ask(running, prompt(6100, 400), OUT)
     assert [answer.error for answer in (*answers, later)] == [""] * 5
