@@ -42,11 +42,12 @@ class DeltaQueue:
             waiting = held.get(name)
             if waiting is not None and waiting[0] is entry:
                 waiting[1].append(delta)
-            elif delta.index == 0 or delta.reuse is not None:
+                continue
+            if waiting is not None:  # another node's
                 self._pass(name)
+            if delta.index == 0 or delta.reuse is not None:
                 _deliver(entry, delta)
             else:
-                self._pass(name)
                 held[name] = (entry, [delta])
         for failure in frame.failed:
             self._pass(failure.request_id)
