@@ -26,6 +26,8 @@ MAX_KEY = 255
 """Longest idempotency key, in characters."""
 LEAST_TIME_S = 1.0
 """Least time in seconds that a request has left when it is taken up again."""
+DELETED_LIFE_S = 1.0
+"""Seconds until the journal of a deleted answer expires; its writer looks at it four times a second."""
 
 
 class RequestJournals:
@@ -114,12 +116,12 @@ class RequestJournals:
         )
 
     async def forget(self, tenant: str, name: str) -> None:
-        """Let a journal expire within LEAST_TIME_S. Raises RegistryUnavailable.
+        """Let a journal expire within DELETED_LIFE_S. Raises RegistryUnavailable.
 
         Until then this router owns it, so that another one that writes it finds out and stops."""
         for store in dict.fromkeys((self._local, self._shared)):
-            store.writer.shorten(tenant, name, LEAST_TIME_S)
-            await store.journals.claim(tenant, name, self._owner, ttl_s=LEAST_TIME_S, by_force=True)
+            store.writer.shorten(tenant, name, DELETED_LIFE_S)
+            await store.journals.claim(tenant, name, self._owner, ttl_s=DELETED_LIFE_S, by_force=True)
 
     def _life_s(self, head: JournalHead) -> float:
         """Return how long a journal lives after its last write: work that needs no client, until its deadline."""
