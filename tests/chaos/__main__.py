@@ -1,5 +1,5 @@
 """`make chaos`: a cluster of real processes under load and a seeded plan of faults; the report is a table on stdout,
-and report.json, picture.svg and the processes' log in --out. Exit status 1 where a goal was missed."""
+and report.json, pauses.txt, picture.svg and the processes' log in --out. Exit status 1 where a goal was missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import click
 
 from tests.chaos import network
 from tests.chaos.engines import EngineShape
-from tests.chaos.look import to_look_into
+from tests.chaos.look import to_look_into, traced_pauses
 from tests.chaos.picture import picture
 from tests.chaos.plan import ALL, BESIDE_ENGINES, ENGINE, KINDS, NETWORK
 from tests.chaos.report import Run, summary, table
@@ -94,9 +94,10 @@ async def reported(shape: Shape, settings: Settings, tell: Tell) -> int:
     figures = summary(found)
     figures["look"] = to_look_into(found)
     (out / "report.json").write_text(json.dumps(figures, indent=1))
+    (out / "pauses.txt").write_text(traced_pauses(found, out))
     (out / "picture.svg").write_text(picture(found))
     print(table(figures))
-    print(f"{time.strftime('%H:%M:%S')} {out}/report.json, picture.svg, cluster.log")
+    print(f"{time.strftime('%H:%M:%S')} {out}/report.json, pauses.txt, picture.svg, cluster.log")
     return 0 if all(figures["goals"].values()) else 1
 
 

@@ -40,12 +40,14 @@ class Asking:
     """A request and what came of its answer so far.
 
     count       called with the number of tokens of each event
+    trace       its trace id, the same at each try
     tries       how often it was sent; began_anew: how often nothing was kept of what had come
     """
 
     def __init__(self, http: httpx.AsyncClient, body: Mapping[str, Any], count: Callable[[int], None]) -> None:
         self._http, self._body, self._count = http, body, count
         self._key, self._last_id = str(uuid.uuid4()), ""
+        self.trace = uuid.uuid4().hex
         self._found: dict[int, list[int]] = defaultdict(list)
         self.began, self.first_s, self.route = time.monotonic(), 0.0, ""
         self.tries = self.began_anew = 0
@@ -91,6 +93,7 @@ class Asking:
 
     async def _send(self, url: str, headers: Mapping[str, str], silence_s: float = PATIENCE_S) -> None:
         self.tries += 1
+        headers = {"traceparent": f"00-{self.trace}-{self.trace[:16]}-01", **headers}
         timeout = httpx.Timeout(PATIENCE_S, read=silence_s)
         async with self._http.stream("POST", url + PATH, json=self._body, headers=headers, timeout=timeout) as response:
             self.route = self.route or response.headers.get("x-kvferry-route", "")

@@ -28,7 +28,7 @@ class Asked:
     """What one request met. Times are monotonic seconds. tokens: that came, whatever became of the answer; pause: (when
     it began, its seconds) of the longest gap, None where nothing was streamed;
     error: empty if the answer was right; router: whose router was disturbed meanwhile; tries: how often it was sent;
-    began_anew: whether the routers had lost what was recorded of it."""
+    began_anew: whether the routers had lost what was recorded of it; trace: its trace id."""
 
     which: int
     began: float
@@ -41,6 +41,7 @@ class Asked:
     route: str = ""
     tries: int = 1
     began_anew: bool = False
+    trace: str = ""
 
 
 @dataclass
@@ -162,7 +163,7 @@ class Clients:
         self.book.asked.append(
             Asked(
                 which, began, ended, tokens, asking.first_s, pause, error, through, asking.route, asking.tries,
-                asking.began_anew > 0,
+                asking.began_anew > 0, asking.trace,
             )
         )  # fmt: skip
         return not error

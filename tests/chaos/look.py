@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.chaos.load import Asked
 from tests.chaos.report import FELT_S, Run
+from tests.chaos.tracing import timelines
+
+TRACED = 40
+"""How many of the longest pauses are traced."""
 
 
 def to_look_into(run: Run, count: int = 8) -> dict[str, list[dict[str, Any]]]:
@@ -18,6 +23,17 @@ def to_look_into(run: Run, count: int = 8) -> dict[str, list[dict[str, Any]]]:
         "pauses": _with_faults(run, streamed[:count], lambda a: a.pause),
         "errors": _with_faults(run, errors[:30], lambda a: (a.began, a.ended - a.began)),
     }
+
+
+def traced_pauses(run: Run, home: Path) -> str:
+    """The longest pauses, each with the faults before it and what its request met in all processes, for people."""
+    streamed = sorted((asked for asked in run.stormy.asked if asked.pause), key=lambda a: -a.pause[1])[:TRACED]
+    pauses = [(asked.trace, *asked.pause) for asked in streamed if asked.pause]
+    parts = []
+    for told, around in zip(_with_faults(run, streamed, lambda a: a.pause), timelines(home, pauses), strict=True):
+        head = f"{told['seconds']} s at {told['at_s']} s, request {told['request']}, {told['route']} {told['error']}"
+        parts.append("\n".join([head, *(f"  fault {fault}" for fault in told["faults"]), *around]))
+    return "\n\n".join(parts) + "\n"
 
 
 def _with_faults(
