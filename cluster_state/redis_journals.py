@@ -14,7 +14,7 @@ import hashlib
 from kvferry.cluster_state import journal_scripts, redis_client
 from kvferry.cluster_state.journals import HEAD, MAX_JOURNALS, Append, Journal, Kept
 from kvferry.cluster_state.redis_client import Script, sensible
-from kvferry.cluster_state.router_leases import ROUTER_LEASE_S
+from kvferry.cluster_state.router_leases import STREAM_LEASE_S
 from kvferry.cluster_state.seal import NO_SEAL, Seal
 
 LONGEST_MS = 7 * 86_400_000
@@ -43,7 +43,7 @@ class RedisJournals:
         *,
         share: int,
         most: int = MAX_JOURNALS,
-        lease_s: float = ROUTER_LEASE_S,
+        lease_s: float = STREAM_LEASE_S,
         timeout_s: float = 1.0,
         password_file: str = "",
         seal: Seal = NO_SEAL,

@@ -10,6 +10,10 @@ from typing import NamedTuple, Protocol
 
 ROUTER_LEASE_S = 1.5
 """Seconds after its last renewal when a router counts as dead."""
+STREAM_LEASE_S = 0.9
+"""Seconds after its last renewal when a router counts as dead for a client that comes back to another one.
+
+The broken stream is a second sign, so that one late renewal suffices."""
 MAX_ORPHANS = 256
 """Most tasks that one look at orphans returns."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.sse import COMMENT
 from kvferry.router.batch.batches import Batches
 from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.text.text_model import TextModel
@@ -94,10 +96,11 @@ class Router:
 
 
 class Exchange:
-    """One request and what came back so far."""
+    """One request and what came back so far: `data` without comments, and `comments`, their times."""
 
     def __init__(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> None:
         self.status, self.data, self._body = 0, b"", body
+        self.comments: list[float] = []
         self.headers: dict[str, str] = {}
         self._left, self._over = asyncio.Event(), asyncio.Event()
         self._progress = asyncio.Condition()
@@ -173,6 +176,8 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        elif message.get("body") == COMMENT:
+            self.comments.append(time.monotonic())
         else:
             self.data += message.get("body", b"")
 

@@ -35,6 +35,7 @@ from kvferry.router.api.generating_route import GeneratingRoute
 from kvferry.router.api.generation_route import InflightLimit
 from kvferry.router.api.http_errors import HANDLERS
 from kvferry.router.api.ingress import Ingress
+from kvferry.router.api.keep_alive import KeepAlive
 from kvferry.router.api.messages.answer import MessageAnswer
 from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageObject
 from kvferry.router.api.messages.body import CountBody, MessagesBody
@@ -147,8 +148,9 @@ def create_app(
     responses = StoredResponses(kept)
     background = Background(responses, admission, peers, ownership)
     offered, shared = endpoints(responses, background), (pools, admission, reader, tenant_registry, metrics)
+    keep_alive = KeepAlive()
     exchanges: dict[str, GeneratingRoute | PoolingRoute | SpeechRoute] = {
-        each.path: GeneratingRoute(each, journals, *shared) for each in offered
+        each.path: GeneratingRoute(each, journals, keep_alive, *shared) for each in offered
     }
     created = exchanges["/v1/responses"]
     assert isinstance(created, GeneratingRoute)

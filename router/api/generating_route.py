@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any
 
 from starlette.types import Message
@@ -18,6 +18,7 @@ from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.fold import Answer, Endpoint
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.generation_route import GenerationRoute
+from kvferry.router.api.keep_alive import KeepAlive
 from kvferry.router.api.responder import Responder
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.journal.event_ids import HEADER, EventIds, parsed_id
@@ -37,22 +38,32 @@ async def _nowhere(message: Message) -> None:
 class GeneratingRoute(GenerationRoute[Endpoint]):
     """Route of a generating endpoint."""
 
-    def __init__(self, endpoint: Endpoint, journals: RequestJournals, *shared: Any) -> None:
+    def __init__(self, endpoint: Endpoint, journals: RequestJournals, keep_alive: KeepAlive, *shared: Any) -> None:
         super().__init__(endpoint, *shared)
-        self._journals = journals
+        self._journals, self._keep_alive = journals, keep_alive
         self._ending: set[asyncio.Task[None]] = set()
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Answer:
-        call, journal = admitted.call, None
+        call = admitted.call
         if call.resume.name:
-            journal = await self._taken_up(call)
-            data = journal.head.body
+            with self._kept_alive(responder, streams=call.resume.streams):
+                journal = await self._taken_up(call)
+                data = journal.head.body
+                return await self.answer(admitted, parse(self.endpoint.body, data), len(data), responder, journal)
         body = parse(self.endpoint.body, data)
-        if journal is None and self._is_recorded(call, body):
+        if not self._is_recorded(call, body):
+            return await self.answer(admitted, body, len(data), responder)
+        with self._kept_alive(responder, streams=bool(getattr(body, "stream", False))):
             name, stored = self.endpoint.journal_name(call), getattr(body, "store", None) is not False
             watched = bool(getattr(body, "background", False))
-            journal = await self._journals.begin(call, self._path, data, name, stored=stored, watched=watched)
-        return await self.answer(admitted, body, len(data), responder, journal)
+            opened = await self._journals.begin(call, self._path, data, name, stored=stored, watched=watched)
+            return await self.answer(admitted, body, len(data), responder, opened)
+
+    def _kept_alive(self, responder: Responder, *, streams: bool) -> AbstractContextManager[None]:
+        """Keep a stream alive whose events have ids."""
+        if streams and self._journals.window_s and not self.endpoint.numbers:
+            return self._keep_alive.kept(responder)
+        return nullcontext()
 
     def _is_recorded(self, call: RequestContext, body: RequestBody) -> bool:
         """Return whether the client could take the answer up again. Beams are computed anew."""

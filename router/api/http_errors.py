@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound
 from kvferry.router.api.messages import errors as messages
-from kvferry.router.api.sse import dump
+from kvferry.router.api.sse import dump, event, named
 from kvferry.router.request_context import CALL
 from kvferry.runtime.rejection import retry_headers
 
@@ -30,6 +30,12 @@ def shown(error: KvferryError, path: str) -> dict[str, Any]:
     if path == messages.PLACE or path.startswith(messages.PLACE + "/"):
         return messages.message_error(error)
     return error.body()
+
+
+def error_event(error: KvferryError, path: str) -> bytes:
+    """Return the last event of a stream that an error ends before its answer began, in the format of the path's API."""
+    value = shown(error, path)
+    return named(value) if "type" in value else event(value)
 
 
 def error_response(error: KvferryError, path: str) -> Response:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from starlette.types import Send
 
 from kvferry.protocol.errors import Cancelled, KvferryError
-from kvferry.router.api.http_errors import shown
-from kvferry.router.api.sse import dump
+from kvferry.router.api.http_errors import error_event, shown
+from kvferry.router.api.sse import COMMENT, dump
 from kvferry.runtime.rejection import retry_headers
 
 _JSON = "application/json"
@@ -22,8 +22,8 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Responder:
     """Response to one request to `path`.
 
-    After `begin_stream` errors appear only inside the stream. `more` returns additional headers, read when the response
-    begins."""
+    After `begin_stream` or `keep_alive` errors appear only inside the stream. `more` returns additional headers, read
+    when the response begins."""
 
     send: Send
     path: str
@@ -34,7 +34,15 @@ class Responder:
     async def begin_stream(self, headers: Mapping[str, str], failing: Callable[[KvferryError], bytes]) -> None:
         """Begin a stream of events; `failing` returns its last events after an error."""
         self._failing = failing
-        await self._start(200, _EVENTS, {**_STREAM_HEADERS, **headers})
+        if not self._started:
+            await self._start(200, _EVENTS, {**_STREAM_HEADERS, **headers})
+
+    async def keep_alive(self) -> None:
+        """Send a comment, which begins a stream that has not begun; its headers lack what is not known yet."""
+        if not self._started:
+            self._failing = lambda error: error_event(error, self.path)
+            await self._start(200, _EVENTS, _STREAM_HEADERS)
+        await self.write(COMMENT)
 
     def write(self, data: bytes, *, more: bool = True) -> Awaitable[None]:
         """Send a part of the body."""
@@ -68,12 +76,12 @@ class Responder:
         self._failing = None
 
     async def _start(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
-        self._started = True
         pairs = [(b"content-type", media_type.encode())]
         pairs += [
             (name.encode(), value.encode("latin-1", "replace")) for name, value in {**headers, **self.more()}.items()
         ]
         await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+        self._started = True
 
 
 class Finishing(Protocol):

@@ -9,6 +9,8 @@ from pydantic_core import to_json
 
 DONE = b"data: [DONE]\n\n"
 """Last event of an OpenAI stream."""
+COMMENT = b": keep-alive\n\n"
+"""Comment, which parsers of events ignore."""
 
 
 def dump(value: Any) -> bytes:

@@ -18,10 +18,13 @@ from kvferry.simulate.rate_probe import lines
 PATH = "/v1/completions"
 PATIENCE_S = 60.0
 """A client waits this long for its next token, or its answer; longer is an error."""
-SILENCE_S = 2.0
-"""A client that comes back waits this long for the next byte of a stream, then it asks the next router."""
+SILENCE_S = 1.0
+"""A client that comes back waits this long for the next byte of a stream, then it asks the next router: a living one
+writes a comment after 0.5 s."""
 AGAIN_S = 0.1
 """Seconds between two tries."""
+PASSING = ("404", "503", "in stream: no_nodes", "in stream: registry_unavailable", "in stream: not_found")
+"""Beginnings of refusals that a client which comes back waits out."""
 BROKEN = (httpx.HTTPError, OSError)
 
 Tokens = dict[int, tuple[int, ...]]
@@ -71,9 +74,9 @@ class Asking:
                 why = f"{type(error).__name__}: {error}"
             except Answered as answered:
                 why = str(answered)
-                if self.tries == 1 or not why.startswith(("404", "503")):
+                if self.tries == 1 or not why.startswith(PASSING):
                     raise
-                if why.startswith("404") and "kept" in why:
+                if "no events of" in why:
                     self._begin_anew()
             if self._last_id != heard:
                 until = time.monotonic() + PATIENCE_S

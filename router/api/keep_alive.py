@@ -1,0 +1,89 @@
+"""Keep-alive comments in streams that can be resumed, so that their clients can tell a dead router from a busy cluster.
+
+A client that hears nothing for a second may go to another router: a living one would have written a comment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from contextvars import Context
+
+from starlette.types import Message
+
+from kvferry.router.api.responder import Responder
+
+KEEP_ALIVE_S = 0.4
+"""Silence of a stream after which a comment is written, in seconds."""
+LOOK_S = 0.1
+"""Seconds between two looks at all streams."""
+
+
+class KeepAlive:
+    """Writes comments into the quiet streams of one router, with one timer for all of them."""
+
+    def __init__(self) -> None:
+        self._streams: dict[KeptStream, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextlib.contextmanager
+    def kept(self, responder: Responder) -> Iterator[None]:
+        """Keep the responder's stream alive within the block.
+
+        If nothing is sent for KEEP_ALIVE_S, the response begins with status 200, and later errors are its last event.
+        """
+        stream = KeptStream(responder)
+        self._streams[stream] = None
+        if self._timer is None:
+            self._arm()
+        try:
+            yield
+        finally:
+            del self._streams[stream]
+            stream.close()
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look, context=Context())
+
+    def _look(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        for stream in list(self._streams):
+            stream.look(now)
+        if self._streams:
+            self._arm()
+
+
+class KeptStream:
+    """A responder's stream whose messages pass through here, until `close`."""
+
+    def __init__(self, responder: Responder) -> None:
+        self._responder, self._send = responder, responder.send
+        self._sent_at, self._sending = time.monotonic(), 0
+        responder.send = self._pass
+
+    def close(self) -> None:
+        """Let the responder send by itself again."""
+        self._responder.send = self._send
+
+    def look(self, now: float) -> None:
+        """Write a comment if the stream is quiet. A client that has not read what was sent needs none."""
+        if self._sending or now - self._sent_at < KEEP_ALIVE_S:
+            return
+        step = self._responder.keep_alive()
+        try:
+            step.send(None)
+        except StopIteration:
+            return
+        except Exception:
+            return  # the client has left, which its request notices itself
+        step.close()  # it would wait for a client that does not read
+
+    async def _pass(self, message: Message) -> None:
+        self._sending += 1
+        try:
+            await self._send(message)
+        finally:
+            self._sending -= 1
+            self._sent_at = time.monotonic()
