@@ -13,6 +13,7 @@ RETRY_STEPS = (
     "another_decode",
     "wait_for_room",
     "hedge",
+    "suspicion",
     "move",
 )
 RECOVERED_SOURCES = ("cached", "computed")

@@ -76,8 +76,14 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "kvferry_ladder_rungs",
-            "Attempts after the first: retries by step of the retry policy, hedges, and migrations (move).",
+            "Attempts after the first: retries by step of the retry policy, hedges of late requests, hedges of those "
+            "whose node may hang (suspicion), and migrations (move).",
             ["rung"],
+            registry=r,
+        )
+        self.false_suspicions = Counter(
+            "kvferry_false_suspicions",
+            "Requests that got a second attempt because their node might hang, and whose next token came from it.",
             registry=r,
         )
         recovered = Counter(

@@ -27,10 +27,10 @@ log = logging.getLogger("kvferry.worker")
 
 HEARTBEAT_S = 0.4
 """Seconds between heartbeats; a router takes a stream for broken after 0.8 s without a frame."""
-STANDS_S, HURRIED_S = 1.0, 0.1
+STANDS_S, HURRIED_S = 0.7, 0.1
 """Seconds after which a still engine counts as standing, and seconds between heartbeats from then on.
 
-Routers soon move requests away from such a node, and clients wait meanwhile."""
+Routers soon begin requests of such a node elsewhere as well, and clients wait meanwhile."""
 ABSENT_S, FROZEN_S = 2.5, 5.0
 """Seconds that a router may be absent or silent, counted while this node was awake.
 

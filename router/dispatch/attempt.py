@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvferry.placement.types import Placement
+from kvferry.placement.types import NodeKey, Placement
 from kvferry.protocol.errors import BlocksCorrupt, Incompatible, KvferryError, NodeLost
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import NodeLease
@@ -23,7 +23,7 @@ from kvferry.protocol.messages import (
     TokenDelta,
 )
 from kvferry.router.dispatch.background_calls import BackgroundCalls
-from kvferry.router.dispatch.events import Drains, Event
+from kvferry.router.dispatch.events import Drains, Event, Suspected
 from kvferry.router.dispatch.failures import error_of, failure, known, nodes_at_fault
 from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
@@ -63,7 +63,8 @@ class Attempt:
         expected: ExpectedPrefix,
     ) -> None:
         self._span = TRACER.start("attempt", job.trace, number=job.attempt, expected_cached=placement.cached_len)
-        self._span.tell(prefill=_name(placement.prefill), decode=_name(placement.decode))
+        names = [node.node_id if node else "" for node in (placement.prefill, placement.decode)]
+        self._span.tell(prefill=names[0], decode=names[1])
         self.job = job if self._span.trace == job.trace else replace(job, trace=self._span.trace)
         self.placement = placement
         self._post, self._breakers, self._client, self._background_calls = post, breakers, client, background_calls
@@ -104,6 +105,18 @@ class Attempt:
         """Return the seconds since the launch."""
         return time.monotonic() - self._launched_at
 
+    @property
+    def suspects(self) -> frozenset[NodeKey]:
+        """Return the nodes that may hang and that the attempt waits for."""
+        prefill, decode = self._prefill_node, self.decode_node
+        waits = decode, None if prefill and self._done_by(prefill.lease) else prefill
+        return frozenset(node.key for node in waits if node and node.suspected)
+
+    @property
+    def ships(self) -> bool:
+        """Return whether the first token is out and the decode node has not begun."""
+        return self._first_seen and not self.decoding and self.decode_node is not None
+
     def stall(self) -> None:
         """Fail the attempt: no token came within its share of the deadline."""
         place = self.placement
@@ -140,23 +153,24 @@ class Attempt:
         if not self._over:
             self._post(Drains(self.job.attempt))
 
-    def _begin(self) -> Coroutine[Any, Any, None]:
-        return self._prefill(self._prefill_node) if self._prefill_node else self._generate()
-
     def _book(self) -> None:
         """Reserve the prompt's tokens on the prefill node and the blocks on the decode node, until they are in use."""
         total = len(self.job.token_ids)
         uncached = max(0, total - self.placement.cached_len)
         if prefill := self._prefill_node:
-            self._bookings["prefill"] = prefill.promise(uncached, 0, self._prefill_lost)
+            self._bookings["prefill"] = prefill.promise(uncached, 0, self._prefill_lost, self._suspect)
         if decode := self.decode_node:
             blocks = blocks_for(total + 1, decode.lease.block_size)
-            self._bookings["decode"] = decode.promise(0 if prefill else uncached, blocks, self.lost)
+            self._bookings["decode"] = decode.promise(0 if prefill else uncached, blocks, self.lost, self._suspect)
 
     def _settle(self, role: str) -> None:
         if booking := self._bookings.get(role):
             booking.settle()
         self._expected.over()
+
+    def _suspect(self) -> None:
+        if not self._over:
+            self._post(Suspected(self.job.attempt))
 
     def _prefill_lost(self, error: NodeLost) -> None:
         """Fail the attempt if the prefill node's lease ended before its part was done."""
@@ -193,32 +207,21 @@ class Attempt:
             self._over, self._error = True, error.code
             self._post(failure(self.job.attempt, error, culprits, self.placement, decoding=self.decoding))
 
-    async def _prefill(self, node: NodeEntry) -> None:
+    async def _begin(self) -> None:
+        node = self._prefill_node or self.decode_node
+        assert node
         lease, decode = node.lease, self.placement.decode  # the lease may have another role when the call ends
-        request = PrefillRequest(self.job, decode.target if decode else None)
         try:
-            await self._client.prefill(lease, request, self._answer)
+            if self._prefill_node is None:
+                await self._client.generate(lease, GenerateRequest(self.job))
+                return
+            await self._client.prefill(lease, PrefillRequest(self.job, decode.target if decode else None), self._answer)
         except Exception as error:
-            self._broke(error, lease)
+            told = known(error, lease)
+            (self._unreachable if isinstance(told, NodeLost) else self._reported)(told, lease)
             return
         if not self._prefilled:
             self._unreachable(NodeLost(f"{lease.node_id} ended its response early"), lease)
-
-    async def _generate(self) -> None:
-        assert self.decode_node
-        lease = self.decode_node.lease
-        try:
-            await self._client.generate(lease, GenerateRequest(self.job))
-        except Exception as error:
-            self._broke(error, lease)
-
-    def _broke(self, error: Exception, node: NodeLease) -> None:
-        """Handle the exception of a call: an error of the node, or of the connection to it."""
-        told = known(error, node)
-        if isinstance(told, NodeLost):
-            self._unreachable(told, node)
-        else:
-            self._reported(told, node)
 
     def _answer(self, message: Any) -> None:
         """Handle a message of the prefill node's answer."""
@@ -244,7 +247,3 @@ class Attempt:
     def _senseless(self, node: NodeLease | None) -> None:
         assert node
         self._fail(NodeLost("a node sent an answer of the wrong type"), node)
-
-
-def _name(node: NodeLease | None) -> str:
-    return node.node_id if node else ""

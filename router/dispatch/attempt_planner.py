@@ -87,13 +87,10 @@ class AttemptPlanner:
             raise too_late(placement.first_token_s - left_s)
         return placement
 
-    def elsewhere(self, late: Placement, reuse: Held) -> Placement | None:
-        """Place a hedged attempt away from a late attempt's nodes, or at least from the one computing its prompt.
-
-        Returns None if that is impossible."""
-        keys = [node_key(node) for node in (late.prefill, late.decode) if node]
-        demand = replace(self._demand(), pinned=None)
-        for avoided in (keys, keys[:1]):
+    def elsewhere(self, choices: Sequence[Collection[NodeKey]], reuse: Held) -> Placement | None:
+        """Place a second attempt away from these nodes, the first choice that is possible; None if none has room."""
+        demand = replace(self._demand(), pinned=None, recovers=False)
+        for avoided in choices:
             with contextlib.suppress(NoNodes, Overloaded):
                 return self._context.place(
                     replace(demand, excluded=demand.excluded | {*avoided}), reuse, self._groups(again=True)

@@ -18,9 +18,9 @@ from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.router.dispatch import jobs
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
-from kvferry.router.dispatch.events import Drains, Event
+from kvferry.router.dispatch.events import Drains, Event, Suspected
 from kvferry.router.dispatch.failures import Failure
-from kvferry.router.dispatch.hedging import HedgedAttempts
+from kvferry.router.dispatch.hedging import HedgedAttempts, HedgePolicy, late_s
 from kvferry.router.dispatch.interface import Enough, Fork, Output, RequestSpec, Route
 from kvferry.router.dispatch.migration import Migration
 from kvferry.router.dispatch.prediction import ReuseAccount
@@ -31,9 +31,6 @@ from kvferry.router.nodes.node_entry import node_key
 from kvferry.router.request_log import RequestRecord
 
 log = logging.getLogger(__name__)
-
-LATE, LATE_S = 3.0, 1.0
-"""An attempt is late after LATE times its expected time to first token, but not before LATE_S seconds."""
 
 
 class RequestDispatch:
@@ -52,6 +49,7 @@ class RequestDispatch:
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
         self._planner = AttemptPlanner(spec, context, self._sequence.tokens)
+        self._hedge_policy = HedgePolicy(self._hedged, self._planner, context)
         self._migration: Migration | None = None
         self._timers: Timers | None = None
         self._record: RequestRecord | None = None
@@ -91,15 +89,17 @@ class RequestDispatch:
                     if event.reuse is not None:
                         self._take_account(event)
                     if len(self._hedged.runners) > 1:
-                        self._hedged.win(event.attempt)
+                        self._hedge_policy.decide(event.attempt)
                     for delta in self._sequence.push(event):
                         yield self._output(delta)
+                    if event.reuse is not None and (leader := self._hedged.leader) and leader.ships and not self._over:
+                        self._timers.expect(late_s(leader.placement))
                 elif isinstance(event, Failure):
                     self._fail(event)
                 elif isinstance(event, Drains):
                     await self._hand_over(event.attempt)
-                elif event is Timer.LATE:
-                    await self._hedge()
+                elif event is Timer.LATE or isinstance(event, Suspected):
+                    await self._hedge(late=event is Timer.LATE)
         except Enough:
             self._outcome = "done"
         except KvferryError as error:
@@ -117,7 +117,7 @@ class RequestDispatch:
         event = await self._inbox.next()
         if self._over:
             raise Cancelled("the request was cancelled")
-        if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains):  # noqa: SIM101 - for every token
+        if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains | Suspected):  # noqa: SIM101 - for every token
             number, successors = event.attempt, self._migration
             return event if number in self._hedged.runners or (successors and successors.concerns(number)) else None
         if isinstance(event, Exception):
@@ -140,21 +140,21 @@ class RequestDispatch:
             self._sequence.restart()
         self._begin(self._wire_id, placement)
 
-    async def _hedge(self) -> None:
-        """Start a second attempt on other nodes if the first is late; the first token decides between them.
+    async def _hedge(self, *, late: bool) -> None:
+        """Start a second attempt on other nodes if the first is late or its node may hang.
 
-        The second attempt has a request id of its own, so that each can be cancelled without the other."""
-        late = self._hedged.leader
-        if late is None or not self._timers or not self._timers.late or self._inbox:
-            return
-        self._context.doubt(late.placement)
-        reuse = await self._planner.reuse()
-        placement = self._planner.elsewhere(late.placement, reuse)
-        if not self._over and not self._inbox and placement and self._context.hedges.spend():
-            self._context.metrics.retries.labels("hedge").inc()
-            late_nodes = [node.node_id for node in (late.placement.prefill, late.placement.decode) if node]
-            self._context.request_log.retried(self._record, "hedge", late_nodes, "its first token is overdue")
-            self._begin(f"{self._wire_id}-h{self._attempts}", placement)
+        The first token decides between them. The second attempt has a request id of its own, so that each can be
+        cancelled without the other."""
+
+        def is_due() -> bool:
+            moves = self._migration is not None and self._migration.goes_to is not None
+            is_late = self._timers is not None and self._timers.late and not self._inbox
+            return not self._over and not moves and (is_late or not late)
+
+        hedge = await self._hedge_policy.plan(is_due, late=late)
+        if hedge is not None:
+            self._context.request_log.retried(self._record, hedge.kind, hedge.nodes, hedge.reason)
+            self._begin(f"{self._wire_id}-h{self._attempts}", hedge.placement)
 
     def _begin(self, name: str, placement: Placement) -> None:
         assert self._timers and self._record  # noqa: PT018
@@ -167,7 +167,7 @@ class RequestDispatch:
         self._attempts += 1
         if not self.route or self._attempts == 1:
             self._record.sent(placement)
-        self._timers.launched(inf if len(self._hedged.runners) > 1 else max(LATE_S, LATE * placement.first_token_s))
+        self._timers.expect(inf if len(self._hedged.runners) > 1 else late_s(placement))
         self._planner.goes_to(self._hedged.nodes)
         log.debug("%s attempt %d: %s", name, job.attempt, placement)
 

@@ -15,4 +15,11 @@ class Drains:
     attempt: int
 
 
-Event = TokenDelta | Failure | Drains
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """A node of a running attempt may hang."""
+
+    attempt: int
+
+
+Event = TokenDelta | Failure | Drains | Suspected

@@ -1,10 +1,25 @@
-"""Hedged attempts of a request: a second one starts while the first is late."""
+"""Hedged attempts of a request: a second one starts while the first is late, or its node may hang."""
 
 from __future__ import annotations
 
-from kvferry.placement.types import NodeKey
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.placement.types import NodeKey, Placement
 from kvferry.router.dispatch.attempt import Attempt
+from kvferry.router.dispatch.attempt_planner import AttemptPlanner
+from kvferry.router.dispatch.context import DispatchContext
 from kvferry.router.nodes.node_entry import node_key
+
+LATE, LATE_S = 3.0, 1.0
+"""An attempt is late after LATE times its expected time to first token, but not before LATE_S seconds."""
+
+
+def late_s(placement: Placement) -> float:
+    """Return the seconds after which an attempt on this placement is late with its first token.
+
+    After it the decode node has as long for its own first one."""
+    return max(LATE_S, LATE * placement.first_token_s)
 
 
 class HedgedAttempts:
@@ -53,3 +68,54 @@ class HedgedAttempts:
         """Close all attempts: the request ended or is given up."""
         for runner in self.runners.values():
             runner.close(cancel=cancel)
+
+
+@dataclass(frozen=True, slots=True)
+class Hedge:
+    """A second attempt to start: its nodes, its kind as a label, and why, with the nodes that gave the reason."""
+
+    placement: Placement
+    kind: str
+    nodes: list[str]
+    reason: str
+
+
+class HedgePolicy:
+    """Decides whether a request gets a second attempt beside its first one, and on which nodes.
+
+    A late request needs budget. One whose node may hang does not: it would leave that node soon in any case."""
+
+    def __init__(self, hedged: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext) -> None:
+        self._hedged, self._planner, self._context = hedged, planner, context
+        self._suspected: int | None = None
+        """Number of the attempt beside which a suspicion started another."""
+
+    async def plan(self, is_due: Callable[[], bool], *, late: bool) -> Hedge | None:
+        """Return the second attempt to start at once, without an await; None if there is to be none.
+
+        is_due: whether the reason still holds. late: the reason is a late token; otherwise a suspected node."""
+        first = self._hedged.leader
+        if first is None or len(self._hedged.runners) > 1 or not is_due() or not (late or first.suspects):
+            return None
+        if late:
+            self._context.doubt(first.placement)
+        reuse = await self._planner.reuse()
+        suspects = first.suspects
+        if first is not self._hedged.leader or not is_due() or not (late or suspects):
+            return None
+        nodes = [node for node in (first.placement.prefill, first.placement.decode) if node]
+        keys = [node_key(node) for node in nodes]
+        placement = self._planner.elsewhere([keys, keys[:1]] if late else [suspects], reuse)
+        if placement is None or (late and not self._context.hedges.spend()):
+            return None
+        kind, reason = ("hedge", "its token is overdue") if late else ("suspicion", "its node may hang")
+        self._suspected = None if late else first.job.attempt
+        self._context.metrics.retries.labels(kind).inc()
+        return Hedge(placement, kind, [node.node_id for node in nodes if late or node_key(node) in suspects], reason)
+
+    def decide(self, number: int) -> None:
+        """Drop all attempts but `number`, which delivered a token."""
+        if number == self._suspected:
+            self._context.metrics.false_suspicions.inc()
+        self._suspected = None
+        self._hedged.win(number)

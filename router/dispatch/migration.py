@@ -39,7 +39,7 @@ class Migration:
 
     @property
     def goes_to(self) -> NodeLease | None:
-        """Return the node on which the successor is to continue, if any."""
+        """Return the node on which the successor is to continue, if the stream moves now."""
         return self._successor.placement.decode if self._successor else None
 
     async def begin(self, number: int, make_job: Callable[[str], Job]) -> bool:
@@ -54,8 +54,8 @@ class Migration:
         if number not in self._hedged.runners or self._successor:
             return False
         attempt = self._hedged.leader
-        placement = None
-        if attempt is not None and attempt.job.attempt == number and attempt.decoding and self._planner.begun:
+        placement, is_single = None, len(self._hedged.runners) == 1
+        if attempt and is_single and attempt.job.attempt == number and attempt.decoding and self._planner.begun:
             if attempt.decode_node and not attempt.decode_node.drains:
                 return False  # the node no longer drains
             placement = self._planner.onward(attempt.placement, self._unfit, reuse)

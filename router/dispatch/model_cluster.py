@@ -130,7 +130,7 @@ class ModelCluster:
         """Place an attempt in one of these groups, by default any, given the result of `reuse`.
 
         Raises what `placement.place_among` raises. Reserves nothing: do not await between this and `launch`. Uses open
-        breakers last, and never for migrations."""
+        breakers and suspected nodes last, and never for migrations."""
         groups = self.model.groups if groups is None else groups
         if demand.pinned and len(groups) > 1:
             groups = [group for group in groups if demand.pinned in group] or groups
@@ -138,6 +138,8 @@ class ModelCluster:
             raise no_nodes(self.model.name.first)
         sides = [self._side(demand, group, held.get(group.fingerprint, {})) for group in groups]
         shut = self._shut()
+        if suspects := {entry.key for entry in self.model.members if entry.suspected}:
+            shut = OpenBreakers(shut.nodes | suspects, shut.pairs)
         if any(shut):
             nodes = demand.excluded | shut.nodes - {demand.pinned}
             broken = demand.broken | shut.pairs

@@ -64,7 +64,7 @@ class Timers:
     `ring` is called with
     - DEADLINE once, and nothing after it,
     - STALL when SHARE of the remaining time has passed without progress,
-    - LATE when an attempt has made no progress within its expected time; `late` is true until it does.
+    - LATE when no token came within the time for which `expect` was called; `late` is true until one does.
 
     `deadline` is a time of the loop's clock. Recording progress re-arms no timer."""
 
@@ -75,8 +75,8 @@ class Timers:
         self._timer: asyncio.TimerHandle | None = None
         self._look()
 
-    def launched(self, late_s: float) -> None:
-        """Note the start of an attempt and expect its first token within `late_s` seconds."""
+    def expect(self, late_s: float) -> None:
+        """Expect the next token within `late_s` seconds: an attempt starts, or its next phase."""
         self._progress = self._loop.time()
         self._late_at, self.late = self._progress + late_s, False
         self._look()

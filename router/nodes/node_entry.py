@@ -20,11 +20,17 @@ log = logging.getLogger(__name__)
 
 STALL_S, STALL = 2.0, 10.0
 """A step hangs if it takes longer than STALL_S seconds and than STALL times the node's usual step."""
+SUSPECT_S, SUSPECT = 0.8, 5.0
+"""A node is suspected while a step takes longer than SUSPECT_S seconds and than SUSPECT times the node's usual step."""
 
 
 def node_key(lease: NodeLease) -> NodeKey:
     """Return the key of a node's process: its id and epoch."""
     return (lease.node_id, lease.epoch)
+
+
+def ignored() -> None:
+    """Do nothing."""
 
 
 class Listener(Protocol):
@@ -45,11 +51,16 @@ class Listener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Reservation of one attempt on one node, until `release`; `lost` is called once if the node is lost."""
+    """Reservation of one attempt on one node, until `release`.
+
+    lost       called once if the node is lost
+    suspected  called whenever the node begins to be suspected
+    """
 
     tokens: int
     blocks: int
     lost: Callable[[NodeLost], None]
+    suspected: Callable[[], None]
     _entry: NodeEntry
 
     def settle(self) -> None:
@@ -71,6 +82,7 @@ class NodeEntry:
     open       true while the token stream is open
     linked     true while the stream is open or may resume without loss
     stalled    true while a thread of the node hangs
+    suspected  true while the node may hang: its stream is silent, or a step takes long
     reachable  true if the node processes requests, as far as its stream shows
     corrupt    called for each wrong ship to this node, with sender and receiver
     """
@@ -83,7 +95,7 @@ class NodeEntry:
     ) -> None:
         self.key = node_key(lease)
         self.lease = lease
-        self.open = self.linked = self.stalled = self.reachable = False
+        self.open = self.linked = self.stalled = self.suspected = self.reachable = False
         self.bookings: dict[Reservation, None] = {}
         self.listeners: dict[str, Listener] = {}
         self._book, self._room, self._corrupt = Reservations(), room, corrupt
@@ -126,9 +138,11 @@ class NodeEntry:
         self._grouped = grouped
         self._changed()
 
-    def promise(self, tokens: int, blocks: int, lost: Callable[[NodeLost], None]) -> Reservation:
-        """Reserve capacity for an attempt."""
-        booking = Reservation(tokens, blocks, lost, self)
+    def promise(
+        self, tokens: int, blocks: int, lost: Callable[[NodeLost], None], suspected: Callable[[], None] = ignored
+    ) -> Reservation:
+        """Reserve capacity for an attempt; see Reservation."""
+        booking = Reservation(tokens, blocks, lost, suspected, self)
         self.bookings[booking] = None
         self._room.placed = self._placed = self._room.placed + 1
         self._count(tokens, blocks, 1)
@@ -143,12 +157,14 @@ class NodeEntry:
     def opened(self) -> None:
         """Note that the node accepted the token stream."""
         self.open = self.linked = True
+        self._doubt(False)
         self._changed()
 
-    def pause(self) -> None:
-        """Note that the token stream broke and may resume."""
+    def pause(self, *, is_silent: bool = False) -> None:
+        """Note that the token stream broke, or was silent for too long, and may resume."""
         self.open = False
         self._changed()
+        self._doubt(self.suspected or is_silent)
 
     def deal(self, frame: StepFrame) -> None:
         """Pass on what a frame of the token stream holds besides tokens, which `DeltaQueue` passes to the listeners."""
@@ -165,7 +181,7 @@ class NodeEntry:
 
     def broken(self, error: KvferryError) -> None:
         """Give up everything on the node after its token stream ended."""
-        self.open = self.linked = self.stalled = False
+        self.open = self.linked = self.stalled = self.suspected = False
         self._changed()
         self._give_up(error)
 
@@ -181,6 +197,14 @@ class NodeEntry:
             self._changed()
         if hangs:
             self._give_up(NodeLost(f"{self.key[0]}: a step has taken {pulse.engine_s:.1f} s"))
+        self._doubt(pulse.engine_s > max(SUSPECT_S, SUSPECT * pulse.usual_s))
+
+    def _doubt(self, suspected: bool) -> None:
+        """Update `suspected`, and tell the attempts on the node when it becomes true."""
+        began, self.suspected = suspected and not self.suspected, suspected
+        if began:
+            for booking in list(self.bookings):
+                booking.suspected()
 
     def _give_up(self, error: KvferryError) -> None:
         """Notify everyone who waits for the node, and detach the listeners."""

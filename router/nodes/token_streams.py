@@ -1,6 +1,7 @@
 """Persistent token streams, one per node, with the output of all this router's requests there and its pulse.
 
-A broken stream is reopened after its last frame, without an effect on clients. A node and all its requests are lost if
+A broken stream is reopened after its last frame, without an effect on clients. A node whose stream is silent is
+suspected, and its requests may get a second attempt elsewhere. A node and all its requests are lost if
 its address refuses connections, if another process answers there, or after LOST times the silence limit. Until then the
 node gets no new requests."""
 
@@ -121,7 +122,7 @@ class TokenStream:
             self._lose(error)
         elif self._entry.open:
             log.debug("token stream of %s broke, reconnecting: %s", self._entry.key[0], error)
-            self._entry.pause()
+            self._entry.pause(is_silent=isinstance(error.__cause__, TimeoutError))
 
     def _lose(self, error: KvferryError) -> None:
         if self._entry.linked:

@@ -84,7 +84,7 @@ def prompt_tokens(url: str) -> float:
 def recoveries(cluster: LocalCluster) -> float:
     """Attempts that were begun since others failed."""
     rungs = scrape(cluster.url)["kvferry_ladder_rungs_total"]
-    return sum(number for labels, number in rungs if labels["rung"] not in ("move", "hedge"))
+    return sum(number for labels, number in rungs if labels["rung"] not in ("move", "hedge", "suspicion"))
 
 
 def longest_pause(streams: list[Stream], since: float = 0.0) -> float:

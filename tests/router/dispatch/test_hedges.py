@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import kvferry.router.dispatch.dispatch
+import kvferry.router.dispatch.hedging
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.lease import Load, Rates
 from kvferry.protocol.messages import AttemptFailed, PrefillRequest
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("hasty")
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvferry.router.dispatch.dispatch, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 0.2)
 
 
 async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -116,14 +116,33 @@ async def test_where_one_of_both_fails_the_other_goes_on(first: Any, second: Any
         assert len(bench["p1"].prefills) == len(bench["p2"].prefills) == 1
 
 
-async def test_one_that_waits_in_vain_for_its_second_token_is_not_late() -> None:
+def ship_after(seconds: float) -> Any:
     async def first_only(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
         yield first_token(request.job)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(seconds)
         worker.peers[request.target.node_id].decode(request.job, 1)
         yield SILENCE
 
-    async with Bench([prefill("p1", prefill_script=first_only), prefill("p2"), decode()]) as bench:
+    return first_only
+
+
+async def test_one_whose_blocks_do_not_arrive_after_its_first_token_is_late_again() -> None:
+    """It stood still for as long as a slow link took."""
+    workers = [prefill("p1", prefill_script=ship_after(60)), prefill("p2"), decode("d1"), decode("d2")]
+    async with Bench(workers) as bench:
+        began = asyncio.get_running_loop().time()
+        dispatch = bench.start(6)
+        assert ids(await collect(dispatch)) == expected(PROMPT, 6)
+        assert asyncio.get_running_loop().time() - began < 1.5
+        assert bench.rungs() == {"hedge": 1}
+        (first,), (second,) = bench["p1"].prefills, bench["p2"].prefills
+        assert second.job.token_ids == (*PROMPT, expected(PROMPT, 1)[0]), "behind the token that is out"
+        assert dispatch.route.prefill == "p1"
+        assert second.target.node_id != first.target.node_id
+
+
+async def test_one_whose_blocks_arrive_in_time_is_not_late() -> None:
+    async with Bench([prefill("p1", prefill_script=ship_after(0.1)), prefill("p2"), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.rungs() == {}
 
@@ -175,13 +194,13 @@ async def test_what_was_late_and_got_on_is_late_no_more() -> None:
     """A router that stood still reads of both at once, and judges nobody by its own pause."""
     rung: list[Timer] = []
     alarms = Timers(asyncio.get_running_loop().time() + 60, rung.append)
-    alarms.launched(0.02)
+    alarms.expect(0.02)
     assert not alarms.late
     await until(lambda: rung)
     assert (rung, alarms.late) == ([Timer.LATE], True)
     alarms.progressed()
     assert not alarms.late
-    alarms.launched(0.02)
+    alarms.expect(0.02)
     alarms.progressed()
     await asyncio.sleep(0.05)
     assert rung == [Timer.LATE]

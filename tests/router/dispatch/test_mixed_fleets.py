@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import kvferry.router.dispatch.dispatch
+import kvferry.router.dispatch.hedging
 from kvferry.protocol.errors import ContextLengthExceeded, NoNodes
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import rows_of
@@ -203,7 +203,7 @@ async def test_forks_stay_with_the_version_of_the_first() -> None:
 
 
 async def test_a_hedge_may_go_to_the_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvferry.router.dispatch.dispatch, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 0.2)
 
     async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
         yield SILENCE

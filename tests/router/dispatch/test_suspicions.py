@@ -1,0 +1,139 @@
+"""A request on a node that may hang gets a second attempt elsewhere, and keeps the first until a token decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from kvferry.protocol.lease import Load
+from kvferry.protocol.messages import PrefillRequest, Pulse
+from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.nodes.token_streams import LOST
+from tests.fake_workers import PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, ids, prefill
+from tests.waiting import until
+
+STANDS, MOVES = Pulse(engine_s=0.9, usual_s=0.02), Pulse(usual_s=0.02)
+TOKENS = 60
+
+
+async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+    yield SILENCE
+
+
+async def streaming(bench: Bench) -> tuple[asyncio.Task[Any], str, str]:
+    """Start a stream; return its task, its decode node and the other one."""
+    bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
+    task = asyncio.create_task(collect(bench.start(TOKENS)))
+    await until(lambda: any(bench[name]._made for name in ("d1", "d2")))
+    here, there = ("d1", "d2") if bench["d1"].running else ("d2", "d1")
+    return task, here, there
+
+
+def false_suspicions(bench: Bench) -> float:
+    (metric,) = bench.metrics.false_suspicions.collect()
+    return next(sample.value for sample in metric.samples if sample.name.endswith("_total"))
+
+
+async def test_a_stream_goes_on_elsewhere_while_its_node_is_silent() -> None:
+    """It stood still until the node was lost, twice as long."""
+    async with Bench([prefill(), decode("d1"), decode("d2")], silence_s=1.0) as bench:
+        task, here, there = await streaming(bench)
+        bench[here].frozen = True
+        paused_s = await until(lambda: bench[there]._made)
+        assert paused_s < LOST * 1.0 - 0.2
+        assert ids(await task) == expected(PROMPT, TOKENS)
+        assert bench.rungs() == {"suspicion": 1}
+        assert false_suspicions(bench) == 0
+        assert bench.nodes.entries[here, 1].suspected
+
+
+async def test_a_stream_goes_on_elsewhere_while_a_step_of_its_node_stands() -> None:
+    async with Bench([prefill(), decode("d1"), decode("d2")]) as bench:
+        task, here, there = await streaming(bench)
+        bench[here].step_s, bench[here].pulse = 30.0, STANDS
+        assert ids(await task) == expected(PROMPT, TOKENS)
+        assert bench[there].running == 0
+        assert bench.rungs() == {"suspicion": 1}
+        await until(lambda: bench[here].cancels)
+        assert false_suspicions(bench) == 0
+        bench[here].pulse = MOVES
+        await until(lambda: not bench.nodes.entries[here, 1].suspected)
+
+
+async def test_a_node_that_comes_back_keeps_its_stream() -> None:
+    async with Bench([prefill("p1"), decode("d1"), decode("d2")]) as bench:
+        task, here, there = await streaming(bench)
+        bench[there].step_s = 30.0
+        bench["p1"].prefill_script = hang
+        bench[here].step_s, bench[here].pulse = 0.8, STANDS
+        await until(lambda: bench.rungs())
+        bench[here].step_s, bench[here].pulse = 0.003, MOVES
+        assert ids(await task) == expected(PROMPT, TOKENS)
+        assert bench.rungs() == {"suspicion": 1}
+        assert false_suspicions(bench) == 1
+        assert not bench[here].cancels
+        await until(lambda: bench["p1"].answering == 0)
+
+
+async def test_a_prompt_on_a_prefill_node_whose_step_stands_is_computed_elsewhere_too() -> None:
+    async with Bench([prefill("p1", prefill_script=hang), decode("d1"), decode("d2")]) as bench:
+        task = asyncio.create_task(collect(bench.start(6)))
+        await until(lambda: bench["p1"].prefills)
+        await bench.add(prefill("p2"))
+        await until(lambda: ("p2", 1) in bench.nodes.entries and bench.nodes.entries["p2", 1].open)
+        bench["p1"].pulse = STANDS
+        assert ids(await task) == expected(PROMPT, 6)
+        assert bench.rungs() == {"suspicion": 1}
+        assert bench["p1"].prefills[0].job.request_id != bench["p2"].prefills[0].job.request_id
+
+
+async def test_a_prefill_node_that_has_done_its_part_matters_no_more() -> None:
+    async with Bench([prefill("p1"), prefill("p2"), decode("d1"), decode("d2")]) as bench:
+        for name in ("d1", "d2"):
+            bench[name].step_s = 0.02
+        task, _, _ = await streaming(bench)
+        used = "p1" if bench["p1"].prefills else "p2"
+        bench[used].pulse = STANDS
+        await until(lambda: bench.nodes.entries[used, 1].suspected)
+        assert ids(await task) == expected(PROMPT, TOKENS)
+        assert bench.rungs() == {}
+
+
+async def test_nothing_is_begun_elsewhere_without_room() -> None:
+    full = Load(active_blocks=100, granted_blocks=120, free_blocks=0, total_blocks=100)
+    async with Bench([decode("d1"), decode("d2", changes={"load": full})]) as bench:
+        task, here, there = await streaming(bench)
+        assert here == "d1"
+        bench[here].step_s, bench[here].pulse = 0.6, STANDS
+        await until(lambda: bench.nodes.entries[here, 1].suspected)
+        bench[here].step_s, bench[here].pulse = 0.003, MOVES
+        assert ids(await task) == expected(PROMPT, TOKENS)
+        assert not bench[there].jobs
+        assert bench.rungs() == {}
+
+
+async def test_new_requests_avoid_a_suspected_node_while_there_is_another() -> None:
+    async with Bench([decode("d1", pulse=STANDS), decode("d2")]) as bench:
+        await until(lambda: bench.nodes.entries["d1", 1].suspected)
+        for _ in range(4):
+            assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
+        assert not bench["d1"].jobs
+    async with Bench([decode("d1", pulse=STANDS)]) as bench:
+        await until(lambda: bench.nodes.entries["d1", 1].suspected)
+        assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
+        assert bench.rungs() == {}
+
+
+async def test_a_stream_that_leaves_a_draining_node_is_not_begun_elsewhere_besides() -> None:
+    async with Bench([prefill(), decode("d1"), decode("d2")]) as bench:
+        task, here, _ = await streaming(bench)
+        bench[here].step_s, bench[here].move_wait_s = 0.05, 0.5
+        await bench.store.announce(replace(bench[here].lease, state="draining"))
+        await until(lambda: bench[here].moves)
+        bench[here].pulse = STANDS
+        await until(lambda: bench.nodes.entries[here, 1].suspected)
+        bench[here].pulse = MOVES
+        assert ids(await task) == expected(PROMPT, TOKENS)
+        assert bench.rungs() == {"move": 1}
