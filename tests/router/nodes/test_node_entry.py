@@ -12,7 +12,7 @@ from kvferry.placement.place import place
 from kvferry.placement.types import Demand
 from kvferry.protocol.errors import KvferryError, NodeLost, NoNodes, Overloaded
 from kvferry.protocol.lease import Load, NodeLease, Rates
-from kvferry.protocol.messages import Deviation, StepFrame
+from kvferry.protocol.messages import Deviation, Pulse, StepFrame
 from kvferry.router.nodes.capacity_summary import CapacitySummary, Part
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
 from kvferry.router.nodes.reservations import LEASE_LAG_POLLS, Reservations
@@ -147,3 +147,46 @@ def test_ships_that_were_wrong_are_told_of_once_each() -> None:
     entry = NodeEntry(lease_of("d1", "decode"), CapacitySummary("m"), lambda sender, here: told.append((sender, here)))
     entry.deal(StepFrame(deviations=(Deviation("r1", ("p1", 3)), Deviation("r2", ("p2", 4)))))
     assert told == [(("p1", 3), ("d1", 1)), (("p2", 4), ("d1", 1))]
+
+
+@pytest.mark.parametrize(("pulse", "suspected"), [
+    (Pulse(engine_s=0.9, usual_s=0.1), True),
+    (Pulse(engine_s=0.7, usual_s=0.01), False),
+    (Pulse(engine_s=0.9, usual_s=0.2), False),
+    (Pulse(link_s=1.5, loop_s=1.5, usual_s=0.1), False),
+])  # fmt: skip
+def test_a_node_is_suspected_while_a_step_takes_long_for_it(pulse: Pulse, suspected: bool) -> None:
+    entry, told = serving(lease_of("d1", "decode"), CapacitySummary("m")), list[str]()
+    for name in ("one", "other"):
+        entry.promise(1, 1, ignore, lambda name=name: told.append(name))  # type: ignore[misc]
+    for _ in range(2):
+        entry.deal(StepFrame(pulse=pulse))
+        assert entry.suspected is suspected
+    assert told == (["one", "other"] if suspected else []), "once"
+    assert entry.reachable
+    entry.deal(StepFrame(pulse=Pulse(usual_s=0.1)))
+    assert not entry.suspected
+    entry.deal(StepFrame(pulse=pulse))
+    assert len(told) == (4 if suspected else 0), "and once more"
+
+
+def test_a_node_is_suspected_while_its_stream_is_silent() -> None:
+    entry, told = serving(lease_of("d1", "decode"), CapacitySummary("m")), list[str]()
+    entry.promise(1, 1, ignore, lambda: told.append("suspected"))
+    entry.pause()
+    assert not entry.suspected
+    entry.opened()
+    entry.pause(is_silent=True)
+    assert entry.suspected
+    entry.pause()
+    assert (entry.suspected, told) == (True, ["suspected"])
+    entry.opened()
+    assert not entry.suspected
+
+
+def test_requests_of_a_step_that_hangs_leave_and_begin_nothing_beside() -> None:
+    entry, told = serving(lease_of("d1", "decode"), CapacitySummary("m")), list[str]()
+    booking = entry.promise(1, 1, lambda error: booking.release(), lambda: told.append("suspected"))
+    entry.deal(StepFrame(pulse=Pulse(engine_s=2.5, usual_s=0.1)))
+    assert entry.idle
+    assert (entry.suspected, entry.reachable, told) == (True, False, [])
