@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
 from kvferry.router.nodes.node_entry import node_key
+
+log = logging.getLogger(__name__)
 
 LATE, LATE_S = 3.0, 1.0
 """An attempt is late after LATE times its expected time to first token, but not before LATE_S seconds."""
@@ -111,11 +114,14 @@ class HedgePolicy:
         kind, reason = ("hedge", "its token is overdue") if late else ("suspicion", "its node may hang")
         self._suspected = None if late else first.job.attempt
         self._context.metrics.retries.labels(kind).inc()
-        return Hedge(placement, kind, [node.node_id for node in nodes if late or node_key(node) in suspects], reason)
+        names = [node.node_id for node in nodes if late or node_key(node) in suspects]
+        log.info("%s: a second attempt beside the one on %s: %s", first.job.request_id, ", ".join(names), reason)
+        return Hedge(placement, kind, names, reason)
 
     def decide(self, number: int) -> None:
         """Drop all attempts but `number`, which delivered a token."""
         if number == self._suspected:
             self._context.metrics.false_suspicions.inc()
+            log.info("%s: the suspected node's token came first", self._hedged.runners[number].job.request_id)
         self._suspected = None
         self._hedged.win(number)

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from kvferry.cluster_state.journals import Journal, Journals
 from kvferry.protocol.errors import Cancelled, InvalidRequest, Retryable
 from kvferry.router.dispatch.interface import Delivered, Dispatch, Fork, Output, RequestSpec, Route
+from kvferry.router.journal.ownership import owning
 from kvferry.router.journal.recording import Recording
 
 FOLLOW_S = 0.2
@@ -53,12 +55,18 @@ class FollowedJournal:
 
     async def claim(self, *, by_force: bool = False) -> bool:
         """Own the journal if nobody else does; return whether it is own now."""
-        if await self._journals.claim(*self._place, self._owner, ttl_s=self._ttl_s, by_force=by_force):
-            await self.look()
+        release = partial(self._journals.release, *self._place, self._owner, ttl_s=self._ttl_s)
+        if await owning(self._claim(by_force), release):
             self.is_own = True
             if self.claimed is not None and not self.recording.has_ended:
                 await self.claimed()
         return self.is_own
+
+    async def _claim(self, by_force: bool) -> bool:
+        if not await self._journals.claim(*self._place, self._owner, ttl_s=self._ttl_s, by_force=by_force):
+            return False
+        await self.look()
+        return True
 
 
 class RecordedDispatch:

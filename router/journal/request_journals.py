@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 
 from kvferry.cluster_state.journals import Journals
 from kvferry.cluster_state.memory_journals import MemoryJournals
@@ -16,6 +17,7 @@ from kvferry.protocol.wire import WireError
 from kvferry.router.journal.errors import KeyReused
 from kvferry.router.journal.event_ids import HEADER, parsed_id
 from kvferry.router.journal.journaled_request import JournaledRequest
+from kvferry.router.journal.ownership import owning
 from kvferry.router.journal.recorded_dispatch import FollowedJournal
 from kvferry.router.journal.recording import JournalHead, Recording
 from kvferry.router.journal.writer import JournalWriter, OpenJournal
@@ -136,8 +138,12 @@ class RequestJournals:
             return None
         for each in dict.fromkeys((store, self._local)):
             try:
-                known = await each.journals.open(
-                    call.tenant, name, self._owner, packed, key=call.resume.key, ttl_s=self._life_s(head)
+                release = partial(each.journals.release, call.tenant, name, self._owner, ttl_s=self._life_s(head))
+                known = await owning(
+                    each.journals.open(
+                        call.tenant, name, self._owner, packed, key=call.resume.key, ttl_s=self._life_s(head)
+                    ),
+                    release,
                 )
             except RegistryUnavailable:
                 self.metrics.failures.labels("store").inc()

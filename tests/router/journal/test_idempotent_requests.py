@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
 
+from kvferry.cluster_state.memory_journals import MemoryJournals
 from kvferry.protocol.errors import NoNodes, Overloaded
 from tests.api_parts import FakeCluster, says
 from tests.router_pair import CHAT, LEASE_S, Router, Shared, text_of
@@ -156,3 +158,42 @@ async def test_a_router_whose_request_was_claimed_stops_in_silence(stream: bool)
         assert together.cluster.dispatches[0].cancelled.is_set()
         assert b"error" not in frozen.data
         assert (await follower.whole()).status == 200
+
+
+class SlowJournals:
+    """Journals whose calls are answered late: what was asked is done meanwhile."""
+
+    def __init__(self, journals: MemoryJournals, wait_s: float) -> None:
+        self._journals, self._wait_s = journals, wait_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._journals, name)
+
+    async def open(self, *args: Any, **named: Any) -> str:
+        return await self._late(self._journals.open(*args, **named))
+
+    async def claim(self, *args: Any, **named: Any) -> bool:
+        return await self._late(self._journals.claim(*args, **named))
+
+    async def _late(self, call: Awaitable[Any]) -> Any:
+        answer = await call
+        await asyncio.sleep(self._wait_s)
+        return answer
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_leaves_while_its_request_is_recorded_may_come_back_at_another_router(begun: bool) -> None:
+    """The other router followed the first one, which lived and did not work on it, for a minute."""
+    together = shared()
+    slow: Any = SlowJournals(together.journals, 0.3)
+    async with Router(together, journals=slow) as first, Router(together) as second:
+        if begun:
+            exchange = await second.post(CHAT, BODY | {"stream": True}, idempotency_key="k").until(5)
+            await exchange.leave()
+            await asyncio.sleep(0.1)
+        exchange = first.post(CHAT, BODY | {"stream": True}, idempotency_key="k")
+        await asyncio.sleep(0.5 if begun else 0.1)
+        await exchange.leave()
+        answer = await second.post(CHAT, BODY | {"stream": True}, idempotency_key="k").whole(5.0)
+        assert text_of(answer.events)[0].startswith(TEXT[:60])
+        assert answer.events[-1].endswith("data: [DONE]")
