@@ -23,7 +23,8 @@ SILENCE_S = 1.0
 writes a comment after 0.5 s."""
 AGAIN_S = 0.1
 """Seconds between two tries."""
-PASSING = ("404", "503", "in stream: no_nodes", "in stream: registry_unavailable", "in stream: not_found")
+_CODES = ("not_found", "unavailable", "no_nodes", "registry_unavailable")
+PASSING = ("404", "503", *(f"in stream: {code} " for code in _CODES))
 """Beginnings of refusals that a client which comes back waits out."""
 BROKEN = (httpx.HTTPError, OSError)
 

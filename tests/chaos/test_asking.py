@@ -94,6 +94,13 @@ async def test_what_the_routers_lost_begins_anew_under_another_key() -> None:
     assert routers.sent[2][2] != routers.sent[0][2]
 
 
+async def test_a_refusal_that_came_too_late_for_a_status_is_waited_out_as_well() -> None:
+    late = {"error": {"code": "registry_unavailable", "message": "no owner yet"}}
+    refused = Answer(": keep-alive\n\n", f"data: {json.dumps(late)}\n\n")
+    found, _ = await asked(Routers(Answer(event(1, 5)), refused, Answer(event(2, 6), DONE)))
+    assert found.tokens == {0: (5, 6)}
+
+
 @pytest.mark.parametrize("status", [400, 503])
 async def test_a_first_refusal_is_an_answer(status: int) -> None:
     with pytest.raises(Answered, match=str(status)):
