@@ -102,7 +102,7 @@ async def test_a_prefill_node_that_has_done_its_part_matters_no_more() -> None:
 
 
 async def test_nothing_is_begun_elsewhere_without_room() -> None:
-    full = Load(active_blocks=100, granted_blocks=120, free_blocks=0, total_blocks=100)
+    full = Load(active_blocks=100, granted_blocks=300, free_blocks=0, total_blocks=100)
     async with Bench([decode("d1"), decode("d2", changes={"load": full})]) as bench:
         task, here, there = await streaming(bench)
         assert here == "d1"
