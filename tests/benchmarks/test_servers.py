@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -62,7 +63,10 @@ def test_a_stopped_server_runs_again_afterwards_and_one_that_ended_is_no_error(t
     with running(launch, port, tmp_path / "log") as server:
         family = server.processes()
         with stopped(family):
-            assert all(process.status() == psutil.STATUS_STOPPED for process in family)
+            until = time.monotonic() + 10
+            while not all(process.status() == psutil.STATUS_STOPPED for process in family):
+                assert time.monotonic() < until, "the server was not stopped"
+                time.sleep(0.01)
             family[1].kill()
         assert server.process.status() != psutil.STATUS_STOPPED
         assert httpx.get(server.target.url, trust_env=False).status_code == 200
