@@ -5,7 +5,7 @@
 # linters   at idle priority, from the beginning
 # beside    tests that only compute and time nothing: the same, until the end; most of their time is what clusters leave
 # tests without clusters, in five processes, which mostly wait, the longest files first (tests/longest.py)
-# clusters  two at a time: they mostly wait; then, one by one, those that tests/alone.py names
+# clusters  three at a time: they mostly wait; then, one by one, those that tests/alone.py names
 #
 # A pytest that still runs after 40 minutes tells where each of its threads is, and ends.
 set -uo pipefail
@@ -51,7 +51,7 @@ trap 'exit 130' INT TERM
 # shellcheck disable=SC2086
 run -n 5 --dist loadfile --no-loadscope-reorder $(printf -- '--ignore=%s ' $CLUSTERS $BESIDE)
 # shellcheck disable=SC2086
-run -n 2 --dist loadfile --no-loadscope-reorder -m "$SELECTED and not alone" $CLUSTERS
+run -n 3 --dist loadfile --no-loadscope-reorder -m "$SELECTED and not alone" $CLUSTERS
 # shellcheck disable=SC2086
 run -m "$SELECTED and alone" $CLUSTERS
 echo "waiting for $BESIDE"

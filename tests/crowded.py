@@ -10,8 +10,6 @@ import socket
 import subprocess
 import sys
 
-import pytest
-
 BUSY = 0.9
 """A process that never waits gets at least this share of a core where nobody else wants it."""
 A_FEW = 4
@@ -53,7 +51,7 @@ class SecondTries:
         return self._left >= 0
 
 
-def send_at_once(config: pytest.Config) -> None:
+def send_at_once(config: object) -> None:
     """Send each message of pytest-rerunfailures to its counts when it is written.
 
     Beside other processes it tells them over TCP of every test, and asks before the next one. Nagle's algorithm would
