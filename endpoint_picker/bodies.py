@@ -15,6 +15,7 @@ from kvferry.router.api.bodies.chat_prompt import ChatPrompt
 from kvferry.router.api.bodies.fields import CacheSalt, Count, Integer, Messages, Prompt, Prompts
 from kvferry.router.api.bodies.reader import build, parse
 from kvferry.router.api.bodies.request_body import RequestBody
+from kvferry.router.api.bodies.tiers import TierFields
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.tenants.scheduler_slots import Size
 from kvferry.router.text.encoding import LONG_CHARS, Bound
@@ -29,7 +30,7 @@ DEFAULT_OUTPUT = 512
 """Output tokens assumed for a request that names no limit."""
 
 
-class PickedBody(RequestBody):
+class PickedBody(TierFields, RequestBody):
     """Body of a request whose prompt placement does not read: another API, or no JSON at all.
 
     prompt_field  field of the prompts, for errors; empty: none is read
@@ -42,7 +43,6 @@ class PickedBody(RequestBody):
     n: Annotated[Integer, Field(ge=1, le=MAX_COUNT)] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: CacheSalt | None = None
 
     def texts(self, text: TextModel) -> Sequence[Prompt | Rendering]:

@@ -69,7 +69,7 @@ class RequestContext:
     tenant    name of the tenant; empty without tenants
     realm     tenant in whose cached blocks it may find prefixes; empty if tenants share prefixes
     priority  lower is served earlier; 0 by default
-    is_patient  nobody waits for its first token, as for a batch's: targets do not concern it
+    is_patient  nobody waits for it, as for a batch's rows: targets do not concern it
     trace     W3C `traceparent` of the request's span, or the client's if no span is recorded; may be empty
     """
 

@@ -9,6 +9,7 @@ from math import inf
 
 from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
 from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.api.bodies.tiers import TIER_PRIORITY, TierFields
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants.limits import RateLimited
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size
@@ -87,14 +88,17 @@ class AdmittedRequest:
         """Take over the context of the request that this one repeats or goes on with."""
         self.call = replace(call, trace=self.call.trace)
 
-    def prefer(self, priority: int | None, *, is_patient: bool = False) -> RequestContext:
+    def prefer(self, body: TierFields, *, resumes: bool = False) -> RequestContext:
         """Set the request's priority among its tenant's requests, and its target; return its context.
 
-        is_patient: no client waits for its first token, so that it has no target."""
+        resumes: its client has read the beginning, so that it has no target."""
         call, ttft_ms = self.call, self._meter.tenant.ttft_ms
-        first_by = call.arrival + 1e-3 * ttft_ms if ttft_ms and not (is_patient or call.is_patient) else inf
-        if priority or first_by != call.first_by:
-            self.call = replace(call, priority=priority or call.priority, first_by=first_by)
+        is_patient = call.is_patient or body.is_patient
+        first_by = call.arrival + 1e-3 * ttft_ms if ttft_ms and not (is_patient or resumes) else inf
+        tier = body.tier_used(is_patient=is_patient)
+        priority = body.priority or call.priority or TIER_PRIORITY.get(tier, 0)
+        if (priority, first_by, is_patient) != (call.priority, call.first_by, call.is_patient):
+            self.call = replace(call, priority=priority, first_by=first_by, is_patient=is_patient)
         return self.call
 
     async def turn(self, turns: SchedulerSlots, size: Size) -> Slot:

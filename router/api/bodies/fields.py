@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, NotRequired
 
 from pydantic import (
     BaseModel,
@@ -192,20 +192,3 @@ def has_part(messages: Sequence[Mapping[str, Any]], types: Container[str]) -> bo
         if isinstance(content := message.get("content"), list)
         for part in content
     )
-
-
-class TierFields(BaseModel):
-    """Body fields that say how urgent a request is, with OpenAI's tiers."""
-
-    service_tier: (
-        Annotated[
-            Literal["auto", "default", "flex", "priority", "scale"],
-            told("must be auto, default, flex, priority or scale"),
-        ]
-        | None
-    ) = None
-
-    @property
-    def is_patient(self) -> bool:
-        """Return whether nobody waits for the first token (`flex`), so that the tenant's targets do not concern it."""
-        return self.service_tier == "flex"

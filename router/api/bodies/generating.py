@@ -24,12 +24,12 @@ from kvferry.router.api.bodies.fields import (
     SamplingFields,
     Stops,
     StreamOptions,
-    TierFields,
     Top,
     has_part,
 )
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.structured import Asked, StructuredFields
+from kvferry.router.api.bodies.tiers import TierFields
 from kvferry.router.api.bodies.tools import ToolFields, ToolUse, bounded, parsing
 from kvferry.router.api.bodies.unsupported_fields import (
     UnsupportedFields,
@@ -73,7 +73,6 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, TierFields,
     truncate_prompt_tokens: Annotated[Integer, Field(ge=1, le=MAX_COUNT)] | None = None
     return_token_ids: StrictBool | None = False
     return_tokens_as_token_ids: StrictBool | None = False
-    priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: CacheSalt | None = None
     store: StrictBool | None = None
 
