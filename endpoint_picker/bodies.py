@@ -12,10 +12,9 @@ from pydantic import ConfigDict, Field
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_COUNT
 from kvferry.router.api.bodies.chat_prompt import ChatPrompt
-from kvferry.router.api.bodies.fields import CacheSalt, Count, Integer, Messages, Prompt, Prompts
+from kvferry.router.api.bodies.fields import CacheSalt, Count, Integer, Messages, Prompt, Prompts, TierFields
 from kvferry.router.api.bodies.reader import build, parse
 from kvferry.router.api.bodies.request_body import RequestBody
-from kvferry.router.api.bodies.tiers import TierFields
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.tenants.scheduler_slots import Size
 from kvferry.router.text.encoding import LONG_CHARS, Bound

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from kvferry.protocol.lease import NodeLease
@@ -133,6 +134,7 @@ class Demand:
     local_only    use no prefill node
     source        decode node whose blocks the request takes along, for a migrating stream
     worth         expected times that a token evicted for this request would have been reused
+    itl_s         target of the mean seconds between its tokens; infinite: none
     adapter       id of the adapter that the nodes must have; empty: none
     modalities    media that the nodes must take
     model         name of the model, for errors
@@ -159,6 +161,7 @@ class Demand:
     holders: tuple[Holding, ...] = ()
     stored_len: int = 0
     worth: float = 0.0
+    itl_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from kvferry.placement.rejections import no_nodes_alike, too_late
+from kvferry.placement.rejections import TargetMissed, no_nodes_alike, too_late
 from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.errors import GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
@@ -65,16 +65,19 @@ class AttemptPlanner:
     def place(self, reuse: Held, left_s: float) -> Placement | None:
         """Place the next attempt; return None if nothing can take it now and it must wait.
 
-        A request that never ran is rejected at once if its first token would come too late, or if it is full and many
-        requests already wait; one that goes on behind delivered tokens is not. Raises NoNodes, Overloaded and
-        ContextLengthExceeded."""
+        A request that never ran is rejected at once if its first token would come too late, if no node can meet its
+        target, or if all are full and many requests already wait; one that goes on behind delivered tokens is not.
+        Raises NoNodes, Overloaded and ContextLengthExceeded."""
         demand, target_s = self._demand(), self._target_s()
         left_s = min(left_s, target_s)
         try:
             self._pay()
             placement = self._context.place(demand, reuse, self._groups())
         except (NoNodes, Overloaded) as error:
-            if self._is_new and isinstance(error, Overloaded) and not self._context.held.takes(self):
+            if self._is_new and (
+                isinstance(error, TargetMissed)
+                or (isinstance(error, Overloaded) and not self._context.held.takes(self))
+            ):
                 raise
             if self.patience.over(left_s):
                 raise self._hopeless(error) from self._failure
@@ -175,6 +178,7 @@ class AttemptPlanner:
             beside=fork.node if fork and not self._delivered else None,
             adapter=self._spec.adapter,
             modalities=self._spec.media.modalities if self._spec.media else frozenset(),
+            itl_s=self._spec.call.itl_s,
         )
 
     def _target_s(self) -> float:

@@ -24,12 +24,12 @@ from kvferry.router.api.bodies.fields import (
     SamplingFields,
     Stops,
     StreamOptions,
+    TierFields,
     Top,
     has_part,
 )
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.structured import Asked, StructuredFields
-from kvferry.router.api.bodies.tiers import TierFields
 from kvferry.router.api.bodies.tools import ToolFields, ToolUse, bounded, parsing
 from kvferry.router.api.bodies.unsupported_fields import (
     UnsupportedFields,

@@ -15,11 +15,11 @@ from kvferry.router.api.bodies.fields import (
     Name,
     Objects,
     SamplingFields,
+    TierFields,
     Top,
     told,
 )
 from kvferry.router.api.bodies.request_body import RequestBody
-from kvferry.router.api.bodies.tiers import TierFields
 from kvferry.router.api.bodies.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.placement.capacity import Capacity
-from kvferry.router.api.bodies.tiers import TierFields
+from kvferry.router.api.bodies.fields import TierFields
 from tests.api_parts import Api, FakeCluster, error_of, events, named_events, says
 
 ASKED = {

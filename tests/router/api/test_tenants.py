@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from kvferry.placement.capacity import Capacity
+from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keys import entry
@@ -198,3 +199,26 @@ async def test_a_request_that_cannot_meet_its_target_is_rejected_and_counted(tmp
     assert int(late.headers["retry-after"]) >= 1
     assert api.sample("kvferry_ttft_targets_total", tenant="b", outcome="rejected") == 1
     assert (await first).status_code == 200
+
+
+async def test_the_time_between_tokens_has_a_target_too(tmp_path: Path) -> None:
+    """Its outcome is known at the end, also of a client that leaves or has one token."""
+    cluster = FakeCluster(says("x y z"), gap_s=0.02)
+    api = Api(cluster, api_keys=keys_file(tmp_path, a="itl_ms = 60000", b="itl_ms = 1"))
+
+    def counts(tenant: str) -> list[float]:
+        outcomes = ("met", "missed", "rejected")
+        return [api.sample("kvferry_itl_targets_total", tenant=tenant, outcome=each) for each in outcomes]
+
+    assert (await ask(api, "a", n=2)).status_code == 200
+    assert cluster.dispatches[-1].spec.call.itl_s == 60.0
+    assert (await ask(api, "b", stream=True)).status_code == 200
+    assert (counts("a"), counts("b")) == ([1, 0, 0], [0, 1, 0])
+    for patient in ({"service_tier": "flex"}, {"max_tokens": 1}):
+        assert (await ask(api, "b", **patient)).status_code == 200
+    assert counts("b") == [0, 1, 0]
+    cluster.script = lambda spec: [Overloaded("no node meets the target", retry_after=7.0)]
+    late = await ask(api, "b")
+    assert (late.status_code, late.headers["retry-after"]) == (429, "7")
+    assert counts("b") == [0, 1, 1]
+    assert api.sample("kvferry_ttft_targets_total", tenant="b", outcome="rejected") == 0
