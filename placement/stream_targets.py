@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from kvferry.placement.blocks import EXPECTED_OUTPUT
+from kvferry.placement.blocks import EXPECTED_OUTPUT, missing_blocks
 from kvferry.placement.pairs import Ready
 from kvferry.placement.rejections import too_slow
 from kvferry.placement.types import Demand, NodeView
@@ -38,7 +38,7 @@ def within_target(demand: Demand, halves: Iterable[Sequence[Ready]]) -> list[lis
 
     Raises TargetMissed without such a node, but returns all for a stream that has begun, which must go on."""
     given = [list(half) for half in halves]
-    fast = [[each for each in half if streams_over(each[-1], demand.itl_s) <= 0] for half in given]
+    fast = [[each for each in half if _takes(each[-1], demand)] for half in given]
     if any(fast):
         return fast
     if demand.recovers:
@@ -46,8 +46,21 @@ def within_target(demand: Demand, halves: Iterable[Sequence[Ready]]) -> list[lis
     raise too_slow(min(_until_s(each[-1], demand.itl_s) for half in given for each in half))
 
 
+def idle_prefills(prefills: Sequence[NodeView]) -> list[NodeView]:
+    """Return the nodes on which no prompt waits; raise TargetMissed without one if there are any nodes."""
+    idle = [node for node in prefills if not node.waiting_tokens]
+    if prefills and not idle:
+        raise too_slow(min(node.queue_s for node in prefills))
+    return idle
+
+
+def _takes(node: NodeView, demand: Demand) -> bool:
+    delays = demand.patient and (node.waiting_tokens or missing_blocks(node, demand) > 0)
+    return not delays and streams_over(node, demand.itl_s) <= 0
+
+
 def _until_s(node: NodeView, itl_s: float) -> float:
     """Return the expected seconds until the node can take another stream: its streams end evenly spread."""
     rates = node.lease.rates
     token_s = rates.alone_s + rates.stream_s * (node.streams - 1) if rates.alone_s else rates.step_s
-    return streams_over(node, itl_s) * EXPECTED_OUTPUT * token_s / node.streams
+    return max(0.0, streams_over(node, itl_s)) * EXPECTED_OUTPUT * token_s / max(1, node.streams)

@@ -135,6 +135,7 @@ class Demand:
     source        decode node whose blocks the request takes along, for a migrating stream
     worth         expected times that a token evicted for this request would have been reused
     itl_s         target of the mean seconds between its tokens; infinite: none
+    patient       it must delay no other request: it goes only where no prompt waits, and seats and blocks are free
     adapter       id of the adapter that the nodes must have; empty: none
     modalities    media that the nodes must take
     model         name of the model, for errors
@@ -162,6 +163,7 @@ class Demand:
     stored_len: int = 0
     worth: float = 0.0
     itl_s: float = inf
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

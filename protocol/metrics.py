@@ -76,7 +76,8 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "kvferry_ladder_rungs",
-            "Attempts after the first: retries by step of the retry policy, hedges, and migrations (move).",
+            "Attempts after the first: retries by step of the retry policy, hedges, migrations (move), and requests "
+            "that gave way to the targets of others (displaced).",
             ["rung"],
             registry=r,
         )

@@ -86,3 +86,8 @@ class RequestContext:
     first_by: float = inf
     itl_s: float = inf
     is_patient: bool = False
+
+    @property
+    def has_targets(self) -> bool:
+        """Return whether its tenant has targets that concern it."""
+        return self.first_by < inf or self.itl_s < inf

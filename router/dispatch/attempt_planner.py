@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -18,6 +18,7 @@ from kvferry.router.dispatch.context import DispatchContext, Hashes, Held
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.dispatch.poison_requests import Suspect
+from kvferry.router.dispatch.request_targets import RequestTargets
 from kvferry.router.dispatch.retry_policy import RetryPolicy
 from kvferry.router.dispatch.timers import Backoff
 from kvferry.router.nodes.model_nodes import FingerprintGroup
@@ -30,11 +31,20 @@ class AttemptPlanner:
     """Chooses the nodes of each attempt of a request; the owner must call `end`.
 
     `delivered` is the growing list of output tokens sent to the client. `fingerprint` is that of the nodes that may
-    take the request; empty: any, until its first token. Media bind it from the start."""
+    take the request; empty: any, until its first token. Media bind it from the start. leave, wake: see
+    RequestTargets."""
 
-    def __init__(self, spec: RequestSpec, context: DispatchContext, delivered: list[int]) -> None:
+    def __init__(
+        self,
+        spec: RequestSpec,
+        context: DispatchContext,
+        delivered: list[int],
+        leave: Callable[[], None],
+        wake: Callable[[None], None],
+    ) -> None:
         self.patience = Backoff(context.patience_s)
         self._spec, self._context, self._delivered = spec, context, delivered
+        self.targets = RequestTargets(spec.call, context, delivered, leave, wake)
         self._retry_policy, self._suspect = RetryPolicy(), Suspect()
         bound = [each.fingerprint for each in (spec.delivered, spec.fork_of, spec.media) if each]
         self.fingerprint = next(filter(None, bound), "")
@@ -52,9 +62,9 @@ class AttemptPlanner:
     def _is_new(self) -> bool:
         return self._failure is None and not self._delivered
 
-    def hashes(self, node: NodeLease) -> Sequence[bytes]:
+    def hashes(self, node: NodeLease | None) -> Sequence[bytes]:
         """Return the hashes of the full blocks of all tokens on such a node, as computed by `reuse`."""
-        return self._hashes.get(node.fingerprint, ())
+        return self._hashes.get(node.fingerprint, ()) if node else ()
 
     async def reuse(self) -> Held:
         """Return the leading blocks of all tokens so far that nodes hold."""
@@ -68,11 +78,11 @@ class AttemptPlanner:
         A request that never ran is rejected at once if its first token would come too late, if no node can meet its
         target, or if all are full and many requests already wait; one that goes on behind delivered tokens is not.
         Raises NoNodes, Overloaded and ContextLengthExceeded."""
-        demand, target_s = self._demand(), self._target_s()
+        demand, target_s = self.targets.bound(self._demand()), self._target_s()
         left_s = min(left_s, target_s)
         try:
             self._pay()
-            placement = self._context.place(demand, reuse, self._groups())
+            placement = self.targets.place(demand, reuse, self._groups(), target_s)
         except (NoNodes, Overloaded) as error:
             if self._is_new and (
                 isinstance(error, TargetMissed)
@@ -84,6 +94,8 @@ class AttemptPlanner:
             if not self._unpaid:
                 self._retry_policy.forgive()
             self._context.held.enter(self, demand.total_len)
+            return None
+        if placement is None:
             return None
         self._context.held.leave(self)
         if self._is_new and placement.first_token_s > left_s and (left_s > 0 or target_s < inf):
@@ -118,6 +130,7 @@ class AttemptPlanner:
 
     def goes_to(self, nodes: Collection[NodeKey]) -> None:
         """Record the nodes on which the request's attempts run now."""
+        self.targets.goes_to(nodes)
         if self._suspect.losses:
             self._context.deaths.move(self._suspect, nodes)
 
@@ -151,6 +164,7 @@ class AttemptPlanner:
     def end(self) -> None:
         """Stop waiting and clear suspicions at the end of the dispatch."""
         self._context.held.leave(self)
+        self.targets.end()
         if self._suspect.losses:
             self._context.deaths.clear(self._suspect)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import inf
 
 from kvferry.placement.types import Placement
-from kvferry.protocol.errors import Cancelled, DeadlineExceeded, KvferryError
+from kvferry.protocol.errors import Cancelled, KvferryError
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.router.dispatch import jobs
@@ -52,7 +52,7 @@ class RequestDispatch:
         self._hedged, self._prediction = HedgedAttempts(), ReuseAccount(context)
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
-        self._planner = AttemptPlanner(spec, context, self._sequence.tokens)
+        self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._give_way, self._inbox.post)
         self._migration = Migration(self._hedged, self._planner, context, self._sink.hear)
         self._timers: Timers | None = None
         self._record: RequestRecord | None = None
@@ -159,9 +159,7 @@ class RequestDispatch:
         assert self._timers and self._record  # noqa: PT018
         job = self._job(name)
         self._prediction.began(job.attempt, placement)
-        computes = placement.prefill or placement.decode
-        assert computes
-        hashes = self._planner.hashes(computes)
+        hashes = self._planner.hashes(placement.prefill or placement.decode)
         self._hedged.enter(self._context.launch(job, placement, self._sink.hear, hashes=hashes))
         self._attempts += 1
         if not self.route or self._attempts == 1:
@@ -195,6 +193,11 @@ class RequestDispatch:
         self._retried(step, failure.culprits, f"{failure.error.code}: {failure.error}")
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, step)
 
+    def _give_way(self) -> None:
+        """Leave the nodes to a request with targets; this one goes on later, behind its delivered tokens."""
+        self._migration.end()
+        self._retried("displaced", self._hedged.clear(), "a request with targets takes its place")
+
     def _retried(self, step: str, nodes: Iterable[NodeLease | None], told: str) -> None:
         self._context.metrics.retries.labels(step).inc()
         self._context.request_log.retried(self._record, step, [node.node_id for node in nodes if node], told)
@@ -217,8 +220,8 @@ class RequestDispatch:
         decode = None if place.prefill and delta.finish_reason is not None else place.decode
         self._planner.computed(computed_by, decode if place.prefill else None)
         reuse, late = self._prediction.first(delta, attempt, computed_by)
-        ids = [node.node_id if node else None for node in (place.prefill, decode)]
-        self.route = Route(*ids, reuse, late)
+        prefill_id = place.prefill.node_id if place.prefill else None
+        self.route = Route(prefill_id, decode.node_id if decode else None, reuse, late)
         self._context.request_log.first(self._record, self.route)
 
     def _take_account(self, delta: TokenDelta) -> None:
@@ -230,8 +233,7 @@ class RequestDispatch:
 
     def _ring(self, alarm: Timer) -> None:
         if alarm is Timer.DEADLINE:
-            call = self._spec.call
-            self._inbox.post(DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s"))
+            self._inbox.post(self._planner.targets.expired())
         elif alarm is Timer.STALL:
             self._hedged.stall()
         else:
