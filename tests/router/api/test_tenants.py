@@ -192,13 +192,25 @@ async def test_a_request_that_cannot_meet_its_target_is_rejected_and_counted(tmp
     cluster = FakeCluster(says("x"), gap_s=2.0)
     cluster.takes = Capacity(1, 1e9)
     api = Api(cluster, api_keys=keys_file(tmp_path, b="ttft_ms = 100"))
-    first = asyncio.create_task(ask(api, "b", service_tier="flex"))
+    first = asyncio.create_task(ask(api, "b"))
     await until(lambda: cluster.dispatches)
     late = await ask(api, "b")
     assert (late.status_code, error_of(late)["code"]) == (429, "overloaded")
     assert int(late.headers["retry-after"]) >= 1
     assert api.sample("kvferry_ttft_targets_total", tenant="b", outcome="rejected") == 1
     assert (await first).status_code == 200
+
+
+async def test_patient_requests_keep_others_from_no_slot(tmp_path: Path) -> None:
+    """They give way on the nodes, and wait for slots behind the others."""
+    cluster = FakeCluster(says("x " * 5), gap_s=0.02)
+    cluster.takes = Capacity(1, 1e9)
+    api = Api(cluster, api_keys=keys_file(tmp_path, b="ttft_ms = 60000"))
+    patient = [asyncio.create_task(ask(api, "a", service_tier="flex")) for _ in range(4)]
+    await until(lambda: api.sample("kvferry_requests_queued") == 3)
+    assert (await ask(api, "b", max_tokens=1)).status_code == 200
+    assert len(cluster.dispatches) == 2
+    assert {(await task).status_code for task in patient} == {200}
 
 
 async def test_the_time_between_tokens_has_a_target_too(tmp_path: Path) -> None:
