@@ -10,7 +10,7 @@ import pytest
 from kvferry.placement.blocks import EXPECTED_OUTPUT
 from kvferry.placement.place import place
 from kvferry.placement.rejections import TargetMissed
-from kvferry.placement.stream_targets import most_streams, streams_over
+from kvferry.placement.stream_targets import ROUNDING, streams_over
 from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.lease import Rates
 from tests.placement.test_place import node, where
@@ -42,9 +42,11 @@ def decode(name: str, streams: int, rates: Rates = LEARNED, *, cached: int = 0, 
 def test_a_node_takes_as_many_streams_as_its_learned_rates_allow(
     rates: Rates, seats: int, itl_s: float, most: float
 ) -> None:
-    view = decode("d1", 3, rates, seats=seats)
-    assert most_streams(view, itl_s) == most
-    assert streams_over(view, itl_s) == 4 - most
+    for streams in (0, 1, 3, 7, 10, 11, 20, 200):
+        view = decode("d1", streams, rates, seats=seats)
+        over = max(0, streams + 1 - most)
+        assert streams_over(view, itl_s) == over
+        assert (view.next_itl_s <= itl_s * ROUNDING) == (over == 0)
 
 
 def test_a_node_that_meets_the_target_is_preferred_whatever_it_costs() -> None:
