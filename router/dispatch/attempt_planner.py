@@ -11,7 +11,7 @@ from math import inf
 
 from kvferry.placement.rejections import TargetMissed, no_nodes_alike, too_late
 from kvferry.placement.types import Demand, NodeKey, Placement
-from kvferry.protocol.errors import GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
+from kvferry.protocol.errors import DeadlineExceeded, GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.dispatch import jobs
 from kvferry.router.dispatch.context import DispatchContext, Hashes, Held
@@ -44,7 +44,8 @@ class AttemptPlanner:
     ) -> None:
         self.patience = Backoff(context.patience_s)
         self._spec, self._context, self._delivered = spec, context, delivered
-        self.targets = RequestTargets(spec.call, context, delivered, leave, wake)
+        has_part = spec.call.is_patient or spec.call.has_targets
+        self._targets = RequestTargets(spec.call, context, delivered, leave, wake) if has_part else None
         self._retry_policy, self._suspect = RetryPolicy(), Suspect()
         bound = [each.fingerprint for each in (spec.delivered, spec.fork_of, spec.media) if each]
         self.fingerprint = next(filter(None, bound), "")
@@ -78,11 +79,11 @@ class AttemptPlanner:
         A request that never ran is rejected at once if its first token would come too late, if no node can meet its
         target, or if all are full and many requests already wait; one that goes on behind delivered tokens is not.
         Raises NoNodes, Overloaded and ContextLengthExceeded."""
-        demand, target_s = self.targets.bound(self._demand()), self._target_s()
+        demand, target_s = self._demand(), self._target_s()
         left_s = min(left_s, target_s)
         try:
             self._pay()
-            placement = self.targets.place(demand, reuse, self._groups(), target_s)
+            placement = self._placed(demand, reuse, target_s)
         except (NoNodes, Overloaded) as error:
             if self._is_new and (
                 isinstance(error, TargetMissed)
@@ -101,6 +102,11 @@ class AttemptPlanner:
         if self._is_new and placement.first_token_s > left_s and (left_s > 0 or target_s < inf):
             raise too_late(placement.first_token_s - left_s)
         return placement
+
+    def _placed(self, demand: Demand, reuse: Held, target_s: float) -> Placement | None:
+        if self._targets is not None:
+            return self._targets.place(demand, reuse, self._groups(), target_s)
+        return self._context.place(demand, reuse, self._groups())
 
     def elsewhere(self, late: Placement, reuse: Held) -> Placement | None:
         """Place a hedged attempt away from a late attempt's nodes, or at least from the one computing its prompt.
@@ -130,7 +136,8 @@ class AttemptPlanner:
 
     def goes_to(self, nodes: Collection[NodeKey]) -> None:
         """Record the nodes on which the request's attempts run now."""
-        self.targets.goes_to(nodes)
+        if self._targets is not None:
+            self._targets.goes_to(nodes)
         if self._suspect.losses:
             self._context.deaths.move(self._suspect, nodes)
 
@@ -161,10 +168,18 @@ class AttemptPlanner:
         self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
         self._context.remember(self.hashes(node), [each for each in (node, other) if each])
 
+    def expired(self) -> KvferryError:
+        """Return the error of the request after its deadline."""
+        call = self._spec.call
+        if self._targets is not None and self._targets.waits:
+            return Overloaded("requests with targets kept this one from the nodes until its deadline", retry_after=1.0)
+        return DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s")
+
     def end(self) -> None:
         """Stop waiting and clear suspicions at the end of the dispatch."""
         self._context.held.leave(self)
-        self.targets.end()
+        if self._targets is not None:
+            self._targets.end()
         if self._suspect.losses:
             self._context.deaths.clear(self._suspect)
 

@@ -233,7 +233,7 @@ class RequestDispatch:
 
     def _ring(self, alarm: Timer) -> None:
         if alarm is Timer.DEADLINE:
-            self._inbox.post(self._planner.targets.expired())
+            self._inbox.post(self._planner.expired())
         elif alarm is Timer.STALL:
             self._hedged.stall()
         else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvferry.placement.rejections import TargetMissed
 from kvferry.placement.types import Demand, NodeKey, Placement
-from kvferry.protocol.errors import DeadlineExceeded, KvferryError, Overloaded
+from kvferry.protocol.errors import Overloaded
 from kvferry.router.dispatch.context import DispatchContext, Held
 from kvferry.router.nodes.model_nodes import FingerprintGroup
 from kvferry.router.request_context import RequestContext
@@ -45,10 +45,10 @@ class RequestTargets:
     def retry(self) -> None:
         self._wake(None)
 
-    def bound(self, demand: Demand) -> Demand:
-        """Return the demand with the targets of others, if the request is patient and others have targets now."""
-        shortest_s = self._displacement.itl_s() if self._call.is_patient else None
-        return demand if shortest_s is None else replace(demand, recovers=False, patient=True, itl_s=shortest_s)
+    @property
+    def waits(self) -> bool:
+        """Return whether the request is patient and waits because of requests with targets."""
+        return self._displacement.waits(self)
 
     def place(
         self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float
@@ -57,6 +57,7 @@ class RequestTargets:
 
         Returns None if the request is patient and has to wait. target_s: time that is left until its first token.
         Raises what `DispatchContext.place` raises."""
+        demand = self._bound(demand)
         if demand.patient and not self._displacement.may_try(self):
             self._displacement.wait(self)
             return None
@@ -78,16 +79,15 @@ class RequestTargets:
         elif self._call.has_targets:
             self._displacement.has_target(self, self._call.itl_s)
 
-    def expired(self) -> KvferryError:
-        """Return the error of the request after its deadline."""
-        if self._displacement.waits(self):
-            return Overloaded("requests with targets kept this one from the nodes until its deadline", retry_after=1.0)
-        return DeadlineExceeded(f"not finished after {self._call.deadline - self._call.arrival:.3g} s")
-
     def end(self) -> None:
         """Forget the request at the end of its dispatch."""
         self._displacement.end(self)
         self._leave = _nothing  # its dispatch; a request leaves no cycles to the garbage collector
+
+    def _bound(self, demand: Demand) -> Demand:
+        """Return the demand with the targets of others, if the request is patient and others have targets now."""
+        shortest_s = self._displacement.itl_s() if self._call.is_patient else None
+        return demand if shortest_s is None else replace(demand, recovers=False, patient=True, itl_s=shortest_s)
 
     def _placed(self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float) -> Placement:
         context, displacement = self._context, self._displacement
