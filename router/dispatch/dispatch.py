@@ -197,6 +197,7 @@ class RequestDispatch:
         """Leave the nodes to a request with targets; this one goes on later, behind its delivered tokens."""
         self._migration.end()
         self._retried("displaced", self._hedged.clear(), "a request with targets takes its place")
+        self._planner.goes_to(self._hedged.nodes)
 
     def _retried(self, step: str, nodes: Iterable[NodeLease | None], told: str) -> None:
         self._context.metrics.retries.labels(step).inc()

@@ -17,7 +17,7 @@ class RequestTargets:
     """Targets of one request, or a patient request that gives way to others. Implements `displacement.PatientRequest`.
 
     delivered  the growing list of its output tokens
-    leave      ends all its attempts
+    leave      ends all its attempts, and tells `goes_to`
     wake       lets its dispatch start an attempt if none runs"""
 
     def __init__(
@@ -39,7 +39,6 @@ class RequestTargets:
     def give_way(self) -> None:
         self._displacement.wait(self)
         self._leave()
-        self.goes_to(())
         self.retry()
 
     def retry(self) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvferry.placement.capacity import Capacity
+from kvferry.protocol.labels import TARGET_OUTCOMES
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.bodies.fields import TierFields
-from tests.api_parts import Api, FakeCluster, error_of, events, named_events, says
+from kvferry.router.tenants.keys import entry
+from tests.api_parts import Api, FakeCluster, app_of, demo_text, error_of, events, named_events, says
+from tests.fake_workers import Bench, decode, expected
+from tests.waiting import until
 
 ASKED = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
@@ -85,9 +93,41 @@ async def test_tiers_order_one_tenant_s_requests() -> None:
         await asyncio.sleep(0.005)
     assert {(await task).status_code for task in tasks} == {200}
     order = [dispatch.spec.token_ids[0] - 1 for dispatch in api.cluster.dispatches]
-    assert order[2:] == [4, 6, 2, 5, 3]
+    assert order == [0, 1, 2, 4, 6, 5, 3], "what a flexible one uses is open to the others"
 
 
 def test_what_yields_has_no_priority() -> None:
     asked = TierFields(service_tier="priority")
     assert (asked.tier_used(is_patient=True), asked.tier_used(is_patient=False)) == ("default", "priority")
+
+
+async def test_flex_requests_give_way_to_a_tenant_s_target(tmp_path: Path) -> None:
+    """From the body's tier and the tenant's file to the node, although the flexible ones hold all slots that one may."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f"{entry('a', 'key-a')}\n{entry('b', 'key-b')}itl_ms = 12\n")
+    rates = Rates(step_s=0.01, alone_s=0.010, stream_s=0.001)
+    async with Bench([decode(changes={"rates": rates, "max_num_seqs": 6})]) as bench:
+        app = app_of(bench.cluster, demo_text(), bench.metrics, RouterSettings(api_keys=str(keys)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
+
+            async def ask(name: str, number: int, most: int, **more: Any) -> dict[str, Any]:
+                body = {"prompt": [number, 5, 6], "max_tokens": most, "ignore_eos": True, "return_token_ids": True}
+                headers = {"authorization": f"Bearer key-{name}"}
+                answer = await http.post("/v1/completions", json={**body, **more}, headers=headers)
+                assert answer.status_code == 200, answer.text
+                told: dict[str, Any] = answer.json()
+                return told
+
+            flexible = [asyncio.create_task(ask("a", number, 150, service_tier="flex")) for number in range(3)]
+            await until(lambda: len(bench["d1"]._made) == 3)
+            urgent = await ask("b", 900, 20)
+            assert bench.rungs() == {"displaced": 1}
+            assert not any(task.done() for task in flexible)
+            answers = [await task for task in flexible]
+    assert urgent["choices"][0]["token_ids"] == expected([900, 5, 6], 20)
+    for number, answer in enumerate(answers):
+        assert answer["service_tier"] == "flex"
+        assert answer["choices"][0]["token_ids"] == expected([number, 5, 6], 150)
+        assert answer["usage"]["prompt_tokens"] == 3
+    outcomes = {outcome: bench.metrics.itl_targets.labels("b", outcome)._value.get() for outcome in TARGET_OUTCOMES}
+    assert (outcomes["rejected"], sum(outcomes.values())) == (0, 1)
