@@ -102,7 +102,7 @@ def test_what_yields_has_no_priority() -> None:
 
 
 async def test_flex_requests_give_way_to_a_tenant_s_target(tmp_path: Path) -> None:
-    """From the body's tier and the tenant's file to the node, although the flexible ones hold all slots that one may."""
+    """From the body's tier and the tenant's file to the node, although the others hold all slots that one may."""
     keys = tmp_path / "keys.toml"
     keys.write_text(f"{entry('a', 'key-a')}\n{entry('b', 'key-b')}itl_ms = 12\n")
     rates = Rates(step_s=0.01, alone_s=0.010, stream_s=0.001)
