@@ -95,15 +95,16 @@ class AdmittedRequest:
         """Take over the context of the request that this one repeats or goes on with."""
         self.call = replace(call, trace=self.call.trace)
 
-    def prefer(self, body: TierFields, *, resumes: bool = False) -> RequestContext:
+    def prefer(self, body: TierFields, *, resumes: bool = False, sees_tokens: bool = True) -> RequestContext:
         """Set the request's priority among its tenant's requests, and its targets; return its context.
 
-        resumes: its client has read the beginning, so that it has no targets."""
+        resumes: its client has read the beginning, so that it has no targets. sees_tokens: the time between its tokens
+        is measured here, so that it may have a target."""
         call, tenant = self.call, self._meter.tenant
         is_patient = call.is_patient or body.is_patient
         has_targets = not (is_patient or resumes)
         first_by = call.arrival + 1e-3 * tenant.ttft_ms if tenant.ttft_ms and has_targets else inf
-        itl_s = 1e-3 * tenant.itl_ms if tenant.itl_ms and has_targets else inf
+        itl_s = 1e-3 * tenant.itl_ms if tenant.itl_ms and has_targets and sees_tokens else inf
         tier = body.tier_used(is_patient=is_patient)
         priority = body.priority or call.priority or TIER_PRIORITY.get(tier, 0)
         if priority or tenant.ttft_ms or tenant.itl_ms or is_patient:

@@ -135,8 +135,8 @@ class FairQueue:
         """Return whether the window has space for the slot beside its tenant's work in flight.
 
         What patient requests use counts only for others of their kind, as they give way on the nodes. The first slot of
-        a tenant with nothing in flight nearly always fits. So does a prompt of a tenant with little
-        work in flight, which nodes compute before the long prompts of others."""
+        a tenant with nothing in flight nearly always fits. So does a prompt of a tenant with little work in flight,
+        which nodes compute before the long prompts of others."""
         lane = turn.lane
         sequences, prompt = _counted(turn, window)
         own, total = (lane.sequences, lane.prompt), (self._sequences, self._prompt)
