@@ -434,8 +434,9 @@ class Bench:
     ) -> RequestDispatch:  # fmt: skip
         params = SamplingParams(max_tokens=max_tokens, **spec.pop("params", {}))
         now = time.monotonic()
-        targets = {"first_by": now + first_s, "itl_s": itl_s, "is_patient": patient}
-        call = RequestContext("r", arrival=now, deadline=now + deadline_s, **targets)
+        call = RequestContext(
+            "r", arrival=now, deadline=now + deadline_s, first_by=now + first_s, itl_s=itl_s, is_patient=patient
+        )
         return self.cluster.start(RequestSpec(call, "r", tuple(prompt), Generate(params), **spec))
 
     def rungs(self) -> dict[str, int]:

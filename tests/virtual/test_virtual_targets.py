@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ CAPACITY = 3 * DECODES / (TOKENS * STEP_S * (1 + 2 * STREAM_SHARE))
 """Requests a second, where every node always has three streams."""
 
 
-def asked(rng: random.Random, at_s: float, tokens: int = TOKENS, **how: float | bool) -> Asked:
+def asked(rng: random.Random, at_s: float, tokens: int = TOKENS, **how: Any) -> Asked:
     prompt = tuple(rng.randrange(VOCAB) for _ in range(12))
     return replace(Asked(at_s, 0, prompt, tokens, 60.0, None), **how)
 

@@ -19,7 +19,7 @@ from tests.api_parts import Api, FakeCluster, app_of, demo_text, error_of, event
 from tests.fake_workers import Bench, decode, expected
 from tests.waiting import until
 
-ASKED = {
+ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
     "/v1/completions": {"prompt": "Hello"},
     "/v1/responses": {"input": "Hello"},
