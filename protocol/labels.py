@@ -14,6 +14,7 @@ RETRY_STEPS = (
     "wait_for_room",
     "hedge",
     "move",
+    "displaced",
 )
 RECOVERED_SOURCES = ("cached", "computed")
 FOUND_MISSING = ("evicted", "not_arrived", "computing", "retracted", "fenced", "unknown")

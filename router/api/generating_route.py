@@ -113,7 +113,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         pool = self._pools.pool(chat.model)
         parsing = chat.parsing(pool.text)
         resumes = journal is not None and journal.is_resumed
-        specs = await pool.specs(admitted.prefer(chat.priority, is_patient=chat.is_patient or resumes), chat, size)
+        specs = await pool.specs(admitted.prefer(chat, resumes=resumes), chat, size)
         if chat.use_beam_search:
             generation: Generation = BeamGeneration(pool, specs, chat)
         else:

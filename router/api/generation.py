@@ -124,7 +124,9 @@ class Generation:
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
         output = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
         routes = (leader.dispatch.route for leader, *_ in self._groups if leader.dispatch is not None)
-        return TokenUsage(prompt, sum(route.reuse.cached_len for route in routes if route is not None), output)
+        cached = sum(route.reuse.cached_len for route in routes if route is not None)
+        itl_s = max((choice.pace_s / choice.paced for choice in self.choices if choice.paced), default=0.0)
+        return TokenUsage(prompt, cached, output, itl_s)
 
     def usage(self) -> dict[str, Any]:
         """Return the API's usage object so far."""

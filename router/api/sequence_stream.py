@@ -31,7 +31,7 @@ class Choice:
 
     Its transcript is created at the first output, so that the nodes do not wait for that work. uncounted: its prompt's
     account comes with the last token. journal: records its outputs; None: nothing does. singly: tokens up to this
-    number make a piece each."""
+    number make a piece each. paced, pace_s: tokens behind the first output, and the seconds that they took."""
 
     index: int
     prompt: int
@@ -42,6 +42,8 @@ class Choice:
     uncounted: bool = False
     journal: OutputJournal | None = None
     singly: int = 0
+    paced: int = 0
+    pace_s: float = 0.0
 
 
 ChoicePiece = tuple[Choice, Piece]
@@ -143,6 +145,8 @@ class SequenceStream:
             self._begun(now, choice.dispatch.route, output)
         elif (tokens := len(output.token_ids)) and not output.replayed:
             metrics.itl.observe((now - self._last) / tokens, tokens)
+            choice.paced += tokens
+            choice.pace_s += now - self._last
         self._last = now
         if choice.journal is not None:
             choice.journal.add(choice.index, output)

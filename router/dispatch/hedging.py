@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry.placement.types import NodeKey
+from kvferry.protocol.lease import NodeLease
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.nodes.node_entry import node_key
 
@@ -43,6 +44,13 @@ class HedgedAttempts:
     def leave(self, number: int) -> None:
         """Cancel an attempt that failed or lost."""
         self.runners.pop(number).close(cancel=True)
+
+    def clear(self) -> list[NodeLease | None]:
+        """Cancel all attempts of a request that goes on; return their nodes."""
+        places = [runner.placement for runner in self.runners.values()]
+        for number in list(self.runners):
+            self.leave(number)
+        return [node for place in places for node in (place.prefill, place.decode)]
 
     def stall(self) -> None:
         """Fail all attempts for missing progress."""

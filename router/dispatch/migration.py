@@ -63,7 +63,6 @@ class Migration:
             self._unfit.clear()
             self._again(number)
             return False
-        self._context.metrics.retries.labels("move").inc()
         successor = self._context.launch(make_job(attempt.job.request_id), placement, self._post, attempt)
         assert isinstance(successor, MigrationAttempt)
         self._successor = successor

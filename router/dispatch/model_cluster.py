@@ -24,6 +24,7 @@ from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.context import Hashes, Held
 from kvferry.router.dispatch.dispatch import RequestDispatch
+from kvferry.router.dispatch.displacement import Displacement
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.inflight_prefixes import InflightPrefixes
 from kvferry.router.dispatch.interface import ClusterInfo, RequestSpec
@@ -60,6 +61,7 @@ class ModelCluster:
         self.adapters = ModelAdapters(model, shared.nodes, shared.client)
         self.media = ModelMedia(model, shared.nodes, shared.client)
         self.leases = model.leases
+        self.displacement = Displacement(model.room)
         self._info: ClusterInfo | None = None
         self.trouble = Readiness(shared.nodes)
         self._capacity, self._capacity_until = Capacity(), 0.0

@@ -36,6 +36,8 @@ MAX_KWARGS = 64
 """Largest number of entries in an object of keyword arguments."""
 MAX_DETOKENIZED = 2**18
 """Largest number of token ids to detokenize."""
+TIER_PRIORITY = {"priority": -1, "flex": 1}
+"""Priority among a tenant's own requests by tier, where the body gives none; lower is served earlier."""
 MAX_NAME = 256
 """Longest name or id, in characters."""
 
@@ -195,7 +197,7 @@ def has_part(messages: Sequence[Mapping[str, Any]], types: Container[str]) -> bo
 
 
 class TierFields(BaseModel):
-    """Body fields that say how urgent a request is, with OpenAI's tiers."""
+    """Fields of how urgent a request is. Of OpenAI's tiers `auto`, `default` and `scale` are served alike."""
 
     service_tier: (
         Annotated[
@@ -205,7 +207,17 @@ class TierFields(BaseModel):
         | None
     ) = None
 
+    priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
+
     @property
     def is_patient(self) -> bool:
-        """Return whether nobody waits for the first token (`flex`), so that the tenant's targets do not concern it."""
+        """Return whether nobody waits for the request (`flex`): its tenant's targets do not concern it."""
         return self.service_tier == "flex"
+
+    def tier_used(self, *, is_patient: bool) -> str:
+        """Return the tier that serves the request: flex, priority or default.
+
+        is_patient: it yields to others, as a batch's rows do, so that it has no priority."""
+        if self.service_tier == "priority" and is_patient:
+            return "default"
+        return self.service_tier if self.service_tier in TIER_PRIORITY else "default"
