@@ -13,7 +13,7 @@ from kvferry.protocol.errors import Cancelled, InvalidRequest, KvferryError
 from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.beams import BeamGeneration
 from kvferry.router.api.bodies.generating import GenerationBody
-from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.bodies.reader import parsed
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.fold import Answer, Endpoint
 from kvferry.router.api.generation import Generation
@@ -47,12 +47,14 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         if call.resume.name:
             journal = await self._taken_up(call)
             data = journal.head.body
-        body = parse(self.endpoint.body, data)
+        body = await parsed(self.endpoint.body, data)
         if journal is None and self._is_recorded(call, body):
             name, stored = self.endpoint.journal_name(call), getattr(body, "store", None) is not False
             watched = bool(getattr(body, "background", False))
             journal = await self._journals.begin(call, self._path, data, name, stored=stored, watched=watched)
-        return await self.answer(admitted, body, len(data), responder, journal)
+        size = len(data)
+        del data  # it may be long, and the stream too
+        return await self.answer(admitted, body, size, responder, journal)
 
     def _is_recorded(self, call: RequestContext, body: RequestBody) -> bool:
         """Return whether the client could take the answer up again. Beams are computed anew."""
@@ -86,7 +88,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         span = TRACER.start("request", "", endpoint=self._path, id=journal.call.id, tenant=tenant)
         admitted = AdmittedRequest(journal.call, self._tenant_registry, self._metrics, span)
         with admitted:
-            body = parse(self.endpoint.body, journal.head.body)
+            body = await parsed(self.endpoint.body, journal.head.body)
             await self.answer(admitted, body, len(journal.head.body), Responder(_nowhere, self._path), journal)
 
     async def answer(

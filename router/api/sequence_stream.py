@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,12 +86,13 @@ class SequenceStream:
 
     def __init__(self, choice: Choice, outputs: AsyncGenerator[Output], whole: Whole) -> None:
         self._choice, self._outputs, self._whole = choice, outputs, whole
+        self._metrics = whole.metrics
         self._last, self._finished = 0.0, False
         self._listener: Listener | None = None
         self._end: Piece | None = None
         """Last piece, if the text ended while the listener was active."""
-        self._split = deque[Output]()
-        """Single tokens of an output that are not pieces yet."""
+        self._split: list[Output] = []
+        """Single tokens of an output that are not pieces yet, the next one last."""
 
     def __aiter__(self) -> SequenceStream:
         return self
@@ -103,11 +103,11 @@ class SequenceStream:
             await self._whole.cancel(choice, enough=True)
             await self.aclose()
             raise StopAsyncIteration
-        output = self._split.popleft() if self._split else await anext(self._outputs, None)
+        output = self._split.pop() if self._split else await anext(self._outputs, None)
         if output is not None:
             if choice.singly and len(output.token_ids) > 1 and self._counts_singly:
-                self._split.extendleft(reversed([*single(output)]))
-                output = self._split.popleft()
+                self._split = [*single(output)][::-1]
+                output = self._split.pop()
             return choice, self._piece(output)
         if self._end is not None:
             return choice, self._end
@@ -137,7 +137,7 @@ class SequenceStream:
 
     def _piece(self, output: Output) -> Piece:
         choice = self._choice
-        now, metrics = time.monotonic(), self._whole.metrics
+        now, metrics = time.monotonic(), self._metrics
         transcript = choice.transcript
         if transcript is None:
             assert choice.dispatch

@@ -155,7 +155,9 @@ class AttemptPlanner:
         return self._retry_policy.next_step(failure, len(self._delivered), prefills)
 
     def got_on(self) -> None:
-        """Record progress: tokens arrived."""
+        """Record progress: tokens arrived; called for every output."""
+        if self._failure is None and not self.patience.waiting:
+            return
         self.patience.rest()
         if self._suspect.losses and self._suspect.cleared_by(len(self._delivered)):
             self._context.deaths.clear(self._suspect)

@@ -5,7 +5,6 @@ after them. Tokens of older attempts are ignored."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterable
@@ -107,7 +106,8 @@ class RequestDispatch:
             self._outcome = error.code
             raise
         finally:
-            self._end(cancel=not self._sequence.finished)
+            if not self._over:
+                self._end(cancel=not self._sequence.finished)
             self._timers = None
             self._sink.end()
 
@@ -133,7 +133,7 @@ class RequestDispatch:
         assert self._timers
         reuse = await self._planner.reuse()
         while (placement := self._planner.place(reuse, self._timers.left_s)) is None:
-            asyncio.get_running_loop().call_later(self._planner.patience.pause_s(), self._inbox.post, None)
+            self._timers.pause(self._planner.patience.pause_s(), self._inbox.post)
             await self._next()
         if self._over:
             raise Cancelled("the request was cancelled")
@@ -157,7 +157,7 @@ class RequestDispatch:
 
     def _begin(self, name: str, placement: Placement) -> None:
         assert self._timers and self._record  # noqa: PT018
-        job = self._job(name)
+        job = self._job(name, placement)
         self._prediction.began(job.attempt, placement)
         hashes = self._planner.hashes(placement.prefill or placement.decode)
         self._hedged.enter(self._context.launch(job, placement, self._sink.hear, hashes=hashes))
@@ -168,11 +168,11 @@ class RequestDispatch:
         self._planner.goes_to(self._hedged.nodes)
         log.debug("%s attempt %d: %s", name, job.attempt, placement)
 
-    def _job(self, name: str) -> Job:
+    def _job(self, name: str, placement: Placement) -> Job:
         """Build the job of the next attempt."""
         assert self._timers
-        delivered = tuple(self._sequence.tokens)
-        return jobs.job(self._spec, name, self._attempts, delivered, self._context.router_id, self._timers.left_s)
+        told = tuple(self._sequence.tokens), self._context.router_id, self._timers.left_s
+        return jobs.job(self._spec, name, self._attempts, *told, placement)
 
     async def _hand_over(self, number: int) -> None:
         """Start a migration: the node of attempt `number` drains."""

@@ -85,11 +85,10 @@ class Slot:
     newcomer: bool = False
     patient: bool = False
     counted: Part = (0.0, 0.0)
+    work: float = field(init=False)
 
-    @property
-    def work(self) -> float:
-        """Return the expected work in tokens."""
-        return self.prompt + OUTPUT_WEIGHT * self.output
+    def __post_init__(self) -> None:
+        self.work = self.prompt + OUTPUT_WEIGHT * self.output
 
     @property
     def at_once(self) -> int:
