@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import index_traffic, placing, servers
+from benchmarks import index_traffic, placing, router_limits, servers
 from benchmarks.load import LoadError
 from benchmarks.lone_router import lone_router
 from benchmarks.peer_router import peer_router
@@ -117,7 +117,9 @@ async def measure(rows: Sequence[Row], rounds: int, peer: Path | None = None) ->
     return report(samples, yards)
 
 
-ALONE: dict[str, Callable[[], Coroutine[Any, Any, str]]] = {"placement": placing.told, "index": index_traffic.told}
+ALONE: dict[str, Callable[[], Coroutine[Any, Any, str]]] = {
+    "limits": router_limits.told, "placement": placing.told, "index": index_traffic.told
+}  # fmt: skip
 """Measurements without requests."""
 
 

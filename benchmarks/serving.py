@@ -4,8 +4,8 @@
 
 `make bench` runs it. Peers: llama.cpp's `llama-server` (and `llama-quantize`, which makes the demo model's other
 formats) on PATH or by flag, vLLM by the interpreter that has it. Subjects with the same weights are alive at once and
-take turns in every round; figures are medians over the rounds, in which the limits are measured too. It prints Markdown
-tables, and writes them with all samples and a plot."""
+take turns in every round, with the peers stopped that are not measured; figures are medians over the rounds, in which
+the limits are measured too. It prints Markdown tables, and writes them with all samples and a plot."""
 
 from __future__ import annotations
 
@@ -108,6 +108,11 @@ class Group:
         except servers.StartError as error:
             say(f"{subject.name} did not start, see {log}:\n{error}")
 
+    def peers(self, besides: Subject | None = None) -> list[psutil.Process]:
+        """Return the processes of other projects' servers; ours renew leases and would not survive a stop."""
+        found = [each for each in self._servers.items() if each[0] is not besides and each[0].engine != "kvferry"]
+        return [process for _, server in found for process in server.processes()]
+
     def round(self, number: int, workloads: Sequence[Workload]) -> None:
         """Run every workload on every server; another one begins in each round."""
         subjects = list(self._servers)
@@ -120,7 +125,8 @@ class Group:
     def _run(self, workload: Workload, subject: Subject, seed: str) -> None:
         others = [p for each, server in self._servers.items() if each is not subject for p in server.processes()]
         used, began = servers.cpu_seconds(others), time.perf_counter()
-        self._results.add(subject.name, workload.name, self._figures(workload, subject, seed))
+        with servers.stopped(self.peers(besides=subject)):
+            self._results.add(subject.name, workload.name, self._figures(workload, subject, seed))
         busy = (servers.cpu_seconds(others) - used) / (time.perf_counter() - began)
         if busy > BUSY:
             say(f"idle servers used {100 * busy:.0f} % of a core beside {subject.name}, {workload.name}")
@@ -174,8 +180,9 @@ def measure(
                     group.start(stack, subject, models[subject.model], installed)
                 group.warm_up(workloads)
                 for number in range(options.runs):
-                    for limit, value in (meter.sample() if meter else {}).items():
-                        results.limits[name, limit].append(value)
+                    with servers.stopped(group.peers()):
+                        for limit, value in (meter.sample() if meter else {}).items():
+                            results.limits[name, limit].append(value)
                     group.round(number, workloads)
                 group.finish()
             if meter:

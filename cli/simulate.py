@@ -97,7 +97,19 @@ def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.IntRange(1),
     help="requests of each workload, or of the trace",
 )
-@click.option("--load", default=1.0, show_default=True, type=float, help="multiple of the usual arrival rate")
+@click.option(
+    "--load",
+    multiple=True,
+    default=(1.0,),
+    show_default=True,
+    type=float,
+    help="multiple of the usual arrival rate; repeatable",
+)
+@click.option(
+    "--targets",
+    is_flag=True,
+    help="the goals are targets, as a tenant's ttft_ms and itl_ms are: kvferry rejects what would miss them",
+)
 @click.option(
     "--seed",
     multiple=True,

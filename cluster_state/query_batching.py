@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvferry.cluster_state.redis_client import sensible
@@ -35,11 +36,7 @@ class QueryBatcher:
         self._waiting.append((question, answer))
         if len(self._waiting) == 1:
             loop.call_soon(self._send)
-        try:
-            async with asyncio.timeout(self._limit_s):
-                found = await answer
-        except TimeoutError:
-            raise RegistryUnavailable(f"no answer from Redis within {self._limit_s} s") from None
+        found = await answer  # `_answer` or `_late` sets it
         if isinstance(found, KvferryError):
             raise copy.copy(found) from found
         return found
@@ -51,26 +48,36 @@ class QueryBatcher:
             while asked and (not together or size + _size(asked[0]) <= MOST_BYTES):
                 size += _size(asked[0])
                 together.append(asked.pop(0))
-            task = asyncio.get_running_loop().create_task(self._answer(together))
+            loop = asyncio.get_running_loop()
+            task = loop.create_task(self._answer(together))
             self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+            limit = loop.call_later(self._limit_s, self._late, together, task)
+            task.add_done_callback(partial(self._over, limit))
 
     async def _answer(self, asked: Sequence[Waiting]) -> None:
         """Make one call and pass each answer, or the error, to its caller.
 
         Errors are set as results, so that no future with an unretrieved exception remains."""
         try:
-            async with asyncio.timeout(self._limit_s):
-                told = await self._call([question for question, _ in asked])
+            told = await self._call([question for question, _ in asked])
             with sensible():
                 found: list[Any] = [answer for _, answer in zip(asked, told, strict=True)]
-        except TimeoutError:
-            found = [RegistryUnavailable(f"no answer from Redis within {self._limit_s} s")] * len(asked)
         except KvferryError as error:
             found = [error] * len(asked)
         for (_, answer), each in zip(asked, found, strict=True):
             if not answer.done():
                 answer.set_result(each)
+
+    def _late(self, asked: Sequence[Waiting], task: asyncio.Task[None]) -> None:
+        """Give up a call, also if the client loses its cancellation, as `wait_for` of Python 3.11 may."""
+        for _, answer in asked:
+            if not answer.done():
+                answer.set_result(RegistryUnavailable(f"no answer from Redis within {self._limit_s} s"))
+        task.cancel()
+
+    def _over(self, limit: asyncio.TimerHandle, task: asyncio.Task[None]) -> None:
+        limit.cancel()
+        self._calls.discard(task)
 
 
 def _size(waiting: Waiting) -> int:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_COUNT
 from kvferry.router.api.bodies.chat_prompt import ChatPrompt
-from kvferry.router.api.bodies.fields import CacheSalt, Count, Integer, Messages, Prompt, Prompts
+from kvferry.router.api.bodies.fields import CacheSalt, Count, Integer, Messages, Prompt, Prompts, TierFields
 from kvferry.router.api.bodies.reader import build, parse
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.served_models import ServedModel
@@ -29,7 +29,7 @@ DEFAULT_OUTPUT = 512
 """Output tokens assumed for a request that names no limit."""
 
 
-class PickedBody(RequestBody):
+class PickedBody(TierFields, RequestBody):
     """Body of a request whose prompt placement does not read: another API, or no JSON at all.
 
     prompt_field  field of the prompts, for errors; empty: none is read
@@ -42,7 +42,6 @@ class PickedBody(RequestBody):
     n: Annotated[Integer, Field(ge=1, le=MAX_COUNT)] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: CacheSalt | None = None
 
     def texts(self, text: TextModel) -> Sequence[Prompt | Rendering]:

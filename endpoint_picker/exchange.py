@@ -133,7 +133,7 @@ class Exchange:
         services = self._services
         body = PickedBody() if data is None else read_body(head.path, data)
         pool = services.models.pool(body.model)
-        call = admitted.prefer(body.priority)
+        call = admitted.prefer(body, sees_tokens=False)
         asked = await read_prompts(body, data or b"", pool, call.tenant)
         await admitted.turn(pool.turns, asked.size)
         self._tokens = asked.tokens

@@ -170,7 +170,8 @@ class Attempts:
         if running.cached is not None:
             computed = len(running.job.token_ids) - running.cached
             self.rates.first_token(computed, running.first_at - running.began, alone=running.alone)
-        self.rates.stream(running.tokens - 1, running.last_at - running.first_at)
+        beside = len(self._table.running)
+        self.rates.stream(running.tokens - 1, running.last_at - running.first_at, streams=1 + beside)
         self._ended(running.job, running.cached)
 
     def _fail(self, running: _Running, error: KvferryError, outcome: str) -> None:

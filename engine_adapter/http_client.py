@@ -42,6 +42,9 @@ MAX_EVENT_BYTES = 64 * 2**20
 class EventDecoder:
     """Decoder of server-sent events: the data of each event, without the final [DONE]."""
 
+    is_empty = False
+    """Each answer has one of its own."""
+
     def __init__(self) -> None:
         self._rest: list[bytes] = []
         self._length = 0
@@ -64,6 +67,9 @@ class EventDecoder:
 
 class WholeBody:
     """Decoder of an answer that is no stream: its parts as they come."""
+
+    is_empty = False
+    """Each answer has one of its own."""
 
     def feed(self, data: bytes) -> Sequence[bytes]:
         """Return the bytes."""

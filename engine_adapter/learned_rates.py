@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvferry.protocol.lease import Rates
+from kvferry.worker.stream_rates import StreamRates
 
 WEIGHT = 0.1
 """Weight of a new observation in the moving averages."""
@@ -17,6 +18,7 @@ class LearnedRates:
 
     def __init__(self, first: Rates | None = None) -> None:
         self.rates = first or Rates()
+        self._streams: StreamRates | None = None
 
     def first_token(self, computed: int, seconds: float, *, alone: bool) -> None:
         """Learn from a prompt of which `computed` tokens were computed, until its first token.
@@ -25,10 +27,15 @@ class LearnedRates:
         if alone and computed >= LEAST_TOKENS and seconds > 0:
             self._learn(computed / seconds, self.rates.step_s)
 
-    def stream(self, tokens: int, seconds: float) -> None:
-        """Learn from the tokens of a stream behind its first one."""
-        if tokens > 0 and seconds > 0:
-            self._learn(self.rates.prefill_tokens_per_s, seconds / tokens)
+    def stream(self, tokens: int, seconds: float, *, streams: int) -> None:
+        """Learn from the tokens of a stream behind its first one. streams: that ran when it ended, itself included."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        self._learn(self.rates.prefill_tokens_per_s, seconds / tokens)
+        if self.rates.alone_s:
+            self._streams = self._streams or StreamRates(self.rates.alone_s, WEIGHT)
+            self._streams.saw(streams, seconds / tokens, pure=True)
+            self.rates = replace(self.rates, alone_s=self._streams.alone_s, stream_s=self._streams.stream_s)
 
     def shipped(self, size: int, seconds: float) -> None:
         """Learn from a prompt whose blocks another engine fetched. size: in bytes; 0: unknown."""
@@ -39,8 +46,8 @@ class LearnedRates:
 
     def _learn(self, prefill: float, step_s: float) -> None:
         old = self.rates
-        self.rates = Rates(
-            old.prefill_tokens_per_s + WEIGHT * (prefill - old.prefill_tokens_per_s),
-            old.step_s + WEIGHT * (step_s - old.step_s),
-            old.ship_bytes_per_s,
+        self.rates = replace(
+            old,
+            prefill_tokens_per_s=old.prefill_tokens_per_s + WEIGHT * (prefill - old.prefill_tokens_per_s),
+            step_s=old.step_s + WEIGHT * (step_s - old.step_s),
         )

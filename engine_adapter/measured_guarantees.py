@@ -66,7 +66,7 @@ class Measurement:
             began, times = time.monotonic(), await self._times(shift)
             first_s = min(first_s, max(1e-4, times[0] - began))
             step_s = min(step_s, max(1e-4, (times[-1] - times[0]) / max(1, len(times) - 1)))
-        return Rates(PROMPT_TOKENS / first_s, step_s)
+        return Rates(PROMPT_TOKENS / first_s, step_s, alone_s=step_s)
 
     async def _times(self, shift: int) -> list[float]:
         times: list[float] = []

@@ -20,6 +20,7 @@ from kvferry.placement.costs import HANDOFF_S, compute_s, doubt_s, first_s, own_
 from kvferry.placement.fetching import holders, with_fetch
 from kvferry.placement.pairs import First, Ready, cheapest_pair, pair_s
 from kvferry.placement.rejections import full, no_nodes, too_long
+from kvferry.placement.stream_targets import idle_prefills, within_target
 from kvferry.placement.tier_reads import found_len
 from kvferry.placement.types import Demand, NodeView, Placement, unbroken
 from kvferry.placement.uncached_nodes import alone, alone_from_s, apart, firsts, readies
@@ -112,7 +113,8 @@ def _prefills(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
     prefills = [node for node in usable if node.role == "prefill"]
     if demand.pinned:
         prefills = [node for node in prefills if node.key == demand.pinned] or prefills
-    return [node for node in prefills if demand.total_len < node.pool_tokens]
+    fitting = [node for node in prefills if demand.total_len < node.pool_tokens]
+    return idle_prefills(fitting) if demand.patient else fitting
 
 
 def _decodes(demand: Demand, usable: Iterable[NodeView]) -> Decodes:
@@ -127,7 +129,7 @@ def _decodes(demand: Demand, usable: Iterable[NodeView]) -> Decodes:
     )
     if not any(roomy):
         raise _refusal(demand, decodes)
-    return roomy
+    return Decodes(*within_target(demand, roomy)) if demand.itl_s < inf or demand.patient else roomy
 
 
 def _short(demand: Demand, decodes: Decodes) -> Decodes:

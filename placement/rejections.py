@@ -10,6 +10,10 @@ RETRY_S = (1.0, 30.0)
 """Shortest and longest retry_after, in seconds."""
 
 
+class TargetMissed(Overloaded):
+    """No node can meet the tenant's target now."""
+
+
 def no_nodes(model: str) -> NoNodes:
     """Return the error for a model without a usable decode node."""
     return NoNodes(f"the model {model!r} has no decode node at present that can take the request", retry_after=NODES_S)
@@ -36,6 +40,15 @@ def too_long(tokens: int, largest: int) -> ContextLengthExceeded:
 def full(drained_s: float) -> Overloaded:
     """Return the error for full decode nodes. drained_s: seconds until enough blocks are freed."""
     return Overloaded("every decode node is full", retry_after=min(max(drained_s, RETRY_S[0]), RETRY_S[1]))
+
+
+def too_slow(until_s: float) -> TargetMissed:
+    """Return the error for a stream that no node can run within its target. until_s: until enough others ended."""
+    return TargetMissed(
+        "every decode node runs as many streams as it can without exceeding the tenant's target of the time between "
+        "tokens",
+        retry_after=min(max(until_s, RETRY_S[0]), RETRY_S[1]),
+    )
 
 
 def too_late(by_s: float) -> Overloaded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from kvferry.protocol.lease import NodeLease
@@ -50,6 +51,8 @@ class NodeView:
     rate            prompt tokens computed per second
     queue_s         seconds until the queued prompt tokens are computed
     step_s          seconds of a decode step, stretched by the streams
+    next_itl_s      seconds between tokens with one more stream; 0 on an idle node, infinite without a free seat
+    next_itl_s      seconds between tokens with one more stream; 0 on an idle node, infinite without a free seat
     block_s         seconds to ship a block from there
     gain_s          seconds saved per token by reading from the shared store instead of computing; 0 if none
     total_blocks    of the pool
@@ -75,6 +78,7 @@ class NodeView:
     rate: float = field(init=False, repr=False, compare=False)
     queue_s: float = field(init=False, repr=False, compare=False)
     step_s: float = field(init=False, repr=False, compare=False)
+    next_itl_s: float = field(init=False, repr=False, compare=False)
     block_s: float = field(init=False, repr=False, compare=False)
     gain_s: float = field(init=False, repr=False, compare=False)
     total_blocks: int = field(init=False, repr=False, compare=False)
@@ -96,6 +100,7 @@ class NodeView:
         put(self, "rate", rate)
         put(self, "queue_s", self.waiting_tokens / rate)
         put(self, "step_s", rates.step_s * (1 + STREAM_SHARE * self.streams))
+        put(self, "next_itl_s", _next_itl_s(lease, self.streams))
         put(self, "block_s", lease.block_bytes / max(rates.ship_bytes_per_s, 1.0))
         read_s = rates.store_block_s / lease.block_size
         put(self, "gain_s", max(0.0, 1 / rate - read_s) if read_s else 0.0)
@@ -105,6 +110,18 @@ class NodeView:
         put(self, "unasked_blocks", max(0, load.free_blocks - self.waiting_tokens // lease.block_size))
         put(self, "ready_blocks", free + load.cached_blocks if load.total_blocks else UNKNOWN_BLOCKS)
         put(self, "spare_blocks", BACKLOG * total - load.active_blocks - self.pending_blocks)
+
+
+def _next_itl_s(lease: NodeLease, streams: int) -> float:
+    """Return the expected seconds between the tokens of each stream once another one runs; see NodeView.
+
+    A node that does not tell what streams add to a step, behind an adapter, is judged by its recent streams."""
+    if not streams:
+        return 0.0
+    if 0 < lease.max_num_seqs <= streams:
+        return inf
+    rates = lease.rates
+    return rates.alone_s + rates.stream_s * streams if rates.alone_s else rates.step_s
 
 
 class Holding(NamedTuple):
@@ -133,6 +150,8 @@ class Demand:
     local_only    use no prefill node
     source        decode node whose blocks the request takes along, for a migrating stream
     worth         expected times that a token evicted for this request would have been reused
+    itl_s         target of the mean seconds between its tokens; infinite: none
+    patient       it must delay no other request: it goes only where no prompt waits, and seats and blocks are free
     adapter       id of the adapter that the nodes must have; empty: none
     modalities    media that the nodes must take
     model         name of the model, for errors
@@ -159,6 +178,8 @@ class Demand:
     holders: tuple[Holding, ...] = ()
     stored_len: int = 0
     worth: float = 0.0
+    itl_s: float = inf
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

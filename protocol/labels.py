@@ -15,6 +15,7 @@ RETRY_STEPS = (
     "hedge",
     "suspicion",
     "move",
+    "displaced",
 )
 RECOVERED_SOURCES = ("cached", "computed")
 FOUND_MISSING = ("evicted", "not_arrived", "computing", "retracted", "fenced", "unknown")

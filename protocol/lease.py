@@ -35,7 +35,8 @@ class Rates:
     """Learned rates of a node: moving averages, seeded by a self-test at start.
 
     Prompt tokens computed per second, seconds per decode step, bytes shipped per second. Seconds to read a block from
-    host memory, from disk and from the shared store; 0: not read from there."""
+    host memory, from disk and from the shared store; 0: not read from there. Seconds between the tokens of a stream
+    that runs alone, 0: unknown, and what each further stream adds to them."""
 
     prefill_tokens_per_s: float = 1000.0
     step_s: float = 0.02
@@ -43,6 +44,8 @@ class Rates:
     host_block_s: float = 0.0
     disk_block_s: float = 0.0
     store_block_s: float = 0.0
+    alone_s: float = 0.0
+    stream_s: float = 0.0
 
 
 @message(50)

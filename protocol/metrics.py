@@ -77,7 +77,8 @@ class RouterMetrics:
         self.retries = Counter(
             "kvferry_ladder_rungs",
             "Attempts after the first: retries by step of the retry policy, hedges of late requests, hedges of those "
-            "whose node may hang (suspicion), and migrations (move).",
+            "whose node may hang (suspicion), migrations (move), and requests that gave way to the targets of others "
+            "(displaced).",
             ["rung"],
             registry=r,
         )
@@ -138,6 +139,13 @@ class RouterMetrics:
             ["tenant", "outcome"],
             registry=r,
         )
+        self.itl_targets = Counter(
+            "kvferry_itl_targets",
+            "Requests of tenants with itl_ms, by outcome: met or missed by the mean time between the tokens of the "
+            "slowest sequence, rejected (at once: it would have been missed).",
+            ["tenant", "outcome"],
+            registry=r,
+        )
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
         self.loop = LoopMetrics(r)
         self.journals = JournalMetrics(r)
@@ -150,7 +158,8 @@ class RouterMetrics:
         for status, code in labels.ERROR_ANSWERS:
             self.errors.labels(status, code)
         _exist(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
-        _exist(self.ttft_targets, ("",), labels.TARGET_OUTCOMES)
+        for targets in (self.ttft_targets, self.itl_targets):
+            _exist(targets, ("",), labels.TARGET_OUTCOMES)
 
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of one model."""

@@ -53,8 +53,11 @@ class ModelReuse:
 
     def count(self, predicted: int, actual: int, missed: Mapping[str, int]) -> None:
         """Count one request's reuse."""
-        self.predicted.inc(predicted)
-        self.actual.inc(actual)
-        self.unpredicted.inc(max(0, actual - predicted))
+        if predicted:
+            self.predicted.inc(predicted)
+        if actual:
+            self.actual.inc(actual)
+        if actual > predicted:
+            self.unpredicted.inc(actual - predicted)
         for reason, tokens in missed.items():
             self.misses[reason].inc(tokens)

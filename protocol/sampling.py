@@ -68,16 +68,8 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest naming the first field that is out of its bounds."""
-        _within("max_tokens", self.max_tokens, 0, MAX_COUNT)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _within("temperature", self.temperature, 0.0, 2.0)
-        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _within("top_k", self.top_k, -1, MAX_COUNT)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, *REPETITION)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("seed", self.seed, -(2**63), 2**63 - 1)
+        if not self._is_usual:
+            self._validate_numbers()
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
@@ -91,7 +83,36 @@ class SamplingParams:
             _within("logit_bias", bias, -100.0, 100.0)
         for token in self.stop_token_ids:
             _within("stop_token_ids", token, 0, vocab_size - 1)
-        self._validate_bans(vocab_size)
+        if self.bad_words or self.allowed_token_ids is not None:
+            self._validate_bans(vocab_size)
+
+    @property
+    def _is_usual(self) -> bool:
+        """Return whether all plain numbers are within their bounds, at the least cost; false for NaN."""
+        low, high = REPETITION
+        return (
+            0 <= self.min_tokens <= self.max_tokens <= MAX_COUNT
+            and 0.0 <= self.temperature <= 2.0
+            and 0.0 < self.top_p <= 1.0
+            and -1 <= self.top_k <= MAX_COUNT
+            and 0.0 <= self.min_p <= 1.0
+            and low <= self.repetition_penalty <= high
+            and -2.0 <= self.frequency_penalty <= 2.0
+            and -2.0 <= self.presence_penalty <= 2.0
+            and -(2**63) <= self.seed < 2**63
+        )
+
+    def _validate_numbers(self) -> None:
+        _within("max_tokens", self.max_tokens, 0, MAX_COUNT)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _within("temperature", self.temperature, 0.0, 2.0)
+        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _within("top_k", self.top_k, -1, MAX_COUNT)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, *REPETITION)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("seed", self.seed, -(2**63), 2**63 - 1)
 
     def _validate_bans(self, vocab_size: int) -> None:
         if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -39,6 +40,8 @@ _CHECKED: set[type] = set()
 _PLAIN: dict[type, frozenset[type]] = {int: frozenset((int, bool)), str: frozenset((str,))}
 _FIELDS: dict[type, tuple[str, ...]] = {}
 """Field names of each class; calling `dataclasses.fields` for every message would be its largest cost."""
+_READ: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+"""Reader of all fields of each class at once."""
 
 
 class WireError(KvferryError):
@@ -63,7 +66,8 @@ def message(code: int, *, checked: bool = False) -> Any:
         assert is_dataclass(cls), cls
         assert code not in _CLASSES, (cls, code)
         _CODES[cls], _CLASSES[code] = code, cls
-        _FIELDS[cls] = tuple(field.name for field in fields(cls))
+        names = _FIELDS[cls] = tuple(field.name for field in fields(cls))
+        _READ[cls] = attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, n) for n in names)
         if checked:
             _CHECKED.add(cls)
         return cls
@@ -93,13 +97,20 @@ class FrameReader:
     """Incremental parser of a byte stream of consecutive `pack(...)` outputs."""
 
     def __init__(self) -> None:
+        self._fed = 0
         self._unpacker = msgpack.Unpacker(
             ext_hook=_from_ext, read_size=BUFFER_BYTES, max_buffer_size=MAX_FRAME_BYTES, **_READING
         )
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no part of a message waits for its rest."""
+        return bool(self._unpacker.tell() == self._fed)
+
     def feed(self, data: bytes) -> Iterator[Any]:
         """Add bytes and yield every message that is complete. Raises WireError."""
         try:
+            self._fed += len(data)
             self._unpacker.feed(data)
             yield from self._unpacker
         except _UNREADABLE as error:
@@ -110,7 +121,7 @@ def _to_ext(value: Any) -> Any:
     code = _CODES.get(type(value))
     if code is None:
         raise TypeError(f"{type(value).__name__} is not a message")
-    return msgpack.ExtType(code, pack([getattr(value, name) for name in _FIELDS[type(value)]]))
+    return msgpack.ExtType(code, pack(_READ[type(value)](value)))
 
 
 def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:
@@ -137,7 +148,10 @@ def well_typed(value: Any) -> bool:
 
     It does not check the fields of nested messages."""
     cls: type = value.__class__
-    return all(fits(getattr(value, name)) for name, fits in zip(_FIELDS[cls], _checks(cls), strict=True))
+    for fits, each in zip(_checks(cls), _READ[cls](value), strict=True):  # noqa: SIM110 - for every message
+        if not fits(each):
+            return False
+    return True
 
 
 @cache

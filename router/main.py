@@ -55,7 +55,7 @@ from kvferry.runtime.tls import load, server_tls, worker_tls
 
 log = logging.getLogger(__name__)
 
-GARBAGE = 50_000
+GARBAGE = 250_000
 """Garbage collection threshold, in objects allocated.
 
 Requests create no reference cycles. A thousand running requests hold more objects than the default threshold, so the

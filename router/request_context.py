@@ -69,7 +69,8 @@ class RequestContext:
     tenant    name of the tenant; empty without tenants
     realm     tenant in whose cached blocks it may find prefixes; empty if tenants share prefixes
     priority  lower is served earlier; 0 by default
-    is_patient  nobody waits for its first token, as for a batch's: targets do not concern it
+    itl_s     target of the mean seconds between its tokens; infinite without a target of the tenant
+    is_patient  nobody waits for it, as for a batch's rows: targets do not concern it
     trace     W3C `traceparent` of the request's span, or the client's if no span is recorded; may be empty
     """
 
@@ -83,4 +84,10 @@ class RequestContext:
     identity: RequestIdentity = field(default_factory=RequestIdentity.new)
     resume: ResumeHeaders = NO_RESUME
     first_by: float = inf
+    itl_s: float = inf
     is_patient: bool = False
+
+    @property
+    def has_targets(self) -> bool:
+        """Return whether its tenant has targets that concern it."""
+        return self.first_by < inf or self.itl_s < inf

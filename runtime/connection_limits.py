@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 MAX_HEADER_BYTES = 64 * 1024
 """Longest request line plus headers, in bytes; the parser itself has no bound."""
@@ -36,3 +37,13 @@ class Limits:
     body_bytes: int = 0
     per_address: int = 0
     connections: int = 0
+
+
+class Phase(Enum):
+    """Part of a request to which a connection's next byte belongs.
+
+    The response to an earlier request may be in flight in every phase."""
+
+    BETWEEN = auto()
+    HEADER = auto()
+    BODY = auto()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
 
@@ -19,22 +18,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, SlowRequest
 from kvferry.runtime.connection_counts import ConnectionCounts
-from kvferry.runtime.connection_limits import Limits
+from kvferry.runtime.connection_limits import Limits, Phase
 from kvferry.runtime.http10 import without_chunks
 from kvferry.runtime.ignored_upgrades import body_parser, has_body
 from kvferry.runtime.rejection import MAX_DRAINED_BYTES, end, refusal
 from kvferry.runtime.request_length import RequestLength
+from kvferry.runtime.response_cycle import ResponseCycle, lighten
 from kvferry.runtime.slow_readers import UnreadOutput
-
-
-class Phase(Enum):
-    """Part of a request to which a connection's next byte belongs.
-
-    The response to an earlier request may be in flight in every phase."""
-
-    BETWEEN = auto()
-    HEADER = auto()
-    BODY = auto()
 
 
 def guarded(limits: Limits) -> type[asyncio.Protocol]:
@@ -51,7 +41,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._limits, self._connection_counts = limits, connection_counts
         self._address: str | None = None
         self._phase = Phase.BETWEEN
-        self._active: RequestResponseCycle | None = None
+        self._active: ResponseCycle | None = None
         self._begun = self._reading_on = self._refused = False
         self._length = RequestLength(limits.body_bytes)
         self._data, self._body_bytes, self._drained = b"", 0, 0
@@ -61,12 +51,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        lighten(self)
         self._reader = UnreadOutput(transport, self.loop, self._limits.reader_s, self._limits.least_rate)
         if self.client is not None:
             self._address = self.client[0]
             if crowd := self._connection_counts.enter(self._address):
                 return self._refuse(crowd)
         self._enter_header()
+        self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._address is not None:
@@ -87,12 +79,13 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._phase is Phase.BETWEEN:
             self._enter_header()
         self._heard, self._began = self.loop.time(), time.perf_counter()
-        self._length.received += len(data)
-        self._data = data
+        self._length.received, self._data = self._length.received + len(data), data
         super().data_received(data)
         self._data = b""
         if not self._refused:
             self._check_length()
+        if self._timer is None and not self._refused:  # most requests arrive at once and need no deadline
+            self._set_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -113,7 +106,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._phase, self._body_bytes = Phase.BODY, 0
         self._body_began = self._paced_from = self.loop.time()
         self._stop_timer()
-        self._watch_body()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -169,7 +161,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.parser.should_upgrade() and not self._reading_on and has_body(self.headers)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._active = cycle
+        self._active = ResponseCycle.of(cycle)
         super()._start_asgi_task(cycle, without_chunks(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     @property
@@ -180,13 +172,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._phase, self._begun = Phase.HEADER, False
         self._length.begin()
         self._unset_keepalive_if_required()
-        if self._limits.header_s:
+
+    def _set_timer(self) -> None:
+        if self._phase is Phase.BODY:
+            self._watch_body()
+        elif self._phase is Phase.HEADER and self._limits.header_s:
             self._timer = self.loop.call_later(self._limits.header_s, self._header_late)
 
     def _header_late(self) -> None:
         if self._answering:
-            # The time of a pipelined request starts when the response before it is complete.
-            self._timer = self.loop.call_later(self._limits.header_s, self._header_late)
+            self._timer = self.loop.call_later(self._limits.header_s, self._header_late)  # begins after the response
         elif self._begun:
             self._refuse(SlowRequest(f"the request's header did not arrive within {self._limits.header_s:g} s"))
         else:
@@ -234,16 +229,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timer = end(self.transport, self.loop, last, after_s, linger=linger)
 
     def _may_answer(self) -> bool:
-        if self._phase is Phase.BODY:
-            return self.cycle is self._active and not self.cycle.response_started
-        return not self._answering
+        reads_body = self._phase is Phase.BODY
+        return self.cycle is self._active and not self.cycle.response_started if reads_body else not self._answering
 
     def _disconnect(self) -> None:
         """Tell the active request that its client is gone; uvicorn tells only a connection's newest request."""
         if self._active is not None and self._answering:
-            self._active.disconnected = True
-            self._active.message_event.set()
+            self._active.leave()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from starlette.types import Receive
 
 from kvferry.protocol.errors import Cancelled
+from kvferry.runtime.response_cycle import ResponseCycle
 
 AGAIN_S = 0.1
 """Delay before work that ignored a cancellation is cancelled again, in seconds."""
@@ -26,45 +27,59 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`; if the client disconnects, cancel it and raise Cancelled.
 
     The caller must have read the request's body. The calling task awaits `work` itself: a second task would cost as
-    much as the one that watches the client."""
-    leaving = _Leaving(asyncio.ensure_future(disconnected(receive)))
+    much as the one that watches the client. A `ResponseCycle` tells by itself, without a task."""
+    leaving = _Leaving()
+    cycle = getattr(receive, "__self__", None)
+    unwatch: Callable[[], object]
+    if isinstance(cycle, ResponseCycle):
+        unwatch = cycle.watch(leaving.left)
+    else:
+        watch = asyncio.ensure_future(disconnected(receive))
+        watch.add_done_callback(leaving.left_by)
+        unwatch = watch.cancel
     try:
         result = await work
     except BaseException:
         if leaving.over():
             raise Cancelled("the client disconnected") from None
         raise
+    finally:
+        unwatch()
     if leaving.over():
         raise Cancelled("the client disconnected")
     return result
 
 
 class _Leaving:
-    """Canceller of the task that creates it, active once `client` is done.
+    """Canceller of the task that creates it, active once the client has left.
 
     It repeats the cancellation until `over`: a library may swallow one (asyncio.wait_for did before Python 3.12), and
     the work would then run to its last token without a reader."""
 
-    def __init__(self, client: asyncio.Future[None]) -> None:
+    def __init__(self) -> None:
         task = asyncio.current_task()
         assert task
-        self._client, self._task, self._cancels, self._over = client, task, 0, False
+        self._task, self._cancels, self._over = task, 0, False
         self._timer: asyncio.TimerHandle | None = None
-        client.add_done_callback(self._left)
 
     def over(self) -> bool:
         """Stop cancelling; return whether the disconnect was the only reason for which the task was cancelled."""
         self._over = True
-        self._client.cancel()
         if self._timer is not None:
             self._timer.cancel()
         for _ in range(self._cancels):
             self._task.uncancel()
         return self._cancels > 0 and not self._task.cancelling()
 
-    def _left(self, client: asyncio.Future[None]) -> None:
-        if self._over or client.cancelled():
+    def left(self) -> None:
+        """Cancel the task, now and again: the client has left."""
+        if self._over:
             return
         self._cancels += 1
         self._task.cancel()
-        self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._left, client)
+        self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self.left)
+
+    def left_by(self, client: asyncio.Future[None]) -> None:
+        """Cancel the task unless the watch of the client was cancelled."""
+        if not client.cancelled():
+            self.left()

@@ -22,7 +22,12 @@ Told = Callable[..., None] | None
 
 
 class Decoder(Protocol):
-    """Decoder of one answer's body."""
+    """Decoder of answers' bodies."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the decoder can take the next answer: no part of a message waits for its rest."""
+        ...
 
     def feed(self, data: bytes) -> Iterable[Any]:
         """Return the messages that are complete with these bytes."""
@@ -49,6 +54,8 @@ class Connection(asyncio.Protocol):
         self._ended: asyncio.Future[BaseException | None] | None = None
         self._left: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._frames: Decoder | None = None
+        """Made for the first bytes of an answer, and used again: it takes more memory than all else here."""
         self.headers: dict[str, str] = {}
 
     async def exchange(self, request: bytes, silence_s: float | None, opened: Told, deliver: Told) -> None:
@@ -59,7 +66,7 @@ class Connection(asyncio.Protocol):
         and HttpParserError if the answer is not HTTP. After an error or a cancel the connection is closed and calls
         nothing more."""
         self._silence_s, self._opened, self._deliver = silence_s, opened, deliver
-        self._parser, self._frames = httptools.HttpResponseParser(self), self._decoder()
+        self._parser = httptools.HttpResponseParser(self)
         self.headers = {}
         self._refused, self._refusal = False, b""
         self._head_bytes: int | None = 0
@@ -74,6 +81,8 @@ class Connection(asyncio.Protocol):
             error = await self._ended
         finally:
             self._ended = self._opened = self._deliver = None
+            if self._frames is not None and not self._frames.is_empty:
+                self._frames = None
             del self._parser  # the parser refers to this connection
             self._move_on()
             if error is not None:
@@ -153,6 +162,8 @@ class Connection(asyncio.Protocol):
         if self._refused:
             self._refusal = (self._refusal + body)[:MAX_REFUSAL_BYTES]
         elif self._deliver:
+            if self._frames is None:
+                self._frames = self._decoder()
             for message in self._frames.feed(body):
                 self._deliver(message)
 

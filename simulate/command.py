@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 from kvferry.protocol.errors import ConfigError
@@ -33,15 +34,18 @@ def simulate_command(
     prefill: int,
     decode: int,
     requests: int,
-    load: float,
+    load: Sequence[float],
     seed: Sequence[int],
     eviction: str,
     plot: Path | None,
     ttft: float,
     ttft_ktoken: float,
     itl: float,
+    targets: bool,
 ) -> int:
-    """Simulate and print the results. Raises ConfigError for invalid arguments, before it simulates."""
+    """Simulate and print the results. Raises ConfigError for invalid arguments, before it simulates.
+
+    targets: the goals are targets of all requests: kvferry rejects those that would miss them."""
     goal = Goal(ttft, ttft_ktoken, itl)
     if trace and workload:
         raise ConfigError("give either a trace or workloads, not both", param="trace")
@@ -49,27 +53,32 @@ def simulate_command(
         check_known("workload", each, CASES)
     for each in policy:
         check_known("policy", each, POLICIES)
-    if not LOADS[0] <= load <= LOADS[1]:
-        raise ConfigError(f"load must be from {LOADS[0]:g} to {LOADS[1]:g}, not {load}", param="load")
+    for factor in load:
+        if not LOADS[0] <= factor <= LOADS[1]:
+            raise ConfigError(f"load must be from {LOADS[0]:g} to {LOADS[1]:g}, not {factor}", param="load")
     if plot:
         _write(plot, "", "a")
     results: dict[str, dict[str, list[Figures]]] = {}
 
-    def play(name: str, asks: Sequence[Scenario], losses: Sequence[Loss], models: tuple[str, ...]) -> None:
+    def play(
+        name: str, factor: float, asks: Sequence[Scenario], losses: Sequence[Loss], models: tuple[str, ...]
+    ) -> None:
+        name = f"{name} at {factor:g}" if len(load) > 1 else name
         shape = Shape(prefill, decode, machine, models, eviction)
         for each in dict.fromkeys(policy or POLICIES):
             pace = SimulationProgress(f"{name}, {each}", len(asks), say)
-            found = simulated(each, shape, asks, goal, losses, pace)
+            found = simulated(each, shape, asks, goal, losses, pace, targets=targets)
             results.setdefault(name, {}).setdefault(each, []).append(found)
             speed = found.virtual_s / max(found.real_s, 1e-9)
             say(f"{name}, {each}: {found.goodput:.2f} requests/s within the goal; {speed:.0f} times real time")
 
-    if trace:
-        play(trace.stem, _read(trace, machine, load, requests, say), (), ("m",))
-    for name in () if trace else dict.fromkeys(workload or CASES):
-        for one in dict.fromkeys(seed):
-            scale = load * (prefill + decode) / 16
-            play(name, *case(name, Asked(requests, scale, one, machine.block_size)))
+    rounds = tuple(product(dict.fromkeys(load), dict.fromkeys(seed)))
+    for factor in dict.fromkeys(load) if trace else ():
+        assert trace
+        play(trace.stem, factor, _read(trace, machine, factor, requests, say), (), ("m",))
+    for name, (factor, one) in () if trace else product(dict.fromkeys(workload or CASES), rounds):
+        scale = factor * (prefill + decode) / 16
+        play(name, factor, *case(name, Asked(requests, scale, one, machine.block_size)))
     say("\n" + plots.table(results) + "\n" + plots.goodputs(results))
     if plot:
         _write(plot, plots.plot(results))

@@ -61,14 +61,18 @@ def simulated(
     goal: Goal,
     losses: Sequence[Loss] = (),
     pace: SimulationProgress | None = None,
+    *,
+    targets: bool = False,
 ) -> Figures:
     """Simulate one policy on one trace and return the results.
 
+    targets: kvferry rejects requests that would miss the goal.
     Raises ConfigError for an unknown policy, a request that fits on no node, or arrivals over more than MOST_S."""
     check_known("policy", name, POLICIES)
     check_fits(trace, shape)
     check_span(trace)
-    world = World(shape, POLICIES[name](), trace, losses, pace)
+    policy = KvferryPolicy(targets=goal) if targets and name == OURS else POLICIES[name]()
+    world = World(shape, policy, trace, losses, pace)
     began = time.perf_counter()
     with _quiet_routers():
         asyncio.run(world.play())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from kvferry.model_files.model_name import ModelName
+from kvferry.placement.rejections import TargetMissed, too_late
 from kvferry.placement.types import Demand
 from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
 from kvferry.protocol.layout import blocks_for
@@ -22,6 +25,7 @@ from kvferry.router.request_log import RequestLog
 from kvferry.simulate.fleet import Fleet
 from kvferry.simulate.node import Node, Run
 from kvferry.simulate.policy import Choice
+from kvferry.simulate.results import Goal
 
 LOOKUP_S = 60.0
 """Timeout of an index lookup, in seconds; on the virtual clock every lookup is instant."""
@@ -30,10 +34,11 @@ LOOKUP_S = 60.0
 class KvferryPolicy:
     """kvferry's policy, with reservations made and released as in a real dispatch (router/dispatch/attempt.py).
 
-    Implements `simulate.policy.Policy`. local_tokens: see RouterSettings.local_prefill_tokens."""
+    Implements `simulate.policy.Policy`. local_tokens: see RouterSettings.local_prefill_tokens. targets: of all
+    requests, as of tenants with `ttft_ms` and `itl_ms`; None: no request is rejected."""
 
-    def __init__(self, local_tokens: int = 0) -> None:
-        self._local_tokens = local_tokens
+    def __init__(self, local_tokens: int = 0, targets: Goal | None = None) -> None:
+        self._local_tokens, self._targets = local_tokens, targets
         self._bookings: dict[Run, list[Reservation]] = {}
         self._expected: dict[Run, ExpectedPrefix] = {}
 
@@ -64,16 +69,23 @@ class KvferryPolicy:
 
     async def choose(self, run: Run) -> Choice | None:
         ask, cluster = run.ask, self._clusters[run.ask.model]
-        seats = cluster.capacity().sequences
+        seats, left_s = cluster.capacity().sequences, self._left_s(run)
         if seats and self._taken[ask.model] >= seats and not run.delivered:
+            if left_s < 0:
+                raise too_late(-left_s)
             return None
         hashes = ask.hashes[: run.length // self._fleet.shape.machine.block_size]
-        demand = Demand(run.length, recovers=bool(run.delivered))
+        itl_s = self._targets.itl_s if self._targets and ask.output_len > 1 else inf
+        demand = Demand(run.length, recovers=bool(run.delivered), itl_s=itl_s)
         try:
             held = await cluster.reuse({group.fingerprint: hashes for group in cluster.model.groups}, {})
             placement = cluster.place(demand, held)
+        except TargetMissed:
+            raise
         except (NoNodes, Overloaded):
             return None
+        if placement.first_token_s > left_s:
+            raise too_late(placement.first_token_s - left_s)
         nodes = self._fleet.nodes
         assert placement.decode
         prefill = nodes[placement.prefill.node_id] if placement.prefill else None
@@ -88,6 +100,12 @@ class KvferryPolicy:
         computing = self._entry(prefill or decode)
         self._expected[run] = cluster.inflight_prefixes.sent(hashes, computing.key)
         return Choice(prefill, decode)
+
+    def _left_s(self, run: Run) -> float:
+        """Return the seconds until a new request's first token is due; infinite without targets."""
+        if self._targets is None or run.delivered:
+            return inf
+        return run.arrived + self._targets.first_s(run) - self._fleet.clock.now
 
     def launched(self, run: Run) -> None:
         """Ignored: `choose` made the reservations."""

@@ -16,6 +16,7 @@ from kvferry.simulate.prompts import Prompt, Prompts
 from kvferry.simulate.scenario import RunOf
 from kvferry.simulate.streams import Streams
 from kvferry.simulate.tiers import Tiers
+from kvferry.worker.stream_rates import StreamRates
 
 WEIGHT = 0.1
 """Weight of a new observation in the rates that the node's lease announces (worker/rates.py)."""
@@ -42,6 +43,7 @@ class Node:
         self._cores = Cores()
         self._at, self._plan = 0.0, 0
         self._rate, self._step_s = machine.prefill_tokens_per_s, machine.decode_s(1, 0)
+        self._stream_rates = StreamRates(self._step_s)
 
     @property
     def asking(self) -> int:
@@ -121,10 +123,10 @@ class Node:
     def rates(self) -> Rates:
         """Return the rates that the node has learned."""
         self._advance()
-        block_s = {tier.name: tier.block_s for tier in self.tiers}
-        return Rates(
-            self._rate, self._step_s, self.machine.ship_bytes_per_s, *(block_s.get(each, 0.0) for each in OWN_TIERS)
-        )
+        streams, block_s = self._stream_rates, {tier.name: tier.block_s for tier in self.tiers}
+        read_s = {f"{each}_block_s": block_s.get(each, 0.0) for each in OWN_TIERS}
+        ship = self.machine.ship_bytes_per_s
+        return Rates(self._rate, self._step_s, ship, alone_s=streams.alone_s, stream_s=streams.stream_s, **read_s)
 
     # Progress.
 
@@ -186,6 +188,8 @@ class Node:
             return
         prompt = min(self.prompts.begun) if self.prompts.begun else None
         steps, work = self._speed(prompt)
+        if steps:
+            self._stream_rates.saw(len(self.streams), 1 / steps, pure=prompt is None)
         self.streams.go_on(steps * passed)
         if prompt is not None:
             prompt.left = max(0.0, prompt.left - work * passed)

@@ -24,7 +24,7 @@ class Policy(Protocol):
     async def choose(self, run: Run) -> Choice | None:
         """Choose the nodes of a request; None: it must wait at the router.
 
-        Raises ContextLengthExceeded if it fits on no node."""
+        Raises ContextLengthExceeded if it fits on no node, and Overloaded if it is rejected."""
         ...
 
     def launched(self, run: Run) -> None:

@@ -31,8 +31,11 @@ class Goal:
 
     def met(self, run: Run) -> bool:
         """Return whether the run met the goal."""
-        first_s = self.ttft_s + self.ttft_ktoken_s * run.ask.prompt_len / 1000
-        return not run.failed and run.ttft_s <= first_s and run.itl_s <= self.itl_s
+        return not run.failed and run.ttft_s <= self.first_s(run) and run.itl_s <= self.itl_s
+
+    def first_s(self, run: Run) -> float:
+        """Return the seconds within which the first token must come."""
+        return self.ttft_s + self.ttft_ktoken_s * run.ask.prompt_len / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ class Figures:
     share           share of all requests that met the goal
     hit_rate        share of prompt tokens that were reused where the prompt was computed
     imbalance       most seconds that a node spent on prompts, over the mean of the nodes that should
-    failed          requests that fit on no node
+    failed          requests that fit on no node, and those rejected
+    kept            share of the admitted requests that met the goal
     virtual_s, real_s   duration on the virtual clock and of the simulation itself"""
 
     policy: str
@@ -58,6 +62,7 @@ class Figures:
     failed: int
     virtual_s: float
     real_s: float = 0.0
+    kept: float = 1.0
 
 
 def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal, virtual_s: float) -> Figures:
@@ -73,7 +78,7 @@ def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal,
     mean_s = sum(computing) / len(computing)
     return Figures(
         policy, len(runs), first, between, met / max(arrivals_s, 1e-9), met / len(runs), reused / max(1, prompts),
-        max(computing) / mean_s if mean_s else 1.0, len(runs) - len(done), virtual_s,
+        max(computing) / mean_s if mean_s else 1.0, len(runs) - len(done), virtual_s, kept=met / max(1, len(done)),
     )  # fmt: skip
 
 
@@ -87,7 +92,7 @@ def medians(found: Sequence[Figures]) -> Figures:
     )
 
 
-SINGLE = ("goodput", "share", "hit_rate", "imbalance", "virtual_s", "real_s")
+SINGLE = ("goodput", "share", "hit_rate", "imbalance", "virtual_s", "real_s", "kept")
 """Fields of Figures that are single numbers."""
 
 

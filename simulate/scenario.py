@@ -35,7 +35,8 @@ class RunOf(Generic[N]):
 
     delivered: output tokens delivered. attempt: number of nodes lost so far. cached_len: tokens reused where the prompt
     was computed, in the first attempt. first_s, last_s: times of the first and last token. begun_s: time at which the
-    prompt started. here: leading blocks that the decode node held when it granted. failed: it fits on no node."""
+    prompt started. here: leading blocks that the decode node held when it granted. failed: it fits on no node, or was
+    rejected."""
 
     ask: Scenario
     arrived: float
@@ -49,6 +50,7 @@ class RunOf(Generic[N]):
     begun_s: float = -1.0
     here: int = 0
     failed: bool = False
+    rejected: bool = False
 
     @property
     def length(self) -> int:

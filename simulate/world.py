@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.placement.costs import HANDOFF_S
 from kvferry.placement.pairs import CHUNK_TOKENS
-from kvferry.protocol.errors import ContextLengthExceeded
+from kvferry.protocol.errors import ContextLengthExceeded, Overloaded
 from kvferry.protocol.layout import blocks_for
 from kvferry.simulate.clock import Clock, Deed
 from kvferry.simulate.fleet import Fleet, Shape
@@ -96,9 +96,9 @@ class World:
             run = self._waiting[0]
             try:
                 choice = await self.policy.choose(run)
-            except ContextLengthExceeded:
+            except (ContextLengthExceeded, Overloaded) as error:
                 self._waiting.popleft()
-                run.failed = True
+                run.failed, run.rejected = True, isinstance(error, Overloaded)
                 self._end(run)
                 continue
             if choice is None:

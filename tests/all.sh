@@ -4,8 +4,8 @@
 #
 # linters   at idle priority, from the beginning
 # beside    tests that only compute and time nothing: the same, until the end; most of their time is what clusters leave
-# tests without clusters, in three processes, the longest files first (tests/longest.py)
-# clusters  two at a time: they mostly wait; then, one by one, those that tests/alone.py names
+# tests without clusters, in five processes, which mostly wait, the longest files first (tests/longest.py)
+# clusters  three at a time: they mostly wait; then, one by one, those that tests/alone.py names
 #
 # A pytest that still runs after 40 minutes tells where each of its threads is, and ends.
 set -uo pipefail
@@ -49,9 +49,9 @@ trap 'kill $beside $lint 2> /dev/null; rm -rf "$KVFERRY_TEST_RUN"' EXIT
 trap 'exit 130' INT TERM
 
 # shellcheck disable=SC2086
-run -n 3 --dist loadfile --no-loadscope-reorder $(printf -- '--ignore=%s ' $CLUSTERS $BESIDE)
+run -n 5 --dist loadfile --no-loadscope-reorder $(printf -- '--ignore=%s ' $CLUSTERS $BESIDE)
 # shellcheck disable=SC2086
-run -n 2 --dist loadfile --no-loadscope-reorder -m "$SELECTED and not alone" $CLUSTERS
+run -n 3 --dist loadfile --no-loadscope-reorder -m "$SELECTED and not alone" $CLUSTERS
 # shellcheck disable=SC2086
 run -m "$SELECTED and alone" $CLUSTERS
 echo "waiting for $BESIDE"

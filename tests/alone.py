@@ -1,5 +1,5 @@
 """Test files of clusters that measure times, or count what a busy machine changes: routes, hand-overs, turns on shared
-cores. No other cluster runs beside them. All others run two at a time, since they mostly wait."""
+cores. No other cluster runs beside them. All others run three at a time, since they mostly wait."""
 
 from __future__ import annotations
 
@@ -16,18 +16,26 @@ ALONE = frozenset(
         "test_fairness.py",
         "test_faults.py",
         "test_parity.py",
-        "test_redis_faults.py",
         "test_shared_cores.py",
         "test_simulated_live.py",
         "test_storm.py",
     }
 )
-FOLDERS = frozenset({"attack"})
-"""Folders of such files: the attackers share one cluster."""
+TOGETHER = frozenset(
+    {
+        "test_local_user.py",
+        "test_other_tenant.py",
+        "test_pod_network.py",
+        "test_redis_reader.py",
+        "test_redis_writer.py",
+        "test_without_a_key.py",
+    }
+)
+"""Attackers that share one cluster, which one process starts for all of them."""
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Mark the tests of these files and folders: `pytest -m alone` selects them."""
+    """Mark the tests of these files: `pytest -m alone` selects them."""
     for item in items:
-        if item.path.name in ALONE or item.path.parent.name in FOLDERS:
+        if item.path.name in ALONE | TOGETHER:
             item.add_marker(pytest.mark.alone)

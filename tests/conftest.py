@@ -19,12 +19,18 @@ from hypothesis import HealthCheck, settings
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.alone import mark
-from tests.crowded import SecondTries
+from tests.crowded import SecondTries, send_at_once
 from tests.longest import begin_first
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvferry")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """After pytest-rerunfailures."""
+    send_at_once(config)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kvferry.router.dashboard.state import Asked, Blocks, Counts, Event, Node, State, Suspect, Transfer
+from kvferry.router.dashboard.state import Asked, Attainment, Blocks, Counts, Event, Node, State, Suspect, Transfer
 
 NASTY = "</td><img src=x onerror=alert(1)>\x1b[31m[bold]"
 
@@ -102,6 +102,10 @@ def busy(**changes: Any) -> State:
             Suspect(kind="node", prefill="decode-2", decode="", seconds=1.4),
             Suspect(kind="quarantine", prefill="prefill-0", decode="decode-2", seconds=540),
         ],
+        "targets": [
+            Attainment(tenant="team-a", target="itl", met=97, missed=1, rejected=2),
+            Attainment(tenant="team-a", target="ttft", met=180, missed=0, rejected=20),
+        ],
     }  # fmt: skip
     return State(**{**known, **changes})
 
@@ -117,6 +121,7 @@ def hostile() -> State:
         recent=[asked(1, id=NASTY, tenant=NASTY, model=NASTY, outcome=NASTY, prefill=NASTY, decode=NASTY)],
         events=[Event(ago_s=1, kind=NASTY, nodes=[NASTY], told=NASTY, request=NASTY, tenant=NASTY)],
         suspects=[Suspect(kind="ships", prefill=NASTY, decode=NASTY, seconds=1.0)],
+        targets=[Attainment(tenant=NASTY, target="ttft", met=1)],
     )
 
 

@@ -430,11 +430,13 @@ class Bench:
 
     def start(
         self, max_tokens: int = 8, prompt: Sequence[int] = PROMPT, *, deadline_s: float = 600.0, first_s: float = inf,
-        **spec: Any,
+        itl_s: float = inf, patient: bool = False, **spec: Any,
     ) -> RequestDispatch:  # fmt: skip
         params = SamplingParams(max_tokens=max_tokens, **spec.pop("params", {}))
         now = time.monotonic()
-        call = RequestContext("r", arrival=now, deadline=now + deadline_s, first_by=now + first_s)
+        call = RequestContext(
+            "r", arrival=now, deadline=now + deadline_s, first_by=now + first_s, itl_s=itl_s, is_patient=patient
+        )
         return self.cluster.start(RequestSpec(call, "r", tuple(prompt), Generate(params), **spec))
 
     def rungs(self) -> dict[str, int]:

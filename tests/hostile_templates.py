@@ -57,7 +57,7 @@ BOMBS = {
     "format filter": _GROWN + "{{ ('%(a)s' * 200) | format(a=n.x) | length }}",
     "multiplied numbers": "{% set n = namespace(x=3) %}{% for a in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}"
     "{{ n.x > 1 }}",
-    "pprint": _LONG + "{{ n.x | pprint | length }}",
+    "pprint": _LONG + "{% for a in range(99) %}{{ n.x | pprint | length }}{% endfor %}",
     "translate": _GROWN + "{{ n.x.translate({97: 'a' * 999}) | length }}",
     "set block": _GROWN + "{% set k %}{% for a in range(1000) %}{{ n.x }}{% endfor %}{% endset %}{{ k | length }}",
 }

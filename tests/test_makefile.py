@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.alone import ALONE
+from tests.alone import ALONE, TOGETHER
 from tests.longest import LONGEST
 
 ROOT = Path(__file__).parents[1]
@@ -80,10 +80,10 @@ def test_tests_that_are_named_are_there(tmp_path: Path) -> None:
 
 
 def test_files_that_begin_first_or_run_alone_are_there() -> None:
-    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONGEST | ALONE
+    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONGEST | ALONE | TOGETHER
 
 
-PARTS = {"without clusters": "--ignore", "two at a time": "not alone", "alone": "and alone", "beside": "--timeout"}
+PARTS = {"without clusters": "--ignore", "three at a time": "not alone", "alone": "and alone", "beside": "--timeout"}
 
 
 @pytest.mark.parametrize("broken", [None, "linters", *PARTS])

@@ -18,6 +18,7 @@ from kvferry.protocol.lease import Rates
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from kvferry.worker.stream_rates import StreamRates
 from kvferry.worker.warmup import first_steps
 
 log = logging.getLogger("kvferry.worker")
@@ -48,11 +49,13 @@ class RateMeter:
         self._step = seed.step_s
         self._ship = seed.ship_bytes_per_s
         self.itl_s = self.alone_s = seed.step_s
+        self._streams = StreamRates(seed.step_s)
 
     @property
     def rates(self) -> Rates:
         """Return the current rates."""
-        return Rates(self._prefill, self._step, self._ship)
+        alone_s, stream_s = self._streams.alone_s, self._streams.stream_s
+        return Rates(self._prefill, self._step, self._ship, alone_s=alone_s, stream_s=stream_s)
 
     def stepped(self, step: Stepped) -> None:
         """Learn from an engine step.
@@ -62,6 +65,9 @@ class RateMeter:
             return
         if step.decode_tokens:
             self.itl_s += (1 - math.exp(-step.seconds / ITL_S)) * (step.seconds - self.itl_s)
+            streams = step.decode_tokens - step.accepted
+            token_s = step.seconds * streams / step.decode_tokens
+            self._streams.saw(streams, token_s, pure=not step.prefill_tokens)
         if not step.decode_tokens and step.prefill_tokens >= LEAST_PREFILL_TOKENS:
             self._prefill += WEIGHT * (step.prefill_tokens / step.seconds - self._prefill)
         elif not step.prefill_tokens:

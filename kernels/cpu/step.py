@@ -17,7 +17,7 @@ from kvferry.kernels.quantised_cache import vector_width
 if TYPE_CHECKING:
     from kvferry.kernels.cpu._native import Kernels, Packed, Step
 
-MAX_ROWS, MAX_DECODES = 256, 128
+MAX_ROWS, MAX_DECODES = 512, 128
 """Most rows of a recorded step, and most decodes among them; larger batches run layer by layer."""
 _UNIT = 32
 _MAX_HEAD_DIM = 512

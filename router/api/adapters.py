@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from kvferry.protocol.adapters import ChangeAdapter
 from kvferry.protocol.errors import InvalidRequest, ModelNotFound
 from kvferry.router.api.bodies.fields import MAX_NAME
-from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.bodies.reader import BodyReader, parsed
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.documentation import Responses, errors, takes
 from kvferry.router.api.served_models import ServedModels
@@ -67,7 +67,7 @@ def adapter_routes(pools: ServedModels, reader: BodyReader, allowed: bool) -> AP
     )
     async def load(request: Request) -> Changed:
         check()
-        body = parse(LoadAdapterBody, await reader.read(request))
+        body = await parsed(LoadAdapterBody, await reader.read(request))
         if pools.serves(body.lora_name):
             raise InvalidRequest(f"{body.lora_name!r} is the name of a model", param="lora_name")
         await pools.pool(body.model).cluster.adapters.change(ChangeAdapter(body.lora_name, body.lora_path))
@@ -80,7 +80,7 @@ def adapter_routes(pools: ServedModels, reader: BodyReader, allowed: bool) -> AP
     )
     async def unload(request: Request) -> Changed:
         check()
-        body = parse(UnloadAdapterBody, await reader.read(request))
+        body = await parsed(UnloadAdapterBody, await reader.read(request))
         holders = (pool for pool in pools if body.lora_name in pool.cluster.adapters.ids)
         pool = pools.pool(body.model) if body.model else next(holders, pools.first)
         if body.lora_name not in pool.cluster.adapters.ids:

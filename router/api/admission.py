@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
+from prometheus_client import Counter
+
 from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
 from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.api.bodies.fields import TIER_PRIORITY, TierFields
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants.limits import RateLimited
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size
@@ -19,11 +22,14 @@ from kvferry.runtime.tracing import TRACER, Span
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of a request so far: of its prompts, of these from caches, and of its outputs."""
+    """Tokens of a request so far: of its prompts, of these from caches, and of its outputs.
+
+    itl_s: mean seconds between the tokens of its slowest sequence; 0: unknown."""
 
     prompt: int = 0
     cached: int = 0
     output: int = 0
+    itl_s: float = 0.0
 
 
 class AdmittedRequest:
@@ -65,6 +71,8 @@ class AdmittedRequest:
         leaving in time would evade all limits."""
         used = self._used()
         self._meter.leave()
+        if self.call.itl_s < inf and used.itl_s:
+            self._count_target(self._metrics.itl_targets, "met" if used.itl_s <= self.call.itl_s else "missed")
         unseen = self._left and self._turn is not None and not used.prompt
         if self._charged and not unseen:
             self._meter.settle(used.prompt + used.output - self._charged)
@@ -87,14 +95,20 @@ class AdmittedRequest:
         """Take over the context of the request that this one repeats or goes on with."""
         self.call = replace(call, trace=self.call.trace)
 
-    def prefer(self, priority: int | None, *, is_patient: bool = False) -> RequestContext:
-        """Set the request's priority among its tenant's requests, and its target; return its context.
+    def prefer(self, body: TierFields, *, resumes: bool = False, sees_tokens: bool = True) -> RequestContext:
+        """Set the request's priority among its tenant's requests, and its targets; return its context.
 
-        is_patient: no client waits for its first token, so that it has no target."""
-        call, ttft_ms = self.call, self._meter.tenant.ttft_ms
-        first_by = call.arrival + 1e-3 * ttft_ms if ttft_ms and not (is_patient or call.is_patient) else inf
-        if priority or first_by != call.first_by:
-            self.call = replace(call, priority=priority or call.priority, first_by=first_by)
+        resumes: its client has read the beginning, so that it has no targets. sees_tokens: the time between its tokens
+        is measured here, so that it may have a target."""
+        call, tenant = self.call, self._meter.tenant
+        is_patient = call.is_patient or body.is_patient
+        has_targets = not (is_patient or resumes)
+        first_by = call.arrival + 1e-3 * tenant.ttft_ms if tenant.ttft_ms and has_targets else inf
+        itl_s = 1e-3 * tenant.itl_ms if tenant.itl_ms and has_targets and sees_tokens else inf
+        tier = body.tier_used(is_patient=is_patient)
+        priority = body.priority or call.priority or TIER_PRIORITY.get(tier, 0)
+        if priority or tenant.ttft_ms or tenant.itl_ms or is_patient:
+            self.call = replace(call, priority=priority, first_by=first_by, itl_s=itl_s, is_patient=is_patient)
         return self.call
 
     async def turn(self, turns: SchedulerSlots, size: Size) -> Slot:
@@ -116,7 +130,8 @@ class AdmittedRequest:
         """Record the first token; `used` returns the tokens used, now and at the end."""
         self._used = used
         if self.call.first_by < inf:
-            self._count_target("met" if time.monotonic() <= self.call.first_by else "missed")
+            met = time.monotonic() <= self.call.first_by
+            self._count_target(self._metrics.ttft_targets, "met" if met else "missed")
         if self._turns and self._turn:
             now = used()
             self._turns.began(self._turn, 1 - now.cached / max(1, now.prompt))
@@ -129,12 +144,15 @@ class AdmittedRequest:
 
     def refused(self, error: KvferryError) -> None:
         """Count the error if the router itself rejects the request."""
-        if isinstance(error, Overloaded) and not isinstance(error, RateLimited) and self.call.first_by < inf:
-            self._count_target("rejected")
+        if isinstance(error, Overloaded) and not isinstance(error, RateLimited):
+            if self.call.first_by < inf:
+                self._count_target(self._metrics.ttft_targets, "rejected")
+            if self.call.itl_s < inf:
+                self._count_target(self._metrics.itl_targets, "rejected")
         if isinstance(error, RateLimited):
             self._metrics.refused.labels("rate").inc()
         elif isinstance(error, Overloaded) and not self._turn:
             self._metrics.refused.labels("queue" if self._charged else "limit").inc()
 
-    def _count_target(self, outcome: str) -> None:
-        self._metrics.ttft_targets.labels(self.call.tenant, outcome).inc()
+    def _count_target(self, targets: Counter, outcome: str) -> None:
+        targets.labels(self.call.tenant, outcome).inc()

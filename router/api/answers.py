@@ -96,6 +96,7 @@ class ChatAnswer(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: str = Field(default="", description="the tier that was used, if the request names one")
     prompt_logprobs: list[dict[str, Any] | None] = Field(default=[], description="with prompt_logprobs")
     prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
 
@@ -109,6 +110,7 @@ class CompletionAnswer(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: str = Field(default="", description="the tier that was used, if the request names one")
 
 
 class Model(BaseModel):

@@ -34,6 +34,8 @@ class Answer:
         self.ids: EventIds | None = None
         """Writes ids into the stream's events; None: they have none."""
         self._held: WriteBuffer | None = None
+        self._is_alone = False
+        """Whether each output of the one choice is one piece."""
 
     async def fold(self, first: ChoicePiece, rest: AsyncIterator[ChoicePiece], responder: Responder) -> None:
         """Write the pieces as events, or collect them for one body.
@@ -48,6 +50,7 @@ class Answer:
             return
         await responder.begin_stream(self._route(), self.failing)
         held = self._held = WriteBuffer(responder)
+        self._is_alone = self.ids is None and len(self.generation.choices) == 1 and not first[0].singly
         held.add(self._with_ids(*first, self.opening() + self.events(*first)))
         try:
             self.generation.listen(self._tell)
@@ -64,7 +67,8 @@ class Answer:
 
     def _tell(self, choice: Choice, piece: Piece) -> None:
         assert self._held
-        if not self._held.add(self._with_ids(choice, piece, self.events(choice, piece))):
+        add = self._held.add_last if self._is_alone else self._held.add
+        if not add(self._with_ids(choice, piece, self.events(choice, piece))):
             self.generation.listen(None)
 
     def _with_ids(self, choice: Choice, piece: Piece, events: bytes) -> bytes:

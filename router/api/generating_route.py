@@ -13,7 +13,7 @@ from kvferry.protocol.errors import Cancelled, InvalidRequest, KvferryError
 from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.beams import BeamGeneration
 from kvferry.router.api.bodies.generating import GenerationBody
-from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.bodies.reader import parsed
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.fold import Answer, Endpoint
 from kvferry.router.api.generation import Generation
@@ -48,16 +48,17 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         if call.resume.name:
             with self._kept_alive(responder, streams=call.resume.streams):
                 journal = await self._taken_up(call)
-                data = journal.head.body
-                return await self.answer(admitted, parse(self.endpoint.body, data), len(data), responder, journal)
-        body = parse(self.endpoint.body, data)
-        if not self._is_recorded(call, body):
-            return await self.answer(admitted, body, len(data), responder)
-        with self._kept_alive(responder, streams=bool(getattr(body, "stream", False))):
-            name, stored = self.endpoint.journal_name(call), getattr(body, "store", None) is not False
-            watched = bool(getattr(body, "background", False))
-            opened = await self._journals.begin(call, self._path, data, name, stored=stored, watched=watched)
-            return await self.answer(admitted, body, len(data), responder, opened)
+                body, size = await parsed(self.endpoint.body, journal.head.body), len(journal.head.body)
+                return await self.answer(admitted, body, size, responder, journal)
+        body, size, opened = await parsed(self.endpoint.body, data), len(data), None
+        is_recorded = self._is_recorded(call, body)
+        with self._kept_alive(responder, streams=is_recorded and bool(getattr(body, "stream", False))):
+            if is_recorded:
+                name, stored = self.endpoint.journal_name(call), getattr(body, "store", None) is not False
+                watched = bool(getattr(body, "background", False))
+                opened = await self._journals.begin(call, self._path, data, name, stored=stored, watched=watched)
+            del data  # it may be long, and the stream too
+            return await self.answer(admitted, body, size, responder, opened)
 
     def _kept_alive(self, responder: Responder, *, streams: bool) -> AbstractContextManager[None]:
         """Keep a stream alive whose events have ids."""
@@ -97,7 +98,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         span = TRACER.start("request", "", endpoint=self._path, id=journal.call.id, tenant=tenant)
         admitted = AdmittedRequest(journal.call, self._tenant_registry, self._metrics, span)
         with admitted:
-            body = parse(self.endpoint.body, journal.head.body)
+            body = await parsed(self.endpoint.body, journal.head.body)
             await self.answer(admitted, body, len(journal.head.body), Responder(_nowhere, self._path), journal)
 
     async def answer(
@@ -124,7 +125,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         pool = self._pools.pool(chat.model)
         parsing = chat.parsing(pool.text)
         resumes = journal is not None and journal.is_resumed
-        specs = await pool.specs(admitted.prefer(chat.priority, is_patient=chat.is_patient or resumes), chat, size)
+        specs = await pool.specs(admitted.prefer(chat, resumes=resumes), chat, size)
         if chat.use_beam_search:
             generation: Generation = BeamGeneration(pool, specs, chat)
         else:

@@ -114,17 +114,24 @@ class Generation:
     @property
     def size(self) -> Size:
         """Return the size of the request's work."""
-        prompt = sum(len(spec.token_ids) for spec in self.prompts)
+        prompt = sum([len(spec.token_ids) for spec in self.prompts])
         works = [spec.work for spec in self.prompts]
-        longest = max(work.params.max_tokens for work in works if isinstance(work, Generate))
+        longest = max([work.params.max_tokens for work in works if isinstance(work, Generate)])
         return Size(len(self.choices), prompt, longest)
 
     def used(self) -> TokenUsage:
         """Return the tokens used so far; each prompt counts once."""
-        prompt = sum(len(spec.token_ids) for spec in self.prompts)
-        output = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
-        routes = (leader.dispatch.route for leader, *_ in self._groups if leader.dispatch is not None)
-        return TokenUsage(prompt, sum(route.reuse.cached_len for route in routes if route is not None), output)
+        prompt = output = cached = 0
+        for spec in self.prompts:
+            prompt += len(spec.token_ids)
+        for choice in self.choices:
+            if choice.transcript is not None:
+                output += choice.transcript.completion_tokens
+        for leader, *_ in self._groups:
+            if leader.dispatch is not None and (route := leader.dispatch.route) is not None:
+                cached += route.reuse.cached_len
+        itl_s = max((choice.pace_s / choice.paced for choice in self.choices if choice.paced), default=0.0)
+        return TokenUsage(prompt, cached, output, itl_s)
 
     def usage(self) -> dict[str, Any]:
         """Return the API's usage object so far."""
@@ -199,7 +206,8 @@ def _later(params: SamplingParams, choice: int) -> SamplingParams:
 def count_prompt(metrics: ModelMetrics, route: Route) -> None:
     """Count the origin of a prompt's tokens."""
     for source, tokens in _sources(route.reuse).items():
-        metrics.prompt_tokens[source].inc(tokens)
+        if tokens:
+            metrics.prompt_tokens[source].inc(tokens)
 
 
 def _sources(reuse: Reuse) -> dict[str, int]:

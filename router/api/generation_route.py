@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Generic, Protocol, TypeVar
 
-from starlette.requests import Request
+from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from kvferry.protocol.errors import KvferryError, Overloaded
@@ -87,19 +87,24 @@ class GenerationRoute(Generic[Described]):
         self._reader = reader
         self._tenant_registry = tenant_registry
         self._metrics = metrics
+        self._counters: dict[int, Counter] = {}
+        """Finished requests by status; looking up a counter by its labels costs more than counting."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, metrics, status = scope[CALL], self._metrics, 500
         span = TRACER.start("request", call.trace, endpoint=self._path, id=call.id, tenant=call.tenant)
         admitted = AdmittedRequest(call, self._tenant_registry, metrics, span)
         responder = Responder(send, self._path, admitted.headers)
+        metrics.inflight.inc()
         try:
-            with metrics.inflight.track_inprogress(), admitted:
+            with admitted:
                 self._admission.check(admitted.running)
-                data = await self._reader.read(Request(scope, receive))
+                data = await self._reader.take(scope, receive)
                 self._admission.enter(admitted.running)
                 try:
-                    answer = await until_disconnect(receive, self._work(admitted, data, responder))
+                    work = self._work(admitted, data, responder)
+                    del data  # it may be long, and the stream too
+                    answer = await until_disconnect(receive, work)
                     status = 200
                     metrics.e2e.observe(time.monotonic() - call.arrival)
                     await answer.finish(responder)
@@ -116,9 +121,16 @@ class GenerationRoute(Generic[Described]):
             count_error(metrics, failed)
             await responder.fail(failed)
         finally:
-            metrics.requests.labels(self._path, str(status)).inc()
+            metrics.inflight.dec()
+            self._count(status)
             admitted.over(status)
             responder.over()
+
+    def _count(self, status: int) -> None:
+        counter = self._counters.get(status)
+        if counter is None:
+            counter = self._counters[status] = self._metrics.requests.labels(self._path, str(status))
+        counter.inc()
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Finishing:
         """Do all work but the last bytes, after which the server reports the client as gone."""

@@ -6,9 +6,8 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.protocol.errors import Unauthorized
@@ -16,6 +15,7 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.bodies.reader import READ_AT
 from kvferry.router.api.http_errors import error_response
 from kvferry.router.request_context import CALL, NO_RESUME, RequestContext, ResumeHeaders
+from kvferry.router.tenants.tenant import Tenant
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.runtime.log import REQUEST
 from kvferry.runtime.rejection_throttle import RejectionThrottle
@@ -54,10 +54,7 @@ class Ingress:
             await self._app(scope, receive, send)
             return
         path, scope = self._root.local(scope)
-        headers = Headers(scope=scope)
-        tenant = self._tenant_registry.keyring.presented(headers)
-        name = tenant.name if tenant else ""
-        call = scope[CALL] = new_call(headers, name, self._tenant_registry.realm(name), self._timeout_s)
+        tenant, call = self._introduced(scope)
 
         async def begun(message: Message) -> None:
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
@@ -76,6 +73,14 @@ class Ingress:
         exchange = self._exchanges.get(path) if scope["method"] == "POST" else None
         await (exchange or self._app)(scope, receive, stamped)
 
+    def _introduced(self, scope: Scope) -> tuple[Tenant | None, RequestContext]:
+        """Return a request's tenant, None if it needs one, and its context, which is then in its scope."""
+        headers = by_name(scope["headers"])
+        tenant = self._tenant_registry.keyring.presented(headers)
+        name = tenant.name if tenant else ""
+        call = scope[CALL] = new_call(headers, name, self._tenant_registry.realm(name), self._timeout_s)
+        return tenant, call
+
     async def _settle(self, scope: Scope, status: int, call: RequestContext) -> None:
         """Delay a rejection whose client has had too many."""
         if self._throttle is None:
@@ -89,7 +94,12 @@ class Ingress:
                 await asyncio.sleep(delay_s)
 
 
-def new_call(headers: Headers, tenant: str, realm: str, timeout_s: float) -> RequestContext:
+def by_name(headers: Sequence[tuple[bytes, bytes]]) -> Mapping[str, str]:
+    """Return headers by their names in lower case; of several with one name the first."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(headers)}
+
+
+def new_call(headers: Mapping[str, str], tenant: str, realm: str, timeout_s: float) -> RequestContext:
     """Return the context of a request that arrives now, with the client's id and trace if they are well formed."""
     given, arrival = headers.get("x-request-id", ""), time.monotonic()
     return RequestContext(
@@ -103,14 +113,14 @@ def new_call(headers: Headers, tenant: str, realm: str, timeout_s: float) -> Req
     )
 
 
-def _resume(headers: Headers) -> ResumeHeaders:
+def _resume(headers: Mapping[str, str]) -> ResumeHeaders:
     """Return the headers with which a client takes up a stream again."""
     key, after = headers.get("idempotency-key", ""), headers.get("last-event-id", "")
     wants = bool(key or after) or "text/event-stream" in headers.get("accept", "")
     return ResumeHeaders(key, after, wants) if wants else NO_RESUME
 
 
-def _traceparent(headers: Headers) -> str:
+def _traceparent(headers: Mapping[str, str]) -> str:
     """Return the client's traceparent if it is valid, else an empty string."""
     given = headers.get("traceparent", "")
     return given if given and _TRACEPARENT.fullmatch(given) else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,7 +30,7 @@ class Choice:
 
     Its transcript is created at the first output, so that the nodes do not wait for that work. uncounted: its prompt's
     account comes with the last token. journal: records its outputs; None: nothing does. singly: tokens up to this
-    number make a piece each."""
+    number make a piece each. paced, pace_s: tokens behind the first output, and the seconds that they took."""
 
     index: int
     prompt: int
@@ -42,6 +41,8 @@ class Choice:
     uncounted: bool = False
     journal: OutputJournal | None = None
     singly: int = 0
+    paced: int = 0
+    pace_s: float = 0.0
 
 
 ChoicePiece = tuple[Choice, Piece]
@@ -85,12 +86,13 @@ class SequenceStream:
 
     def __init__(self, choice: Choice, outputs: AsyncGenerator[Output], whole: Whole) -> None:
         self._choice, self._outputs, self._whole = choice, outputs, whole
+        self._metrics = whole.metrics
         self._last, self._finished = 0.0, False
         self._listener: Listener | None = None
         self._end: Piece | None = None
         """Last piece, if the text ended while the listener was active."""
-        self._split = deque[Output]()
-        """Single tokens of an output that are not pieces yet."""
+        self._split: list[Output] = []
+        """Single tokens of an output that are not pieces yet, the next one last."""
 
     def __aiter__(self) -> SequenceStream:
         return self
@@ -101,11 +103,11 @@ class SequenceStream:
             await self._whole.cancel(choice, enough=True)
             await self.aclose()
             raise StopAsyncIteration
-        output = self._split.popleft() if self._split else await anext(self._outputs, None)
+        output = self._split.pop() if self._split else await anext(self._outputs, None)
         if output is not None:
             if choice.singly and len(output.token_ids) > 1 and self._counts_singly:
-                self._split.extendleft(reversed([*single(output)]))
-                output = self._split.popleft()
+                self._split = [*single(output)][::-1]
+                output = self._split.pop()
             return choice, self._piece(output)
         if self._end is not None:
             return choice, self._end
@@ -135,7 +137,7 @@ class SequenceStream:
 
     def _piece(self, output: Output) -> Piece:
         choice = self._choice
-        now, metrics = time.monotonic(), self._whole.metrics
+        now, metrics = time.monotonic(), self._metrics
         transcript = choice.transcript
         if transcript is None:
             assert choice.dispatch
@@ -143,6 +145,8 @@ class SequenceStream:
             self._begun(now, choice.dispatch.route, output)
         elif (tokens := len(output.token_ids)) and not output.replayed:
             metrics.itl.observe((now - self._last) / tokens, tokens)
+            choice.paced += tokens
+            choice.pace_s += now - self._last
         self._last = now
         if choice.journal is not None:
             choice.journal.add(choice.index, output)

@@ -10,7 +10,7 @@ from pydantic import StrictBool
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.chat_prompt import ChatPrompt
 from kvferry.router.api.bodies.fields import Detokenized, Messages
-from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.bodies.reader import parsed
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.text.encoding import LONG_CHARS, Bound
@@ -38,7 +38,7 @@ class DetokenizeBody(RequestBody):
 
 async def tokenize(pools: ServedModels, data: bytes, tenant: str) -> dict[str, Any]:
     """Return the token ids of a prompt, or of messages in the chat template; raise InvalidRequest."""
-    body = parse(TokenizeBody, data)
+    body = await parsed(TokenizeBody, data)
     pool = pools.pool(body.model)
     if body.prompt is not None:
         field, text, marked = "prompt", body.prompt, body.add_special_tokens is not False
@@ -71,7 +71,7 @@ def describe(pools: ServedModels) -> dict[str, Any]:
 
 async def detokenize(pools: ServedModels, data: bytes) -> dict[str, Any]:
     """Return the text of token ids, special tokens included; raise InvalidRequest."""
-    body = parse(DetokenizeBody, data)
+    body = await parsed(DetokenizeBody, data)
     pool = pools.pool(body.model)
     pool.check_ids(body.tokens, "tokens")
     decode = partial(pool.text.tokenizer.decode, skip_special_tokens=False)

@@ -1,18 +1,16 @@
 """Write buffer of a stream: coalesces tokens that arrive together into one write.
 
-A socket write costs as much as all other work for a token in the router. Data added in one turn of the event loop is
-written in the next. A router that keeps up therefore writes each token separately; one that is behind finds several
-tokens of a stream at once."""
+A socket write costs as much as all other work for a token in the router. `add` writes in the next turn of the event
+loop what was added in this one. `add_last` writes at once what nothing else will follow in this turn: `DeltaQueue` has
+joined the tokens of a stream that is behind."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
 from contextvars import copy_context
-from types import coroutine
-from typing import Any
 
 from kvferry.router.api.responder import Responder
+from kvferry.runtime.first_step import begun
 
 MOST_BYTES = 64 * 1024
 """Bytes held back before the writer must wait for the client."""
@@ -38,6 +36,14 @@ class WriteBuffer:
                 self._loop.call_soon(self._write, context=self._context)
             self._parts.append(data)
             self._size += len(data)
+        return self._waiting is None and self._size < MOST_BYTES
+
+    def add_last(self, data: bytes) -> bool:
+        """Append data and write everything now; return what `add` does."""
+        if data:
+            self._parts.append(data)
+            self._size += len(data)
+            self._context.run(self._write)
         return self._waiting is None and self._size < MOST_BYTES
 
     async def flush(self) -> None:
@@ -66,15 +72,13 @@ class WriteBuffer:
     def _write(self) -> None:
         if self._parts and self._waiting is None:
             try:
-                step = self._responder.write(self._take()).__await__()
-                waits = step.send(None)
-            except StopIteration:
-                return
+                rest = begun(self._responder.write(self._take()))
+                if rest is None:
+                    return
+                self._waiting = self._loop.create_task(rest)
             except Exception as error:
                 self._waiting = self._loop.create_future()
                 self._waiting.set_exception(error)
-            else:
-                self._waiting = self._loop.create_task(_resumed(step, waits))
             self._waiting.add_done_callback(self._written)
 
     def _written(self, waiting: asyncio.Future[None]) -> None:
@@ -82,18 +86,3 @@ class WriteBuffer:
         if waiting is self._waiting and not waiting.cancelled() and waiting.exception() is None:
             self._waiting = None
             self._write()
-
-
-@coroutine
-def _resumed(step: Generator[Any, Any, None], waits: Any) -> Generator[Any, Any, None]:
-    """Run the rest of a step that has begun to wait."""
-    try:
-        while True:
-            try:
-                sent = yield waits
-            except BaseException as error:
-                waits = step.throw(error)
-            else:
-                waits = step.send(sent)
-    except StopIteration:
-        return

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from kvferry.protocol.labels import NODE_STATES
 from kvferry.router.dashboard.snapshot import EVENTS, RECENT, RUNNING
-from kvferry.router.dashboard.state import Counts, Event, Node, State, Suspect, Transfer
+from kvferry.router.dashboard.state import Attainment, Counts, Event, Node, State, Suspect, Transfer
 
 OF_NODES = ("joined", "lost", *NODE_STATES, "incompatible")
 """Kinds of events that every router process sees."""
@@ -38,6 +38,7 @@ def merged(own: State, others: Sequence[State], count: int) -> State:
             "recent": sorted(recent, key=lambda asked: asked.ago_s or 0.0)[:RECENT],
             "events": _events(own, others),
             "suspects": _suspects(states),
+            "targets": Attainment.of(row for state in states for row in state.targets),
         }
     )
 

@@ -10,8 +10,8 @@ from kvferry.placement.types import NodeKey, Pair
 from kvferry.protocol.labels import ROLES
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.version import VERSION
-from kvferry.router.dashboard.history import History, total
-from kvferry.router.dashboard.state import Asked, Blocks, Event, Node, State, Suspect, Transfer
+from kvferry.router.dashboard.history import History, sums, total
+from kvferry.router.dashboard.state import Asked, Attainment, Blocks, Event, Node, State, Suspect, Transfer
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.nodes.circuit_breakers import RemainingPauses
 from kvferry.router.nodes.node_entry import NodeEntry
@@ -71,7 +71,16 @@ class SnapshotBuilder:
             recent=[_asked(record, now, viewer) for record in _latest(request_log.recent, RECENT)],
             events=[_event(note, now, viewer) for note in _latest(request_log.notes, EVENTS)],
             suspects=list(_suspects(left)),
+            targets=Attainment.of(self._targets(viewer)),
         )
+
+    def _targets(self, viewer: str | None) -> Iterator[Attainment]:
+        """Yield the counters of targets that the viewer may see, one by one."""
+        for target, counter in (("ttft", self._metrics.ttft_targets), ("itl", self._metrics.itl_targets)):
+            for key, count in sums(counter, "tenant", "outcome").items():
+                tenant, outcome = key.split(" ")
+                if count and not _hidden(tenant, viewer):
+                    yield Attainment(tenant=tenant, target=target, **{outcome: count})
 
     def _nodes(self, entries: Iterable[NodeEntry], left: RemainingPauses) -> Iterator[Node]:
         states = self._states()

@@ -6,9 +6,11 @@ events are this router's own. Times are in seconds; `ago_s` counts back from the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel
+
+from kvferry.protocol.labels import TARGET_OUTCOMES
 
 
 class Blocks(BaseModel):
@@ -170,6 +172,33 @@ class Suspect(BaseModel):
     seconds: float
 
 
+class Attainment(BaseModel):
+    """Requests of a tenant by the outcome of a target, since the router started.
+
+    `target` is ttft or itl, `tenant` empty for requests without a tenant's key."""
+
+    tenant: str
+    target: str
+    met: int = 0
+    missed: int = 0
+    rejected: int = 0
+
+    @property
+    def share(self) -> float:
+        """Return the share of the requests that met the target."""
+        return self.met / max(1, self.met + self.missed + self.rejected)
+
+    @classmethod
+    def of(cls, rows: Iterable[Attainment]) -> list[Attainment]:
+        """Return one row for each tenant and target, with the sums of its rows."""
+        found: dict[tuple[str, str], Attainment] = {}
+        for row in rows:
+            known = found.setdefault((row.tenant, row.target), cls(tenant=row.tenant, target=row.target))
+            for outcome in TARGET_OUTCOMES:
+                setattr(known, outcome, getattr(known, outcome) + getattr(row, outcome))
+        return [found[key] for key in sorted(found)]
+
+
 class State(BaseModel):
     """State of the cluster, seen from one router.
 
@@ -179,6 +208,7 @@ class State(BaseModel):
     points      counts by period up to now; `total` counts since the router started
     running     the oldest of `running_total` requests
     recent      ended requests, latest first, like `events`
+    targets     of the tenants that have some; a tenant sees its own
     """
 
     router: str
@@ -198,3 +228,4 @@ class State(BaseModel):
     recent: list[Asked]
     events: list[Event]
     suspects: list[Suspect]
+    targets: list[Attainment] = []

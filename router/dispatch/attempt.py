@@ -77,7 +77,7 @@ class Attempt:
             breakers.use(prefill.key if prefill else None, decode.key if decode else None)
         if decode:
             decode.listeners[job.request_id] = self
-        self._task: asyncio.Task[None] | None = background_calls.send(self._begin())
+        self._task: asyncio.Task[None] | None = background_calls.send_now(self._begin())
 
     def close(self, *, cancel: bool) -> None:
         """Release everything; `cancel` also tells the nodes to drop the unfinished request."""

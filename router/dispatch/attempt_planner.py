@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from kvferry.placement.rejections import no_nodes_alike, too_late
+from kvferry.placement.rejections import TargetMissed, no_nodes_alike, too_late
 from kvferry.placement.types import Demand, NodeKey, Placement
-from kvferry.protocol.errors import GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
+from kvferry.protocol.errors import DeadlineExceeded, GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.dispatch import jobs
 from kvferry.router.dispatch.context import DispatchContext, Hashes, Held
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.dispatch.poison_requests import Suspect
+from kvferry.router.dispatch.request_targets import RequestTargets
 from kvferry.router.dispatch.retry_policy import RetryPolicy
 from kvferry.router.dispatch.timers import Backoff
 from kvferry.router.nodes.model_nodes import FingerprintGroup
@@ -30,11 +31,21 @@ class AttemptPlanner:
     """Chooses the nodes of each attempt of a request; the owner must call `end`.
 
     `delivered` is the growing list of output tokens sent to the client. `fingerprint` is that of the nodes that may
-    take the request; empty: any, until its first token. Media bind it from the start."""
+    take the request; empty: any, until its first token. Media bind it from the start. leave, wake: see
+    RequestTargets."""
 
-    def __init__(self, spec: RequestSpec, context: DispatchContext, delivered: list[int]) -> None:
+    def __init__(
+        self,
+        spec: RequestSpec,
+        context: DispatchContext,
+        delivered: list[int],
+        leave: Callable[[], None],
+        wake: Callable[[None], None],
+    ) -> None:
         self.patience = Backoff(context.patience_s)
         self._spec, self._context, self._delivered = spec, context, delivered
+        has_part = spec.call.is_patient or spec.call.has_targets
+        self._targets = RequestTargets(spec.call, context, delivered, leave, wake) if has_part else None
         self._retry_policy, self._suspect = RetryPolicy(), Suspect()
         bound = [each.fingerprint for each in (spec.delivered, spec.fork_of, spec.media) if each]
         self.fingerprint = next(filter(None, bound), "")
@@ -52,9 +63,9 @@ class AttemptPlanner:
     def _is_new(self) -> bool:
         return self._failure is None and not self._delivered
 
-    def hashes(self, node: NodeLease) -> Sequence[bytes]:
+    def hashes(self, node: NodeLease | None) -> Sequence[bytes]:
         """Return the hashes of the full blocks of all tokens on such a node, as computed by `reuse`."""
-        return self._hashes.get(node.fingerprint, ())
+        return self._hashes.get(node.fingerprint, ()) if node else ()
 
     async def reuse(self) -> Held:
         """Return the leading blocks of all tokens so far that nodes hold."""
@@ -65,16 +76,19 @@ class AttemptPlanner:
     def place(self, reuse: Held, left_s: float) -> Placement | None:
         """Place the next attempt; return None if nothing can take it now and it must wait.
 
-        A request that never ran is rejected at once if its first token would come too late, or if it is full and many
-        requests already wait; one that goes on behind delivered tokens is not. Raises NoNodes, Overloaded and
-        ContextLengthExceeded."""
+        A request that never ran is rejected at once if its first token would come too late, if no node can meet its
+        target, or if all are full and many requests already wait; one that goes on behind delivered tokens is not.
+        Raises NoNodes, Overloaded and ContextLengthExceeded."""
         demand, target_s = self._demand(), self._target_s()
         left_s = min(left_s, target_s)
         try:
             self._pay()
-            placement = self._context.place(demand, reuse, self._groups())
+            placement = self._placed(demand, reuse, target_s)
         except (NoNodes, Overloaded) as error:
-            if self._is_new and isinstance(error, Overloaded) and not self._context.held.takes(self):
+            if self._is_new and (
+                isinstance(error, TargetMissed)
+                or (isinstance(error, Overloaded) and not self._context.held.takes(self))
+            ):
                 raise
             if self.patience.over(left_s):
                 raise self._hopeless(error) from self._failure
@@ -82,10 +96,17 @@ class AttemptPlanner:
                 self._retry_policy.forgive()
             self._context.held.enter(self, demand.total_len)
             return None
+        if placement is None:
+            return None
         self._context.held.leave(self)
         if self._is_new and placement.first_token_s > left_s and (left_s > 0 or target_s < inf):
             raise too_late(placement.first_token_s - left_s)
         return placement
+
+    def _placed(self, demand: Demand, reuse: Held, target_s: float) -> Placement | None:
+        if self._targets is not None:
+            return self._targets.place(demand, reuse, self._groups(), target_s)
+        return self._context.place(demand, reuse, self._groups())
 
     def elsewhere(self, choices: Sequence[Collection[NodeKey]], reuse: Held) -> Placement | None:
         """Place a second attempt away from these nodes, the first choice that is possible; None if none has room."""
@@ -112,6 +133,8 @@ class AttemptPlanner:
 
     def goes_to(self, nodes: Collection[NodeKey]) -> None:
         """Record the nodes on which the request's attempts run now."""
+        if self._targets is not None:
+            self._targets.goes_to(nodes)
         if self._suspect.losses:
             self._context.deaths.move(self._suspect, nodes)
 
@@ -129,7 +152,9 @@ class AttemptPlanner:
         return self._retry_policy.next_step(failure, len(self._delivered), prefills)
 
     def got_on(self) -> None:
-        """Record progress: tokens arrived."""
+        """Record progress: tokens arrived; called for every output."""
+        if self._failure is None and not self.patience.waiting:
+            return
         self.patience.rest()
         if self._suspect.losses and self._suspect.cleared_by(len(self._delivered)):
             self._context.deaths.clear(self._suspect)
@@ -142,9 +167,18 @@ class AttemptPlanner:
         self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
         self._context.remember(self.hashes(node), [each for each in (node, other) if each])
 
+    def expired(self) -> KvferryError:
+        """Return the error of the request after its deadline."""
+        call = self._spec.call
+        if self._targets is not None and self._targets.waits:
+            return Overloaded("requests with targets kept this one from the nodes until its deadline", retry_after=1.0)
+        return DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s")
+
     def end(self) -> None:
         """Stop waiting and clear suspicions at the end of the dispatch."""
         self._context.held.leave(self)
+        if self._targets is not None:
+            self._targets.end()
         if self._suspect.losses:
             self._context.deaths.clear(self._suspect)
 
@@ -172,6 +206,7 @@ class AttemptPlanner:
             beside=fork.node if fork and not self._delivered else None,
             adapter=self._spec.adapter,
             modalities=self._spec.media.modalities if self._spec.media else frozenset(),
+            itl_s=self._spec.call.itl_s,
         )
 
     def _target_s(self) -> float:

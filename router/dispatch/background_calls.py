@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from kvferry.runtime.first_step import begun
+
 
 class BackgroundCalls:
     """Calls that no task awaits, such as cancels and tails of answers; references are kept so that they complete."""
@@ -19,6 +21,12 @@ class BackgroundCalls:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def send_now(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a call as `send` does, after its first step: what it sends leaves before other requests have a turn.
+
+        The call may use its task only after its first await."""
+        return self.send(begun(call) or _nothing())
 
     def bound(self, task: asyncio.Task[None], limit_s: float) -> None:
         """Cancel the task if it still runs after `limit_s` seconds."""
@@ -39,3 +47,7 @@ class BackgroundCalls:
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
+
+
+async def _nothing() -> None:
+    """Do nothing: the call ended in its first step."""

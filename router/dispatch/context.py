@@ -12,6 +12,7 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.canary_release import CanaryRelease
+from kvferry.router.dispatch.displacement import Displacement
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.dispatch.poison_requests import PoisonRequests
@@ -34,6 +35,7 @@ class DispatchContext(Protocol):
     retries       budget for retries of requests without a first token
     hedges        budget for hedged attempts
     request_log   recent requests and events for the dashboard
+    displacement  requests with targets, and those that give way to them
     canary        choice of the groups that a new request goes to; None: any
     """
 
@@ -46,6 +48,7 @@ class DispatchContext(Protocol):
     retries: RetryBudget
     hedges: RetryBudget
     request_log: RequestLog
+    displacement: Displacement
     canary: CanaryRelease | None
 
     async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Held:

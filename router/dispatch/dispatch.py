@@ -5,15 +5,15 @@ after them. Tokens of older attempts are ignored."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from math import inf
 
 from kvferry.placement.types import Placement
-from kvferry.protocol.errors import Cancelled, DeadlineExceeded, KvferryError
+from kvferry.protocol.errors import Cancelled, KvferryError
+from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.router.dispatch import jobs
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
@@ -48,9 +48,9 @@ class RequestDispatch:
         self._hedged, self._prediction = HedgedAttempts(), ReuseAccount(context)
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
-        self._planner = AttemptPlanner(spec, context, self._sequence.tokens)
+        self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._give_way, self._inbox.post)
         self._hedge_policy = HedgePolicy(self._hedged, self._planner, context)
-        self._migration: Migration | None = None
+        self._migration = Migration(self._hedged, self._planner, context, self._sink.hear)
         self._timers: Timers | None = None
         self._record: RequestRecord | None = None
         self._attempts, self._outcome, self._over = 0, "", False
@@ -106,7 +106,8 @@ class RequestDispatch:
             self._outcome = error.code
             raise
         finally:
-            self._end(cancel=not self._sequence.finished)
+            if not self._over:
+                self._end(cancel=not self._sequence.finished)
             self._timers = None
             self._sink.end()
 
@@ -118,8 +119,8 @@ class RequestDispatch:
         if self._over:
             raise Cancelled("the request was cancelled")
         if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains | Suspected):  # noqa: SIM101 - for every token
-            number, successors = event.attempt, self._migration
-            return event if number in self._hedged.runners or (successors and successors.concerns(number)) else None
+            number = event.attempt
+            return event if number in self._hedged.runners or self._migration.concerns(number) else None
         if isinstance(event, Exception):
             try:
                 raise event
@@ -132,7 +133,7 @@ class RequestDispatch:
         assert self._timers
         reuse = await self._planner.reuse()
         while (placement := self._planner.place(reuse, self._timers.left_s)) is None:
-            asyncio.get_running_loop().call_later(self._planner.patience.pause_s(), self._inbox.post, None)
+            self._timers.pause(self._planner.patience.pause_s(), self._inbox.post)
             await self._next()
         if self._over:
             raise Cancelled("the request was cancelled")
@@ -147,22 +148,18 @@ class RequestDispatch:
         cancelled without the other."""
 
         def is_due() -> bool:
-            moves = self._migration is not None and self._migration.goes_to is not None
             is_late = self._timers is not None and self._timers.late and not self._inbox
-            return not self._over and not moves and (is_late or not late)
+            return not self._over and self._migration.goes_to is None and (is_late or not late)
 
-        hedge = await self._hedge_policy.plan(is_due, late=late)
-        if hedge is not None:
-            self._context.request_log.retried(self._record, hedge.kind, hedge.nodes, hedge.reason)
+        if (hedge := await self._hedge_policy.plan(is_due, late=late)) is not None:
+            self._retried(hedge.kind, hedge.nodes, hedge.reason)
             self._begin(f"{self._wire_id}-h{self._attempts}", hedge.placement)
 
     def _begin(self, name: str, placement: Placement) -> None:
         assert self._timers and self._record  # noqa: PT018
-        job = self._job(name)
+        job = self._job(name, placement)
         self._prediction.began(job.attempt, placement)
-        computes = placement.prefill or placement.decode
-        assert computes
-        hashes = self._planner.hashes(computes)
+        hashes = self._planner.hashes(placement.prefill or placement.decode)
         self._hedged.enter(self._context.launch(job, placement, self._sink.hear, hashes=hashes))
         self._attempts += 1
         if not self.route or self._attempts == 1:
@@ -171,35 +168,40 @@ class RequestDispatch:
         self._planner.goes_to(self._hedged.nodes)
         log.debug("%s attempt %d: %s", name, job.attempt, placement)
 
-    def _job(self, name: str) -> Job:
+    def _job(self, name: str, placement: Placement) -> Job:
         """Build the job of the next attempt."""
         assert self._timers
-        delivered = tuple(self._sequence.tokens)
-        return jobs.job(self._spec, name, self._attempts, delivered, self._context.router_id, self._timers.left_s)
+        told = tuple(self._sequence.tokens), self._context.router_id, self._timers.left_s
+        return jobs.job(self._spec, name, self._attempts, *told, placement)
 
     async def _hand_over(self, number: int) -> None:
         """Start a migration: the node of attempt `number` drains."""
-        if self._migration is None:
-            self._migration = Migration(self._hedged, self._planner, self._context, self._sink.hear)
         leaves = self._hedged.leader.placement.decode if self._hedged.leader else None
         if await self._migration.begin(number, self._job):
             self._attempts += 1
-            ends = [node.node_id for node in (leaves, self._migration.goes_to) if node]
-            self._context.request_log.retried(self._record, "move", ends, "its node drains")
+            self._retried("move", (leaves, self._migration.goes_to), "its node drains")
 
     def _fail(self, failure: Failure) -> None:
         """Give up a failed attempt and apply the retry policy; a hedged attempt may still run."""
-        if self._migration and self._migration.settles(failure):
+        if self._migration.settles(failure):
             if self._record and self._hedged.leader:
                 self._record.sent(self._hedged.leader.placement, onward=True)
             return
         self._hedged.leave(failure.attempt)
         self._prediction.ended(failure.attempt, failure.error)
         step = self._planner.failed(failure, self._hedged.nodes)
-        self._context.metrics.retries.labels(step).inc()
-        culprits = [node.node_id for node in failure.culprits]
-        self._context.request_log.retried(self._record, step, culprits, f"{failure.error.code}: {failure.error}")
+        self._retried(step, failure.culprits, f"{failure.error.code}: {failure.error}")
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, step)
+
+    def _give_way(self) -> None:
+        """Leave the nodes to a request with targets; this one goes on later, behind its delivered tokens."""
+        self._migration.end()
+        self._retried("displaced", self._hedged.clear(), "a request with targets takes its place")
+        self._planner.goes_to(self._hedged.nodes)
+
+    def _retried(self, step: str, nodes: Iterable[NodeLease | None], told: str) -> None:
+        self._context.metrics.retries.labels(step).inc()
+        self._context.request_log.retried(self._record, step, [node.node_id for node in nodes if node], told)
 
     def _output(self, delta: TokenDelta) -> Output:
         assert self._timers
@@ -216,11 +218,11 @@ class RequestDispatch:
         attempt, place = self._hedged.leader, self._hedged.leader.placement
         computed_by = place.prefill or place.decode
         assert computed_by
-        ended_on_prefill = place.prefill is not None and delta.finish_reason is not None
-        self._planner.computed(computed_by, place.decode if place.prefill and not ended_on_prefill else None)
-        decode_id = place.decode.node_id if place.decode and not ended_on_prefill else None
+        decode = None if place.prefill and delta.finish_reason is not None else place.decode
+        self._planner.computed(computed_by, decode if place.prefill else None)
         reuse, late = self._prediction.first(delta, attempt, computed_by)
-        self.route = Route(place.prefill.node_id if place.prefill else None, decode_id, reuse, late)
+        prefill_id = place.prefill.node_id if place.prefill else None
+        self.route = Route(prefill_id, decode.node_id if decode else None, reuse, late)
         self._context.request_log.first(self._record, self.route)
 
     def _take_account(self, delta: TokenDelta) -> None:
@@ -232,8 +234,7 @@ class RequestDispatch:
 
     def _ring(self, alarm: Timer) -> None:
         if alarm is Timer.DEADLINE:
-            call = self._spec.call
-            self._inbox.post(DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s"))
+            self._inbox.post(self._planner.expired())
         elif alarm is Timer.STALL:
             self._hedged.stall()
         else:
@@ -243,8 +244,7 @@ class RequestDispatch:
         self._over = True
         if self._timers:
             self._timers.stop()
-        if self._migration:
-            self._migration.end()
+        self._migration.end()
         self._hedged.close(cancel=cancel)
         self._planner.end()
         self._context.request_log.end(self._record, (self._outcome or "cancelled") if cancel else "done")

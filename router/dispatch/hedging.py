@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.placement.types import NodeKey, Placement
+from kvferry.protocol.lease import NodeLease
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
@@ -62,6 +63,13 @@ class HedgedAttempts:
         """Cancel an attempt that failed or lost."""
         self.runners.pop(number).close(cancel=True)
 
+    def clear(self) -> list[NodeLease | None]:
+        """Cancel all attempts of a request that goes on; return their nodes."""
+        places = [runner.placement for runner in self.runners.values()]
+        for number in list(self.runners):
+            self.leave(number)
+        return [node for place in places for node in (place.prefill, place.decode)]
+
     def stall(self) -> None:
         """Fail all attempts for missing progress."""
         for runner in self.runners.values():
@@ -79,7 +87,7 @@ class Hedge:
 
     placement: Placement
     kind: str
-    nodes: list[str]
+    nodes: list[NodeLease]
     reason: str
 
 
@@ -113,10 +121,10 @@ class HedgePolicy:
             return None
         kind, reason = ("hedge", "its token is overdue") if late else ("suspicion", "its node may hang")
         self._suspected = None if late else first.job.attempt
-        self._context.metrics.retries.labels(kind).inc()
-        names = [node.node_id for node in nodes if late or node_key(node) in suspects]
-        log.info("%s: a second attempt beside the one on %s: %s", first.job.request_id, ", ".join(names), reason)
-        return Hedge(placement, kind, names, reason)
+        causes = [node for node in nodes if late or node_key(node) in suspects]
+        names = ", ".join(node.node_id for node in causes)
+        log.info("%s: a second attempt beside the one on %s: %s", first.job.request_id, names, reason)
+        return Hedge(placement, kind, causes, reason)
 
     def decide(self, number: int) -> None:
         """Drop all attempts but `number`, which delivered a token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvferry.placement.types import Placement
 from kvferry.protocol.hashing import NO_EXTRAS, chain, root_hash
 from kvferry.protocol.media import block_extras
 from kvferry.protocol.messages import Job, TokenDelta
@@ -13,9 +14,11 @@ from kvferry.router.nodes.model_nodes import FingerprintGroup
 
 
 def job(
-    spec: RequestSpec, request_id: str, attempt: int, delivered: tuple[int, ...], router_id: str, left_s: float
-) -> Job:
-    """Build the job of one attempt, which continues after the delivered output tokens."""
+    spec: RequestSpec, request_id: str, attempt: int, delivered: tuple[int, ...], router_id: str, left_s: float,
+    placement: Placement,
+) -> Job:  # fmt: skip
+    """Build the job of one attempt on chosen nodes, which continues after the delivered output tokens."""
+    computes = placement.prefill or placement.decode
     return Job(
         request_id=request_id,
         attempt=attempt,
@@ -29,6 +32,8 @@ def job(
         fork_of=spec.fork_of.request_id if spec.fork_of else "",
         adapter=spec.adapter,
         newcomer=spec.newcomer and not delivered,
+        predicted=(placement.cached_len, computes.epoch) if computes else (0, 0),
+        holder=placement.holder,
         media=spec.media.items if spec.media else (),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvferry.placement.types import NodeKey
+from kvferry.placement.types import NodeKey, Placement
 from kvferry.protocol.errors import Moved
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job
@@ -42,7 +42,7 @@ class Migration:
         """Return the node on which the successor is to continue, if the stream moves now."""
         return self._successor.placement.decode if self._successor else None
 
-    async def begin(self, number: int, make_job: Callable[[str], Job]) -> bool:
+    async def begin(self, number: int, make_job: Callable[[str, Placement], Job]) -> bool:
         """Start a successor for attempt `number`, whose node drains; return whether one was started.
 
         Without a successor, or after one failed, it tries again for as long as the attempt runs on the draining node.
@@ -63,8 +63,7 @@ class Migration:
             self._unfit.clear()
             self._again(number)
             return False
-        self._context.metrics.retries.labels("move").inc()
-        successor = self._context.launch(make_job(attempt.job.request_id), placement, self._post, attempt)
+        successor = self._context.launch(make_job(attempt.job.request_id, placement), placement, self._post, attempt)
         assert isinstance(successor, MigrationAttempt)
         self._successor = successor
         return True

@@ -17,6 +17,7 @@ from kvferry.placement.place import place_among
 from kvferry.placement.rejections import no_nodes
 from kvferry.placement.types import Demand, NodeKey, NodeView, Placement
 from kvferry.protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
+from kvferry.protocol.labels import PLACEMENT_KINDS
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.protocol.prefix_reuse import Reuse
@@ -24,6 +25,7 @@ from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.context import Hashes, Held
 from kvferry.router.dispatch.dispatch import RequestDispatch
+from kvferry.router.dispatch.displacement import Displacement
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.inflight_prefixes import InflightPrefixes
 from kvferry.router.dispatch.interface import ClusterInfo, RequestSpec
@@ -50,6 +52,7 @@ class ModelCluster:
         self.nodes, self.model = shared.nodes, model
         self.metrics = shared.metrics
         self._reuse = shared.metrics.reuse.of(model.name.first)
+        self._placements = {kind: self.metrics.placements.labels(kind) for kind in PLACEMENT_KINDS}
         self.background_calls = shared.background_calls
         self.patience_s = shared.patience_s
         self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
@@ -60,6 +63,7 @@ class ModelCluster:
         self.adapters = ModelAdapters(model, shared.nodes, shared.client)
         self.media = ModelMedia(model, shared.nodes, shared.client)
         self.leases = model.leases
+        self.displacement = Displacement(model.room)
         self._info: ClusterInfo | None = None
         self.trouble = Readiness(shared.nodes)
         self._capacity, self._capacity_until = Capacity(), 0.0
@@ -137,11 +141,9 @@ class ModelCluster:
         if not groups:
             raise no_nodes(self.model.name.first)
         sides = [self._side(demand, group, held.get(group.fingerprint, {})) for group in groups]
-        shut = self._shut()
-        if suspects := {entry.key for entry in self.model.members if entry.suspected}:
-            shut = OpenBreakers(shut.nodes | suspects, shut.pairs)
-        if any(shut):
-            nodes = demand.excluded | shut.nodes - {demand.pinned}
+        shut, suspects = self._shut(), {entry.key for entry in self.model.members if entry.suspected}
+        if suspects or any(shut):
+            nodes = demand.excluded | (shut.nodes | suspects) - {demand.pinned}
             broken = demand.broken | shut.pairs
             wary = [(replace(each, excluded=nodes, broken=broken), views) for each, views in sides]
             if demand.source:
@@ -167,11 +169,9 @@ class ModelCluster:
         hashes: Sequence[bytes] = (),
     ) -> Attempt:  # fmt: skip
         """Reserve the placement and start the attempt."""
-        if node := placement.prefill or placement.decode:
-            job = replace(job, predicted=(placement.cached_len, node.epoch), holder=placement.holder)
         if forerunner is not None:
             return MigrationAttempt(forerunner, job, placement, post, **self._parts(placement, ()))
-        self.metrics.placements.labels("remote" if placement.prefill else "local").inc()
+        self._placements["remote" if placement.prefill else "local"].inc()
         if self._buddies and isinstance(job.work, Generate) and placement.decode:
             job = replace(job, buddy=self._buddy(placement.prefill, placement.decode))
         return Attempt(job, placement, post, **self._parts(placement, hashes))
@@ -189,7 +189,8 @@ class ModelCluster:
         """
         self._reuse.count(predicted, reuse.cached_len, missed)
         self.worth.saw(reuse.cached_len, reuse.prompt_len)
-        self.metrics.placement_regret.inc(max(0.0, waited_s - last.first_token_s))
+        if waited_s > last.first_token_s:
+            self.metrics.placement_regret.inc(waited_s - last.first_token_s)
         log.debug(
             "first token after %.4f s (expected %.4f), reused %d tokens (expected %d)",
             waited_s, last.first_token_s, reuse.cached_len, predicted,

@@ -85,6 +85,8 @@ class Prediction:
         For tokens predicted on the delivering node, the reason is the node's own. For the others, it is the error of
         the last attempt that was predicted to reuse them."""
         missed: Counter[str] = Counter()
+        if not self.tokens:
+            return missed
         there, _ = self._attempts.get(number, (self.tokens, ""))
         at, until = reuse.cached_len, min(self.tokens, there)
         for reason, tokens in (*reuse.missed, ("unknown", until)):

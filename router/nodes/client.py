@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -126,14 +127,14 @@ class NodeClient:
         self, node: NodeLease, what: str, body: bytes, silence_s: float | None, opened: Told, deliver: Told
     ) -> None:
         """Call a node; `what` is the method and path."""
-        method, path = what.split()
+        method, _, path = what.partition(" ")
         try:
-            url = urlsplit(node.http_url)
-            address, encrypted = (url.hostname or "", url.port or 80), self._tls.options(url)
-            head = f"{method} {url.path}{path} HTTP/1.1\r\nhost: {url.netloc}\r\ncontent-length: {len(body)}\r\n"
+            address, prefix, host = _parts(node.http_url)
+            head = f"{method} {prefix}{path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n"
             connection = self._rested(address)
             if connection is None:
-                loop = asyncio.get_running_loop()
+                loop, encrypted = asyncio.get_running_loop(), self._tls.options(urlsplit(node.http_url))
+                await asyncio.sleep(0)  # the first step may run without a task
                 async with asyncio.timeout(self._connect_s):
                     _, connection = await loop.create_connection(self._connection, *address, **encrypted)
         except (OSError, ValueError) as error:
@@ -173,6 +174,13 @@ class NodeClient:
         connection.rest(left)
         if len(idle) > MAX_IDLE:
             idle[0].close()
+
+
+@lru_cache(maxsize=4096)
+def _parts(http_url: str) -> tuple[Address, str, str]:
+    """Return a node's address, and the path and the host of its URL. Raises ValueError."""
+    url = urlsplit(http_url)
+    return (url.hostname or "", url.port or 80), url.path, url.netloc
 
 
 def _lost(node: NodeLease, error: Exception, kind: type[NodeLost] = NodeLost) -> NodeLost:

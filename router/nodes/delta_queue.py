@@ -20,12 +20,16 @@ SLICE_SHARE = 0.25
 MOST_SLICE_S = 0.005
 """Longest slice, in seconds."""
 
+FEW = 8
+"""Most deltas of a frame that a router which keeps up passes on at once."""
+
 
 class DeltaQueue:
     """Deltas of one router's token streams, from their frames to the listeners, on the event loop.
 
-    A request's first delta, and everything else that its dispatch waits for, is passed on within the call. Later deltas
-    wait for the next slice. Those of one request that wait together become one delta: text and events are made once.
+    A request's first delta, and everything else that its dispatch waits for, is passed on within the call, and so is a
+    small frame while the router keeps up. Other deltas wait for the next slice. Those of one request that wait together
+    become one delta: text and events are made once.
     The order within a request is kept."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -37,6 +41,7 @@ class DeltaQueue:
     def deal(self, entry: NodeEntry, frame: StepFrame) -> None:
         """Take a frame of the node's stream."""
         held = self._held
+        at_once = not held and len(frame.deltas) <= FEW and self._clock() - self._ended >= SLICE_S
         for delta in frame.deltas:
             name = delta.request_id
             waiting = held.get(name)
@@ -45,12 +50,14 @@ class DeltaQueue:
                 continue
             if waiting is not None:  # another node's
                 self._pass(name)
-            if delta.index == 0 or delta.reuse is not None:
+            if at_once or delta.index == 0 or delta.reuse is not None:
                 _deliver(entry, delta)
             else:
                 held[name] = (entry, [delta])
         for failure in frame.failed:
             self._pass(failure.request_id)
+        if at_once and frame.deltas:
+            self._ended = self._clock()
         if held and self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._slice)
         entry.deal(frame)

@@ -28,9 +28,10 @@ class Reservations:
 
     def add(self, tokens: int, blocks: int, requests: int) -> None:
         """Add to the sums; negative amounts release."""
-        self._now = (self._now[0] + tokens, self._now[1] + blocks, self._now[2] + requests)
         now, peak = self._now, self._peak
-        self._peak = (max(now[0], peak[0]), max(now[1], peak[1]), max(now[2], peak[2]))
+        tokens, blocks, requests = self._now = (now[0] + tokens, now[1] + blocks, now[2] + requests)
+        if tokens > peak[0] or blocks > peak[1] or requests > peak[2]:
+            self._peak = (max(tokens, peak[0]), max(blocks, peak[1]), max(requests, peak[2]))
 
     def roll(self) -> None:
         """Move the peak window on after a read of the lease."""

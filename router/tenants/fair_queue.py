@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator
 
 from kvferry.router.tenants.tenant import Tenant
-from kvferry.router.tenants.tenant_queue import OUTPUT_WEIGHT, Slot, TenantQueue, Window
+from kvferry.router.tenants.tenant_queue import OUTPUT_WEIGHT, Part, Slot, TenantQueue, Window
 
 LEARN = 0.2
 """Weight of the newest request in the estimate for the next."""
@@ -42,18 +42,22 @@ class FairQueue:
         self._now = self._latest = 0.0
         self._entered = self._running = 0
         self._sequences = self._prompt = self._under_way = 0.0
+        self._patient: Part = (0.0, 0.0)
 
-    def enter(self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0) -> Slot:
+    def enter(
+        self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0, *, patient: bool = False
+    ) -> Slot:
         """Add a request with its sequences, prompt tokens, and at most `most_output` output tokens per sequence.
 
-        Lower priorities go first within a tenant."""
+        Lower priorities go first within a tenant. patient: see Slot."""
         lane = self._lanes.get(tenant.name)
         if lane is None:
             lane = self._lanes[tenant.name] = TenantQueue(tenant)
         lane.tenant = tenant
         self._entered += 1
         expected = max(SMALLEST_PROMPT, round(prompt * lane.fresh))
-        turn = Slot(lane, (priority, self._entered), sequences, expected, sequences * min(most_output, lane.output))
+        output = sequences * min(most_output, lane.output)
+        turn = Slot(lane, (priority, self._entered), sequences, expected, output, patient=patient)
         if len(lane.waiting) > 2 * lane.queued + FEW_LEFT:
             lane.waiting = sorted(other for other in lane.waiting if not other.over)
         heapq.heappush(lane.waiting, turn)
@@ -93,8 +97,7 @@ class FairQueue:
                 lane.output += LEARN * (output / turn.sequences - lane.output)
             else:
                 self._uncount_prompt(turn)
-            lane.sequences -= turn.counted[0]
-            self._sequences -= turn.counted[0]
+            self._hold(turn, -turn.counted[0], 0.0)
             more = (prompt + OUTPUT_WEIGHT * output - turn.work) / lane.tenant.share
             lane.finish += more
             lane.given = max(0.0, lane.given + more)
@@ -131,14 +134,18 @@ class FairQueue:
     def _fits(self, turn: Slot, window: Window) -> bool:
         """Return whether the window has space for the slot beside its tenant's work in flight.
 
-        The first slot of a tenant with nothing in flight nearly always fits. So does a prompt of a tenant with little
-        work in flight, which nodes compute before the long prompts of others."""
+        What patient requests use counts only for others of their kind, as they give way on the nodes. The first slot of
+        a tenant with nothing in flight nearly always fits. So does a prompt of a tenant with little work in flight,
+        which nodes compute before the long prompts of others."""
         lane = turn.lane
         sequences, prompt = _counted(turn, window)
-        had = 0.0 if window.shared and self._little(turn) else lane.prompt
-        others = self._sequences - lane.sequences
-        return _roomy(window.sequences, lane.sequences, others, sequences, window.shared) and _roomy(
-            window.prompt, had, self._prompt - lane.prompt, prompt, window.shared
+        own, total = (lane.sequences, lane.prompt), (self._sequences, self._prompt)
+        if not turn.patient:
+            own = own[0] - lane.patient[0], own[1] - lane.patient[1]
+            total = total[0] - self._patient[0], total[1] - self._patient[1]
+        had = 0.0 if window.shared and self._little(turn) else own[1]
+        return _roomy(window.sequences, own[0], total[0] - own[0], sequences, window.shared) and _roomy(
+            window.prompt, had, total[1] - own[1], prompt, window.shared
         )
 
     def _little(self, turn: Slot) -> bool:
@@ -157,10 +164,7 @@ class FairQueue:
         self._latest = max(self._latest, lane.finish)
         self._running += 1
         self._give(turn)
-        lane.sequences += turn.counted[0]
-        lane.prompt += turn.counted[1]
-        self._sequences += turn.counted[0]
-        self._prompt += turn.counted[1]
+        self._hold(turn, *turn.counted)
 
     def _newcomer(self, turn: Slot) -> bool:
         """Return whether the nodes should serve the slot's tenant first.
@@ -189,8 +193,18 @@ class FairQueue:
         self.queued -= 1
 
     def _uncount_prompt(self, turn: Slot) -> None:
-        turn.lane.prompt -= turn.counted[1]
-        self._prompt -= turn.counted[1]
+        self._hold(turn, 0.0, -turn.counted[1])
+
+    def _hold(self, turn: Slot, sequences: float, prompt: float) -> None:
+        """Change the part of the window that a slot uses."""
+        lane = turn.lane
+        lane.sequences += sequences
+        lane.prompt += prompt
+        self._sequences += sequences
+        self._prompt += prompt
+        if turn.patient:
+            lane.patient = lane.patient[0] + sequences, lane.patient[1] + prompt
+            self._patient = self._patient[0] + sequences, self._patient[1] + prompt
 
 
 def _counted(turn: Slot, window: Window) -> tuple[float, float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-
-from starlette.datastructures import Headers
 
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keys import Keys, key_hash, read_keys
@@ -27,7 +26,7 @@ class Keyring:
         self.tenants: dict[str, Tenant] = {}
         self._take(self._file.value if self._file else {})
 
-    def presented(self, headers: Headers) -> Tenant | None:
+    def presented(self, headers: Mapping[str, str]) -> Tenant | None:
         """Return the tenant of a request; None if a valid key is required and missing.
 
         The key is in `Authorization: Bearer KEY`, or in `x-api-key`, which clients of the Messages API send. Header
@@ -38,7 +37,7 @@ class Keyring:
         key = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
         return self.tenant(key.encode("latin-1")) if key else None
 
-    def viewer(self, headers: Headers) -> str | None:
+    def viewer(self, headers: Mapping[str, str]) -> str | None:
         """Return the tenant that a request may see, or an empty string; None for one that may see all of them.
 
         Without keys, and with the key of the settings, a request sees all tenants."""

@@ -115,7 +115,9 @@ class SchedulerSlots:
         Raises Overloaded as soon as the slot cannot come before the call's deadline or its tenant's target, or if too
         many of the tenant's requests wait."""
         self._flow.came(size.sequences, self._clock())
-        turn = self._queue.enter(tenant, size.sequences, size.prompt, size.most_output, call.priority)
+        turn = self._queue.enter(
+            tenant, size.sequences, size.prompt, size.most_output, call.priority, patient=call.is_patient
+        )
         self._deal()
         if not turn.begun:
             await self._wait(turn, call)

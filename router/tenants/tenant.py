@@ -19,6 +19,7 @@ class Tenant:
     priority             class; higher numbers wait as long as a tenant of a lower number waits
     share                weight in the fair queue among tenants of its class
     ttft_ms              target of the time to first token in milliseconds, for requests whose client waits; 0: none
+    itl_ms               target of the mean time between a stream's tokens in milliseconds, for the same requests
     """
 
     name: str
@@ -28,6 +29,7 @@ class Tenant:
     priority: int = 0
     share: float = 1.0
     ttft_ms: int = 0
+    itl_ms: int = 0
 
 
 NOBODY = Tenant("")

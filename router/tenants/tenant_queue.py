@@ -25,6 +25,10 @@ class Window(NamedTuple):
     shared: bool = False
 
 
+Part = tuple[float, float]
+"""Part of the window: sequences and prompt tokens."""
+
+
 @dataclass(slots=True, eq=False)
 class TenantQueue:
     """Queue of one tenant.
@@ -33,6 +37,7 @@ class TenantQueue:
     waiting            waiting slots by priority and arrival, some of them abandoned
     queued, work       number and work of the waiting slots
     sequences, prompt  its part of the window
+    patient            those of its patient requests, which are among these
     under_way          its work in flight
     given              recent work given, divided by its share
     fresh              expected fraction of a prompt that is not cached
@@ -46,6 +51,7 @@ class TenantQueue:
     work: float = 0.0
     sequences: float = 0.0
     prompt: float = 0.0
+    patient: Part = (0.0, 0.0)
     under_way: float = 0.0
     given: float = 0.0
     fresh: float = 1.0
@@ -65,6 +71,7 @@ class Slot:
     sequences, prompt, output  sequences, and expected prompt tokens to compute and output tokens
     work                       the same in tokens of work
     newcomer                   the nodes should serve it first, as its tenant had received little work when it began
+    patient                    it gives way on the nodes, so that its part of the window is open to all that do not
     """
 
     lane: TenantQueue
@@ -76,12 +83,12 @@ class Slot:
     computed: bool = False
     over: bool = False
     newcomer: bool = False
-    counted: tuple[float, float] = (0.0, 0.0)
+    patient: bool = False
+    counted: Part = (0.0, 0.0)
+    work: float = field(init=False)
 
-    @property
-    def work(self) -> float:
-        """Return the expected work in tokens."""
-        return self.prompt + OUTPUT_WEIGHT * self.output
+    def __post_init__(self) -> None:
+        self.work = self.prompt + OUTPUT_WEIGHT * self.output
 
     @property
     def at_once(self) -> int:

@@ -54,7 +54,8 @@ class ByteDetokenizer:
     def __init__(self, tokenizer: TextTokenizer, hidden: frozenset[int], shown: Mapping[int, str] = _NOTHING) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._hidden, self._shown = hidden, shown
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None
+        """Made for the first text beyond ASCII."""
         self._waits = False
         """True while the decoder holds an incomplete character."""
 
@@ -65,6 +66,8 @@ class ByteDetokenizer:
         data = self._token_bytes(token_id)
         if not self._waits and data.isascii():
             return data.decode("ascii")
+        if self._decoder is None:
+            self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = self._decoder.decode(data)
         self._waits = bool(self._decoder.getstate()[0])
         return text
@@ -72,7 +75,7 @@ class ByteDetokenizer:
     def finish(self) -> str:
         """Return the rest: a replacement character for an incomplete character."""
         self._waits = False
-        return self._decoder.decode(b"", True)
+        return self._decoder.decode(b"", True) if self._decoder is not None else ""
 
 
 class _ContextDetokenizer(ABC):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
-from benchmarks.servers import StartError, cpu_seconds, environment, free_port, memory_gb, running
+from benchmarks.servers import StartError, cpu_seconds, environment, free_port, memory_gb, running, stopped
 from benchmarks.subjects import Launch
 
 ANSWERS = """
@@ -53,3 +55,18 @@ def test_a_server_does_not_inherit_how_our_threads_wait(monkeypatch):
     monkeypatch.setenv("KEPT", "1")
     found = environment(Launch(("true",), "/health", {"OMP_NUM_THREADS": "3"}))
     assert (found.get("OMP_WAIT_POLICY"), found["OMP_NUM_THREADS"], found["KEPT"]) == (None, "3", "1")
+
+
+def test_a_stopped_server_runs_again_afterwards_and_one_that_ended_is_no_error(tmp_path: Path) -> None:
+    port = free_port()
+    launch = Launch((sys.executable, "-c", ANSWERS, str(port)), "/health")
+    with running(launch, port, tmp_path / "log") as server:
+        family = server.processes()
+        with stopped(family):
+            until = time.monotonic() + 10
+            while not all(process.status() == psutil.STATUS_STOPPED for process in family):
+                assert time.monotonic() < until, "the server was not stopped"
+                time.sleep(0.01)
+            family[1].kill()
+        assert server.process.status() != psutil.STATUS_STOPPED
+        assert httpx.get(server.target.url, trust_env=False).status_code == 200

@@ -72,6 +72,16 @@ def test_frames_arrive_whole_however_the_stream_is_cut(frames: list[StepFrame], 
     assert got == frames
 
 
+def test_a_reader_is_empty_between_messages_alone() -> None:
+    reader, data = FrameReader(), pack(StepFrame())
+    assert reader.is_empty
+    for _ in range(2):
+        assert list(reader.feed(data[:3])) == []
+        assert not reader.is_empty
+        assert list(reader.feed(data[3:])) == [StepFrame()]
+        assert reader.is_empty
+
+
 def test_nested_tuples_come_back_as_tuples_and_stay_hashable() -> None:
     job = Job("r", 1, (1, 2), 2, Generate(SamplingParams(logit_bias=((3, 0.5),))), "router")
     back = unpack(pack(GenerateRequest(job)))

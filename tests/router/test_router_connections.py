@@ -166,7 +166,10 @@ async def test_three_hundred_handshakes_that_are_never_made_are_ended(certificat
 async def test_the_request_of_a_client_that_stops_reading_is_dropped_by_the_nodes() -> None:
     """Its answer is long enough to fill what the kernel and the transport hold of it."""
     settings = {"reader_timeout": 0.5}
-    async with Bench([prefill(), decode(step_s=0.0)]) as bench, router(bench, StopSignal(), **settings) as (client, _):
+    async with (
+        Bench([prefill(), decode(step_s=0.001)]) as bench,
+        router(bench, StopSignal(), **settings) as (client, _),
+    ):
         port = client.base_url.port
         assert port
         stopped = []

@@ -222,3 +222,31 @@ def test_a_plan_of_what_cannot_be_simulated_ends_at_once(rate: str, told: str) -
     result = CliRunner().invoke(kvferry, words)
     assert isinstance(result.exception, ConfigError)
     assert told in result.exception.message
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "goal"),
+    [(Shape(2, 2), 0.25, Goal()), (Shape(4, 1), 0.28, Goal(itl_s=0.025))],
+    ids=["prefill is short", "decode is short"],
+)
+def test_targets_keep_the_goodput_under_overload(shape: Shape, scale: float, goal: Goal) -> None:
+    """At 1.3 times the capacity, with nothing to prefer; without targets nearly all requests are late."""
+
+    def at(load: float, *, targets: bool = True) -> Figures:
+        trace, *_ = case("low-sharing", Asked(int(700 * load), load * scale, 1))
+        return simulated("kvferry", shape, trace, goal, targets=targets)
+
+    usual, crowded, plain = at(1.0), at(1.3), at(1.3, targets=False)
+    assert crowded.goodput >= 0.9 * usual.goodput
+    assert min(usual.kept, crowded.kept) >= 0.98
+    assert crowded.failed > usual.failed
+    assert (plain.failed, plain.kept) == (0, plain.share)
+    assert plain.goodput < 0.7 * crowded.goodput
+
+
+def test_the_command_compares_loads_with_targets() -> None:
+    words = ["simulate", "--workload", "low-sharing", "--policy", "kvferry", "--requests", "60", "--targets"]
+    result = CliRunner().invoke(kvferry, [*words, "--load", "1", "--load", "1.3"], catch_exceptions=False)
+    assert "| low-sharing at 1 | kvferry |" in result.output
+    assert "| low-sharing at 1.3 | kvferry |" in result.output
+    assert "| kept |" in result.output

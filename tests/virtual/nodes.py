@@ -58,8 +58,17 @@ METRICS = {role: CountedTogether(role) for role in ("prefill", "decode")}
 class PumpedEngine(EngineLoop):
     """The engine's thread as events of its process: a turn, then what it took. slow_s: of the next turn alone."""
 
-    def __init__(self, engine: Engine, process: Process, on_events: Any, delay_s: Callable[[], float], step_s: float):
+    def __init__(
+        self,
+        engine: Engine,
+        process: Process,
+        on_events: Any,
+        delay_s: Callable[[], float],
+        step_s: float,
+        stream_s: float,
+    ):
         super().__init__(engine, on_events)
+        self._stream_s = stream_s
         self.slow_s = 0.0
         self._process, self._delay_s, self._step_s, self._armed = process, delay_s, step_s, False
 
@@ -80,7 +89,8 @@ class PumpedEngine(EngineLoop):
         ran = self._turn(calls)
         self._armed, slow_s, self.slow_s = False, self.slow_s, 0.0
         if self._inbox or (ran and self._engine.has_work()):
-            self._arm(slow_s + self._step_s + self._delay_s())
+            beside = max(0, self.load.running_requests - 1)
+            self._arm(slow_s + self._step_s + self._stream_s * beside + self._delay_s())
 
 
 class VirtualNode:
@@ -118,7 +128,7 @@ class VirtualNode:
             window=SendWindow(shape.window * BLOCK_BYTES), clock=loop.time,
         )  # fmt: skip
         self.loop_engine = PumpedEngine(
-            self.engine, process, lambda events: news.take(events), delay_s, shape.step_s[self.role]
+            self.engine, process, lambda events: news.take(events), delay_s, shape.step_s[self.role], shape.stream_s
         )
         clock, routes, self.rates = LoopClock(), Routes(), RateMeter(Rates(5000.0, shape.step_s["decode"], 1e8))
         self.streams = RouterStreams(self.epoch, Pulse, lambda router: self.service.router_lost(router), clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from math import inf
 
 from tests.virtual.arithmetic import VOCAB
 
@@ -19,7 +20,8 @@ MOVING = 0.2
 
 @dataclass(frozen=True)
 class Shape:
-    """How large nodes are, and how fast; verify: share of blocks whose checksum is taken; shared by all nodes."""
+    """How large nodes are, and how fast; verify: share of blocks whose checksum is taken; shared by all nodes.
+    stream_s: what each stream beside another adds to a step."""
 
     blocks: dict[str, int]
     budget: int
@@ -27,11 +29,13 @@ class Shape:
     window: int
     verify: float
     step_s: dict[str, float]
+    stream_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Asked:
-    """By one client. leaves_s: after which it goes away; none: it stays."""
+    """By one client. leaves_s: after which it goes away; none: it stays. first_s, itl_s: targets of its first token,
+    and of the mean time between tokens. patient: it gives way to others' targets."""
 
     at_s: float
     router: int
@@ -39,6 +43,9 @@ class Asked:
     tokens: int
     deadline_s: float
     leaves_s: float | None
+    first_s: float = inf
+    itl_s: float = inf
+    patient: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.cluster import RouterCluster
-from kvferry.router.dispatch.interface import RequestSpec
+from kvferry.router.dispatch.interface import Output, RequestSpec
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.node_table import NodeTable
 from kvferry.router.request_context import RequestContext
@@ -58,6 +58,7 @@ class Client:
     def __init__(self, router: VirtualRouter, asked: Asked, name: str) -> None:
         self.router, self.asked, self.name = router, asked, name
         self.outcome, self.tokens, self.took_s = "", [], 0.0
+        self.began = self.first_at = self.last_at = router.world.loop.time()
         self._frozen_s = router.process.frozen_s
 
     @property
@@ -68,7 +69,10 @@ class Client:
     async def run(self) -> None:
         world, asked = self.router.world, self.asked
         began = world.loop.time()
-        call = RequestContext(self.name, began, began + asked.deadline_s)
+        call = RequestContext(
+            self.name, began, began + asked.deadline_s, first_by=began + asked.first_s, itl_s=asked.itl_s,
+            is_patient=asked.patient,
+        )  # fmt: skip
         work = Generate(SamplingParams(max_tokens=asked.tokens, temperature=0.0))
         try:
             dispatch = self.router.pool.start(RequestSpec(call, self.name, asked.prompt, work))
@@ -77,9 +81,9 @@ class Client:
                     asked.leaves_s, lambda: self.router.process.task(self._leave(dispatch))
                 )
             finished = None
-            dispatch.listen(lambda output: self.tokens.extend(output.token_ids))
+            dispatch.listen(self._take)
             async for output in dispatch:
-                self.tokens += output.token_ids
+                self._take(output)
                 finished = output.finish_reason
             self.outcome = "done" if finished else "unfinished"
             if asked.leaves_s is not None:
@@ -88,6 +92,18 @@ class Client:
             self.outcome = error.code
         self.took_s = world.loop.time() - began
         self._check()
+
+    @property
+    def met(self) -> bool:
+        """Whether it got all its tokens, within its targets."""
+        gaps, asked = len(self.tokens) - 1, self.asked
+        in_time = self.first_at - self.began <= asked.first_s and self.last_at - self.first_at <= asked.itl_s * gaps
+        return self.outcome == "done" and in_time
+
+    def _take(self, output: Output) -> None:
+        self.last_at = self.router.world.loop.time()
+        self.first_at = self.first_at if self.tokens else self.last_at
+        self.tokens.extend(output.token_ids)
 
     async def _leave(self, dispatch: Any) -> None:
         await dispatch.cancel()

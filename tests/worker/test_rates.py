@@ -10,6 +10,7 @@ import pytest
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Stepped
 from kvferry.engine.step_slices import Slice
+from kvferry.placement.types import STREAM_SHARE
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.lease import Rates
 from kvferry.worker.rates import RateMeter, warm_up
@@ -37,7 +38,36 @@ def test_mixed_small_and_empty_observations_teach_nothing() -> None:
     meter.stepped(step(0.1, 3, 0))
     meter.stepped(step(0.0, 0, 1))
     meter.shipped(0, 1.0)
-    assert meter.rates == Rates(100.0, 1.0, 1.0)
+    assert meter.rates == Rates(100.0, 1.0, 1.0, alone_s=1.0, stream_s=STREAM_SHARE)
+
+
+def test_a_node_learns_what_each_stream_adds_whatever_runs_now() -> None:
+    meter = RateMeter(Rates(100.0, 0.010, 1.0))
+    for turn in range(2000):
+        streams = (1, 2, 16, 33)[turn % 4]
+        meter.stepped(step(0.012 + 0.0005 * (streams - 1), 0, streams))
+    learned = meter.rates
+    assert learned.alone_s == pytest.approx(0.012, rel=0.01)
+    assert learned.stream_s == pytest.approx(0.0005, rel=0.02)
+    for _ in range(200):
+        meter.stepped(step(0.013, 0, 1))
+    assert meter.rates.stream_s == learned.stream_s, "it stays known while no streams run beside each other"
+
+
+def test_accepted_drafts_are_tokens_of_the_same_streams() -> None:
+    meter = RateMeter(Rates(100.0, 0.010, 1.0))
+    for _ in range(1000):
+        meter.stepped(Stepped(0.010 * 3, 0, 9, 0, 0, drafted=8, accepted=6))
+    assert meter.rates.stream_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_prompts_beside_streams_count_among_what_streams_wait_for() -> None:
+    meter = RateMeter(Rates(100.0, 0.010, 1.0))
+    for turn in range(2000):
+        meter.stepped(step(0.110 if turn % 10 == 0 else 0.010, 256 if turn % 10 == 0 else 0, 5))
+        meter.stepped(step(0.5, 256, 1))
+    assert meter.rates.alone_s == 0.010
+    assert 4 * meter.rates.stream_s == pytest.approx(0.010, rel=0.3)
 
 
 MODEL = SimpleNamespace(device=SimpleNamespace(type="cpu"), info=SimpleNamespace(name="tiny"))

@@ -28,8 +28,8 @@ KVF_INLINE void multiply(const Inputs& inputs, int64_t first, int64_t rows, cons
                          Emit emit) {
   const Panel& weights = dense.panels[panel];
   if (weights.form == Form::bf16)
-    panel_product(inputs.x + first * inputs.step, inputs.step, rows, weights.data, dense.in / 2,
-                  [&](int64_t row, float* values) { emit(first + row, values); });
+    long_product(inputs.x + first * inputs.step, inputs.step, rows, weights.data, dense.in / 2,
+                 [&](int64_t row, float* values) { emit(first + row, values); });
   else
     code_product(inputs.codes, first, rows, weights, emit);
 }

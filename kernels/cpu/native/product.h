@@ -10,7 +10,7 @@
 #include "vector.h"
 
 #if defined(__AMX_BF16__)
-#include "tiles.h"
+#include "bf16_tiles.h"
 #else
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -219,6 +219,12 @@ KVF_INLINE void panel_product(const bf16* x, int64_t step, int64_t rows, const u
 }
 
 #endif
+
+// The same of dense layers, whose panels are long.
+template <class Emit>
+KVF_INLINE void long_product(const bf16* x, int64_t step, int64_t rows, const uint8_t* panel, int64_t pairs, Emit emit) {
+  panel_product(x, step, rows, panel, pairs, emit);
+}
 
 }  // namespace
 }  // namespace kvferry

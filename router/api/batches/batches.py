@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from kvferry.router.api.batches.pages import page
-from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.bodies.reader import BodyReader, parsed
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.documentation import errors, path_parameter, query_parameters, takes
 from kvferry.router.batch.batches import Batches
@@ -93,7 +93,7 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
         responses=errors(400, 404, 413, 415, 429, 500, 503, 507), openapi_extra=takes(BatchBody),
     )  # fmt: skip
     async def begun(request: Request) -> dict[str, Any]:
-        body = parse(BatchBody, await reader.read(request))
+        body = await parsed(BatchBody, await reader.read(request))
         tenant = request.scope[CALL].tenant
         return (await batches.create(tenant, body.endpoint, body.input_file_id, body.metadata)).shown()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from array import array
 from collections.abc import Container, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -14,13 +16,16 @@ from pydantic import (
     StrictBool,
     StrictFloat,
     StrictInt,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     with_config,
 )
-from pydantic_core import core_schema
+from pydantic_core import PydanticKnownError, core_schema
 from typing_extensions import TypedDict
 
 from kvferry.protocol.sampling import MAX_ALLOWED, MAX_BAD_WORDS, MAX_COUNT, MAX_LOGPROBS
+from kvferry.router.api.bodies.sliced_json import Numbers
 from kvferry.router.text.text_model import ROLES
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
@@ -36,6 +41,8 @@ MAX_KWARGS = 64
 """Largest number of entries in an object of keyword arguments."""
 MAX_DETOKENIZED = 2**18
 """Largest number of token ids to detokenize."""
+TIER_PRIORITY = {"priority": -1, "flex": 1}
+"""Priority among a tenant's own requests by tier, where the body gives none; lower is served earlier."""
 MAX_NAME = 256
 """Longest name or id, in characters."""
 
@@ -47,6 +54,8 @@ def _integral(value: Any) -> Any:
 
 Integer = Annotated[StrictInt, BeforeValidator(_integral)]
 """A number of a request body; neither a boolean nor a number in a string."""
+
+_INTEGERS = frozenset((int,))
 
 Prompt = str | tuple[int, ...]
 
@@ -67,16 +76,30 @@ def _prompts(value: Any) -> list[Prompt]:
 
 
 def _is_ids(value: list[Any]) -> bool:
-    return all(type(item) is int for item in value)
+    return isinstance(value, Numbers) or _INTEGERS.issuperset(map(type, value))
+
+
+def _integers(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Check a list of numbers; without a call for each if all are small integers, as usual."""
+    if isinstance(value, list) and len(value) > MAX_DETOKENIZED:
+        bounds = {"field_type": "List", "max_length": MAX_DETOKENIZED, "actual_length": len(value)}
+        raise PydanticKnownError("too_long", bounds)
+    if isinstance(value, list) and _is_ids(value):
+        with contextlib.suppress(OverflowError):
+            array("q", value)
+            return list(value)
+    return check(value)
 
 
 def _stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if stops is None:
         return []
+    if isinstance(stops, list) and len(stops) > MAX_STOPS:
+        raise ValueError(f"takes at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise ValueError("must be a string or a list of strings, none of them empty")
-    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise ValueError(f"takes at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
     return stops
 
@@ -108,7 +131,7 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """A token id that is the name of a field, and so a string."""
-Detokenized = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_DETOKENIZED)]
+Detokenized = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_DETOKENIZED), WrapValidator(_integers)]
 StopIds = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 AllowedIds = Annotated[list[Number], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -195,7 +218,7 @@ def has_part(messages: Sequence[Mapping[str, Any]], types: Container[str]) -> bo
 
 
 class TierFields(BaseModel):
-    """Body fields that say how urgent a request is, with OpenAI's tiers."""
+    """Fields of how urgent a request is. Of OpenAI's tiers `auto`, `default` and `scale` are served alike."""
 
     service_tier: (
         Annotated[
@@ -205,7 +228,17 @@ class TierFields(BaseModel):
         | None
     ) = None
 
+    priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
+
     @property
     def is_patient(self) -> bool:
-        """Return whether nobody waits for the first token (`flex`), so that the tenant's targets do not concern it."""
+        """Return whether nobody waits for the request (`flex`): its tenant's targets do not concern it."""
         return self.service_tier == "flex"
+
+    def tier_used(self, *, is_patient: bool) -> str:
+        """Return the tier that serves the request: flex, priority or default.
+
+        is_patient: it yields to others, as a batch's rows do, so that it has no priority."""
+        if self.service_tier == "priority" and is_patient:
+            return "default"
+        return self.service_tier if self.service_tier in TIER_PRIORITY else "default"

@@ -73,7 +73,6 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, TierFields,
     truncate_prompt_tokens: Annotated[Integer, Field(ge=1, le=MAX_COUNT)] | None = None
     return_token_ids: StrictBool | None = False
     return_tokens_as_token_ids: StrictBool | None = False
-    priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: CacheSalt | None = None
     store: StrictBool | None = None
 

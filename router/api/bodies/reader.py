@@ -8,16 +8,24 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
+from starlette.types import Receive, Scope
 
 from kvferry.protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
 from kvferry.router.api.bodies.fields import field_path
-from kvferry.router.api.bodies.parse_pacing import LONG_BYTES, ParsePacing, cost_s
+from kvferry.router.api.bodies.parse_pacing import LONG_BYTES, LONG_S, ParsePacing, counted, measured_s
 from kvferry.router.api.bodies.request_body import RequestBody
+from kvferry.router.api.bodies.sliced_json import (
+    MAX_FIELDS,
+    SlicedJson,
+    TooManyFields,
+    TooManyObjects,
+    objects_in,
+)
 from kvferry.router.request_context import CALL
 
 MAX_VALUES = 2**20
-"""Largest number of values in a body; parsing that many keeps the event loop busy for 0.1 to 0.2 s."""
+"""Largest number of values in a body; parsing that many takes 0.1 to 0.3 s, in slices."""
 MAX_OBJECTS = 2**15
 """Largest number of lists and objects among the values, most of which are validated one by one."""
 AT_ONCE, PER_SOURCE = 8, 4
@@ -34,7 +42,11 @@ Body = TypeVar("Body", bound=RequestBody)
 
 def check_encoding(request: Request) -> None:
     """Raise UnsupportedMedia for a compressed body, since it may expand to any length."""
-    encoding = request.headers.get("content-encoding", "").strip().lower()
+    _check_encoding(request.headers.get("content-encoding", ""))
+
+
+def _check_encoding(given: str) -> None:
+    encoding = given.strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMedia(f"content-encoding: compressed bodies are not supported, got {encoding!r}")
 
@@ -46,36 +58,46 @@ class BodyReader:
         self._longest = longest
         self._held = Counter[str]()
         """Bytes of arriving bodies by source."""
+        self._all = 0
         self._pace = ParsePacing()
 
     async def read(self, request: Request) -> bytes:
-        """Return the request's body once it may be parsed.
+        """Return the request's body once it may be parsed; see `take`."""
+        return await self.take(request.scope, request.receive)
+
+    async def take(self, scope: Scope, receive: Receive) -> bytes:
+        """Return a request's body once it may be parsed.
 
         Raises UnsupportedMedia; RequestTooLarge, already by its header; Overloaded while too many bytes arrive;
         Cancelled if the client leaves."""
-        check_encoding(request)
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._longest:
-            raise self._too_large()
-        parts, size, source = [], 0, _source(request)
+        for name, value in scope["headers"]:
+            if name == b"content-encoding":
+                _check_encoding(value.decode("latin-1"))
+            elif name == b"content-length" and value.isdigit() and int(value) > self._longest:
+                raise self._too_large()
+        parts, size, more, source = [], 0, True, _source(scope)
         try:
-            async for part in request.stream():
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Cancelled("the client disconnected")
+                part, more = message.get("body", b""), message.get("more_body", False)
                 size += len(part)
                 self._held[source] += len(part)
+                self._all += len(part)
                 if size > self._longest:
                     raise self._too_large()
-                if self._held[source] > PER_SOURCE * self._longest or self._held.total() > AT_ONCE * self._longest:
+                if self._held[source] > PER_SOURCE * self._longest or self._all > AT_ONCE * self._longest:
                     raise Overloaded("too many large request bodies are arriving", retry_after=1.0)
                 parts.append(part)
             data = b"".join(parts)
             if size >= LONG_BYTES:
-                await self._pace.turn(cost_s(data))
-            request.scope[READ_AT] = time.monotonic()
+                await self._pace.turn(await measured_s(data))
+            scope[READ_AT] = time.monotonic()
             return data
-        except ClientDisconnect as error:
-            raise Cancelled("the client disconnected") from error
         finally:
             self._held[source] -= size
+            self._all -= size
             if not self._held[source]:
                 del self._held[source]
 
@@ -83,38 +105,48 @@ class BodyReader:
         return RequestTooLarge(f"the request body is longer than {self._longest} bytes")
 
 
-def _source(request: Request) -> str:
+def _source(scope: Scope) -> str:
     """Return whose bytes a request's are: its tenant, or its address where clients need no key."""
-    return request.scope[CALL].tenant or (request.client.host if request.client else "")
+    tenant: str = scope[CALL].tenant
+    return tenant or (scope.get("client") or ("",))[0]
 
 
 def parse(kind: type[Body], data: bytes) -> Body:
     """Parse a JSON body; raise InvalidRequest naming the first invalid field."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
-        raise InvalidRequest(f"the request body holds more than {MAX_VALUES} values")
+        raise _too_many_values()
     try:
         value = from_json(data.removeprefix(_BOM))
     except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
-    if data.count(b"[") + data.count(b"{") > MAX_OBJECTS and _objects(value) > MAX_OBJECTS:
-        raise InvalidRequest(f"the request body holds more than {MAX_OBJECTS} lists and objects")
+    if data.count(b"[") + data.count(b"{") > MAX_OBJECTS and objects_in(value, MAX_OBJECTS) > MAX_OBJECTS:
+        raise _too_many_objects()
     return build(kind, value)
 
 
-def _objects(value: Any) -> int:
-    """Count the lists and objects of a JSON value, up to just above MAX_OBJECTS.
+async def parsed(kind: type[Body], data: bytes) -> Body:
+    """Parse a JSON body as `parse` does; a long one in slices, between which other requests go on."""
+    if len(data) < LONG_BYTES or await measured_s(data) < LONG_S:
+        return parse(kind, data)
+    if sum([await counted(data, mark) for mark in (b",", b"[", b"{")]) > MAX_VALUES:
+        raise _too_many_values()
+    try:
+        value = await SlicedJson(data.removeprefix(_BOM), MAX_OBJECTS).value()
+    except TooManyObjects:
+        raise _too_many_objects() from None
+    except TooManyFields:
+        raise InvalidRequest(f"an object of the request body has more than {MAX_FIELDS} fields") from None
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    return build(kind, value)
 
-    Counting brackets in the text would include those in strings."""
-    found, waiting = 0, [value]
-    while waiting and found <= MAX_OBJECTS:
-        items = waiting.pop()
-        if isinstance(items, dict):
-            items = items.values()
-        elif not isinstance(items, list):
-            continue
-        found += 1
-        waiting += [item for item in items if isinstance(item, list | dict)]
-    return found
+
+def _too_many_values() -> InvalidRequest:
+    return InvalidRequest(f"the request body holds more than {MAX_VALUES} values")
+
+
+def _too_many_objects() -> InvalidRequest:
+    return InvalidRequest(f"the request body holds more than {MAX_OBJECTS} lists and objects")
 
 
 def build(kind: type[Body], value: Any) -> Body:

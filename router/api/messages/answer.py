@@ -32,6 +32,7 @@ class MessageAnswer(Answer):
     def __init__(self, call: RequestContext, pool: ServedModel, chat: MessagesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))
         self._id, self._model, self._stops = f"msg_{call.id}", pool.name, chat.stop
+        self._tier = "batch" if call.is_patient else "standard"
         self._parts = Parts()
         self._plain: tuple[Part, TextEvent] | None = None
 
@@ -65,7 +66,7 @@ class MessageAnswer(Answer):
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "usage": self._usage(),
+            "usage": {**self._usage(), "service_tier": self._tier},
         }
 
     def _usage(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ class MessageUsage(BaseModel):
     cache_read_input_tokens: int
     cache_creation_input_tokens: int
     output_tokens: int
+    service_tier: Literal["standard", "batch"]
 
 
 class MessageObject(BaseModel):

@@ -73,3 +73,4 @@ class MessagesBody(CountBody):
     top_p: StrictFloat | None = None
     top_k: Annotated[Integer, Field(ge=-1, le=MAX_COUNT)] | None = None
     metadata: dict[str, Any] | None = None
+    service_tier: Annotated[Literal["auto", "standard_only"], told("must be auto or standard_only")] | None = None

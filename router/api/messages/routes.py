@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
-from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.bodies.reader import BodyReader, parsed
 from kvferry.router.api.documentation import errors, takes
 from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageTokens
 from kvferry.router.api.messages.body import CountBody
@@ -37,7 +37,7 @@ def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -
 
 async def count_tokens(pools: ServedModels, data: bytes, tenant: str) -> dict[str, int]:
     """Count the tokens of the prompt that these messages form; raise InvalidRequest."""
-    body = parse(CountBody, data)
+    body = await parsed(CountBody, data)
     pool = pools.pool(body.model)
     asked = chat(body)
     (prompt,) = await pool.prompts(asked, tenant)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.answers import ErrorAnswer
-from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.bodies.reader import parsed
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.generation_route import GenerationRoute
 from kvferry.router.api.pooling.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
@@ -58,5 +58,5 @@ class PoolingRoute(GenerationRoute[PoolingEndpoint]):
     """Route of a pooling endpoint."""
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> WholeAnswer:
-        body = parse(self.endpoint.body, data)
+        body = await parsed(self.endpoint.body, data)
         return await self.endpoint.work(self._pools.pool(body.model), admitted, body)

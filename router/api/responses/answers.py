@@ -52,7 +52,7 @@ class ResponseObject(BaseModel):
     max_output_tokens: int | None
     truncation: Literal["auto", "disabled"]
     metadata: dict[str, str]
-    service_tier: str
+    service_tier: Literal["default", "flex", "priority"]
     user: str | None
 
 

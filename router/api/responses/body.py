@@ -15,6 +15,7 @@ from kvferry.router.api.bodies.fields import (
     Name,
     Objects,
     SamplingFields,
+    TierFields,
     Top,
     told,
 )
@@ -45,7 +46,7 @@ class ReasoningField(BaseModel):
     summary: str | None = None
 
 
-class ResponsesBody(SamplingFields, RequestBody):
+class ResponsesBody(SamplingFields, TierFields, RequestBody):
     """Body of POST /v1/responses."""
 
     input: Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} items")] = ""

@@ -38,8 +38,8 @@ class ResponsesChat(TranslatedChat):
 
     @property
     def is_patient(self) -> bool:
-        """Return whether the response is generated in the background."""
-        return bool(self.asked.body.background)
+        """Return whether nobody waits for the response: it is generated in the background, or of the tier flex."""
+        return bool(self.asked.body.background) or super().is_patient
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ResponsesRequest:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning": {"effort": effort, "summary": summary},
-            "service_tier": "default",
+            "service_tier": body.tier_used(is_patient=bool(body.background)),
             "store": self.kept,
             "text": {"format": {"type": "text"}, **text},
             "usage": None,
@@ -116,6 +116,8 @@ class ResponsesRequest:
             "chat_template_kwargs": body.chat_template_kwargs,
             "cache_salt": body.cache_salt,
             "stream": body.stream,
+            "service_tier": body.service_tier,
+            "priority": body.priority,
         }
         return translated(ResponsesChat, fields, self)
 

@@ -39,19 +39,21 @@ class ChunkAnswer(Answer):
         self._shown = body.n or 1
         self._shape = shape
         self._base = {"id": f"{shape.id_prefix}-{call.id}", "created": call.identity.created, "model": shape.model}
+        if body.service_tier is not None:
+            self._base["service_tier"] = body.tier_used(is_patient=call.is_patient)
         self._usage = bool(options and options.include_usage)
         self._running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         self._ids = bool(body.return_token_ids)
         self._only_text = not (self._running_usage or self._ids)
-        self._plain: dict[int, TextEvent] = {}
+        self._plain: dict[int, TextEvent | None] = {}
+        """Templates of the choices that have begun; None: nothing has needed one."""
         self._collected = [Collected() for _ in generation.choices]
 
     def events(self, choice: Choice, piece: Piece) -> bytes:
-        plain = self._plain.get(choice.index)
-        if plain is None:
+        if choice.index not in self._plain:
             return self._first(choice, piece)
         if self._only_text and piece.finish_reason is None and not (piece.entries or piece.calls or piece.reasoning):
-            return plain.fill(piece.text) if piece.text else b""
+            return (self._plain[choice.index] or self._template(choice)).fill(piece.text) if piece.text else b""
         return self._event(choice, piece) if self._tells(piece) else b""
 
     def closing(self) -> bytes:
@@ -77,13 +79,17 @@ class ChunkAnswer(Answer):
     def _first(self, choice: Choice, piece: Piece) -> bytes:
         """Return the events of a choice's first piece, after the choice's opening."""
         self._note_prompt(choice, piece)
-        slot = self._shape.text_choice(choice.index, TextEvent.SLOT)
-        self._plain[choice.index] = TextEvent(self._with_usage({**self._chunk(), "choices": [slot]}))
+        self._plain[choice.index] = None
         opening = self._shape.opening(choice)
         head = b"" if opening is None else event(self._with_usage({**self._chunk(), **opening}))
         if self._shape.begins_with_prompt() or self._tells(piece):
             return head + self._event(choice, piece, first=True)
         return head
+
+    def _template(self, choice: Choice) -> TextEvent:
+        slot = self._shape.text_choice(choice.index, TextEvent.SLOT)
+        made = self._plain[choice.index] = TextEvent(self._with_usage({**self._chunk(), "choices": [slot]}))
+        return made
 
     def _tells(self, piece: Piece) -> bool:
         told = piece.text or piece.finish_reason or piece.entries or piece.calls or piece.reasoning

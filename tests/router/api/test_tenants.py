@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from kvferry.placement.capacity import Capacity
+from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keys import entry
@@ -191,10 +192,45 @@ async def test_a_request_that_cannot_meet_its_target_is_rejected_and_counted(tmp
     cluster = FakeCluster(says("x"), gap_s=2.0)
     cluster.takes = Capacity(1, 1e9)
     api = Api(cluster, api_keys=keys_file(tmp_path, b="ttft_ms = 100"))
-    first = asyncio.create_task(ask(api, "b", service_tier="flex"))
+    first = asyncio.create_task(ask(api, "b"))
     await until(lambda: cluster.dispatches)
     late = await ask(api, "b")
     assert (late.status_code, error_of(late)["code"]) == (429, "overloaded")
     assert int(late.headers["retry-after"]) >= 1
     assert api.sample("kvferry_ttft_targets_total", tenant="b", outcome="rejected") == 1
     assert (await first).status_code == 200
+
+
+async def test_patient_requests_keep_others_from_no_slot(tmp_path: Path) -> None:
+    """They give way on the nodes, and wait for slots behind the others."""
+    cluster = FakeCluster(says("x " * 5), gap_s=0.02)
+    cluster.takes = Capacity(1, 1e9)
+    api = Api(cluster, api_keys=keys_file(tmp_path, b="ttft_ms = 60000"))
+    patient = [asyncio.create_task(ask(api, "a", service_tier="flex")) for _ in range(4)]
+    await until(lambda: api.sample("kvferry_requests_queued") == 3)
+    assert (await ask(api, "b", max_tokens=1)).status_code == 200
+    assert len(cluster.dispatches) == 2
+    assert {(await task).status_code for task in patient} == {200}
+
+
+async def test_the_time_between_tokens_has_a_target_too(tmp_path: Path) -> None:
+    """Its outcome is known at the end, also of a client that leaves or has one token."""
+    cluster = FakeCluster(says("x y z"), gap_s=0.02)
+    api = Api(cluster, api_keys=keys_file(tmp_path, a="itl_ms = 60000", b="itl_ms = 1"))
+
+    def counts(tenant: str) -> list[float]:
+        outcomes = ("met", "missed", "rejected")
+        return [api.sample("kvferry_itl_targets_total", tenant=tenant, outcome=each) for each in outcomes]
+
+    assert (await ask(api, "a", n=2)).status_code == 200
+    assert cluster.dispatches[-1].spec.call.itl_s == 60.0
+    assert (await ask(api, "b", stream=True)).status_code == 200
+    assert (counts("a"), counts("b")) == ([1, 0, 0], [0, 1, 0])
+    for patient in ({"service_tier": "flex"}, {"max_tokens": 1}):
+        assert (await ask(api, "b", **patient)).status_code == 200
+    assert counts("b") == [0, 1, 0]
+    cluster.script = lambda spec: [Overloaded("no node meets the target", retry_after=7.0)]
+    late = await ask(api, "b")
+    assert (late.status_code, late.headers["retry-after"]) == (429, "7")
+    assert counts("b") == [0, 1, 1]
+    assert api.sample("kvferry_ttft_targets_total", tenant="b", outcome="rejected") == 0

@@ -37,14 +37,15 @@ class Wire:
 
 
 class Generated:
-    """A generation of one choice, whose pieces are heard while somebody listens, and iterated otherwise."""
+    """A generation whose first choice's pieces are heard while somebody listens, and iterated otherwise."""
 
     route = None
 
-    def __init__(self) -> None:
+    def __init__(self, choices: int) -> None:
         self.listener: Listener | None = None
         self.queue: asyncio.Queue[str | Exception | None] = asyncio.Queue()
-        self.choice = Choice(0, 0, SimpleNamespace())  # type: ignore[arg-type]
+        self.choices = [Choice(number, 0, SimpleNamespace()) for number in range(choices)]  # type: ignore[arg-type]
+        self.choice = self.choices[0]
 
     def listen(self, listener: Listener | None) -> None:
         self.listener = listener
@@ -76,8 +77,8 @@ class Plain(Answer):
 class Stream:
     """A client's answer under way."""
 
-    def __init__(self) -> None:
-        self.generated, self.wire = Generated(), Wire()
+    def __init__(self, choices: int = 2) -> None:
+        self.generated, self.wire = Generated(choices), Wire()
         self.answer = Plain(self.generated, streams=True)  # type: ignore[arg-type]
         self.task = asyncio.create_task(self._fold())
 
@@ -109,6 +110,21 @@ async def test_what_is_heard_together_is_one_write_and_what_comes_later_another(
     stream.generated.put("e")
     await turns()
     assert stream.wire.writes == [b"a", b"bcd", b"e"]
+
+
+async def test_what_is_heard_of_a_lone_choice_is_written_at_once() -> None:
+    stream = Stream(choices=1)
+    await turns()
+    for text in "bcd":
+        stream.generated.put(text)
+        assert stream.wire.writes[-1] == text.encode()
+    stream.wire.open.clear()
+    assert stream.generated.put("e")
+    assert not stream.generated.put("f")
+    stream.wire.open.set()
+    stream.generated.queue.put_nowait(None)
+    await stream.task
+    assert b"".join(stream.wire.writes) == b"abcdef."
 
 
 @pytest.mark.parametrize("waits", [False, True])

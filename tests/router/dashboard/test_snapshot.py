@@ -18,6 +18,7 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router import request_log
 from kvferry.router.dashboard.history import History, Reading
+from kvferry.router.dashboard.merged import merged
 from kvferry.router.dashboard.page import view
 from kvferry.router.dashboard.snapshot import EVENTS, RECENT, RUNNING, SnapshotBuilder
 from kvferry.router.dashboard.state import Counts, State
@@ -334,3 +335,23 @@ async def test_the_history_keeps_no_more_than_it_shows() -> None:
         points, _ = history.told()
         assert len(points) == 121
         assert isinstance(history._readings[0], Reading)
+
+
+async def test_targets_are_told_by_tenant_and_to_each_its_own() -> None:
+    async with Watched() as watched:
+        metrics = watched.bench.metrics
+        for tenant, outcome, count in (("a", "met", 3), ("a", "rejected", 1), ("b", "missed", 2)):
+            metrics.ttft_targets.labels(tenant, outcome).inc(count)
+        metrics.itl_targets.labels("a", "met").inc(4)
+        own = watched.board.state("a")
+        everyone = watched.board.state()
+    told = [(row.target, row.met, row.missed, row.rejected, row.share) for row in own.targets]
+    assert told == [("itl", 4, 0, 0, 1.0), ("ttft", 3, 0, 1, 0.75)]
+    assert [(row.tenant, row.target) for row in everyone.targets] == [("a", "itl"), ("a", "ttft"), ("b", "ttft")]
+    (other,) = everyone.targets[2:]
+    assert (other.missed, other.share) == (2, 0.0)
+    page = view(everyone)
+    assert "75.0 %" in page or "75 %" in page
+    assert "time between tokens" in page
+    both = merged(everyone, [own], 2).targets
+    assert [(row.tenant, row.target, row.met) for row in both] == [("a", "itl", 8), ("a", "ttft", 6), ("b", "ttft", 0)]

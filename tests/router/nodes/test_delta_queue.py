@@ -11,7 +11,7 @@ import pytest
 from kvferry.protocol.messages import AttemptFailed, StepFrame, TokenDelta, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.nodes.capacity_summary import CapacitySummary
-from kvferry.router.nodes.delta_queue import MOST_SLICE_S, SLICE_S, DeltaQueue, joined
+from kvferry.router.nodes.delta_queue import FEW, MOST_SLICE_S, SLICE_S, DeltaQueue, joined
 from kvferry.router.nodes.node_entry import NodeEntry
 from tests.fake_workers import lease_of
 
@@ -63,6 +63,32 @@ async def test_a_first_token_overtakes_the_tokens_of_others() -> None:
     assert (len(old.heard), new.heard) == (0, [delta("new", 0)])
     await asyncio.sleep(0)
     assert old.heard == [delta("old", 1, *range(1, 100))]
+
+
+async def test_a_router_that_keeps_up_passes_a_small_frame_on_at_once_and_joins_what_follows_it() -> None:
+    clock = Clock()
+    listener = Listener(clock)
+    entry, queue = entry_of("d1", r=listener), DeltaQueue(clock)
+    for index in (1, 5):
+        clock.now += 2 * SLICE_S
+        queue.deal(entry, StepFrame((delta("r", index),)))
+        assert listener.heard.pop() == delta("r", index)
+        for later in (1, 2):  # frames of the same read
+            queue.deal(entry, StepFrame((delta("r", index + later),)))
+        assert listener.heard == []
+        await asyncio.sleep(0)
+        assert listener.heard.pop() == delta("r", index + 1, index + 1, index + 2)
+
+
+@pytest.mark.parametrize("many", [FEW, FEW + 1])
+async def test_a_large_frame_waits_for_a_slice(many: int) -> None:
+    clock = Clock()
+    listener = Listener(clock)
+    entry, queue = entry_of("d1", r=listener), DeltaQueue(clock)
+    clock.now += 2 * SLICE_S
+    queue.deal(entry, StepFrame(tuple(delta("r", index) for index in range(1, many + 1))))
+    assert len(listener.heard) == (many if many <= FEW else 0)
+    queue.flush()
 
 
 async def test_tokens_that_nobody_waits_for_are_dropped() -> None:

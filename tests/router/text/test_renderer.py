@@ -26,7 +26,7 @@ DEADLINE_S = 1.5
 RSS = 64 * 2**20
 """Most memory that a router may take for a rendering of a few bytes."""
 GOOD = "{{ messages[0].content | list | join('.') }}"
-SPIN = "{% for a in range(700) %}{{ range(100000) | list | sum }}{% endfor %}"
+SPIN = "{% for a in range(7000) %}{{ range(100000) | list | sum }}{% endfor %}"
 
 
 @asynccontextmanager

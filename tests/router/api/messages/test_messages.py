@@ -60,7 +60,7 @@ def built(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 if blocks[-1]["type"] == "tool_use":
                     blocks[-1]["input"] = json.loads(arguments or "{}")
             case "message_delta":
-                message |= {**event["delta"], "usage": event["usage"]}
+                message |= {**event["delta"], "usage": {**message["usage"], **event["usage"]}}
             case kind:
                 assert kind == "message_stop"
                 assert event is rest[-1]
@@ -92,6 +92,7 @@ async def test_a_whole_message() -> None:
             "input_tokens": len(prompt) - 4,
             "cache_read_input_tokens": 4,
             "cache_creation_input_tokens": 0,
+            "service_tier": "standard",
             "output_tokens": len(ids_of(ANSWER)) + 1,
         },
     }

@@ -1,0 +1,106 @@
+"""Targets as they concern one request: its own, or those of others that a patient request must not endanger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from kvferry.placement.rejections import TargetMissed
+from kvferry.placement.types import Demand, NodeKey, Placement
+from kvferry.protocol.errors import Overloaded
+from kvferry.router.dispatch.context import DispatchContext, Held
+from kvferry.router.nodes.model_nodes import FingerprintGroup
+from kvferry.router.request_context import RequestContext
+
+
+class RequestTargets:
+    """Targets of one request, or a patient request that gives way to others. Implements `displacement.PatientRequest`.
+
+    delivered  the growing list of its output tokens
+    leave      ends all its attempts, and tells `goes_to`
+    wake       lets its dispatch start an attempt if none runs"""
+
+    def __init__(
+        self,
+        call: RequestContext,
+        context: DispatchContext,
+        delivered: Sequence[int],
+        leave: Callable[[], None],
+        wake: Callable[[None], None],
+    ) -> None:
+        self._call, self._context, self._delivered, self._leave, self._wake = call, context, delivered, leave, wake
+        self._displacement = context.displacement
+        self._uncached = self._known = 0
+
+    @property
+    def uncomputed(self) -> int:
+        return self._uncached if len(self._delivered) == self._known else 0
+
+    def give_way(self) -> None:
+        self._displacement.wait(self)
+        self._leave()
+        self.retry()
+
+    def retry(self) -> None:
+        self._wake(None)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the request is patient and waits because of requests with targets."""
+        return self._displacement.waits(self)
+
+    def place(
+        self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float
+    ) -> Placement | None:
+        """Place an attempt; let patient requests give way if it would miss its targets otherwise.
+
+        Returns None if the request is patient and has to wait. target_s: time that is left until its first token.
+        Raises what `DispatchContext.place` raises."""
+        demand = self._bound(demand)
+        if demand.patient and not self._displacement.may_try(self):
+            self._displacement.wait(self)
+            return None
+        try:
+            placement = self._placed(demand, reuse, groups, target_s)
+        except Overloaded:
+            if not demand.patient:
+                raise
+            self._displacement.wait(self)
+            return None
+        self._displacement.go_on(self)
+        self._uncached, self._known = max(0, demand.total_len - placement.cached_len), len(self._delivered)
+        return placement
+
+    def goes_to(self, nodes: Collection[NodeKey]) -> None:
+        """Record the nodes on which the request's attempts run now."""
+        if self._call.is_patient:
+            self._displacement.runs(self, nodes)
+        elif self._call.has_targets:
+            self._displacement.has_target(self, self._call.itl_s)
+
+    def end(self) -> None:
+        """Forget the request at the end of its dispatch."""
+        self._displacement.end(self)
+        self._leave = _nothing  # its dispatch; a request leaves no cycles to the garbage collector
+
+    def _bound(self, demand: Demand) -> Demand:
+        """Return the demand with the targets of others, if the request is patient and others have targets now."""
+        shortest_s = self._displacement.itl_s() if self._call.is_patient else None
+        return demand if shortest_s is None else replace(demand, recovers=False, patient=True, itl_s=shortest_s)
+
+    def _placed(self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float) -> Placement:
+        context, displacement = self._context, self._displacement
+        try:
+            placement = context.place(demand, reuse, groups)
+        except TargetMissed:
+            if demand.patient or not displacement.displace_streams(demand, groups):
+                raise
+            placement = context.place(demand, reuse, groups)
+        late_s = placement.first_token_s - target_s
+        if late_s > 0 and displacement.displace_prompts(placement, late_s):
+            return context.place(demand, reuse, groups)
+        return placement
+
+
+def _nothing() -> None:
+    """Do nothing: the dispatch has ended."""

@@ -1,0 +1,32 @@
+"""Coroutines whose first step runs at once, before a task exists."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Coroutine, Generator
+from types import coroutine
+from typing import Any
+
+
+def begun(call: Awaitable[None]) -> Coroutine[Any, Any, None] | None:
+    """Run the first step of a call; return one that goes on with it, for a task, or None if it has ended.
+
+    The first step may not ask for its task, as `asyncio.timeout` does. Raises what it raises."""
+    steps: Any = call.__await__()
+    try:
+        return _rest(steps, steps.send(None))
+    except StopIteration:
+        return None
+
+
+@coroutine
+def _rest(steps: Any, waits: Any) -> Generator[Any, Any, None]:
+    try:
+        while True:
+            try:
+                sent = yield waits
+            except BaseException as error:
+                waits = steps.throw(error)
+            else:
+                waits = steps.send(sent)
+    except StopIteration:
+        return

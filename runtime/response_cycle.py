@@ -1,0 +1,179 @@
+"""One request's side of a server connection: a response's head leaves with its first bytes.
+
+A write costs a system call and wakes the peer, as much as much of the work for a short answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_RE,
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ResponseCycle(RequestResponseCycle):
+    """Implements uvicorn's cycle, without its access log.
+
+    The head of a response waits for the body's first bytes for one turn of the event loop.
+
+    when_gone  what `watch` was given; None: nobody watches
+    """
+
+    when_gone: Callable[[], None] | None = None
+    _head = b""
+
+    @classmethod
+    def of(cls, cycle: RequestResponseCycle) -> ResponseCycle:
+        """Turn a new cycle of uvicorn's into one of this class; uvicorn makes them where nothing can be chosen."""
+        cycle.__class__ = cls
+        assert isinstance(cycle, cls)
+        cycle.message_event = LightEvent(is_set=cycle.message_event.is_set())
+        return cycle
+
+    def watch(self, gone: Callable[[], None]) -> Callable[[], None]:
+        """Call `gone` once if the client closes its connection before the response is complete, or has already.
+
+        Returns what ends the watch."""
+        self.flow.resume_reading()
+        if self.disconnected:
+            asyncio.get_running_loop().call_soon(gone)
+        else:
+            self.when_gone = gone
+        return self.unwatch
+
+    def unwatch(self) -> None:
+        """Watch for nothing more."""
+        self.when_gone = None
+
+    def leave(self) -> None:
+        """Note that the client is gone."""
+        self.disconnected = True
+        self.message_event.set()
+        gone, self.when_gone = self.when_gone, None
+        if gone is not None:
+            gone()
+
+    async def send(self, message: Any) -> None:
+        """Send a part of the response (ASGI). Raises RuntimeError for a part out of its order."""
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        kind = message["type"]
+        if not self.response_started and kind == "http.response.start":
+            self._begin(message)
+        elif self.response_started and not self.response_complete and kind == "http.response.body":
+            self._go_on(message.get("body", b""), message.get("more_body", False))
+        else:
+            raise RuntimeError(f"unexpected ASGI message {kind!r}")
+
+    def _begin(self, message: Message) -> None:
+        self.response_started, self.waiting_for_100_continue = True, False
+        status = message["status"]
+        lines = [STATUS_LINE[status]]
+        closes = False
+        for name, value in (*self.default_headers, *message.get("headers", ())):
+            name, line = header_line(name, value)
+            lines.append(line)
+            if name == b"content-length" and self.chunked_encoding is None:
+                self.expected_content_length, self.chunked_encoding = int(value), False
+            elif name == b"transfer-encoding" and value.lower() == b"chunked":
+                self.expected_content_length, self.chunked_encoding = 0, True
+            elif name == b"connection" and b"close" in [token.strip() for token in value.lower().split(b",")]:
+                self.keep_alive, closes = False, True
+        if not self.keep_alive and not closes:
+            lines.append(b"connection: close\r\n")
+        if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in (204, 304):
+            self.chunked_encoding = True
+            lines.append(b"transfer-encoding: chunked\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._flush)  # behind what was scheduled together with it
+
+    def _flush(self) -> None:
+        """Write the head if it still waits for a body."""
+        head, self._head = self._head, b""
+        if head and not self.transport.is_closing():
+            self.transport.write(head)
+
+    def _go_on(self, body: bytes, more: bool) -> None:
+        head, self._head = self._head, b""
+        if self.scope["method"] == "HEAD":
+            data, self.expected_content_length = b"", 0
+        elif self.chunked_encoding:
+            data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            if not more:
+                data += b"0\r\n\r\n"
+        elif len(body) > self.expected_content_length:
+            raise RuntimeError("Response content longer than Content-Length")
+        else:
+            data, self.expected_content_length = body, self.expected_content_length - len(body)
+        if head or data:
+            self.transport.write(head + data)
+        if not more:
+            self._end()
+
+    def _end(self) -> None:
+        if self.expected_content_length != 0:
+            raise RuntimeError("Response content shorter than Content-Length")
+        self.response_complete, self.when_gone = True, None
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+
+class LightEvent(asyncio.Event):
+    """An asyncio.Event without its deque, 760 bytes of each open stream, while nobody waits."""
+
+    _waiters: Any = ()
+
+    def __init__(self, *, is_set: bool) -> None:
+        self._value = is_set
+
+    async def wait(self) -> Literal[True]:
+        """Wait until the event is set."""
+        if not self._value and not isinstance(self._waiters, deque):
+            self._waiters = deque()
+        try:
+            return await super().wait()
+        finally:
+            if not self._waiters:
+                self._waiters = ()
+
+
+class Pipeline(list[Any]):
+    """Requests of a connection that wait for earlier ones, the next one last; a deque takes 760 bytes though empty."""
+
+    def appendleft(self, each: Any) -> None:
+        """Add a request behind all others."""
+        self.insert(0, each)
+
+
+def lighten(protocol: HttpToolsProtocol) -> None:
+    """Let a connection that was just made take less memory while nothing waits on it."""
+    protocol.pipeline = cast(Any, Pipeline())
+    protocol.flow._is_writable_event = LightEvent(is_set=True)
+
+
+@lru_cache(maxsize=512)
+def header_line(name: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """Return a header's name in lower case, and its line. Raises RuntimeError for one that could end the head early."""
+    if HEADER_RE.search(name):
+        raise RuntimeError("Invalid HTTP header name.")
+    if HEADER_VALUE_RE.search(value):
+        raise RuntimeError("Invalid HTTP header value.")
+    name = name.lower()
+    return name, b"%b: %b\r\n" % (name, value)

@@ -1,0 +1,46 @@
+"""Tests that are tried again do not make all others wait."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from tests.crowded import send_at_once
+
+PAIRS = 50
+DELAYED_S = 0.04
+"""Seconds for which Linux holds an acknowledgement back."""
+
+
+class Configured:
+    """What a process beside others has of pytest's configuration."""
+
+    def __init__(self, failures_db: object) -> None:
+        self.failures_db = failures_db
+
+
+def test_counts_of_second_tries_are_asked_for_without_a_wait() -> None:
+    rerunfailures = pytest.importorskip("pytest_rerunfailures")
+    server = rerunfailures.ServerStatusDB()
+    client = rerunfailures.ClientStatusDB(server.sock_port, server.token)
+    send_at_once(Configured(client))
+    began = time.monotonic()
+    for number in range(PAIRS):
+        assert client.get_test_failures(str(number)) == 0
+        client.set_test_reruns(str(number), 2)
+    assert time.monotonic() - began < PAIRS * DELAYED_S / 2
+    assert client.get_test_reruns(str(PAIRS - 1)) == 2
+    client.sock.close()
+
+
+def test_a_process_alone_has_nobody_to_ask() -> None:
+    send_at_once(Configured(object()))
+
+
+def test_this_process_does_not_wait(pytestconfig: pytest.Config) -> None:
+    sock = getattr(getattr(pytestconfig, "failures_db", None), "sock", None)
+    if sock is None:
+        pytest.skip("no other process runs tests")
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
