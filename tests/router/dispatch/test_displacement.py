@@ -34,10 +34,10 @@ def forgotten(bench: Bench) -> bool:
 
 
 async def busy(bench: Bench, count: int, most: int = MOST) -> list[asyncio.Task[list[int]]]:
-    """So many patient streams under way."""
+    """So many patient streams under way, whose first tokens have arrived."""
     tasks = [tokens_of(bench, most, prompt=[number, *PROMPT], patient=True) for number in range(count)]
     streaming = [worker for worker in bench.workers.values() if worker.role == "decode"]
-    await until(lambda: sum(len(worker._made) for worker in streaming) == count)
+    await until(lambda: sum(made > 2 for worker in streaming for made in worker._made.values()) == count)
     return tasks
 
 
