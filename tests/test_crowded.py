@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,21 @@ class Configured:
         self.failures_db = failures_db
 
 
+def connected(kind: type[Any], server: Any) -> Any:
+    """The server's thread listens a moment after it was made."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            return kind(server.sock_port, server.token)
+        except ConnectionRefusedError:
+            assert time.monotonic() < until, "the server does not listen"
+            time.sleep(0.01)
+
+
 def test_counts_of_second_tries_are_asked_for_without_a_wait() -> None:
     rerunfailures = pytest.importorskip("pytest_rerunfailures")
     server = rerunfailures.ServerStatusDB()
-    client = rerunfailures.ClientStatusDB(server.sock_port, server.token)
+    client = connected(rerunfailures.ClientStatusDB, server)
     send_at_once(Configured(client))
     began = time.monotonic()
     for number in range(PAIRS):

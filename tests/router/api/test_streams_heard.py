@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from kvferry.placement.types import Placement
+from kvferry.placement.types import NodeKey, Placement
 from kvferry.protocol.errors import FatalRequest, NodeLost
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job, TokenDelta
@@ -55,6 +55,7 @@ class Attempt:
 
     def __init__(self, job: Job, post: Callable[[Event], None], dice: random.Random, fails: bool) -> None:
         self.job, self.placement, self.decoding, self.age_s = job, Placement(None, NODE, 0, 0.0, 0.0), True, 0.0
+        self.suspects, self.ships = frozenset[NodeKey](), False
         self.cancelled: bool | None = None
         self._post, self._dice = post, dice
         self._task = asyncio.create_task(self._run(self._events(fails)))
