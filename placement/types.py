@@ -52,7 +52,6 @@ class NodeView:
     queue_s         seconds until the queued prompt tokens are computed
     step_s          seconds of a decode step, stretched by the streams
     next_itl_s      seconds between tokens with one more stream; 0 on an idle node, infinite without a free seat
-    next_itl_s      seconds between tokens with one more stream; 0 on an idle node, infinite without a free seat
     block_s         seconds to ship a block from there
     gain_s          seconds saved per token by reading from the shared store instead of computing; 0 if none
     total_blocks    of the pool

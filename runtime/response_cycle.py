@@ -1,6 +1,6 @@
 """One request's side of a server connection: a response's head leaves with its first bytes.
 
-A write costs a system call and wakes the peer, as much as much of the work for a short answer."""
+Each write is a system call and wakes the peer: a large share of the cost of a short answer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-Headers = list[tuple[bytes, bytes]]
-
 
 class ResponseCycle(RequestResponseCycle):
     """Implements uvicorn's cycle, without its access log.
 
-    The head of a response waits for the body's first bytes for one turn of the event loop.
+    The head of a response waits for the body's first bytes, for two turns of the event loop at most.
 
     when_gone  what `watch` was given; None: nobody watches
     """

@@ -16,24 +16,27 @@ TRACED = 40
 
 def to_look_into(run: Run, count: int = 8) -> dict[str, list[dict[str, Any]]]:
     """The longest pauses and the errors, each with the faults that began in the 12 s before its end."""
-    requests = run.stormy.asked
-    errors = [asked for asked in requests if asked.error]
-    streamed = sorted((asked for asked in requests if asked.pause), key=lambda a: -a.pause[1])
+    errors = [asked for asked in run.stormy.asked if asked.error]
     return {
-        "pauses": _with_faults(run, streamed[:count], lambda a: a.pause),
+        "pauses": _with_faults(run, _longest_paused(run, count), lambda a: a.pause),
         "errors": _with_faults(run, errors[:30], lambda a: (a.began, a.ended - a.began)),
     }
 
 
 def traced_pauses(run: Run, home: Path) -> str:
     """The longest pauses, each with the faults before it and what its request met in all processes, for people."""
-    streamed = sorted((asked for asked in run.stormy.asked if asked.pause), key=lambda a: -a.pause[1])[:TRACED]
-    pauses = [(asked.trace, *asked.pause) for asked in streamed if asked.pause]
+    paused = _longest_paused(run, TRACED)
+    pauses = [(asked.trace, *asked.pause) for asked in paused if asked.pause]
     parts = []
-    for told, around in zip(_with_faults(run, streamed, lambda a: a.pause), timelines(home, pauses), strict=True):
+    for told, around in zip(_with_faults(run, paused, lambda a: a.pause), timelines(home, pauses), strict=True):
         head = f"{told['seconds']} s at {told['at_s']} s, request {told['request']}, {told['route']} {told['error']}"
         parts.append("\n".join([head, *(f"  fault {fault}" for fault in told["faults"]), *around]))
     return "\n\n".join(parts) + "\n"
+
+
+def _longest_paused(run: Run, count: int) -> list[Asked]:
+    streamed = (asked for asked in run.stormy.asked if asked.pause)
+    return sorted(streamed, key=lambda asked: -asked.pause[1])[:count]
 
 
 def _with_faults(

@@ -40,17 +40,17 @@ async def test_what_ends_or_fails_in_its_first_step_needs_no_task() -> None:
         assert begun(fails()) is None
 
 
+async def wait_until_cancelled(ended: list[bool]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append(True)
+
+
 @pytest.mark.parametrize("started", [True, False])
 async def test_a_cancelled_call_ends_where_it_waits(started: bool) -> None:
     ended = list[bool]()
-
-    async def call() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    task = BackgroundCalls().send_now(call())
+    task = BackgroundCalls().send_now(wait_until_cancelled(ended))
     await asyncio.sleep(0.01 if started else 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -59,16 +59,8 @@ async def test_a_cancelled_call_ends_where_it_waits(started: bool) -> None:
 
 
 async def test_a_call_that_is_cancelled_before_its_second_step_ends_too() -> None:
-    ended = list[bool]()
-
-    async def call() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    calls = BackgroundCalls()
-    task = calls.send_now(call())
+    ended, calls = list[bool](), BackgroundCalls()
+    task = calls.send_now(wait_until_cancelled(ended))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

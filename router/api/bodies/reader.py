@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope
 
 from kvferry.protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
 from kvferry.router.api.bodies.fields import field_path
-from kvferry.router.api.bodies.parse_pacing import LONG_BYTES, LONG_S, ParsePacing, counted, measured_s
+from kvferry.router.api.bodies.parse_pacing import LONG_BYTES, LONG_S, ParsePacing, cost_s, counted, measured_s
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.sliced_json import (
     MAX_FIELDS,
@@ -126,9 +126,12 @@ def parse(kind: type[Body], data: bytes) -> Body:
 
 async def parsed(kind: type[Body], data: bytes) -> Body:
     """Parse a JSON body as `parse` does; a long one in slices, between which other requests go on."""
-    if len(data) < LONG_BYTES or await measured_s(data) < LONG_S:
+    if len(data) < LONG_BYTES:
         return parse(kind, data)
-    if sum([await counted(data, mark) for mark in (b",", b"[", b"{")]) > MAX_VALUES:
+    values, objects = await counted(data, b","), await counted(data, b"{")
+    if cost_s(len(data), values, objects) < LONG_S:
+        return parse(kind, data)
+    if values + objects + await counted(data, b"[") > MAX_VALUES:
         raise _too_many_values()
     try:
         value = await SlicedJson(data.removeprefix(_BOM), MAX_OBJECTS).value()
