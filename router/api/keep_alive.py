@@ -13,6 +13,7 @@ from contextvars import Context
 from starlette.types import Message
 
 from kvferry.router.api.responder import Responder
+from kvferry.runtime.first_step import begun
 
 KEEP_ALIVE_S = 0.4
 """Silence of a stream after which a comment is written, in seconds."""
@@ -71,14 +72,12 @@ class KeptStream:
         """Write a comment if the stream is quiet. A client that has not read what was sent needs none."""
         if self._sending or now - self._sent_at < KEEP_ALIVE_S:
             return
-        step = self._responder.keep_alive()
         try:
-            step.send(None)
-        except StopIteration:
-            return
+            rest = begun(self._responder.keep_alive())
         except Exception:
             return  # the client has left, which its request notices itself
-        step.close()  # it would wait for a client that does not read
+        if rest is not None:
+            rest.close()  # it would wait for a client that does not read
 
     async def _pass(self, message: Message) -> None:
         self._sending += 1
