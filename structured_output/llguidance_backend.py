@@ -17,6 +17,7 @@ from kvferry.protocol.errors import ConfigError, GrammarFailed, InvalidRequest, 
 from kvferry.protocol.work import Grammar
 from kvferry.structured_output.forced_end import ForcedEnd, Marks, marks_of
 from kvferry.structured_output.interface import Bits, Matcher, words_for
+from kvferry.structured_output.replayed_rollback import ReplayedRollback, needs_replay
 from kvferry.structured_output.to_lark import lark_of
 from kvferry.structured_output.vocabulary import Vocabulary
 
@@ -91,16 +92,18 @@ class LlguidanceBackend:
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be used: {_summary(matcher)}")
-        return _Matcher(matcher, self._marks if "%json" in text else None)
+        replayed = ReplayedRollback(matcher) if needs_replay(text) else None
+        return _Matcher(matcher, self._marks if "%json" in text else None, replayed)
 
 
 class _Matcher:
-    def __init__(self, matcher: LLMatcher, marks: Marks | None) -> None:
-        self._matcher, self._marks = matcher, marks
+    def __init__(self, matcher: LLMatcher, marks: Marks | None, replayed: ReplayedRollback | None) -> None:
+        self._matcher, self._marks, self._replayed = matcher, marks, replayed
         self._closing = ForcedEnd(marks) if marks is not None else None
 
     def copy(self) -> _Matcher:
-        return _Matcher(self._matcher.deep_copy(), self._marks)
+        replayed = self._replayed.copy() if self._replayed is not None else None
+        return _Matcher(self._matcher.deep_copy(), self._marks, replayed)
 
     @property
     def closes_at(self) -> int:
@@ -116,11 +119,18 @@ class _Matcher:
         self._check()
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        return self._matcher.try_consume_tokens(list(token_ids))
+        tokens = list(token_ids)
+        count = self._matcher.try_consume_tokens(tokens)
+        if self._replayed is not None:
+            self._replayed.accepted(tokens[:count])
+        return count
 
     def rollback(self, count: int) -> None:
         if count:
-            self._matcher.rollback(count)
+            if self._replayed is not None:
+                self._matcher = self._replayed.before(count)
+            else:
+                self._matcher.rollback(count)
             self._closing = ForcedEnd(self._marks) if self._marks is not None else None
             self._check()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.model_files.gguf_tokenizer import build_tokenizer
-from kvferry.protocol.errors import ConfigError, InvalidRequest
+from kvferry.protocol.errors import ConfigError, GrammarFailed, InvalidRequest
 from kvferry.protocol.work import Grammar
 from kvferry.router.text.grammar_vocabulary import vocabulary_of
 from kvferry.structured_output import lark
@@ -134,6 +134,21 @@ def test_a_matcher_is_a_function_of_grammar_and_tokens() -> None:
         assert allowed(again) == masks[count]
     first.rollback(len(tokens) - 3)
     assert allowed(first) == masks[3]
+
+
+@pytest.mark.parametrize("length", [9, 2000])
+def test_a_grammar_that_counts_tokens_can_be_taken_back(length: int) -> None:
+    grammar = Grammar("lark", f'start: free "!"\nfree[max_tokens={length}]: /(.|\\n)*/')
+    tokens, matcher = (ids_of("one two three") * length)[:length], library().compile(grammar)
+    for at in range(0, length, 7):
+        assert matcher.accept(tokens[at : at + 7]) == len(tokens[at : at + 7])
+    assert allowed(matcher) == set(ids_of("!"))
+    matcher.rollback(5)
+    assert len(allowed(matcher)) > 1000
+    assert matcher.accept(tokens[-5:]) == 5
+    assert allowed(matcher) == set(ids_of("!"))
+    with pytest.raises(GrammarFailed, match="undone"):
+        matcher.rollback(length + 1)
 
 
 def test_a_token_that_is_not_allowed_is_not_taken() -> None:

@@ -28,9 +28,11 @@ from kvferry.router.api.bodies.fields import (
     Top,
     has_part,
 )
+from kvferry.router.api.bodies.output_grammar import bounded, parsing
+from kvferry.router.api.bodies.reasoning import ReasoningFields
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.structured import Asked, StructuredFields
-from kvferry.router.api.bodies.tools import ToolFields, ToolUse, bounded, parsing
+from kvferry.router.api.bodies.tools import ToolFields, ToolUse
 from kvferry.router.api.bodies.unsupported_fields import (
     UnsupportedFields,
     UnsupportedForChat,
@@ -184,7 +186,7 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
         return max(wanted, default=None)
 
 
-class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
+class ChatBody(ToolFields, ReasoningFields, ChatPrompt, UnsupportedForChat, GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     prompt_field, output_default = "messages", None
@@ -213,9 +215,10 @@ class ChatBody(ToolFields, ChatPrompt, UnsupportedForChat, GenerationBody):
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
         """Return the grammar of the output, including tool calls and reasoning; raise InvalidRequest."""
-        asked, use = super().grammar(text, prompt), self._use()
-        plain = use is None and (asked is None or (text.thinking is None and not text.channels))
-        return asked if plain else bounded(text, use, asked, prompt, continued=bool(self.continue_final_message))
+        asked, use, budget = super().grammar(text, prompt), self._use(), self.reasoning_budget(text)
+        if use is None and budget is None and (asked is None or (text.thinking is None and not text.channels)):
+            return asked
+        return bounded(text, use, asked, prompt, continued=bool(self.continue_final_message), budget=budget)
 
     def _use(self) -> ToolUse | None:
         asked = self.tools or self.functions or self.tool_choice or self.function_call

@@ -1,9 +1,8 @@
-"""Body fields for tools and tool_choice, and their effect on prompt and output."""
+"""Body fields for tools and tool_choice."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -11,15 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, with_config
 from typing_extensions import TypedDict
 
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.work import Grammar
 from kvferry.router.api.bodies.fields import told
-from kvferry.router.api.bodies.structured import Asked
-from kvferry.router.text.parsers import harmony, harmony_syntax
-from kvferry.router.text.parsers.families import MARKERS, marker_ids
-from kvferry.router.text.parsers.stage import CallParsing, Parsing
-from kvferry.router.text.parsers.syntax import Tool, after_thought, either, grammar
-from kvferry.router.text.text_model import TextModel
-from kvferry.structured_output import lark
+from kvferry.router.text.parsers.syntax import Tool
 
 MAX_TOOLS = 128
 """Largest number of tools in a request."""
@@ -73,7 +65,6 @@ class ToolFields(BaseModel):
     parallel_tool_calls: StrictBool | None = None
     functions: Annotated[Functions | None, OLD] = None
     function_call: Annotated[Choice, OLD] = None
-    include_reasoning: StrictBool | None = True
 
     @property
     def legacy(self) -> bool:
@@ -113,91 +104,6 @@ class ToolFields(BaseModel):
             field=field,
             place=place,
         )
-
-
-def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool = True) -> Parsing:
-    """Return the parsing of a model's output, with reasoning if `shown`; raise InvalidRequest."""
-    calls = None
-    if use is not None:
-        if text.dialect is None:
-            raise InvalidRequest(
-                f"{use.field}: the model {text.name!r} calls no tools here (--tool-call-parser none, or no chat "
-                "template); tool_choice 'none' answers without tools",
-                param=use.field,
-            )
-        names = tuple(tool.name for tool in use.tools)
-        calls = CallParsing(text.dialect.parser, names, patient=patient, named=use.named)
-    return Parsing(text.thinking, calls, shown=shown, channels=text.channels)
-
-
-def bounded(
-    text: TextModel, use: ToolUse | None, asked: Asked | None, prompt: Sequence[int], *, continued: bool
-) -> Asked | None:
-    """Return the grammar for this prompt's output: tool calls, the requested format, or either.
-
-    `asked` is the grammar of a text answer. `continued`: the prompt ends within a text answer. Raises InvalidRequest.
-    """
-    thinking = None if continued else text.thinking
-    opened = Parsing(thinking).opened(text.tokenizer, prompt)
-    try:
-        answer = None if asked is None else lark_answer(asked[1])
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{asked and asked[0]}: not valid JSON: {error}", param=asked and asked[0]) from error
-    if use is None or (asked is not None and answer is None):
-        if use is not None and asked is not None:
-            raise InvalidRequest(f"{asked[0]} of this kind cannot be combined with tools", param=asked[0])
-        if answer is None or (thinking is None and not text.channels):
-            return asked
-    if text.channels:
-        return _on_channels(text, use, asked, answer, prompt)
-    if use is None:
-        assert asked is not None
-        return asked[0], Grammar("lark", after_thought(_speller(text), thinking, opened, answer or ""))
-    dialect = text.dialect
-    assert dialect is not None
-    source = grammar(
-        dialect.family,
-        use.tools,
-        _speller(text),
-        forced=use.forced,
-        parallel=dialect.own if use.parallel is None else use.parallel,
-        led=not dialect.own and not continued,
-        thinking=thinking,
-        opened=opened,
-        answer=answer,
-    )
-    return use.place, Grammar("lark", source)
-
-
-def _on_channels(
-    text: TextModel, use: ToolUse | None, asked: Asked | None, answer: str | None, prompt: Sequence[int]
-) -> Asked:
-    """Return the grammar for a model whose output consists of messages on channels; see `bounded`."""
-    source = harmony_syntax.grammar(
-        () if use is None else use.tools,
-        _speller(text, harmony.MARKERS),
-        forced=use is not None and use.forced,
-        parallel=use is not None and use.parallel is not False,
-        lead=harmony.lead(text.tokenizer, prompt),
-        answer=answer,
-    )
-    field = use.place if use is not None else asked[0] if asked is not None else ""
-    return field, Grammar("lark", source)
-
-
-def lark_answer(asked: Grammar) -> str | None:
-    """Return the Lark text of an answer's grammar, for JSON or a choice of texts; None for other kinds."""
-    options: dict[str, Any] = {"lenient": asked.lenient}
-    if asked.whitespace is not None:
-        options["whitespace"] = asked.whitespace
-    match asked.kind:
-        case "json_schema":
-            return lark.schema(json.loads(asked.source), **options)
-        case "json_object":
-            return lark.schema({"type": "object"}, **options)
-        case "choice":
-            return either([lark.text(each) for each in json.loads(asked.source)])
-    return None
 
 
 def _tool(function: Function) -> Tool:
@@ -241,8 +147,3 @@ def _named(choice: Any, field: str, names: tuple[str, ...]) -> str:
         param = field if field == "function_call" else f"{field}.function.name"
         raise InvalidRequest(f"{param} must name one of the tools; got {name!r}", param=param)
     return str(name)
-
-
-def _speller(text: TextModel, markers: Iterable[str] = MARKERS) -> Callable[[str], str]:
-    ids = marker_ids(text.tokenizer, markers)
-    return lambda marker: lark.token(ids[marker]) if marker in ids else lark.text(marker)

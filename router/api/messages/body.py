@@ -40,9 +40,10 @@ class ToolChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Extended-thinking settings."""
+    """Extended-thinking settings; budget_tokens bounds the reasoning of models whose reasoning a token ends."""
 
     type: str
+    budget_tokens: Annotated[Integer, Field(ge=1, le=MAX_COUNT)] | None = None
 
 
 class OutputConfig(BaseModel):

@@ -8,10 +8,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.output_grammar import limits_reasoning
 from kvferry.router.api.bodies.translated import TranslatedChat, translated
 from kvferry.router.api.messages.body import CountBody, MessagesBody, Turn
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.request_context import RequestContext
+from kvferry.router.text.text_model import TextModel
 
 Block = Mapping[str, Any]
 Message = dict[str, Any]
@@ -29,7 +31,12 @@ class MessagesChat(TranslatedChat):
         "stop": "stop_sequences",
         "tools": "tools",
         "tool_choice": "tool_choice",
+        "thinking_token_budget": "thinking.budget_tokens",
     })  # fmt: skip
+
+    def reasoning_budget(self, text: TextModel) -> int | None:
+        """Return the budget; None if nothing can end this model's reasoning: clients send one to every model."""
+        return super().reasoning_budget(text) if limits_reasoning(text) else None
 
 
 async def asked(call: RequestContext, body: CountBody, pools: ServedModels) -> MessagesChat:
@@ -45,6 +52,7 @@ def chat(body: CountBody) -> MessagesChat:
     choice, last = body.tool_choice, body.messages[-1]
     continues = last.role == "assistant"
     config = body.output_config
+    thinks = body.thinking if body.thinking is not None and body.thinking.type != "disabled" else None
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages(body),
@@ -55,7 +63,8 @@ def chat(body: CountBody) -> MessagesChat:
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         "response_format": _response_format(config.format) if config and config.format else None,
         "reasoning_effort": config.effort if config else None,
-        "chat_template_kwargs": {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"},
+        "chat_template_kwargs": {"enable_thinking": thinks is not None},
+        "thinking_token_budget": thinks.budget_tokens if thinks else None,
     }
     if isinstance(body, MessagesBody):
         fields |= {

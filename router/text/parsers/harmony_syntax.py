@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.router.text.parsers.harmony import ANALYSIS, COMMENTARY, END, FINAL, FUNCTIONS, MARKS, MESSAGE, ROLE
-from kvferry.router.text.parsers.syntax import Rules, Spell, Tool, either
+from kvferry.router.text.parsers.rules import Rules, Spell, either
+from kvferry.router.text.parsers.syntax import Tool
 from kvferry.structured_output import lark
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, *_ = MARKS
 
 
 def grammar(
-    tools: Sequence[Tool], spell: Spell, *, forced: bool, parallel: bool, lead: str, answer: str | None = None
+    tools: Sequence[Tool],
+    spell: Spell,
+    *,
+    forced: bool,
+    parallel: bool,
+    lead: str,
+    answer: str | None = None,
+    budget: int | None = None,
 ) -> str:
     """Return the Lark text of the grammar.
 
@@ -20,29 +28,34 @@ def grammar(
     forced  there must be a call; otherwise the answer may be text
     lead    the message that the prompt has begun
     answer  Lark text of a structured answer; text before calls is then not allowed
+    budget  most tokens of reasoning, which is then one message at most, before the rest
     """
     rules = Rules(spell)
     free = rules.any()
+    mused = free if budget is None else rules.at_most(budget)
     said = free if answer is None else rules.rule(answer)
     on = rules.rule(f"{spell(_END)} {spell(_START)} {lark.text(ROLE)}")
-    thought = rules.rule(f"{_head(spell, ANALYSIS)} {free} {on}")
-    preamble = rules.rule(f"{_head(spell, COMMENTARY)} {free} {on}")
+    thought = rules.rule(f"{_head(spell, ANALYSIS)} {mused} {on}")
+    before = [] if forced or answer is not None else [rules.rule(f"{_head(spell, COMMENTARY)} {free} {on}")]
     calls = rules.rule(either([_call(rules, tool) for tool in tools])) if tools else ""
     if tools and parallel:
-        calls = f"{calls} ({on} {thought}* {calls})*"
+        between = f"{thought}*" if budget is None else ""
+        calls = f"{calls} ({on} {between} {calls})*"
     final = f"{_head(spell, FINAL, constrained=answer is not None)} {said}"
-    before = f"{thought}*" if forced or answer is not None else f"({thought} | {preamble})*"
-    row = f"{before} {calls if forced else either([final, calls]) if calls else final}"
-    return "\n".join([f"start: {_after(lead, row, free, said, on, forced=forced)}", *rules.lines])
+    first = f"{either([thought, *before])}*"
+    if budget is not None:
+        first = " ".join([f"{thought}?", *(f"{each}*" for each in before)])
+    row = f"{first} {calls if forced else either([final, calls]) if calls else final}"
+    return "\n".join([f"start: {_after(lead, row, mused, said, on, forced=forced)}", *rules.lines])
 
 
-def _after(lead: str, row: str, free: str, said: str, on: str, *, forced: bool) -> str:
+def _after(lead: str, row: str, mused: str, said: str, on: str, *, forced: bool) -> str:
     """Return the start rule, which continues the prompt's message if that is past its head."""
     head, _, body = lead.partition(MESSAGE)
     if END in body or MESSAGE not in lead:
         return row
     if forced or ANALYSIS in head:
-        return f"{free} {on} {row}"
+        return f"{mused} {on} {row}"
     return f"{said} ({on} {row})?"
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from kvferry.router.text.parsers import hermes, mistral
 from kvferry.router.text.parsers.reasoning import Thinking
+from kvferry.router.text.parsers.rules import Rules, Spell, either, is_token
+from kvferry.router.text.parsers.thought_grammar import thought
 from kvferry.structured_output import lark
 
-_ANY = r"/(.|\n)*/"
-_GAP = r"/[ \n]{0,4}/"
 LINE = "\n"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VALUES = frozenset(("enum", "const", "default", "examples"))
@@ -26,9 +26,6 @@ _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _OPEN = frozenset(
     ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 )
-
-Spell = Callable[[str], str]
-"""Returns the Lark text of a marker: a token if the vocabulary has it, else text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +41,6 @@ class Tool:
     def schema(self) -> str:
         """Return the Lark text of the arguments' grammar."""
         return lark.schema(closed(self.parameters), lenient=not self.strict)
-
-
-class Rules:
-    """Collector of grammar rules; each method returns an expression for its arguments."""
-
-    def __init__(self, spell: Spell) -> None:
-        self.spell = spell
-        self.lines: list[str] = []
-
-    def rule(self, body: str, options: str = "") -> str:
-        """Add a rule and return its name."""
-        name = f"r{len(self.lines)}"
-        self.lines.append(f"{name}{options}: {body}")
-        return name
-
-    def any(self) -> str:
-        """Return an expression for free text, possibly empty."""
-        return self.terminal(_ANY)
-
-    def terminal(self, body: str) -> str:
-        """Add a terminal and return its name."""
-        name = f"T{len(self.lines)}"
-        self.lines.append(f"{name}: {body}")
-        return name
-
-    def up_to(self, marker: str) -> str:
-        """Return an expression for free text up to and including the first such marker."""
-        spelled = self.spell(marker)
-        if is_token(spelled):
-            return f"({self.any()} {spelled})"
-        return self.rule(f"{self.any()} {spelled}", "[lazy]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +103,7 @@ def grammar(
     thinking: Thinking | None = None,
     opened: bool = False,
     answer: str | None = None,
+    budget: int | None = None,
 ) -> str:
     """Return the Lark text of the grammar.
 
@@ -145,6 +112,7 @@ def grammar(
     led       text must begin with hermes.REPLY (see `tool_prompt`)
     thinking  reasoning that may come first; `opened`: it has begun
     answer    Lark text of a structured answer
+    budget    most tokens of reasoning
     """
     rules = Rules(spell)
     calls = WRITERS[family](rules, tools)
@@ -164,25 +132,7 @@ def grammar(
     else:
         heads = [(rules.rule(lark.text(calls.opening + head), "[lazy]"), rest) for head, rest in calls.calls]
         body = either([rules.any(), *(f"{head} {rest} {end}" for head, rest in heads)])
-    return "\n".join([f"start: {_thought(rules, thinking, opened)} {body}", *rules.lines])
-
-
-def after_thought(spell: Spell, thinking: Thinking | None, opened: bool, answer: str) -> str:
-    """Return the Lark text of a grammar for an answer after optional reasoning."""
-    rules = Rules(spell)
-    body = rules.rule(answer)
-    return "\n".join([f"start: {_thought(rules, thinking, opened)} {body}", *rules.lines])
-
-
-def _thought(rules: Rules, thinking: Thinking | None, opened: bool) -> str:
-    """Return an expression for optional reasoning, or for reasoning that has begun and must end."""
-    if thinking is None:
-        return ""
-    gap = rules.terminal(_GAP)
-    end = either([rules.up_to(mark) for mark in thinking.ends])
-    if opened:
-        return f"{end} {gap}"
-    return f"({either([rules.spell(mark) for mark in thinking.begins])} {end} {gap})?"
+    return "\n".join([f"start: {thought(rules, thinking, opened, budget)} {body}", *rules.lines])
 
 
 def _objects(rules: Rules, tools: Sequence[Tool], before: str, key: str, rest: str) -> list[tuple[str, str]]:
@@ -227,13 +177,3 @@ def _closed_in(key: str, value: Any) -> Any:
     if key in _MAPS and isinstance(value, dict):
         return {name: closed(each) for name, each in value.items()}
     return closed(value)
-
-
-def either(options: Sequence[str]) -> str:
-    """Return a Lark alternative of the options."""
-    return f"({' | '.join(options)})"
-
-
-def is_token(spelled: str) -> bool:
-    """Return whether the spelling names a special token."""
-    return spelled.startswith("<")

@@ -313,3 +313,19 @@ async def test_instructions_in_mid_conversation_stay_where_they_were_said() -> N
         f"{before}<|start|>developer<|message|># Instructions\n\nNow rhyme.<|end|>"
         "<|start|>user<|message|>And?<|end|><|start|>assistant"
     )
+
+
+async def test_a_budget_ends_the_analysis() -> None:
+    api = channels_api(ANSWER)
+    await api.chat(thinking_token_budget=4)
+    thought = f"{ANALYSIS}one two three four"
+    assert lets(api, f"{thought}{ON}{FINAL}It is as sunny as it has ever been.")
+    assert lets(api, f"{ANALYSIS}one{ON}{FINAL}Sunny.")
+    assert lets(api, f"{FINAL}Sunny.")
+    assert not lets(api, f"{thought} five{ON}{FINAL}Sunny.")
+    assert not lets(api, f"{thought}{ON}{thought}{ON}{FINAL}Sunny.")
+    await api.chat(thinking_token_budget=4, tools=TOOLS, tool_choice="required")
+    assert lets(api, f"{thought}{ON}{NOW}")
+    assert lets(api, f"{thought}{ON}{NOW}{ON}{NOW}")
+    assert not lets(api, f"{thought} five{ON}{NOW}")
+    assert not lets(api, f"{thought}{ON}{NOW}{ON}{thought}{ON}{NOW}")

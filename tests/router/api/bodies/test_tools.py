@@ -316,3 +316,12 @@ async def test_reasoning_comes_before_calls() -> None:
     api = api_of(f"Hm.\n</think>\n\n{CALL}", template=THINKING)
     message = (await api.chat(tools=TOOLS, tool_choice="required")).json()["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"], len(message["tool_calls"])) == (None, "Hm.", 1)
+
+
+@pytest.mark.parametrize("template", [THINKING, KNOWING])
+async def test_a_budget_of_reasoning_needs_a_model_whose_reasoning_a_token_ends(template: str) -> None:
+    api = api_of("Four.", template=template)  # the demo model's vocabulary has no token </think>
+    for budget, bound in ((5, "ends with a token"), (-1, "greater than or equal to 0")):
+        response = await api.chat(thinking_token_budget=budget)
+        assert (response.status_code, error_of(response)["param"]) == (400, "thinking_token_budget")
+        assert bound in error_of(response)["message"]

@@ -204,7 +204,10 @@ def test_tools_and_their_choice(monkeypatch: pytest.MonkeyPatch, choice: Any, ex
     [(None, False), ({"type": "enabled", "budget_tokens": 2000}, True), ({"type": "disabled"}, False)],
 )
 def test_models_think_when_they_are_asked_to(monkeypatch: pytest.MonkeyPatch, thinking: Any, told: bool) -> None:
-    assert asked(monkeypatch, thinking=thinking).chat_template_kwargs == {"enable_thinking": told}
+    found = asked(monkeypatch, thinking=thinking)
+    assert found.chat_template_kwargs == {"enable_thinking": told}
+    assert found.thinking_token_budget == (2000 if told else None)
+    assert found.reasoning_budget(demo_text()) is None  # nothing could end its thoughts, and clients send one to all
 
 
 async def test_the_assistant_s_last_words_are_continued() -> None:

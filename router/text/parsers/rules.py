@@ -1,0 +1,55 @@
+"""Collector of Lark rules for grammars of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_ANY = r"/(.|\n)*/"
+
+Spell = Callable[[str], str]
+"""Returns the Lark text of a marker: a token if the vocabulary has it, else text."""
+
+
+class Rules:
+    """Collector of grammar rules; each method returns an expression for its arguments."""
+
+    def __init__(self, spell: Spell) -> None:
+        self.spell = spell
+        self.lines: list[str] = []
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Add a rule and return its name."""
+        name = f"r{len(self.lines)}"
+        self.lines.append(f"{name}{options}: {body}")
+        return name
+
+    def any(self) -> str:
+        """Return an expression for free text, possibly empty."""
+        return self.terminal(_ANY)
+
+    def at_most(self, tokens: int) -> str:
+        """Return an expression for free text of at most so many tokens."""
+        return self.rule(self.any(), f"[max_tokens={tokens}]")
+
+    def terminal(self, body: str) -> str:
+        """Add a terminal and return its name."""
+        name = f"T{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def up_to(self, marker: str) -> str:
+        """Return an expression for free text up to and including the first such marker."""
+        spelled = self.spell(marker)
+        if is_token(spelled):
+            return f"({self.any()} {spelled})"
+        return self.rule(f"{self.any()} {spelled}", "[lazy]")
+
+
+def either(options: Sequence[str]) -> str:
+    """Return a Lark alternative of the options."""
+    return f"({' | '.join(options)})"
+
+
+def is_token(spelled: str) -> bool:
+    """Return whether the spelling names a special token."""
+    return spelled.startswith("<")

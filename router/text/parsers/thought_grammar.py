@@ -1,0 +1,37 @@
+"""Grammar of the reasoning before an answer, with an optional budget of tokens."""
+
+from __future__ import annotations
+
+from kvferry.router.text.parsers.reasoning import Thinking
+from kvferry.router.text.parsers.rules import Rules, Spell, either, is_token
+
+_GAP = r"/[ \n]{0,4}/"
+
+
+def can_limit(thinking: Thinking, spell: Spell) -> bool:
+    """Return whether a budget can end such reasoning: the mark must be one token, which text cannot contain."""
+    return any(is_token(spell(mark)) for mark in thinking.ends)
+
+
+def thought(rules: Rules, thinking: Thinking | None, opened: bool, budget: int | None = None) -> str:
+    """Return an expression for optional reasoning, or for reasoning that has begun and must end.
+
+    budget: most tokens before the end mark; the mark must be a token (`can_limit`)."""
+    if thinking is None:
+        return ""
+    gap = rules.terminal(_GAP)
+    if budget is None:
+        end = either([rules.up_to(mark) for mark in thinking.ends])
+    else:
+        marks = [spelled for mark in thinking.ends if is_token(spelled := rules.spell(mark))]
+        end = f"{rules.at_most(budget)} {either(marks)}"
+    if opened:
+        return f"{end} {gap}"
+    return f"({either([rules.spell(mark) for mark in thinking.begins])} {end} {gap})?"
+
+
+def after_thought(spell: Spell, thinking: Thinking | None, opened: bool, answer: str, budget: int | None = None) -> str:
+    """Return the Lark text of a grammar for an answer after optional reasoning; answer: Lark text, "" is any text."""
+    rules = Rules(spell)
+    body = rules.rule(answer) if answer else rules.any()
+    return "\n".join([f"start: {thought(rules, thinking, opened, budget)} {body}", *rules.lines])
