@@ -30,6 +30,7 @@
 # make bench-simulated  how near a simulation comes to the times to first token of a cluster that runs
 # make bench-speculation  tokens per second with and without --num-speculative-tokens
 # make bench-tiers  what a prefix on disk is worth: prompts read from there, against computing them
+# make bench-targets  goodput with and without latency targets, at a running cluster's capacity and beyond it
 # make bench-embed  embeddings a second, against one batch of transformers
 # make bench-gpu  check and measure the GPU of this machine: make bench-gpu SECONDS=400 KEEP=folder ARGS="--only cases steps"; with its own Python, if that has torch
 # make wheelhouse  the wheels that a machine with torch but without a network lacks: make wheelhouse ARGS='--python 3.12 --slim house'
@@ -91,7 +92,7 @@ ENGINED := $(if $(ENGINES),--engines $(ENGINES) --engine-python $(VENV)/engines/
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-clients test-engines test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs site bench bench-accuracy bench-grammars \
-  bench-router bench-adapter bench-engines bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
+  bench-router bench-adapter bench-engines bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-targets bench-embed \
   bench-gpu wheelhouse wheel sbom images lock audit test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
@@ -232,6 +233,9 @@ bench-buddies: $(VENV)/test.done $(VENV)/model.done
 
 bench-simulated: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.simulated $(ARGS)
+
+bench-targets: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.targets $(ARGS)
 
 bench-embed: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.embedding $(ARGS)

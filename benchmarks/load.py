@@ -26,6 +26,10 @@ class LoadError(Exception):
     """A server refused a request, closed the connection, or sent another number of tokens than asked for."""
 
 
+class Rejected(LoadError):
+    """A server answered 429: the request came too soon for its limits or targets."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Server under load. url: without `/v1`; model: name to ask it for."""
@@ -184,7 +188,8 @@ class Connection(asyncio.Protocol):
         if status < 300:
             self._end(None)
         else:
-            self._end(LoadError(f"status {status}: {self._rest.decode(errors='replace')[:300]}"))
+            kind = Rejected if status == 429 else LoadError
+            self._end(kind(f"status {status}: {self._rest.decode(errors='replace')[:300]}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(LoadError(f"the server closed the connection ({exc})"))
