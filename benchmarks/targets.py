@@ -98,7 +98,7 @@ class Load:
 def report(phases: dict[tuple[float, str], list[Phase]], goal: Goal, capacity: float) -> str:
     """Return a Markdown table of medians over the rounds."""
     lines = [
-        f"Capacity {capacity:.2f} requests/s; first token within {goal.first_s:.2f} s, tokens {goal.gap_s:.3f} s apart.",
+        f"Capacity {capacity:.2f} requests/s; first token within {goal.first_s:.2f} s, tokens {goal.gap_s:.3f} s apart",
         "",
         "| load | | goodput, requests/s | of the admitted | rejected | of the goodput at the first load |",
         "| --- | --- | --- | --- | --- | --- |",
