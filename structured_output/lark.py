@@ -12,6 +12,8 @@ The output may end only where the grammar is complete. Grammars never name end-o
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 COMMA, COLON = ", ", ": "
@@ -29,6 +31,15 @@ def text(literal: str) -> str:
 def token(token_id: int) -> str:
     """Return an expression for one special token. It may stand in rules (lower-case names), not in terminals."""
     return f"<[{token_id}]>"
+
+
+def spelled(tokens: Mapping[str, int], literal: str) -> str:
+    """Return an expression for this text, in which each of these texts stands for its token, the longest first."""
+    known = sorted((each for each in tokens if each and each in literal), key=len, reverse=True)
+    if not known:
+        return text(literal)
+    parts = re.split(f"({'|'.join(map(re.escape, known))})", literal)
+    return " ".join(token(tokens[part]) if part in tokens else text(part) for part in parts if part)
 
 
 def schema(json_schema: Any, *, lenient: bool = False, whitespace: str | None = None) -> str:

@@ -57,7 +57,8 @@ class Generation:
         self.metrics = pool.metrics
         self._options = options
         if parsing is not PLAIN:
-            self._options = replace(options, shown=shown(pool.text.tokenizer, options, channels=parsing.channels))
+            tokens = shown(pool.text.tokenizer, options, parsing.marks, channels=parsing.channels)
+            self._options = replace(options, shown=tokens)
         self._parsing = parsing
         self.turn: Slot | None = None
         self._journal: Journal | None = None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError, nodes
-from jinja2.environment import Template
+from jinja2.environment import Template as Compiled
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvferry.protocol.errors import ConfigError, InvalidRequest, reason
 from kvferry.router.text.cheap_costs import Costly
 from kvferry.router.text.cheap_templates import cheap_environment, is_cheap
+from kvferry.router.text.parsers.derived.derive import Derived, Template, derive
 from kvferry.router.text.render_frames import (
     COMMAND,
     DEADLINE_S,
@@ -93,6 +95,31 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and can fail in any way on unexpected messages
             raise rendering.refused(str(error)) from error
 
+    def render_all(self, asked: Sequence[Rendering]) -> list[str | None]:
+        """Return the texts of several prompts within the time of one, in one child process; None where there is none.
+
+        Blocks."""
+        texts: dict[int, str] = {}
+        later: list[int] = []
+        for place, each in enumerate(asked):
+            with contextlib.suppress(InvalidRequest):
+                text = self.render_here(each)
+                if text is None:
+                    later.append(place)
+                else:
+                    texts[place] = text
+        if later:
+            answers = self._in_child([asked[place] for place in later], DEADLINE_S)[1:]
+            texts |= {place: text for place, (kind, text) in zip(later, answers, strict=False) if kind == TEXT}
+        return [texts.get(place) for place in range(len(asked))]
+
+    @cached_property
+    def derived(self) -> Derived:
+        """Return the syntax of calls and reasoning that the templates reveal, derived at the first use; blocks."""
+        if not self.knows_tools and "reasoning" not in self.source and "thinking" not in self.source:
+            return Derived()
+        return derive(Template(self.render_all, self.special_tokens, self.wants_parts, self.knows_tools))
+
     def _probe(self, role: str, content: Any) -> Rendering:
         messages = [{"role": role, "content": content}]
         if role != "user":
@@ -123,10 +150,12 @@ class ChatTemplate:
         shown = [case for case, (kind, text) in answered if kind == TEXT and _shown(text)]
         return lambda role, content: (role, content) in shown
 
-    def _in_child(self, asked: list[Rendering]) -> list[tuple[bytes, str]]:
-        """Return the answers of a child process to the sources and to these; fewer if it ended before."""
+    def _in_child(self, asked: list[Rendering], deadline_s: float | None = None) -> list[tuple[bytes, str]]:
+        """Return the answers of a child process to the sources and to these; fewer if it ended before.
+
+        deadline_s: time for all renderings."""
         requests = b"".join(map(framed, [self.sources, *(each.frame for each in asked)]))
-        patience = START_S + DEADLINE_S * len(asked)
+        patience = START_S + (DEADLINE_S * len(asked) if deadline_s is None else deadline_s)
         try:
             done = subprocess.run(
                 COMMAND,
@@ -156,7 +185,7 @@ def _parsed(texts: Collection[str]) -> dict[str, nodes.Template]:
     return {text: language.parse(text) for text in dict.fromkeys(texts)}
 
 
-def _compiled(texts: Iterable[str]) -> dict[str, Template]:
+def _compiled(texts: Iterable[str]) -> dict[str, Compiled]:
     sandbox = cheap_environment()
     return {text: sandbox.from_string(text) for text in texts}
 

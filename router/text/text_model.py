@@ -54,12 +54,22 @@ class TextModel:
         template = self.template
         if template is None:
             return None
-        return dialect(self.tool_call_parser, template.source, knows_tools=template.knows_tools)
+        return dialect(self.tool_call_parser, template.source, template.derived, knows_tools=template.knows_tools)
 
     @property
     def thinking(self) -> Thinking | None:
         """Return the model's reasoning marks; None if it has none, or if they are shown as text."""
-        return thinking(self.reasoning_parser, self.template.source if self.template is not None else None)
+        template = self.template
+        if template is None:
+            return thinking(self.reasoning_parser, None)
+        return thinking(self.reasoning_parser, template.source, template.derived.thinking)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts of its calls and reasoning, in which parsers must see special tokens."""
+        calls, thoughts = self.dialect, self.thinking
+        told = () if thoughts is None else (*thoughts.begins, *thoughts.ends)
+        return (*told, *(() if calls is None else calls.marks))
 
     @property
     def channels(self) -> bool:

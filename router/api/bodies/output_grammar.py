@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from kvferry.protocol.errors import InvalidRequest
@@ -11,7 +12,7 @@ from kvferry.protocol.work import Grammar
 from kvferry.router.api.bodies.structured import Asked
 from kvferry.router.api.bodies.tools import ToolUse
 from kvferry.router.text.parsers import harmony, harmony_syntax
-from kvferry.router.text.parsers.families import MARKERS, marker_ids
+from kvferry.router.text.parsers.families import MARKERS, marker_ids, tokens_in
 from kvferry.router.text.parsers.rules import either
 from kvferry.router.text.parsers.stage import CallParsing, Parsing
 from kvferry.router.text.parsers.syntax import grammar
@@ -33,9 +34,9 @@ def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
                 "template); tool_choice 'none' answers without tools",
                 param=use.field,
             )
-        names = tuple(tool.name for tool in use.tools)
+        names = {tool.name: tool.parameters for tool in use.tools}
         calls = CallParsing(text.dialect.parser, names, patient=patient, named=use.named)
-    return Parsing(text.thinking, calls, shown=shown, channels=text.channels)
+    return Parsing(text.thinking, calls, shown=shown, channels=text.channels, marks=text.marks)
 
 
 def bounded(
@@ -72,7 +73,7 @@ def bounded(
     dialect = text.dialect
     assert dialect is not None
     source = grammar(
-        dialect.family,
+        dialect.writer,
         use.tools,
         _speller(text),
         forced=use.forced,
@@ -129,5 +130,6 @@ def lark_answer(asked: Grammar) -> str | None:
 
 
 def _speller(text: TextModel, markers: Iterable[str] = MARKERS) -> Callable[[str], str]:
-    ids = marker_ids(text.tokenizer, markers)
-    return lambda marker: lark.token(ids[marker]) if marker in ids else lark.text(marker)
+    """Return what spells a text in Lark, with the tokens that stand in it."""
+    tokens = {**marker_ids(text.tokenizer, markers), **tokens_in(text.tokenizer, text.marks)}
+    return partial(lark.spelled, tokens)

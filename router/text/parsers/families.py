@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import ConfigError
 from kvferry.router.text.parsers import harmony
+from kvferry.router.text.parsers.derived.derive import Derived
+from kvferry.router.text.parsers.derived.grammar import calls
+from kvferry.router.text.parsers.derived.reader import SyntaxParser
+from kvferry.router.text.parsers.derived.syntax import ToolSyntax
+from kvferry.router.text.parsers.derived.verification import is_read
+from kvferry.router.text.parsers.family_syntax import WRITERS
 from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
 from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
 from kvferry.router.text.parsers.mistral import MistralParser
 from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.pythonic import PythonicParser
 from kvferry.router.text.parsers.reasoning import Thinking
+from kvferry.router.text.parsers.syntax import Writer
 from kvferry.router.text.transcript import TextOptions
 
 CALLS: Mapping[str, type[CallParser]] = {
@@ -35,6 +42,8 @@ REASONING: Mapping[str, Thinking] = {
     "mistral": Thinking(("[THINK]",), ("[/THINK]",)),
     "openai_gptoss": Thinking(("<|channel|>analysis<|message|>",), ("<|end|>",)),
 }
+DERIVED = "derived"
+"""Family whose syntax the template revealed (`derived`)."""
 OPENAI = "openai"
 """Family whose whole outputs are messages on channels (`harmony`)."""
 AUTO, NONE = "auto", "none"
@@ -53,58 +62,95 @@ def marker_ids(tokenizer: TextTokenizer, markers: Iterable[str] = MARKERS) -> di
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
 
 
-def shown(tokenizer: TextTokenizer, options: TextOptions, *, channels: bool) -> dict[int, str]:
-    """Return the special tokens to show because the parsers must see them."""
+@cache
+def tokens_in(tokenizer: TextTokenizer, marks: tuple[str, ...]) -> dict[str, int]:
+    """Return the added tokens that stand within these texts of a syntax."""
+    added = tokenizer.library.get_added_tokens_decoder()
+    texts = {each.content: index for index, each in added.items() if each.content.strip()}
+    return {text: index for text, index in texts.items() if any(text in mark for mark in marks)}
+
+
+def shown(tokenizer: TextTokenizer, options: TextOptions, marks: tuple[str, ...], *, channels: bool) -> dict[int, str]:
+    """Return the special tokens to show because the parsers must see them; marks: texts in which they may stand."""
     if channels:
         return harmony.marks(tokenizer)
     if not options.skip_special_tokens:
         return {}
-    special = tokenizer.special_ids
-    return {token_id: marker for marker, token_id in marker_ids(tokenizer).items() if token_id in special}
+    found, special = {**marker_ids(tokenizer), **tokens_in(tokenizer, marks)}, tokenizer.special_ids
+    return {token_id: marker for marker, token_id in found.items() if token_id in special}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """Tool-call dialect of a model.
 
-    `own`: its template shows tools, calls and results; otherwise `tool_prompt` does."""
+    family  DERIVED, or the family of a parser that is written by hand
+    own     its template shows tools, calls and results; otherwise `tool_prompt` does
+    syntax  what its template revealed, of the family DERIVED"""
 
     family: str
     own: bool
+    syntax: ToolSyntax | None = None
 
     @property
-    def parser(self) -> type[CallParser] | None:
-        """Return the parser class; None if the parser of channels also reads calls."""
+    def parser(self) -> Callable[..., CallParser] | None:
+        """Return what makes parsers; None if the parser of channels also reads calls."""
         if self.family == OPENAI:
             return None
+        if self.syntax is not None:
+            return partial(SyntaxParser, self.syntax)
         return CALLS[self.family] if self.own else LedHermesParser
+
+    @property
+    def writer(self) -> Writer:
+        """Return what writes the calls of a grammar."""
+        return WRITERS[self.family] if self.syntax is None else partial(calls, self.syntax)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return further texts in which the parser must see special tokens."""
+        return () if self.syntax is None else self.syntax.literals()
 
 
 _CHANNELS = "<|channel|>analysis"
 
 
 @cache
-def dialect(name: str, template: str, *, knows_tools: bool) -> Dialect | None:
+def dialect(name: str, template: str, derived: Derived, *, knows_tools: bool) -> Dialect | None:
     """Return the dialect of the model with this chat template; None if it calls no tools.
 
-    `name` is the value of --tool-call-parser."""
+    name: value of --tool-call-parser. derived: what the template's own calls revealed."""
     if name == NONE:
         return None
-    family = _detected(template) if knows_tools else None
-    if name == AUTO and _detected(template) == OPENAI:
+    if name != AUTO:
+        return Dialect(name if knows_tools else "hermes", own=knows_tools)
+    family = _detected(template)
+    if family == OPENAI:
         return Dialect(OPENAI, own=True) if knows_tools else None
-    if name == AUTO:
-        return Dialect(family or "hermes", own=family is not None)
-    return Dialect(name if knows_tools else "hermes", own=knows_tools)
+    if knows_tools and derived.calls is not None and derived.calls.is_marked:
+        return Dialect(DERIVED, own=True, syntax=derived.calls)
+    if knows_tools and family is not None and _reads(family, derived):
+        return Dialect(family, own=True)
+    if knows_tools and derived.calls is not None:
+        return Dialect(DERIVED, own=True, syntax=derived.calls)
+    return Dialect("hermes", own=False)
+
+
+def _reads(family: str, derived: Derived) -> bool:
+    """Return whether a family's parser reads the calls that a template writes, if it writes any."""
+    several = derived.calls is None or derived.calls.between is not None
+    return not derived.shows_calls or is_read(CALLS[family], dict(derived.texts), several=several)
 
 
 @cache
-def thinking(name: str, template: str | None) -> Thinking | None:
-    """Return the reasoning marks; `name` is the value of --reasoning-parser."""
+def thinking(name: str, template: str | None, derived: Thinking | None = None) -> Thinking | None:
+    """Return the reasoning marks; name: value of --reasoning-parser. derived: marks that the template revealed."""
     if name == NONE:
         return None
     if name != AUTO:
         return REASONING[name]
+    if derived is not None and not (template is not None and _CHANNELS in template):
+        return derived
     for family, marks in (
         ("openai_gptoss", _CHANNELS),
         ("mistral", "[THINK]"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from kvferry.router.text.parsers.json_call import CallObject
 from kvferry.router.text.parsers.parsed_output import CallParser
 
@@ -54,7 +52,7 @@ class ObjectParser(CallParser):
 class HermesParser(ObjectParser):
     """Parser of Hermes and Qwen tool calls."""
 
-    opens: ClassVar[tuple[str, ...]] = (BEGIN,)
+    opens: tuple[str, ...] = (BEGIN,)
 
     def _read_call(self) -> bool:
         if self._object is not None:

@@ -70,13 +70,15 @@ class ValueEnd:
 class CallObject:
     """Incremental parser of `{"name": ..., "arguments": {...}}`; accepts `parameters` and further fields.
 
+    name_key, arguments_key  further keys of a model's own
     done, broken  complete, or invalid as a call of one of `names`
     name          set once the arguments have begun
     raw           all text that was read
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], name_key: str = "name", arguments_key: str = "arguments") -> None:
         self._names = names
+        self._name_keys, self._arguments_keys = {*_NAMES, name_key}, {*_ARGUMENTS, arguments_key}
         self._state = "open"
         self._key = self._value = ""
         self._end = ValueEnd()
@@ -146,7 +148,7 @@ class CallObject:
         """Read some of a key or value; return the position reached."""
         if self._state == "value" and not self._value:
             at = _run(_BLANKS, text, at)
-            if at < len(text) and self._key in _ARGUMENTS and self._arguments is None and text[at] == "{":
+            if at < len(text) and self._key in self._arguments_keys and self._arguments is None and text[at] == "{":
                 self._streams = bool(self._named)
                 self.name = self._named
         end = self._end.feed(text, at)
@@ -167,12 +169,12 @@ class CallObject:
             return "colon"
         if not self._value:
             return "broken"
-        if self._key in _NAMES and not self._named:
+        if self._key in self._name_keys and not self._named:
             name = _json(self._value)
             if not isinstance(name, str) or name not in self._names:
                 return "broken"
             self._named = name
-        elif self._key in _ARGUMENTS and self._arguments is None:
+        elif self._key in self._arguments_keys and self._arguments is None:
             self._arguments = _unpacked(self._value)
             if self._arguments is None:
                 return "broken"

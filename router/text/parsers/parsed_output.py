@@ -6,7 +6,7 @@ import hashlib
 import random
 import string
 from collections.abc import Collection
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from kvferry.router.text.transcript import CallDelta, Found
 
@@ -61,9 +61,9 @@ class CallParser:
     Families use `_held` (unread text), `_say` and `_call` (results), and `_leave` (return to text). `_read_call` is
     called while a call is open and returns whether it made progress; False means that it needs more text."""
 
-    opens: ClassVar[tuple[str, ...]] = ()
-    opens_first: ClassVar[tuple[str, ...]] = ()
-    id_len: ClassVar[int] = 0
+    opens: tuple[str, ...] = ()
+    opens_first: tuple[str, ...] = ()
+    id_len: int = 0
 
     def __init__(self, names: Collection[str], *, patient: bool = False) -> None:
         self._names = frozenset(names)

@@ -16,6 +16,8 @@ class Rules:
     def __init__(self, spell: Spell) -> None:
         self.spell = spell
         self.lines: list[str] = []
+        self.literal: str | None = None
+        """Rule of any literal, once there is one."""
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule and return its name."""

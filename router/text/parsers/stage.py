@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.router.dispatch.interface import Output
@@ -21,11 +22,11 @@ TAIL = 16
 class CallParsing:
     """Parsing of tool calls, with a new parser for each sequence; None: harmony channels are read instead.
 
-    `named`: the client named the tool, so the answer ends with `stop`; otherwise an answer with calls ends with
-    `tool_calls`."""
+    names: the tools that may be called, with the JSON schemas of their parameters. `named`: the client named the tool,
+    so the answer ends with `stop`; otherwise an answer with calls ends with `tool_calls`."""
 
-    parser: type | None
-    names: tuple[str, ...]
+    parser: Callable[..., Parser] | None
+    names: Mapping[str, Any]
     patient: bool = False
     named: bool = False
 
@@ -34,13 +35,15 @@ class CallParsing:
 class Parsing:
     """Parsing options of an output.
 
-    `shown`: reasoning is shown; otherwise it is counted and dropped. `channels`: the output consists of messages on
-    channels."""
+    shown     reasoning is shown; otherwise it is counted and dropped
+    channels  the output consists of messages on channels
+    marks     texts in which the parsers must see special tokens"""
 
     thinking: Thinking | None = None
     calls: CallParsing | None = None
     shown: bool = True
     channels: bool = False
+    marks: tuple[str, ...] = ()
 
     def reader(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> Reader:
         """Return a new reader for an output of this prompt."""

@@ -5,20 +5,16 @@ in the vocabulary stand for their tokens."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.router.text.parsers import hermes, mistral
+from kvferry.router.text.parsers import hermes
 from kvferry.router.text.parsers.reasoning import Thinking
-from kvferry.router.text.parsers.rules import Rules, Spell, either, is_token
+from kvferry.router.text.parsers.rules import Rules, Spell, either
 from kvferry.router.text.parsers.thought_grammar import thought
 from kvferry.structured_output import lark
 
-LINE = "\n"
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VALUES = frozenset(("enum", "const", "default", "examples"))
 """JSON schema keywords whose values are no schemas."""
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
@@ -50,50 +46,22 @@ class Calls:
     marker   opens calls within free text; empty: calls are the whole answer, which begins unlike text
     opening  text after the marker
     calls    for each tool, the text that begins its call, and Lark text for the rest
-    between  Lark text
+    between  Lark text; None: there is one call at most
     """
 
     marker: str
     opening: str
     calls: Sequence[tuple[str, str]]
-    between: str
+    between: str | None
     closing: str
 
 
-def _hermes(rules: Rules, tools: Sequence[Tool]) -> Calls:
-    rest = f"{lark.text('}' + LINE)} {rules.spell(hermes.END)}"
-    calls = _objects(rules, tools, LINE, "arguments", rest)
-    return Calls(hermes.BEGIN, "", calls, f"{lark.text(LINE)} {rules.spell(hermes.BEGIN)}", "")
-
-
-def _llama3_json(rules: Rules, tools: Sequence[Tool]) -> Calls:
-    return Calls("", "", _objects(rules, tools, "", "parameters", lark.text("}")), lark.text("; "), "")
-
-
-def _mistral(rules: Rules, tools: Sequence[Tool]) -> Calls:
-    args = rules.spell(mistral.ARGS)
-    if not is_token(args):
-        calls = _objects(rules, tools, "", "arguments", lark.text("}"))
-        return Calls(mistral.BEGIN, " [", calls, lark.text(", "), lark.text("]"))
-    calls = [(tool.name, f"{args} {rules.rule(tool.schema())}") for tool in tools]
-    return Calls(mistral.BEGIN, "", calls, rules.spell(mistral.BEGIN), "")
-
-
-def _pythonic(rules: Rules, tools: Sequence[Tool]) -> Calls:
-    calls = [(f"{tool.name}(", f"{_keywords(rules, tool)} {lark.text(')')}") for tool in tools]
-    return Calls("", "[", calls, lark.text(", "), lark.text("]"))
-
-
-WRITERS: Mapping[str, Callable[[Rules, Sequence[Tool]], Calls]] = {
-    "hermes": _hermes,
-    "llama3_json": _llama3_json,
-    "mistral": _mistral,
-    "pythonic": _pythonic,
-}
+Writer = Callable[[Rules, Sequence[Tool]], Calls]
+"""Returns the call syntax of a family for these tools."""
 
 
 def grammar(
-    family: str,
+    writer: Writer,
     tools: Sequence[Tool],
     spell: Spell,
     *,
@@ -115,49 +83,43 @@ def grammar(
     budget    most tokens of reasoning
     """
     rules = Rules(spell)
-    calls = WRITERS[family](rules, tools)
-    one = rules.rule(either([f"{lark.text(head)} {rest}" for head, rest in calls.calls]))
-    end = f"({calls.between} {one})* {calls.closing}" if parallel else calls.closing
-    opening = " ".join(
-        [rules.spell(calls.marker)] * bool(calls.marker) + [lark.text(calls.opening)] * bool(calls.opening)
-    )
-    direct = f"{opening} {one} {end}"
+    calls = writer(rules, tools)
+    one = rules.rule(either([f"{spell(head)} {rest}" if head else rest for head, rest in calls.calls]))
+    end = calls.closing if not parallel or calls.between is None else f"({calls.between} {one})* {calls.closing}"
+    behind = spell(calls.opening) if calls.opening else ""
+    direct = f"{spell(calls.marker) if calls.marker else ''} {behind} {one} {end}"
     if forced:
         body = direct
     elif led or answer is not None:
         body = either([answer or f"{lark.text(hermes.REPLY)} {rules.any()}", direct])
     elif calls.marker:
-        behind = lark.text(calls.opening) if calls.opening else ""
         body = either([rules.any(), f"{rules.up_to(calls.marker)} {behind} {one} {end}"])
     else:
-        heads = [(rules.rule(lark.text(calls.opening + head), "[lazy]"), rest) for head, rest in calls.calls]
+        heads = [(_lazy(rules, calls.opening + head), rest) for head, rest in calls.calls]
         body = either([rules.any(), *(f"{head} {rest} {end}" for head, rest in heads)])
     return "\n".join([f"start: {thought(rules, thinking, opened, budget)} {body}", *rules.lines])
 
 
-def _objects(rules: Rules, tools: Sequence[Tool], before: str, key: str, rest: str) -> list[tuple[str, str]]:
-    """Return the calls as JSON objects, written like Python's json module does, as templates show them."""
-    return [
-        (f'{before}{{"name": {json.dumps(tool.name)}, "{key}": ', f"{rules.rule(tool.schema())} {rest}")
-        for tool in tools
-    ]
+def _lazy(rules: Rules, head: str) -> str:
+    """Return an expression for the text that begins a call and no other answer, up to its first token."""
+    spelled = rules.spell(head)
+    at = spelled.find("<[")
+    return rules.rule(spelled if at < 0 else spelled[:at], "[lazy]") + (f" {spelled[at:]}" if at >= 0 else "")
 
 
-def _keywords(rules: Rules, tool: Tool) -> str:
-    """Return keyword arguments in the schema's order, with JSON values, which the parser accepts."""
-    properties = tool.parameters.get("properties") or {}
-    required = set(tool.parameters.get("required") or ())
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+def ordered(rules: Rules, parts: Sequence[tuple[str, bool]], separator: str) -> str:
+    """Return an expression for parts in this order, those that are not required left out at will.
+
+    parts: each part's expression, and whether it is required. separator: Lark text; empty: there is none."""
+    if not separator:
+        return " ".join(part if required else f"{part}?" for part, required in parts)
     first = rest = ""
-    for name in reversed([name for name in properties if _IDENTIFIER.fullmatch(name)]):
-        own = properties[name]
-        schema = {**own, **shared} if isinstance(own, dict) else own
-        value = rules.rule(f"{lark.text(name + '=')} {lark.schema(schema, lenient=not tool.strict)}")
-        begun = rules.rule(f"{value} {rest}")
+    for part, required in reversed(parts):
+        begun = rules.rule(f"{part} {rest}")
         skipped = either([begun, first]) if first else f"{begun}?"
-        first = begun if name in required else skipped
-        following = f"{lark.text(', ')} {value}"
-        rest = rules.rule(f"{following if name in required else f'({following})?'} {rest}")
+        first = begun if required else skipped
+        following = f"{separator} {part}"
+        rest = rules.rule(f"{following if required else f'({following})?'} {rest}")
     return first
 
 

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from kvferry.router.text.parsers.families import CALLS, MARKERS, REASONING
+from kvferry.router.text.parsers.family_syntax import WRITERS
 from kvferry.router.text.parsers.hermes import LedHermesParser
 from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.stage import merged
@@ -67,7 +68,7 @@ def written(family: str, *, marked: bool = False, tools: Sequence[Tool] = TOOLS,
         token_id = tokenizer.token_to_id(marker)
         return lark.text(marker) if token_id is None else lark.token(token_id)
 
-    return grammar(family, tools, spell, **{"forced": False, "parallel": True, **options})
+    return grammar(WRITERS[family], tools, spell, **{"forced": False, "parallel": True, **options})
 
 
 def accepts(source: str, text: str, *, marked: bool = False) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from kvferry.protocol.errors import ConfigError
+from kvferry.router.text.parsers.derived.derive import Derived
 from kvferry.router.text.parsers.families import check_channels, dialect, thinking
 from tests.api_parts import MESSAGES, Api, demo_text, error_of, events, named_events
 from tests.harmony_model import ANALYSIS, FINAL, ON, channels_api, harmony_text
@@ -289,7 +290,7 @@ def test_parsers_that_do_not_go_together_are_refused() -> None:
     source, own = model.template.source, model.tokenizer
 
     def check(calls: str, thoughts: str, tokenizer: Any = own) -> None:
-        check_channels(tokenizer, dialect(calls, source, knows_tools=True), thinking(thoughts, source))
+        check_channels(tokenizer, dialect(calls, source, Derived(), knows_tools=True), thinking(thoughts, source))
 
     for calls, thoughts in (("auto", "auto"), ("openai", "openai_gptoss"), ("none", "auto"), ("openai", "none")):
         check(calls, thoughts)

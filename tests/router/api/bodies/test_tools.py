@@ -24,8 +24,10 @@ TOOLS = [WEATHER, CLOCK]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
 TWO = f'{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 KNOWING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
-    "{{ c.function.name }} {{ c.function.arguments.place }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '\n' if not loop.first }}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}<|im_start|>assistant\n"
 )
 
@@ -178,7 +180,7 @@ async def test_a_template_that_knows_tools_is_given_them() -> None:
     ]
     await api.chat(tools=TOOLS, messages=history)
     assert prompt_of(api) == (
-        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<tool_call>get_weather Oslo<|im_end|>\n"
+        f"<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{CALL}<|im_end|>\n"
         "<|im_start|>tool\nsunny<|im_end|>\n[get_weather][now]<|im_start|>assistant"
     )
     await api.chat(tools=TOOLS, tool_choice="none")

@@ -1,0 +1,135 @@
+"""Derivation of a template's syntax: renders the probes, compares, and proves the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvferry.router.text.parsers.derived.derivation import derived_syntax
+from kvferry.router.text.parsers.derived.differences import shared_start
+from kvferry.router.text.parsers.derived.probes import (
+    CALLS,
+    IDS,
+    NAMES,
+    OPENAI_ID,
+    REASONING,
+    REASONING_KEYS,
+    TOOLS,
+    USER,
+)
+from kvferry.router.text.parsers.derived.syntax import ToolSyntax
+from kvferry.router.text.parsers.derived.thoughts import derived_thinking
+from kvferry.router.text.parsers.derived.verification import is_proved
+from kvferry.router.text.parsers.reasoning import Thinking
+from kvferry.router.text.rendering import Rendering
+
+Write = Callable[[list[Rendering]], list[str | None]]
+"""Renders prompts; None for those that the template refuses."""
+_OBJECTS, _TEXTS, _OPENAI = "objects", "texts", "openai"
+_THINKS: Mapping[str, Any] = {"enable_thinking": True, "thinking": True}
+"""Variables by which templates are asked for reasoning."""
+_REASONING_KINDS = tuple(f"{key}{way}" for key in REASONING_KEYS for way in ("", " thinks"))
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What a template reveals: its syntax of tool calls and its reasoning marks, each None unless it is proved.
+
+    shows_calls: the template writes calls, whether or not they can be read
+    texts: its calls, by probe, as a model of it writes them"""
+
+    calls: ToolSyntax | None = None
+    thinking: Thinking | None = None
+    shows_calls: bool = False
+    texts: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What a derivation needs of a template."""
+
+    write: Write
+    special_tokens: Mapping[str, str]
+    wants_parts: bool
+    knows_tools: bool
+
+
+_Case = tuple[str, str, Rendering]
+"""Kind of the arguments or field of the reasoning, name of the probe, and the prompt."""
+
+
+def derive(template: Template) -> Derived:
+    """Return what the template reveals."""
+    user = {"role": "user", "content": USER}
+    opening = _prompt(template, [user], opens=True)
+    thinking = _prompt(template, [user], opens=True, variables=_THINKS)
+    cases = (
+        [*_call_cases(template), *_reasoning_cases(template)] if template.knows_tools else [*_reasoning_cases(template)]
+    )
+    texts = template.write([opening, thinking, *(rendering for *_, rendering in cases)])
+    prompt, turns = _turn(texts[0] or ""), dict[str, dict[str, str]]()
+    for (kind, name, _), text in zip(cases, texts[2:], strict=True):
+        if text is not None and USER in text:
+            turns.setdefault(kind, {})[name] = _turn(text)
+    derived = Derived()
+    for kind in (_OBJECTS, _TEXTS):
+        if "one" in turns.get(kind, {}) and derived.calls is None:
+            derived = _with_calls(derived, template, turns[kind], prompt)
+    for kind, opened in zip(_REASONING_KINDS, (prompt, _turn(texts[1] or prompt)) * len(REASONING_KEYS), strict=True):
+        marks = derived_thinking(turns.get(kind, {}), opened, derived.calls)
+        if marks is not None:
+            return replace(derived, thinking=marks)
+    return derived
+
+
+def _with_calls(derived: Derived, template: Template, turns: dict[str, str], prompt: str) -> Derived:
+    accepts_any = turns.pop(_OPENAI, None) is not None
+    begun = shared_start(prompt, *(turns[name] for name in ("one", "said") if name in turns))
+    texts = tuple((name, turn[begun:]) for name, turn in turns.items() if CALLS[name].calls)
+    shows = NAMES[0] in turns["one"]
+    syntax = derived_syntax(turns, begun, [template.special_tokens.get("eos_token", "")])
+    if syntax is not None and not accepts_any:
+        syntax = replace(syntax, id_length=len(IDS[0]))
+    if syntax is None or not is_proved(syntax, dict(texts)):
+        return derived if derived.shows_calls else Derived(shows_calls=shows, texts=texts if shows else ())
+    return Derived(syntax, shows_calls=True, texts=texts)
+
+
+def _call_cases(template: Template) -> Iterator[_Case]:
+    for kind in (_OBJECTS, _TEXTS):
+        as_text = kind == _TEXTS
+        for name, asked in CALLS.items():
+            yield kind, name, _prompt(template, asked.messages(as_text=as_text))
+        yield kind, _OPENAI, _prompt(template, CALLS["one"].messages(as_text=as_text, ids=(OPENAI_ID,)))
+
+
+def _reasoning_cases(template: Template) -> Iterator[_Case]:
+    for kind in _REASONING_KINDS:
+        key, _, thinks = kind.partition(" ")
+        for name, asked in REASONING.items():
+            variables = _THINKS if thinks else {}
+            yield kind, name, _prompt(template, asked.messages(key=key), variables=variables)
+
+
+def _prompt(
+    template: Template, messages: Sequence[Any], *, opens: bool = False, variables: Mapping[str, Any] | None = None
+) -> Rendering:
+    if template.wants_parts:
+        messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    return Rendering(
+        "tool_use" if template.knows_tools else "plain",
+        {
+            **template.special_tokens,
+            **(variables or {}),
+            "messages": messages,
+            "tools": TOOLS if template.knows_tools else None,
+            "documents": None,
+            "add_generation_prompt": opens,
+        },
+    )
+
+
+def _turn(text: str) -> str:
+    """Return what follows the user's message."""
+    return text.rpartition(USER)[2]

@@ -1,0 +1,128 @@
+"""Incremental parser of tool calls in a derived syntax."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvferry.router.text.parsers.derived.argument_readers import ArgumentReader, reader_of
+from kvferry.router.text.parsers.derived.differences import first_unit
+from kvferry.router.text.parsers.derived.matching import match
+from kvferry.router.text.parsers.derived.syntax import ToolSyntax, is_mark
+from kvferry.router.text.parsers.parsed_output import CallParser
+
+
+class SyntaxParser(CallParser):
+    """Parser of calls as a ToolSyntax describes them.
+
+    `names` may map each tool's name to the JSON schema of its parameters, which says what unquoted values are."""
+
+    def __init__(self, syntax: ToolSyntax, names: Collection[str], *, patient: bool = False) -> None:
+        super().__init__(names, patient=patient)
+        self._syntax = syntax
+        self._tools: Mapping[str, Any] = names if isinstance(names, Mapping) else dict.fromkeys(names)
+        self._beginnings = _beginnings(syntax)
+        self.opens = tuple(marker for marker in self._beginnings if is_mark(marker))
+        self.opens_first = tuple(marker for marker in self._beginnings if not is_mark(marker))
+        self.id_len = syntax.id_length
+        self._brace = "{" if syntax.envelope is not None else ""
+        self._further = None if syntax.between is None else syntax.between + syntax.head + self._brace
+
+    def _opened(self, marker: str) -> None:
+        self._raw, self._state = "", "head"
+        self._beginning, self._held = self._beginnings[marker], marker + self._held
+
+    def _read_call(self) -> bool:
+        if self._state == "head":
+            return self._read_head()
+        if self._state == "arguments":
+            return self._read_arguments()
+        return self._read_close() if self._state == "close" else self._read_next()
+
+    def _read_head(self) -> bool:
+        found = match(self._beginning, self._held, names=self._names)
+        if found.found:
+            self._begin(found.end, found.name)
+        elif found.waits and not self._ended:
+            return False
+        else:
+            self._refuse(max(1, len(first_unit(self._beginning))))
+        return True
+
+    def _begin(self, end: int, name: str) -> None:
+        """Begin the arguments after a call's head; an envelope's brace is read again."""
+        end -= len(self._brace)
+        self._raw, self._held = self._raw + self._held[:end], self._held[end:]
+        self._arguments: ArgumentReader = reader_of(self._syntax, self._tools, name)
+        self._state, self._index = "arguments", -1
+
+    def _refuse(self, length: int = 0) -> None:
+        """Show as text what was read, and this much more; the rest may hold another call."""
+        self._say(self._raw + self._held[:length])
+        self._held = self._held[length:]
+        self._leave()
+
+    def _read_arguments(self) -> bool:
+        call = self._arguments
+        end = call.feed(self._held, ended=self._ended)
+        self._held = self._held[end:]
+        broken = call.broken or (self._patient and call.done and not call.valid)
+        fresh = "" if self._patient and not (call.done or self._ended) else call.take()
+        if call.name and fresh and not (broken and self._index < 0):
+            if self._index < 0:
+                self._index = self._new_call()
+                self._call(self._index, name=call.name)
+            self._call(self._index, arguments=fresh)
+        if broken or (self._ended and not call.done):
+            if self._index < 0:
+                self._raw += "".join(call.raw)
+                self._refuse()
+            else:
+                self._leave()
+        elif call.done:
+            self._state = "close"
+        else:
+            return False
+        return True
+
+    def _read_close(self) -> bool:
+        found = match(self._syntax.close, self._held)
+        if found.found:
+            self._held, self._state = self._held[found.end :], "next"
+        elif found.waits and not self._ended:
+            return False
+        else:
+            if found.waits:
+                self._held = ""
+            self._leave()
+        return True
+
+    def _read_next(self) -> bool:
+        """Read the beginning of another call, or what follows the last one."""
+        further = match(self._further, self._held, names=self._names) if self._further is not None else None
+        closing = match(self._syntax.closing, self._held) if self._syntax.closing.strip() else None
+        if further is not None and further.found:
+            self._raw = ""
+            self._begin(further.end, further.name)
+            return True
+        if closing is not None and closing.found:
+            self._held = self._held[closing.end :]
+        elif not self._ended and ((further is not None and further.waits) or (closing is not None and closing.waits)):
+            return False
+        elif closing is not None and closing.waits:
+            self._held = ""
+        elif (rest := self._held.lstrip()).startswith(mark := first_unit(self._syntax.closing.lstrip())):
+            self._held = rest[len(mark) :] if mark else self._held
+        self._leave()
+        return True
+
+
+def _beginnings(syntax: ToolSyntax) -> dict[str, str]:
+    """Return the texts that begin calls, by their markers: with what precedes all calls, and marked ones without."""
+    found: dict[str, str] = {}
+    head = syntax.head + "{" * (syntax.envelope is not None)
+    for beginning in (syntax.opening + head, head):
+        marker = first_unit(beginning)
+        if marker and (not found or is_mark(marker)):
+            found.setdefault(marker, beginning)
+    return found

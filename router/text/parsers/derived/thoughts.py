@@ -1,0 +1,55 @@
+"""Derivation of a model's reasoning marks from answers with reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvferry.router.text.parsers.derived.differences import first_unit, last_unit, shared_start
+from kvferry.router.text.parsers.derived.probes import CONTENT, REASON
+from kvferry.router.text.parsers.derived.syntax import NAME, ToolSyntax, is_mark
+from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
+
+MIN_WORDS = 12
+"""Shortest mark without brackets, in characters: shorter words stand in answers, too."""
+
+
+def derived_thinking(turns: Mapping[str, str], prompt: str, calls: ToolSyntax | None) -> Thinking | None:
+    """Return the marks around reasoning; None if the template writes none.
+
+    turns: what it writes for probes.REASONING. prompt: what it writes before an answer."""
+    opener = "" if calls is None else first_unit((calls.opening + calls.head).partition(NAME)[0].strip())
+    ends = {name: _end(turns.get(name, ""), follows) for name, follows in (("thought", CONTENT), ("called", opener))}
+    known = [end for end in ends.values() if end]
+    end = known[0][: shared_start(*known)].strip() if known else ""
+    for name in ends:
+        before, found, after = turns.get(name, "").partition(REASON)
+        begin = _begin(before, end, prompt, turns.get("said", "")) if found else ""
+        if _is_sure(begin) and _is_sure(end) and _reads_back(Thinking((begin,), (end,)), after):
+            return Thinking((begin,), (end,))
+    return None
+
+
+def _end(turn: str, follows: str) -> str:
+    """Return what stands between reasoning and what follows it."""
+    _, found, after = turn.partition(REASON)
+    end, reached, _ = after.partition(follows) if found and follows else ("", "", "")
+    return end.strip() if reached else ""
+
+
+def _begin(before: str, end: str, prompt: str, said: str) -> str:
+    """Return the mark before reasoning, which the prompt may hold already."""
+    if before.startswith(prompt) and (rest := before[len(prompt) :].strip()):
+        return rest
+    if prompt.startswith(before) and (rest := prompt[len(before) :].strip()) and end not in rest:
+        return rest
+    return before[shared_start(before, said) :].strip() or last_unit(before.rstrip())
+
+
+def _is_sure(mark: str) -> bool:
+    return is_mark(mark) or len(mark) >= MIN_WORDS
+
+
+def _reads_back(thinking: Thinking, after: str) -> bool:
+    parser = ReasoningParser(thinking, opened=False)
+    found = [*map(parser.feed, f"{thinking.begins[0]}\n{REASON}{after}"), parser.finish()]
+    return "".join(each.reasoning for each in found) == REASON

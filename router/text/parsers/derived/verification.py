@@ -1,0 +1,56 @@
+"""Proof of a derived syntax: calls that the template wrote are read back as those calls, however they are cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from kvferry.router.text.parsers.derived.probes import CALLS, NAMES, PARAMETERS, Asked
+from kvferry.router.text.parsers.derived.reader import SyntaxParser
+from kvferry.router.text.parsers.derived.syntax import ToolSyntax
+from kvferry.router.text.parsers.parsed_output import CallParser
+from kvferry.router.text.parsers.stage import merged
+
+REQUIRED = ("one", "two", "count", "rough", "tidy", "said", "several", "several_rough")
+"""Probes that must be read back; the others show what the template cannot express."""
+
+
+def is_proved(syntax: ToolSyntax, texts: Mapping[str, str]) -> bool:
+    """Return whether the syntax reads back what the template wrote, by probe."""
+    several = syntax.between is not None
+    return is_read(partial(SyntaxParser, syntax), texts, several=several)
+
+
+def is_read(make: Callable[[Collection[str]], CallParser], texts: Mapping[str, str], *, several: bool = True) -> bool:
+    """Return whether a parser reads back the template's calls; `several`: also several calls of one answer."""
+    required = [name for name in REQUIRED if name in texts and (several or len(CALLS[name].calls) < 2)]
+    return bool(required) and all(reads_back(make, CALLS[name], texts[name]) for name in required)
+
+
+def reads_back(make: Callable[[Collection[str]], CallParser], asked: Asked, text: str) -> bool:
+    """Return whether the text of an answer is read as its calls, at once and in single characters."""
+    wanted = [(NAMES[place % len(NAMES)], _canonical(arguments)) for place, arguments in enumerate(asked.calls)]
+    return all(calls_in(make(_TOOLS), pieces) == wanted for pieces in ([text], list(text)))
+
+
+_TOOLS = dict.fromkeys(NAMES, PARAMETERS)
+
+
+def calls_in(parser: CallParser, pieces: Sequence[str]) -> list[tuple[str, str]]:
+    """Return names and arguments of the calls in a text, in one spelling."""
+    found = [*map(parser.feed, pieces), parser.finish()]
+    calls = merged([delta for each in found for delta in each.calls])
+    return [(call.name, _canonical(_decoded(call.arguments))) for call in calls]
+
+
+def _canonical(arguments: Any) -> str:
+    return json.dumps(arguments, sort_keys=True)
+
+
+def _decoded(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return None
