@@ -10,7 +10,8 @@ from pydantic_core import to_json
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.media.parts import MODALITIES, MediaPart, media_parts
-from kvferry.router.text.text_model import MAX_PARTS, TextModel
+from kvferry.router.text.message_shaping import MAX_PARTS
+from kvferry.router.text.text_model import TextModel
 
 _TEXTS = ("name", "tool_call_id", "reasoning")
 """Fields of a message that are texts."""
