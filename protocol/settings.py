@@ -54,6 +54,9 @@ class RouterSettings(BatchSettings, ResumeSettings):
     worker_ca_certs: str = setting("", "PEM file of authorities that sign workers' certificates, which all must have")
     worker_server_name: str = setting("", "name that workers' certificates must carry; default: each worker's host")
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; one model only")
+    strict_templates: bool = setting(
+        False, "reject chats that the chat template refuses, instead of adapting their messages to it"
+    )
     tool_call_parser: str = setting(
         "auto",
         "parser of tool calls; auto: chosen by the chat template, none: off",

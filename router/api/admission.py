@@ -19,6 +19,9 @@ from kvferry.router.tenants.tenant_queue import FIRST_OUTPUT, Slot
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.runtime.tracing import TRACER, Span
 
+ADAPTED = "x-kvferry-template-adaptations"
+"""Header with the rules that changed a chat's messages, so that the chat template takes them."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
@@ -36,7 +39,7 @@ class AdmittedRequest:
     """Context manager of one request that uses nodes, from its limits to the settlement of its tokens.
 
     Entering raises RateLimited. Inside, `turn` waits for nodes, and `began` reports the first token. The admission ends
-    with the block, or at `end` after `go_on`."""
+    with the block, or at `end` after `go_on`. Its headers show `adaptations` of the messages to the chat template."""
 
     def __init__(
         self, call: RequestContext, tenant_registry: TenantRegistry, metrics: RouterMetrics, span: Span
@@ -49,6 +52,7 @@ class AdmittedRequest:
         self._turn: Slot | None = None
         self._used: Callable[[], TokenUsage] = TokenUsage
         self._charged = 0
+        self.adaptations: tuple[str, ...] = ()
         self._goes_on = self._left = False
 
     def __enter__(self) -> AdmittedRequest:
@@ -88,8 +92,9 @@ class AdmittedRequest:
         return self._meter.running if self._tenant_registry.several() else 0
 
     def headers(self) -> Mapping[str, str]:
-        """Return the rate-limit headers of the tenant."""
-        return self._meter.headers()
+        """Return the rate-limit headers of the tenant, and the adaptations of the messages to the chat template."""
+        found = self._meter.headers()
+        return {**found, ADAPTED: ", ".join(self.adaptations)} if self.adaptations else found
 
     def identify(self, call: RequestContext) -> None:
         """Take over the context of the request that this one repeats or goes on with."""

@@ -26,7 +26,8 @@ from kvferry.router.api.answers import (
 from kvferry.router.api.audio.endpoints import SPEECH_ENDPOINTS, SpeechEndpoint, SpeechRoute
 from kvferry.router.api.batches.batches import BatchBody, batches_router
 from kvferry.router.api.batches.files import files_router
-from kvferry.router.api.bodies.generating import ChatBody, CompletionBody
+from kvferry.router.api.bodies.completions import CompletionBody
+from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import BodyReader
 from kvferry.router.api.cors import across_origins
 from kvferry.router.api.documentation import ANSWERED, STREAMED, Application, errors, takes
@@ -34,6 +35,8 @@ from kvferry.router.api.fold import Endpoint
 from kvferry.router.api.generating_route import GeneratingRoute
 from kvferry.router.api.generation_route import InflightLimit
 from kvferry.router.api.http_errors import HANDLERS
+from kvferry.router.api.infill.answer import InfillAnswer, InfillObject
+from kvferry.router.api.infill.body import InfillBody
 from kvferry.router.api.ingress import Ingress
 from kvferry.router.api.keep_alive import KeepAlive
 from kvferry.router.api.messages.answer import MessageAnswer
@@ -45,6 +48,7 @@ from kvferry.router.api.messages.routes import counting
 from kvferry.router.api.models_route import about
 from kvferry.router.api.pooling.endpoints import READINGS, PoolingRoute
 from kvferry.router.api.probes import probes, targets
+from kvferry.router.api.rendering_routes import rendering_routes
 from kvferry.router.api.responses.answer import ResponseAnswer
 from kvferry.router.api.responses.answers import ResponseObject
 from kvferry.router.api.responses.background import Background
@@ -95,6 +99,14 @@ def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpo
             singly=True,
             numbers=True,
             always=responses.recorded,
+        ),
+        Endpoint(
+            "/infill",
+            "Fill in text between a prefix and a suffix (llama.cpp)",
+            InfillBody,
+            InfillAnswer,
+            InfillObject,
+            singly=True,
         ),
         Endpoint(
             PLACE,
@@ -168,6 +180,7 @@ def create_app(
         kept_responses(responses, background, created, journals),
         counting(pools, reader, (*ENCODING, *refusals)),
         _text(pools, reader),
+        rendering_routes(pools, reader, (*ENCODING, *refusals)),
         files_router(batches, settings.files_mib * 2**20),
         batches_router(batches, reader),
         adapter_routes(pools, reader, settings.allow_lora_updates),

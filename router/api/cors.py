@@ -6,9 +6,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.admission import ADAPTED
 
 SHOWN = (
-    "x-request-id", "x-kvferry-route", "retry-after",
+    "x-request-id", "x-kvferry-route", "retry-after", ADAPTED,
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )  # fmt: skip
 """Response headers that pages of other origins may read."""

@@ -126,6 +126,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         parsing = chat.parsing(pool.text)
         resumes = journal is not None and journal.is_resumed
         specs = await pool.specs(admitted.prefer(chat, resumes=resumes), chat, size)
+        admitted.adaptations = chat.adaptations
         if chat.use_beam_search:
             generation: Generation = BeamGeneration(pool, specs, chat)
         else:

@@ -14,6 +14,7 @@ from kvferry.protocol.errors import Unauthorized
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.bodies.reader import READ_AT
 from kvferry.router.api.http_errors import error_response
+from kvferry.router.api.path_aliases import canonical
 from kvferry.router.request_context import CALL, NO_RESUME, RequestContext, ResumeHeaders
 from kvferry.router.tenants.tenant import Tenant
 from kvferry.router.tenants.tenant_registry import TenantRegistry
@@ -53,7 +54,9 @@ class Ingress:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path, scope = self._root.local(scope)
+        given, scope = self._root.local(scope)
+        if (path := canonical(given)) != given:
+            scope = {**scope, "path": scope["path"].removesuffix(given) + path}
         tenant, call = self._introduced(scope)
 
         async def begun(message: Message) -> None:

@@ -10,7 +10,8 @@ from pydantic_core import to_json
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.media.parts import MODALITIES, MediaPart, media_parts
-from kvferry.router.text.text_model import MAX_PARTS, TextModel
+from kvferry.router.text.message_shaping import MAX_PARTS
+from kvferry.router.text.text_model import TextModel
 
 _TEXTS = ("name", "tool_call_id", "reasoning")
 """Fields of a message that are texts."""
@@ -69,8 +70,7 @@ def chat_of(
     extra: Mapping[str, Any],
 ) -> MediaChat:
     """Return the chat for an engine. extra: variables of the template. Raises InvalidRequest naming the field."""
-    text.check_roles(messages)
-    text.check_variables(extra)
+    text.check(messages, extra)
     if kept := sorted(_KEPT & extra.keys()):
         raise InvalidRequest(f"chat_template_kwargs must not set {kept[0]}", param="chat_template_kwargs")
     if tools and not text.shows_tools:

@@ -10,7 +10,7 @@ from jinja2 import Undefined, pass_context
 from jinja2.runtime import Context, Macro
 from jinja2.utils import Namespace, _PassArg
 
-from kvferry.router.text.sandbox import BUDGET, CONCATENATED, COUNTED, Budget
+from kvferry.router.text.sandbox import BUDGET, CONCATENATED, COUNTED, OWN_LIST, Budget
 from kvferry.router.text.template_language import raise_exception, strftime_now
 
 MAX_UNITS = 30_000
@@ -202,6 +202,6 @@ def _concatenated(context: Context, parts: list[Any]) -> str:
 
 GUARDS: dict[str, Callable[..., Any]] = {
     SCALAR: _scalar, SEARCHED: _searched, SLICED: _sliced, SPENT: _spent, COUNTED: _counted,
-    CONCATENATED: _concatenated,
+    CONCATENATED: _concatenated, OWN_LIST: list,
 }  # fmt: skip
 """Filters that `cheap_templates` writes into a template."""

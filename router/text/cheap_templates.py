@@ -27,7 +27,7 @@ from kvferry.router.text.cheap_costs import (
     charged,
     spend,
 )
-from kvferry.router.text.sandbox import COUNTED, Sandbox
+from kvferry.router.text.sandbox import COUNTED, QUEUE_METHODS, Sandbox
 from kvferry.router.text.template_language import environment
 
 MAX_SOURCE = 2**18
@@ -101,6 +101,8 @@ def _known(node: nodes.Node) -> bool:
             return ctx == "store" or _constant(node)
         case nodes.Name(name=name):
             return name not in _HIDDEN
+        case nodes.Getattr(attr=name):
+            return name not in QUEUE_METHODS
     return type(node) in _SYNTAX
 
 

@@ -74,6 +74,7 @@ def _read(settings: RouterSettings, source: ModelSource, served: tuple[str, ...]
         read_task(source, settings.pooling),
         settings.tool_call_parser,
         settings.reasoning_parser,
+        settings.strict_templates,
     )
     check_channels(text.tokenizer, text.dialect, text.thinking)
     return text

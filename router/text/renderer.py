@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvferry.protocol.errors import InvalidRequest, Overloaded
+from kvferry.router.text.render_child import START_S
 from kvferry.router.text.render_frames import (
     COMMAND,
     DEADLINE_S,
@@ -31,7 +32,7 @@ from kvferry.router.text.render_frames import (
 )
 from kvferry.router.text.render_slots import PATIENCE_S, QUICK, Place, RenderSlots
 from kvferry.router.text.rendering import Rendering
-from kvferry.router.text.template import START_S, ChatTemplate
+from kvferry.router.text.template import ChatTemplate
 
 T = TypeVar("T")
 

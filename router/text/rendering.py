@@ -31,6 +31,7 @@ class Rendering:
     mark       begins instructions in mid-conversation; empty: none have a mark
     continued  content of the last message, with which the prompt ends; None: it is not continued
     param      field of the messages, for errors
+    adaptations  names of the rules that changed the messages, so that the template takes them
     frame      name and variables for a child process
     """
 
@@ -39,6 +40,7 @@ class Rendering:
     mark: str = ""
     continued: str | None = None
     param: str = "messages"
+    adaptations: tuple[str, ...] = ()
     frame: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

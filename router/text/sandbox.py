@@ -24,7 +24,10 @@ MAX_NUMBER = 1 << 20
 _BYTES_A_TURN = 8192
 _WIDTH = re.compile(r"\d{6}|\*")
 BUDGET, COUNTED, CONCATENATED = "kvferry budget", "kvferry counted", "kvferry concatenated"
-"""Names that no template can write: a variable and two filters."""
+OWN_LIST = "kvferry own list"
+"""Names that no template can write: a variable and three filters."""
+QUEUE_METHODS = frozenset(("append", "pop"))
+"""Methods with which templates keep queues, such as of the ids of calls that wait for results."""
 
 
 class Budget:
@@ -44,6 +47,10 @@ class Budget:
         raise TemplateError(f"it runs more than {MAX_TURNS} loop iterations")
 
 
+class OwnList(list[Any]):
+    """List that a template begins empty: it may change it, unlike the lists of its variables."""
+
+
 class _BoundedTemplate(Template):
     def render(self, *args: Any, **kwargs: Any) -> str:
         """Render with a budget of its own."""
@@ -61,12 +68,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.filters = {name: _bounded(each) for name, each in self.filters.items()}
-        self.filters |= {COUNTED: _counted, CONCATENATED: _concatenated}
+        self.filters |= {COUNTED: _counted, CONCATENATED: _concatenated, OWN_LIST: OwnList}
         del self.globals["lipsum"]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Bounding().visit(super()._parse(source, name, filename))
         return tree
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether a template may use an attribute (Jinja hook)."""
+        if isinstance(obj, OwnList) and attr in QUEUE_METHODS:
+            return True
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Check the size of an operator's result, then apply it (Jinja hook)."""
@@ -103,12 +116,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Bounding(NodeTransformer):
-    """Rewrites a template so that loops count their turns and `a ~ b` checks its length."""
+    """Rewrites a template so that loops count their turns, `a ~ b` checks its length, and `[]` can grow."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
         node.iter = nodes.Filter(node.iter, COUNTED, [], [], None, None)
         return node
+
+    def visit_List(self, node: nodes.List) -> nodes.Expr:
+        self.generic_visit(node)
+        return node if node.items else nodes.Filter(node, OWN_LIST, [], [], None, None)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)

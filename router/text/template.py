@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.environment import Template as Compiled
@@ -16,28 +14,22 @@ from kvferry.protocol.errors import ConfigError, InvalidRequest, reason
 from kvferry.router.text.cheap_costs import Costly
 from kvferry.router.text.cheap_templates import cheap_environment, is_cheap
 from kvferry.router.text.parsers.derived.derive import Derived, Template, derive
+from kvferry.router.text.render_child import RenderChild
 from kvferry.router.text.render_frames import (
-    COMMAND,
     DEADLINE_S,
-    MEMORY_SPENT,
-    READY,
     TEXT,
-    answers_in,
-    framed,
-    minimal_environment,
     pack,
 )
-from kvferry.router.text.rendering import WITHIN, Rendering
+from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template_language import environment
+from kvferry.router.text.template_traits import Probe, probed
 
 SMALL = 8 * 1024
 """Largest size of the variables for a rendering in this process, in bytes."""
 MAX_SOURCE = 2**20
 """Longest source of a template, in characters."""
-START_S = 30.0
-"""Time for the start of a child process, in seconds."""
-_PROBE = "kvferry-probe"
-_PARTS = [{"type": "text", "text": _PROBE}]
+MAX_PROBING_S = 60.0
+"""Longest time for the probes of a template, in seconds, beyond the start of their process."""
 
 
 class ChatTemplate:
@@ -46,10 +38,9 @@ class ChatTemplate:
     sources         first request to a child process
     roles           roles that the templates compare a message's role with
     special_tokens  bos_token, eos_token, ...: variables of the templates
-    wants_parts     a message's content must be a list of parts, not a string
     source          text of the tool template if there is one, else of the plain one
     knows_tools     the template shows tools
-    takes_system    the template shows a system message
+    traits          what the templates expect of messages
     cheap           small prompts are rendered in this process
     """
 
@@ -64,23 +55,35 @@ class ChatTemplate:
             compiled = _compiled(trees) if self.cheap else {}
         except (TemplateError, SyntaxError, RecursionError, ValueError) as error:  # jinja compiles to Python
             raise ConfigError(f"the chat template does not parse: {reason(error)}", param="chat_template") from error
+        self._child: RenderChild | None = None
         self._compiled = {name: compiled[text] for name, text in texts.items()} if compiled else {}
         self.knows_tools = any(name.name == "tools" for tree in trees.values() for name in tree.find_all(nodes.Name))
         self.roles = frozenset[str]().union(*map(_roles, trees.values()))
         self.cheap = self.cheap and self._renders_here()
-        shows = self._shows if self.cheap else self._shown_in_child()
-        self.wants_parts = not shows("user", _PROBE) and shows("user", _PARTS)
-        self.takes_system = shows("system", _PARTS if self.wants_parts else _PROBE)
+        with RenderChild(self.sources, MAX_PROBING_S) as self._child:
+            self.traits = probed(self._shown, knows_tools=self.knows_tools)
+        self._child = None
+
+    @property
+    def wants_parts(self) -> bool:
+        """Return whether a message's content must be a list of parts, not a string."""
+        return self.traits.wants_parts
+
+    @property
+    def takes_system(self) -> bool:
+        """Return whether the template shows a system message."""
+        return self.traits.takes_system
 
     def render(self, rendering: Rendering) -> str:
         """Return a prompt's text, rendered here or in a child process; blocks. Raises InvalidRequest."""
         text = self.render_here(rendering)
         if text is not None:
             return rendering.finished(text)
-        answers = self._in_child([rendering])
-        if len(answers) < 2:
+        with RenderChild(self.sources, DEADLINE_S) as child:
+            found = child.answer(rendering.frame)
+        if found is None:
             raise rendering.died()
-        return rendering.outcome(*answers[1])
+        return rendering.outcome(*found)
 
     def render_here(self, rendering: Rendering) -> str | None:
         """Return what the template writes; None if rendering it in this process could take long.
@@ -96,22 +99,23 @@ class ChatTemplate:
             raise rendering.refused(str(error)) from error
 
     def render_all(self, asked: Sequence[Rendering]) -> list[str | None]:
-        """Return the texts of several prompts within the time of one, in one child process; None where there is none.
+        """Return the texts of several prompts, with one child process at most; None where there is none. Blocks.
 
-        Blocks."""
-        texts: dict[int, str] = {}
-        later: list[int] = []
-        for place, each in enumerate(asked):
+        Raises ConfigError if the templates do not compile."""
+        texts: list[str | None] = [None] * len(asked)
+        left: list[int] = []
+        for place, rendering in enumerate(asked):
             with contextlib.suppress(InvalidRequest):
-                text = self.render_here(each)
-                if text is None:
-                    later.append(place)
-                else:
-                    texts[place] = text
-        if later:
-            answers = self._in_child([asked[place] for place in later], DEADLINE_S)[1:]
-            texts |= {place: text for place, (kind, text) in zip(later, answers, strict=False) if kind == TEXT}
-        return [texts.get(place) for place in range(len(asked))]
+                texts[place] = self.render_here(rendering)
+                left += [place] if texts[place] is None else []
+        if not left:
+            return texts
+        with contextlib.ExitStack() as ends:
+            child = self._child or ends.enter_context(RenderChild(self.sources, MAX_PROBING_S))
+            for place in left:
+                found = child.answer(asked[place].frame)
+                texts[place] = found[1] if found is not None and found[0] == TEXT else None
+        return texts
 
     @cached_property
     def derived(self) -> Derived:
@@ -120,60 +124,17 @@ class ChatTemplate:
             return Derived()
         return derive(Template(self.render_all, self.special_tokens, self.wants_parts, self.knows_tools))
 
-    def _probe(self, role: str, content: Any) -> Rendering:
-        messages = [{"role": role, "content": content}]
-        if role != "user":
-            messages.append({"role": "user", "content": [] if isinstance(content, list) else ""})
-        return Rendering("plain", {**self.special_tokens, "messages": messages, "add_generation_prompt": True})
-
     def _renders_here(self) -> bool:
         with contextlib.suppress(InvalidRequest):
-            return self.render_here(self._probe("user", _PROBE)) is not None
+            probe = Probe(with_tools=False, variables={"messages": [{"role": "user", "content": "Hi"}]})
+            return self.render_here(self._rendering(probe)) is not None
         return True
 
-    def _shows(self, role: str, content: Any) -> bool:
-        """Return whether the template shows a message of this role and content."""
-        with contextlib.suppress(InvalidRequest):
-            return _shown(self.render(self._probe(role, content)))
-        return False
+    def _rendering(self, probe: Probe) -> Rendering:
+        return Rendering("tool_use" if probe.with_tools else "plain", {**self.special_tokens, **probe.variables})
 
-    def _shown_in_child(self) -> Callable[[str, Any], bool]:
-        """Return `_shows` of one child process; raise ConfigError if the templates do not compile there."""
-        cases = [(role, content) for role in ("user", "system") for content in (_PROBE, _PARTS)]
-        answers = self._in_child([self._probe(*case) for case in cases])
-        if not answers or answers[0][0] == MEMORY_SPENT:
-            raise ConfigError(f"the chat template cannot be compiled {WITHIN}", param="chat_template")
-        kind, text = answers[0]
-        if kind != READY:
-            raise ConfigError(f"the chat template does not parse: {text}", param="chat_template")
-        answered = zip(cases, answers[1:], strict=False)
-        shown = [case for case, (kind, text) in answered if kind == TEXT and _shown(text)]
-        return lambda role, content: (role, content) in shown
-
-    def _in_child(self, asked: list[Rendering], deadline_s: float | None = None) -> list[tuple[bytes, str]]:
-        """Return the answers of a child process to the sources and to these; fewer if it ended before.
-
-        deadline_s: time for all renderings."""
-        requests = b"".join(map(framed, [self.sources, *(each.frame for each in asked)]))
-        patience = START_S + (DEADLINE_S * len(asked) if deadline_s is None else deadline_s)
-        try:
-            done = subprocess.run(
-                COMMAND,
-                input=requests,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                timeout=patience,
-                env=minimal_environment(),
-                check=False,
-            )
-            answered = done.stdout
-        except subprocess.TimeoutExpired as error:
-            answered = error.stdout or b""
-        return list(answers_in(answered))
-
-
-def _shown(text: str) -> bool:
-    return _PROBE in text and "'type'" not in text
+    def _shown(self, probes: Sequence[Probe]) -> list[str | None]:
+        return self.render_all(list(map(self._rendering, probes)))
 
 
 def _parsed(texts: Collection[str]) -> dict[str, nodes.Template]:

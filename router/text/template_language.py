@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -41,7 +42,21 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Encode as JSON without the HTML escapes of Jinja's own filter, on which no model was trained."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return the items that filters such as `map` yield one by one, which transformers refuses to encode."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"an object of type {type(value).__name__} cannot be written as JSON")
 
 
 def raise_exception(message: str) -> None:

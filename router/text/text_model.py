@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from kvferry.model_files.pooling_config import GENERATES, PoolingConfig
 from kvferry.model_files.source import ModelFacts
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.text.adaptations import adapted
 from kvferry.router.text.harmony_history import channelled, described
+from kvferry.router.text.message_shaping import Message, has_tools, object_arguments, shaped
 from kvferry.router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.rendering import Rendering
@@ -24,11 +25,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of the OpenAI API; models trained on other roles name them in their chat template."""
 _RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
 
-MAX_PARTS = 8192
-"""Largest number of parts in a message's content."""
-
-Message = Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
@@ -38,6 +34,7 @@ class TextModel:
     template          None if the model has none and none was given
     tool_call_parser  format of tool calls: auto, none, or a family
     reasoning_parser  format of reasoning: auto, none, or a family
+    strict_templates  messages that the template refuses are not adapted to it
     """
 
     called: ModelName
@@ -47,6 +44,7 @@ class TextModel:
     task: PoolingConfig = GENERATES
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
+    strict_templates: bool = False
 
     @property
     def dialect(self) -> Dialect | None:
@@ -126,28 +124,32 @@ class TextModel:
                 param="messages",
             )
         extra = extra or {}
-        self.check_variables(extra)
-        self.check_roles(messages)
-        shown, mark = [_shaped(message, place) for place, message in enumerate(messages)], ""
-        if (tools or any(map(_of_tools, shown))) and not self.shows_tools:
-            shown, tools = spelled(shown, tools, takes_system=template.takes_system), None
+        self.check(messages, extra)
+        traits, mark = template.traits, ""
+        rules = () if self.strict_templates else traits.rules
+        shown = [shaped(message, place) for place, message in enumerate(messages)]
+        if (tools or any(map(has_tools, shown))) and not self.shows_tools:
+            parsed = map(object_arguments, shown)
+            shown, tools = spelled(list(parsed), tools, takes_system=template.takes_system), None
         elif self.channels:
-            mark = uuid.uuid4().hex
-            shown, tools = channelled(shown, mark), described(tools)
-        if template.wants_parts:
-            shown = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in shown]
+            mark, rules = uuid.uuid4().hex, ()
+            shown, tools = channelled(list(map(object_arguments, shown)), mark), described(tools)
+        else:
+            shown = traits.calls(shown, keeps_functions="function" in template.roles)
+        bent, adaptations = adapted(shown, rules)
         return Rendering(
             "tool_use" if tools else "plain",
             {
                 **template.special_tokens,
                 **extra,
-                "messages": shown,
-                "tools": tools or None,
+                "messages": traits.content(bent),
+                "tools": traits.tools(tools),
                 "documents": documents or None,
                 "add_generation_prompt": add_generation_prompt,
             },
             mark,
-            _text(shown[-1]) if continue_final_message else None,
+            bent[-1]["content"] if continue_final_message else None,
+            adaptations=adaptations,
         )
 
     @property
@@ -156,13 +158,12 @@ class TextModel:
         dialect, template = self.dialect, self.template
         return template is not None and (template.knows_tools if dialect is None else dialect.own)
 
-    def check_variables(self, extra: Mapping[str, Any]) -> None:
-        """Raise InvalidRequest for chat_template_kwargs that would replace what a request says by fields."""
+    def check(self, messages: Sequence[Message], extra: Mapping[str, Any]) -> None:
+        """Raise InvalidRequest for a role that neither the API nor the template knows, most likely a client's typo.
+
+        Also for chat_template_kwargs (`extra`) that would replace what a request says by fields."""
         if taken := sorted(_RESERVED & extra.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
-
-    def check_roles(self, messages: Sequence[Message]) -> None:
-        """Raise InvalidRequest for a role that neither the API nor the template knows, most likely a client's typo."""
         named = self.template.roles if self.template else frozenset[str]()
         for place, message in enumerate(messages):
             role = message.get("role")
@@ -171,58 +172,3 @@ class TextModel:
                 raise InvalidRequest(
                     f"messages[{place}].role must be one of {allowed}; got {role!r}", param=f"messages[{place}].role"
                 )
-
-
-def _shaped(message: Message, place: int) -> dict[str, Any]:
-    """Return a message with text content, calls with parsed arguments, and the templates' field names."""
-    shaped = {**message, "content": _flat(message.get("content"), f"messages[{place}].content")}
-    calls = message.get("tool_calls")
-    if not calls and isinstance(message.get("function_call"), Mapping):
-        calls = [{"type": "function", "function": message["function_call"]}]
-    if calls:
-        shaped["tool_calls"] = [_parsed_call(call) for call in calls]
-    if message.get("reasoning") and not message.get("reasoning_content"):
-        shaped["reasoning_content"] = message["reasoning"]
-    return shaped
-
-
-def _of_tools(message: Message) -> bool:
-    """Return whether the message has calls or a result."""
-    return message.get("role") in ("tool", "function") or bool(message.get("tool_calls"))
-
-
-def _flat(content: Any, field: str) -> str:
-    """Return content as one string; text parts are joined by newlines, as in other servers."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if len(content) > MAX_PARTS:
-        raise InvalidRequest(f"{field} must have at most {MAX_PARTS} parts, got {len(content)}", param=field)
-    texts = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if kind == "text" else part.get("refusal") if kind == "refusal" else None
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                f"content parts of type {kind!r} are not supported, only text", param=f"{field}[{place}]"
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _parsed_call(call: Any) -> Any:
-    """Parse a call's arguments: templates expect an object, clients send JSON text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _text(message: Message) -> str:
-    content = message["content"]
-    return str(content[-1]["text"] if isinstance(content, list) else content)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from kvferry.router.text.parsers.hermes import BEGIN, END, REPLY
@@ -31,16 +32,15 @@ _SYSTEM = "You are a helpful assistant."
 
 
 def spelled(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_system: bool) -> list[Message]:
-    """Return the messages with calls and results as text, and the tools described at the beginning."""
+    """Return the messages with calls and results as text, and the tools described at the beginning.
+
+    Consecutive results share one user message, for templates that alternate roles."""
     shown: list[Message] = []
-    for message in messages:
-        if message.get("role") in ("tool", "function"):
-            _add_result(shown, message["content"])
-        elif message.get("tool_calls"):
-            lines = [message["content"], *map(_call, message["tool_calls"])]
-            shown.append({"role": message["role"], "content": "\n".join(filter(None, lines))})
+    for is_result, group in groupby(messages, lambda message: message.get("role") in ("tool", "function")):
+        if is_result:
+            shown.append({"role": "user", "content": "\n".join(map(_result, group))})
         else:
-            shown.append(dict(message))
+            shown += map(_said, group)
     if tools:
         _describe(
             shown, _FORMAT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)), takes_system
@@ -58,13 +58,16 @@ def _describe(messages: list[Message], text: str, takes_system: bool) -> None:
         messages.insert(0, {"role": "system", "content": f"{_SYSTEM}\n\n{text}"})
 
 
-def _add_result(messages: list[Message], content: str) -> None:
-    """Add a result as a user message; consecutive results share one, for templates that alternate roles."""
-    text = f"<tool_response>\n{content}\n</tool_response>"
-    if messages and messages[-1].get("results"):
-        messages[-1]["content"] += f"\n{text}"
-    else:
-        messages.append({"role": "user", "content": text, "results": True})
+def _result(message: Message) -> str:
+    return f"<tool_response>\n{message['content']}\n</tool_response>"
+
+
+def _said(message: Message) -> Message:
+    """Return a message with its calls as text."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    lines = [message["content"], *map(_call, message["tool_calls"])]
+    return {"role": message["role"], "content": "\n".join(filter(None, lines))}
 
 
 def _call(call: Any) -> str:

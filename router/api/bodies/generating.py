@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
-from pydantic import Field, StrictBool
+from pydantic import Field, PrivateAttr, StrictBool
 
 from kvferry.model_files.source import ModelFacts
 from kvferry.protocol.errors import InvalidRequest
@@ -20,7 +20,6 @@ from kvferry.router.api.bodies.fields import (
     Integer,
     Messages,
     Prompt,
-    Prompts,
     SamplingFields,
     Stops,
     StreamOptions,
@@ -36,7 +35,6 @@ from kvferry.router.api.bodies.tools import ToolFields, ToolUse
 from kvferry.router.api.bodies.unsupported_fields import (
     UnsupportedFields,
     UnsupportedForChat,
-    UnsupportedForCompletions,
 )
 from kvferry.router.media.chat import MediaChat, chat_of
 from kvferry.router.media.parts import MODALITIES
@@ -45,8 +43,6 @@ from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 from kvferry.router.text.transcript import TextOptions
 
-MAX_SEQUENCES = 1024
-"""Largest number of sequences in one request."""
 BadWords = tuple[tuple[int, ...], ...]
 """Token sequences that outputs may not contain."""
 _SAMPLING = (
@@ -64,6 +60,8 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, TierFields,
 
     prompt_field: ClassVar[str]
     output_default: ClassVar[int | None]
+
+    _adaptations: tuple[str, ...] = PrivateAttr(())
 
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
@@ -86,6 +84,11 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, TierFields,
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         if self.best_of is not None or self.use_beam_search:
             self.check_choices(self.sequences(), self.prompt_field, streams=bool(self.stream))
+
+    @property
+    def adaptations(self) -> tuple[str, ...]:
+        """Return the names of the rules that adapted the messages to the chat template, once `prompts` was called."""
+        return self._adaptations
 
     def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
         """Return the prompts: texts, token ids that need no encoding, or a rendering; raise InvalidRequest."""
@@ -150,42 +153,6 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, TierFields,
         )
 
 
-class CompletionBody(UnsupportedForCompletions, GenerationBody):
-    """Body of POST /v1/completions; `prompt` becomes a list of texts and tuples of token ids."""
-
-    prompt_field, output_default = "prompt", 16
-
-    prompt: Prompts
-    echo: StrictBool | None = False
-    logprobs: Top | None = None
-    add_special_tokens: StrictBool | None = True
-
-    def check(self) -> None:
-        """Raise InvalidRequest for too many sequences, and for no output without echo."""
-        super().check()
-        if not 1 <= len(self.prompt) * self.sequences() <= MAX_SEQUENCES:
-            raise InvalidRequest(f"prompt: prompts times n (or best_of) must be 1 to {MAX_SEQUENCES}", param="prompt")
-        if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
-
-    def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
-        """Return the prompts as given."""
-        return self.prompt
-
-    def marks_texts(self) -> bool:
-        """Return whether to add special tokens; true by default."""
-        return self.add_special_tokens is not False
-
-    def top(self) -> int | None:
-        """Return the requested number of log-probabilities."""
-        return self.logprobs
-
-    def prompt_top(self) -> int | None:
-        """Return the number of prompt log-probabilities; echo shows those of the prompt too."""
-        wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
-        return max(wanted, default=None)
-
-
 class ChatBody(ToolFields, ReasoningFields, ChatPrompt, UnsupportedForChat, GenerationBody):
     """Body of POST /v1/chat/completions."""
 
@@ -226,7 +193,9 @@ class ChatBody(ToolFields, ReasoningFields, ChatPrompt, UnsupportedForChat, Gene
 
     def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
         """Return the messages and tools as the single prompt."""
-        return [self.rendering(text, self.messages, None if self._use() is None else self.usable())]
+        asked = self.rendering(text, self.messages, None if self._use() is None else self.usable())
+        self._adaptations = asked.adaptations
+        return [asked]
 
     def media_chat(self, text: TextModel) -> MediaChat | None:
         """Return the chat if it has images, audio or video, which only an engine can read; raise InvalidRequest."""

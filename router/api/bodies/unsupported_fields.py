@@ -55,5 +55,4 @@ class UnsupportedForChat(BaseModel):
 class UnsupportedForCompletions(BaseModel):
     """Fields that completions do not support and that are rejected."""
 
-    suffix: Annotated[Any, Unsupported("inserting before a suffix is")] = None
     prompt_embeds: Annotated[Any, Unsupported("prompt embeddings are")] = None

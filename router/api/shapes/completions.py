@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.router.api.bodies.generating import CompletionBody
+from kvferry.router.api.bodies.completions import CompletionBody
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel

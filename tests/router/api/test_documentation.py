@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.errors import Overloaded
 from tests.api_parts import MESSAGES, Api, FakeCluster, error_of, says
+from tests.infill_parts import text_with
 
 PLAIN = (
     "/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version", "/targets", "/tokenizer_info",
     "/dashboard/state",
 )  # fmt: skip
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/infill")
 ERRORS = {
     **dict.fromkeys(GENERATING, 429),
     **dict.fromkeys(("/v1/messages/count_tokens", "/tokenize", "/detokenize"), 400),
@@ -26,7 +27,8 @@ ERRORS = {
 READING = (
     "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/classify", "/classify",
 )  # fmt: skip
-TAKING = (*GENERATING, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
+SHOWING = ("/apply-template", "/v1/chat/completions/render", "/v1/completions/render")
+TAKING = (*GENERATING, "/v1/messages/count_tokens", "/tokenize", "/detokenize", *SHOWING)
 
 
 async def described() -> dict[str, Any]:
@@ -134,7 +136,7 @@ async def test_a_key_is_described_where_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": 1, "return_token_ids": True, "prompt_logprobs": 1}])
 async def test_answers_are_as_described(fields: dict[str, Any]) -> None:
-    api = Api(FakeCluster(says("one two"), cached=2))
+    api = Api(FakeCluster(says("one two"), cached=2), text_with("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
     document = (await api.http.get("/openapi.json")).json()
     for path in PLAIN:
         described_path = path.replace("SmolLM2-135M-Instruct", "{id}")
@@ -147,6 +149,10 @@ async def test_answers_are_as_described(fields: dict[str, Any]) -> None:
         "/v1/messages/count_tokens": {"messages": MESSAGES},
         "/tokenize": {"prompt": "a", "return_token_strs": True},
         "/detokenize": {"tokens": [1, 2]},
+        SHOWING[0]: {"messages": MESSAGES},
+        SHOWING[1]: {"messages": MESSAGES},
+        SHOWING[2]: {"prompt": ["a", "b"]},
+        "/infill": {"input_prefix": "a", "input_suffix": "b"},
     }
     for path, body in posts.items():
         answer = await api.http.post(path, json=body)

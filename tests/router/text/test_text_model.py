@@ -12,7 +12,7 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.api.bodies.generating import CompletionBody
+from kvferry.router.api.bodies.completions import CompletionBody
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.encoding import Encoder

@@ -14,7 +14,8 @@ from pydantic_core import from_json
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies import sliced_json
-from kvferry.router.api.bodies.generating import ChatBody, CompletionBody
+from kvferry.router.api.bodies.completions import CompletionBody
+from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import MAX_VALUES, parse, parsed
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.sliced_json import MAX_DEPTH, MAX_FIELDS, Numbers, SlicedJson, TooManyObjects

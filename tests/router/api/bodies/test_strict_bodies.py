@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.api.bodies.generating import ChatBody, CompletionBody
+from kvferry.router.api.bodies.completions import CompletionBody
+from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import build
 from kvferry.router.api.messages.body import CountBody, MessagesBody
 from kvferry.router.api.pooling.embeddings import EmbeddingBody

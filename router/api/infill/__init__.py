@@ -1,0 +1,1 @@
+"""The /infill route, in the words of llama.cpp's server."""

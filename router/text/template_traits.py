@@ -1,0 +1,199 @@
+"""What a chat template expects of messages, found by rendering probes once when a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvferry.router.text.adaptations import RULES, SYSTEM_FIRST, Adaptation, Messages, adapted
+from kvferry.router.text.call_ids import IdForm, identified
+from kvferry.router.text.message_shaping import object_arguments, text_arguments
+
+_PROBE = "kvferry-probe"
+_NAME, _KEY, _VALUE, _RESULT = "kvferry_call", "kvferry_key", "kvferry_value", "kvferry-result"
+_ID = "kvferryid"
+"""Id of nine letters, which all known forms but Kimi's allow."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Probes.",
+        "parameters": {
+            "type": "object",
+            "properties": {_KEY: {"type": "string", "description": "A value."}},
+            "required": [_KEY],
+        },
+    },
+}
+Render = Callable[[Sequence["Probe"]], Sequence[str | None]]
+"""Renders probes; None for those that the template refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One conversation to render: whether it comes with a tool, and the template's variables."""
+
+    with_tools: bool
+    variables: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What one template expects.
+
+    wants_parts     content is a list of parts, not a string
+    wants_tools     without tools, `tools` is an empty list: the template refuses None
+    takes_system    it shows a system message
+    text_arguments  a call's arguments are JSON text, not an object
+    ids             form of the ids of calls
+    names_results   it shows the name of a result's function
+    rules           adaptations that it needs, in their order
+    """
+
+    wants_parts: bool = False
+    wants_tools: bool = False
+    takes_system: bool = False
+    text_arguments: bool = False
+    ids: IdForm = IdForm.ANY
+    names_results: bool = False
+    rules: tuple[Adaptation, ...] = ()
+
+    def content(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return messages with their content as the template expects it."""
+        if not self.wants_parts:
+            return list(messages)
+        return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+
+    def tools(self, tools: Sequence[Any] | None) -> Sequence[Any] | None:
+        """Return the variable `tools`."""
+        return tools or ([] if self.wants_tools else None)
+
+    def calls(self, messages: Sequence[Mapping[str, Any]], *, keeps_functions: bool) -> list[dict[str, Any]]:
+        """Return messages with calls and results as the template expects them. See `identified`."""
+        shown = identified(messages, self.ids, names_results=self.names_results, keeps_functions=keeps_functions)
+        return list(map(text_arguments if self.text_arguments else object_arguments, shown))
+
+
+def probed(render: Render, *, knows_tools: bool) -> TemplateTraits:
+    """Return a template's traits."""
+    traits = _base(render)
+    if knows_tools:
+        traits = _of_calls(render, traits)
+    return _with_rules(render, traits, knows_tools=knows_tools)
+
+
+def _base(render: Render) -> TemplateTraits:
+    """Return the first form of content and tools with which the template shows a user's message."""
+    forms = [TemplateTraits(parts, tools) for tools in (False, True) for parts in (False, True)]
+    user: Messages = [{"role": "user", "content": _PROBE}]
+    shown = render([_probe(form, user) for form in forms])
+    return next((form for form, text in zip(forms, shown, strict=True) if _shows(text, user)), forms[0])
+
+
+def _of_calls(render: Render, traits: TemplateTraits) -> TemplateTraits:
+    cases: dict[str, Messages] = {
+        "object": _conversation(_ID),
+        "text": list(map(text_arguments, _conversation(_ID))),
+        "long id": _conversation(f"call_{_ID}_{_ID}"),
+        "long id, text": list(map(text_arguments, _conversation(f"call_{_ID}_{_ID}"))),
+        "named": _conversation(_ID, name=_NAME),
+        "named, text": list(map(text_arguments, _conversation(_ID, name=_NAME))),
+    }
+    texts = render([_probe(traits, messages, tools=True) for messages in cases.values()])
+    found = {case: _tail(text) for case, text in zip(cases, texts, strict=True)}
+    takes_text = not _takes_object(found["object"]) and _takes_text(found["text"])
+    kind, suffix = ("text", ", text") if takes_text else ("object", "")
+    plain, long, named = found[kind], found["long id" + suffix], found["named" + suffix]
+    return replace(
+        traits,
+        text_arguments=takes_text,
+        ids=_id_form(plain, long),
+        names_results=named is not None and named != plain,
+    )
+
+
+def _id_form(plain: str | None, long: str | None) -> IdForm:
+    if plain is not None and long is None:
+        return IdForm.NINE
+    call = (plain or "").partition(_RESULT)[0]
+    if f"functions.{_NAME}:0" in call or (_ID in call and _NAME not in call):
+        return IdForm.INDEXED
+    return IdForm.ANY
+
+
+def _takes_object(text: str | None) -> bool:
+    return text is not None and _VALUE in text and f"{{'{_KEY}'" not in text
+
+
+def _takes_text(text: str | None) -> bool:
+    return text is not None and _VALUE in text and f'\\"{_KEY}' not in text
+
+
+def _with_rules(render: Render, traits: TemplateTraits, *, knows_tools: bool) -> TemplateTraits:
+    """Add the rules that the template needs: it refuses a sample or drops a part of it, and shows the bent one."""
+    asked: dict[str, Messages] = {}
+    for place, rule in enumerate(RULES):
+        for sample in rule.samples:
+            for bent in _variants(sample, place):
+                asked[_key(bent)] = bent
+    cases = {key: each for key, each in asked.items() if knows_tools or not _has_calls(each)}
+    probes = [
+        _probe(traits, traits.calls(each, keeps_functions=False), tools=_has_calls(each)) for each in cases.values()
+    ]
+    texts = dict(zip(cases, render(probes), strict=True))
+    shown = {key for key, text in texts.items() if _shows(text, cases[key])}
+    needed: list[Adaptation] = []
+    for place, rule in enumerate(RULES):
+        pairs = [(adapted(each, needed)[0], adapted(each, RULES[place:])[0]) for each in rule.samples]
+        if any(_key(now) not in shown and _key(bent) in shown for now, bent in pairs):
+            needed.append(rule)
+    system = _key(SYSTEM_FIRST)
+    return replace(traits, rules=tuple(needed), takes_system=system in shown)
+
+
+def _variants(sample: Messages, place: int) -> list[Messages]:
+    """Return a sample as it is after any of the rules before this place, and after all from it on."""
+    found = [sample]
+    for rule in RULES[:place]:
+        found += [bent for each in found if (bent := rule.bend(each)) not in found]
+    return [*found, adapted(sample, RULES[place:])[0]]
+
+
+def _probe(traits: TemplateTraits, messages: Sequence[Mapping[str, Any]], *, tools: bool = False) -> Probe:
+    return Probe(
+        tools,
+        {
+            "messages": traits.content(messages),
+            "tools": traits.tools([_TOOL] if tools else None),
+            "documents": None,
+            "add_generation_prompt": True,
+        },
+    )
+
+
+def _conversation(call_id: str, **result: str) -> Messages:
+    function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+    return [
+        {"role": "user", "content": _PROBE},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call_id, "content": _RESULT, **result},
+    ]
+
+
+def _tail(text: str | None) -> str | None:
+    """Return what follows the user's message, and so the tools in most templates."""
+    return None if text is None else text[text.rfind(_PROBE) :]
+
+
+def _shows(text: str | None, messages: Messages) -> bool:
+    return text is not None and "'type'" not in text and all(each["content"] in text for each in messages)
+
+
+def _has_calls(messages: Messages) -> bool:
+    return any(each.get("tool_calls") for each in messages)
+
+
+def _key(messages: Messages) -> str:
+    return json.dumps(messages)
