@@ -47,7 +47,7 @@ def says(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 
 def text_of(source: str, *, strict: bool = False) -> TextModel:
-    return replace(demo_text(), template=ChatTemplate(source, {}), strict_templates=strict)
+    return replace(demo_text(), template=ChatTemplate(source, {}), strict_templates=strict, tool_call_parser="hermes")
 
 
 def adapted(source: str, *messages: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
