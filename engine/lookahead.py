@@ -96,7 +96,7 @@ class Lookahead:
         slices = [Slice(batch.slices[i].request, batch.slices[i].start + 1, 1) for i in going]
         flight = launch(slices, batch.flight.of(going))
         self._batch, self._whole = Batch(slices, flight=flight), True
-        self._scheduler.request_table.worked += len(slices)
+        self._scheduler.request_table.share(len(slices))
 
     def _going(self, batch: Batch) -> list[int]:
         """Return which slices surely continue unless a token ends them; none if anything else comes first."""

@@ -19,8 +19,8 @@ from kvferry.protocol.prefix_reuse import Missed
 from kvferry.protocol.work import Generate
 
 Key = tuple[str, int]
-Place = tuple[bool, int, bool, int, int]
-"""Queue order: streams before prompts, retried attempts first, newcomers first, by due work, by arrival."""
+Place = tuple[bool, int, bool, float, int]
+"""Queue order: streams before prompts, retried attempts first, newcomers first, by virtual due time, by arrival."""
 
 
 def key_of(job: Job) -> Key:

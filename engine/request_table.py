@@ -29,12 +29,13 @@ class RequestTable:
 
     waiting   in the order of admission, by `Request.place`. Streams that began, here or on a lost node, come first,
               because their clients notice each pause. Attempts that failed or were refused before come next, so that
-              none is refused for ever. Then come prompts: newcomers' first, and the shortest of them. A prompt is due
-              when as many tokens were computed as it lacks here, whether they are computed here or arrive by a grant:
-              later prompts pass it until then, and no longer
+              none is refused for ever. Then come prompts: newcomers' first, then by fair queuing, as if all that wait
+              shared the node's tokens equally. So a short prompt passes a crowd of long ones, and a long one is passed
+              until it would have had its share, and no longer
     awaiting  with blocks (`seated` counts them) or without
     running   in the order in which they began
-    worked    tokens that were computed so far
+    shared    virtual time of fair queuing: tokens that each waiting prompt would have had so far. A prompt is due when
+              it has grown by the tokens that the prompt lacks here
     left      called with each request that ended or lost its blocks
     """
 
@@ -46,7 +47,7 @@ class RequestTable:
         self._attempts: dict[str, dict[int, Request]] = {}
         self._grants: dict[Hashable, Request] = {}
         self._queued_tokens = 0
-        self._entered = self.worked = 0
+        self._entered, self.shared = 0, 0.0
 
     def __iter__(self) -> Iterator[Request]:
         return (request for attempts in self._attempts.values() for request in attempts.values())
@@ -68,6 +69,10 @@ class RequestTable:
     def seated(self) -> list[Request]:
         """Return requests that have their blocks and cannot run yet."""
         return [request for request in self.awaiting.values() if request.block_ids]
+
+    def share(self, tokens: int, prompts: int = 0) -> None:
+        """Count tokens computed or received, of which all `prompts` that run and those that wait had a part."""
+        self.shared += tokens / max(1, len(self.waiting) + prompts)
 
     def attempts(self, request_id: str, upto: int) -> list[Request]:
         """Return a request's attempts, those after `upto` left out."""
@@ -91,7 +96,7 @@ class RequestTable:
         assert request.job.attempt not in attempts, request.key
         attempts[request.job.attempt] = request
         self._entered += 1
-        due = self.worked + request.lacking
+        due = self.shared + request.lacking
         request.place = (not request.output_len, -request.job.attempt, not request.job.newcomer, due, self._entered)
         self._queued_tokens += to_compute(request)
         if request.grant is not None:
@@ -113,6 +118,7 @@ class RequestTable:
 
     def landed(self, request: Request) -> None:
         """Record that the grant's blocks have arrived."""
+        self.share(request.lacking)
         del self._grants[request.grant]
         request.grant, request.held_for_transfer = None, False
         self.resume(request, Awaits.KV)

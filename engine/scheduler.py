@@ -5,7 +5,7 @@ so that a long prompt never stalls a stream (see Budget). A request that cannot 
 yet, or else the one that arrived last. A preempted request is recomputed later; its blocks stay findable until they are
 needed. Streams that came here from a lost node are preempted last.
 
-`Request.place` orders admission and computation: streams that began, then prompts, the shortest first (see
+`Request.place` orders admission and computation: streams that began, then prompts by fair queuing (see
 RequestTable). A prompt is admitted when those before it leave budget for it: the later the cache is searched, the more
 is found. A request whose prompt arrives by a grant needs no budget and may pass prompts that wait for budget. No
 request passes one that waits for blocks, and none takes the blocks that a passed request will need. Streams that began
@@ -72,7 +72,7 @@ class Scheduler:
         if before is not None and not chunks:
             return []
         chunks.sort(key=lambda s: not s.decodes)
-        self.request_table.worked += len(decodes) + sum(s.count for s in chunks)
+        self.request_table.share(len(decodes) + sum(s.count for s in chunks), len(order))
         return decodes + chunks
 
     def seat(self) -> None:

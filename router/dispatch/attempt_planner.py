@@ -99,8 +99,8 @@ class AttemptPlanner:
         if placement is None:
             return None
         self._context.held.leave(self)
-        if self._is_new and placement.first_token_s > left_s and (left_s > 0 or target_s < inf):
-            raise too_late(placement.first_token_s - left_s)
+        if self._is_new and placement.promised_s > left_s and (left_s > 0 or target_s < inf):
+            raise too_late(placement.promised_s - left_s)
         return placement
 
     def _placed(self, demand: Demand, reuse: Held, target_s: float) -> Placement | None:
