@@ -214,9 +214,9 @@ class RequestDispatch:
         return jobs.output(delta)
 
     def _take_route(self, delta: TokenDelta) -> None:
-        assert self._hedged.leader and self._record  # noqa: PT018
-        attempt, place = self._hedged.leader, self._hedged.leader.placement
-        computed_by = place.prefill or place.decode
+        attempt = self._hedged.runners.get(delta.attempt, self._hedged.leader)
+        assert attempt and self._record  # noqa: PT018
+        computed_by = (place := attempt.placement).prefill or place.decode
         assert computed_by
         decode = None if place.prefill and delta.finish_reason is not None else place.decode
         self._planner.computed(computed_by, decode if place.prefill else None)

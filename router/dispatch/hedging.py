@@ -1,4 +1,7 @@
-"""Hedged attempts of a request: a second one starts while the first is late, or its node may hang."""
+"""Hedged attempts of a request: a second one starts while the first is late, or its node may hang.
+
+A token decides between them, but not the prefill node's of an attempt whose decode node may hang: both go on then,
+since each would send the same tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def late_s(placement: Placement) -> float:
 
 
 class HedgedAttempts:
-    """Running attempts of a request; the first token decides between them.
+    """Running attempts of a request.
 
     `runners` maps attempt numbers to attempts; it is read for every token."""
 
@@ -127,9 +130,12 @@ class HedgePolicy:
         return Hedge(placement, kind, causes, reason)
 
     def decide(self, number: int) -> None:
-        """Drop all attempts but `number`, which delivered a token."""
+        """Drop all attempts but `number`, which delivered a token, unless its next one is as doubtful as before."""
+        attempt = self._hedged.runners[number]
+        if attempt.ships and attempt.suspects:
+            return
         if number == self._suspected:
             self._context.metrics.false_suspicions.inc()
-            log.info("%s: the suspected node's token came first", self._hedged.runners[number].job.request_id)
+            log.info("%s: the suspected node's token came first", attempt.job.request_id)
         self._suspected = None
         self._hedged.win(number)
