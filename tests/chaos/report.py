@@ -13,6 +13,8 @@ from tests.chaos.aftermath import Aftermath
 from tests.chaos.deeds import Deeds, Done
 from tests.chaos.load import RAMP_S, Asked, Ledger, pauses
 from tests.chaos.plan import Fault
+from tests.chaos.suspicions import Suspicion
+from tests.chaos.suspicions import figures as suspected
 from tests.chaos.watch import Late, Sample, growth, suspects
 
 GOAL = {"errors": 0, "changed": 0, "leaked": 0, "pause_p99_s": 3.0, "goodput": 70.0, "idle_s": 1.0, "left": 0.9}
@@ -53,6 +55,7 @@ class Run:
     late: list[Late] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     disconnects: dict[str, Storm] = field(default_factory=dict)
+    suspicions: list[Suspicion] = field(default_factory=list)
 
     def add(self, ledger: Ledger, span: tuple[float, float], deeds: Deeds, after: Aftermath) -> None:
         """A round is over."""
@@ -127,6 +130,7 @@ def summary(run: Run) -> dict[str, Any]:
         "pause_p99_s": round(quantile(paused, 0.99), 2),
         "pause_max_s": round(max(paused, default=0.0), 2),
         "calm_pause_p99_s": round(quantile(calm, 0.99), 2),
+        "suspicions": suspected(run.suspicions, run.done),
         "tokens_per_s": round(rate, 1),
         "calm_tokens_per_s": [round(each, 1) for each in usual],
         "goodput": round(100 * rate / max(usual), 1) if any(usual) else None,
@@ -205,6 +209,7 @@ def table(found: dict[str, Any]) -> str:
         f"  longest pause        p50 {found['pause_p50_s']} s, p99 {found['pause_p99_s']} s, max "
         f"{found['pause_max_s']} s (undisturbed p99 {found['calm_pause_p99_s']} s; the "
         f"clients' own loop was up to {found['lag_max_s']} s late, which is left out)",
+        f"  suspicions           {_words(found['suspicions'])}",
         f"  goodput              {found['goodput']} % "
         f"({found['tokens_per_s']} of {found['calm_tokens_per_s']} tokens/s)",
         f"  disturbed routers    {found['through_a_disturbed_router']} requests through them; {found['resumed']} were "
@@ -224,6 +229,13 @@ def table(found: dict[str, Any]) -> str:
         "  goals: " + ", ".join(f"{name} {'met' if met else 'MISSED'}" for name, met in found["goals"].items())
     )
     return "\n".join(lines)
+
+
+def _words(suspicions: dict[str, int]) -> str:
+    return (
+        "{begun} second attempts beside nodes that may hang, {false} false; {of_undisturbed_nodes} beside nodes that "
+        "no fault had touched, {false_of_undisturbed_nodes} false"
+    ).format(**suspicions)
 
 
 def _told(storm: dict[str, Any]) -> str:
