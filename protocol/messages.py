@@ -219,7 +219,7 @@ class Deviation:
 @message(44)
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Seconds since each thread of a node made progress (idle engine: 0), and the usual time of an engine turn."""
+    """Seconds since each thread of a node made progress (idle engine: 0), and the usual time of the present step."""
 
     engine_s: float = 0.0
     link_s: float = 0.0
