@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter
 
-from kvferry.engine.request import Key, Request, to_compute
+from kvferry.engine.request import Key, Request, resumed, to_compute
 from kvferry.engine.request_states import Awaits, State
 
 PLACE = attrgetter("place")
@@ -69,6 +69,12 @@ class RequestTable:
     def seated(self) -> list[Request]:
         """Return requests that have their blocks and cannot run yet."""
         return [request for request in self.awaiting.values() if request.block_ids]
+
+    @property
+    def arriving(self) -> int:
+        """Blocks that are held for new prompts until those arrive by grants."""
+        arriving = (r for r in self.awaiting.values() if r.grant is not None and not resumed(r))
+        return sum(len(r.block_ids) - r.first_block for r in arriving if r.block_ids)
 
     def share(self, tokens: int, prompts: int = 0) -> None:
         """Count tokens computed or received, of which all `prompts` that run and those that wait had a part."""

@@ -9,7 +9,8 @@ import pytest
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Admitted, Generated, Reserved
-from kvferry.protocol.messages import Job
+from kvferry.protocol.errors import Cancelled
+from kvferry.protocol.messages import Job, TokenDelta
 from tests.toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 
@@ -150,6 +151,36 @@ def test_a_short_prompt_takes_blocks_before_a_crowd_of_long_ones_that_has_waited
     assert engine.request_table.waiting[0].key[0] == "short"
     engine.step()
     assert [e.owner for e in engine.events if isinstance(e, Reserved)] == ["g"]
+
+
+def test_prompts_that_are_not_computed_yet_hold_a_quarter_of_the_blocks_at_most() -> None:
+    """A crowd held half of a decode node's blocks for seconds before the prefill nodes came to its prompts."""
+    engine = make_engine(num_blocks=64, budget=64, beside=64)
+    for i in range(6):
+        engine.reserve(f"g{i}", make_job(f"long{i}", prompt(28, i)))
+    engine.step()
+    reserved = [event for event in engine.events if isinstance(event, Reserved)]
+    assert [event.owner for event in reserved] == ["g0", "g1"]
+    engine.add(make_job("local", prompt(40, 7), max_tokens=2))
+    engine.reserve("gs", resumed("stream", prompt(30, 9), delivered=4))
+    engine.step()
+    assert order(engine) == ["local"], "blocks are left"
+    assert [event.owner for event in engine.events if isinstance(event, Reserved)][2:] == ["gs"]
+    assert engine.scheduler.refused.key[0] == "long2"
+    engine.start("g0", TokenDelta("long0", 0, 0, (expected(prompt(28, 0), 1)[0],)))
+    engine.step()
+    assert [event.owner for event in engine.events if isinstance(event, Reserved)][3:] == ["g2"]
+
+
+def test_a_prompt_longer_than_that_quarter_waits_for_the_others_and_then_is_taken() -> None:
+    engine = make_engine(num_blocks=64, budget=64, beside=64)
+    engine.reserve("g0", make_job("short", prompt(8)))
+    engine.reserve("g1", make_job("long", prompt(100, 1)))
+    engine.step()
+    assert [event.owner for event in engine.events if isinstance(event, Reserved)] == ["g0"]
+    engine.withdraw("g0", Cancelled("gone"))
+    engine.step()
+    assert [event.owner for event in engine.events if isinstance(event, Reserved)] == ["g0", "g1"]
 
 
 def test_an_attempt_that_was_refused_before_passes_those_that_come_for_the_first_time() -> None:
