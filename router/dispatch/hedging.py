@@ -112,7 +112,7 @@ class HedgePolicy:
         if first is None or len(self._hedged.runners) > 1 or not is_due() or not (late or first.suspects):
             return None
         if late:
-            self._context.doubt(first.placement)
+            self._context.doubt(first.placement, ships=first.ships)
         reuse = await self._planner.reuse()
         suspects = first.suspects
         if first is not self._hedged.leader or not is_due() or not (late or suspects):

@@ -144,6 +144,18 @@ async def test_one_whose_blocks_do_not_arrive_after_its_first_token_is_late_agai
         assert second.target.node_id != first.target.node_id
 
 
+async def test_blocks_that_do_not_arrive_make_the_pair_doubtful_and_not_the_node_that_computed_them() -> None:
+    """Two of them on a slow link had the prefill node shut for all decode nodes."""
+    async with Bench([prefill("p1", prefill_script=ship_after(60)), decode("d1"), decode("d2")]) as bench:
+        for _ in range(2):
+            assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert bench.rungs() == {"hedge": 2}
+        assert not bench.nodes.breakers.shut().nodes
+        used = [request.target.node_id for request in bench["p1"].prefills]
+        pairs = {(("p1", 1), (name, 1)) for name in used if used.count(name) > 1}
+        assert bench.nodes.breakers.shut().pairs == pairs
+
+
 async def test_one_whose_blocks_arrive_in_time_is_not_late() -> None:
     async with Bench([prefill("p1", prefill_script=ship_after(0.1)), prefill("p2"), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
