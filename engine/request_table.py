@@ -103,7 +103,7 @@ class RequestTable:
         attempts[request.job.attempt] = request
         self._entered += 1
         due = self.shared + request.lacking
-        request.place = (not request.output_len, -request.job.attempt, not request.job.newcomer, due, self._entered)
+        request.place = (not request.output_len, -request.job.failures, not request.job.newcomer, due, self._entered)
         self._queued_tokens += to_compute(request)
         if request.grant is not None:
             self._grants[request.grant] = request

@@ -172,7 +172,7 @@ class RequestDispatch:
         """Build the job of the next attempt."""
         assert self._timers
         told = tuple(self._sequence.tokens), self._context.router_id, self._timers.left_s
-        return jobs.job(self._spec, name, self._attempts, *told, placement)
+        return jobs.job(self._spec, name, self._attempts, *told, placement, self._planner.failures)
 
     async def _hand_over(self, number: int) -> None:
         """Start a migration: the node of attempt `number` drains."""

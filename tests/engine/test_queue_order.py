@@ -189,9 +189,11 @@ def test_an_attempt_that_was_refused_before_passes_those_that_come_for_the_first
     engine.step()
     for i in range(3):
         engine.reserve(f"g{i}", make_job(f"first{i}", prompt(10, i)))
-    engine.reserve("again", make_job("again", prompt(20, 7), attempt=1))
-    engine.reserve("thrice", make_job("thrice", prompt(30, 8), attempt=3))
-    assert [r.key[0] for r in engine.request_table.waiting] == ["thrice", "again", "first0", "first1", "first2"]
+    engine.reserve("again", replace(make_job("again", prompt(20, 7)), failures=1))
+    engine.reserve("thrice", replace(make_job("thrice", prompt(30, 8)), failures=3))
+    engine.reserve("hedge", make_job("hedge", prompt(40, 9), attempt=1))
+    names = ["thrice", "again", "first0", "first1", "first2", "hedge"]
+    assert [r.key[0] for r in engine.request_table.waiting] == names, "a second attempt is no later one"
 
 
 @pytest.mark.parametrize("newcomer", [False, True])

@@ -74,6 +74,7 @@ async def test_another_pair_takes_over_from_a_prefill_node_that_says_nothing() -
         assert dispatch.route.prefill == "p2"
         (late,), (won,) = bench["p1"].prefills, bench["p2"].prefills
         assert late.target.node_id != won.target.node_id
+        assert won.job.failures == 0, "a crowd's second attempts had gone ahead of everybody"
         assert dispatch.fork.request_id == won.job.request_id != late.job.request_id
         await until(lambda: bench["p1"].answering == 0)
         assert [cancel.request_id for cancel in bench["p1"].cancels] == [late.job.request_id]
