@@ -70,16 +70,6 @@ class RequestTable:
         """Return requests that have their blocks and cannot run yet."""
         return [request for request in self.awaiting.values() if request.block_ids]
 
-    @property
-    def arriving(self) -> int:
-        """Blocks that are held for new prompts until those arrive by grants."""
-        arriving = (r for r in self.awaiting.values() if r.grant is not None and not resumed(r))
-        return sum(len(r.block_ids) - r.first_block for r in arriving if r.block_ids)
-
-    def share(self, tokens: int, prompts: int = 0) -> None:
-        """Count tokens computed or received, of which all `prompts` that run and those that wait had a part."""
-        self.shared += tokens / max(1, len(self.waiting) + prompts)
-
     def attempts(self, request_id: str, upto: int) -> list[Request]:
         """Return a request's attempts, those after `upto` left out."""
         return [request for attempt, request in self._attempts.get(request_id, {}).items() if attempt <= upto]
@@ -124,7 +114,7 @@ class RequestTable:
 
     def landed(self, request: Request) -> None:
         """Record that the grant's blocks have arrived."""
-        self.share(request.lacking)
+        share(self, request.lacking)
         del self._grants[request.grant]
         request.grant, request.held_for_transfer = None, False
         self.resume(request, Awaits.KV)
@@ -200,6 +190,17 @@ def expect(request_table: RequestTable, request: Request, tokens: int) -> None:
     request_table._queued_tokens -= to_compute(request)
     request.lacking = tokens
     request_table._queued_tokens += to_compute(request)
+
+
+def share(request_table: RequestTable, tokens: int, prompts: int = 0) -> None:
+    """Count tokens computed or received, of which all `prompts` that run and those that wait had a part."""
+    request_table.shared += tokens / max(1, len(request_table.waiting) + prompts)
+
+
+def arriving(request_table: RequestTable) -> int:
+    """Return the blocks that are held for new prompts until those arrive by grants."""
+    coming = (r for r in request_table.awaiting.values() if r.grant is not None and not resumed(r))
+    return sum(len(r.block_ids) - r.first_block for r in coming if r.block_ids)
 
 
 def check_integrity(request_table: RequestTable) -> None:

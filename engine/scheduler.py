@@ -24,7 +24,7 @@ from kvferry.engine.partial_blocks import PartialBlock
 from kvferry.engine.ports import REQUEST, SHIP
 from kvferry.engine.request import Place, Request, grows, held_up, junior, resumed
 from kvferry.engine.request_states import State
-from kvferry.engine.request_table import PLACE, RequestTable
+from kvferry.engine.request_table import PLACE, RequestTable, arriving, share
 from kvferry.engine.step_slices import Slice, chunks_of
 from kvferry.protocol.layout import blocks_for
 
@@ -75,7 +75,7 @@ class Scheduler:
         if before is not None and not chunks:
             return []
         chunks.sort(key=lambda s: not s.decodes)
-        self.request_table.share(len(decodes) + sum(s.count for s in chunks), len(order))
+        share(self.request_table, len(decodes) + sum(s.count for s in chunks), len(order))
         return decodes + chunks
 
     def seat(self) -> None:
@@ -175,7 +175,7 @@ class Scheduler:
 
     def _crowds(self, request: Request) -> bool:
         """Return whether a new prompt must wait until others arrive that hold blocks already."""
-        held = 0 if resumed(request) else self.request_table.arriving
+        held = 0 if resumed(request) else arriving(self.request_table)
         return 0 < held > self.pool.num_blocks // ARRIVING - self._blocks_of(request)
 
     def _seats(self, request: Request) -> int:

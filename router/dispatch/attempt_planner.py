@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 class AttemptPlanner:
     """Chooses the nodes of each attempt of a request; the owner must call `end`.
 
-    `delivered` is the growing list of output tokens sent to the client. `failures` counts failed attempts. `fingerprint`
-    is that of the nodes that may take the request; empty: any, until its first token. Media bind it from the start.
-    leave, wake: see RequestTargets."""
+    `delivered` is the growing list of output tokens sent to the client. `failures` counts failed attempts.
+    `fingerprint` is that of the nodes that may take the request; empty: any, until its first token. Media bind it from
+    the start. leave, wake: see RequestTargets."""
 
     def __init__(
         self,

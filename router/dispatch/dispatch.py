@@ -89,7 +89,7 @@ class RequestDispatch:
                     if event.reuse is not None:
                         self._take_account(event)
                     if len(self._hedged.runners) > 1:
-                        self._hedge_policy.decide(event.attempt)
+                        self._hedge_policy.decide(event, len(self._sequence.tokens))
                     for delta in self._sequence.push(event):
                         yield self._output(delta)
                     if event.reuse is not None and (leader := self._hedged.leader) and leader.ships and not self._over:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.placement.types import NodeKey, Placement
 from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import TokenDelta
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
@@ -129,13 +130,15 @@ class HedgePolicy:
         log.info("%s: a second attempt beside the one on %s: %s", first.job.request_id, names, reason)
         return Hedge(placement, kind, causes, reason)
 
-    def decide(self, number: int) -> None:
-        """Drop all attempts but `number`, which delivered a token, unless its next one is as doubtful as before."""
-        attempt = self._hedged.runners[number]
-        if attempt.ships and attempt.suspects:
+    def decide(self, delta: TokenDelta, delivered: int) -> None:
+        """Drop all attempts but that of `delta`, unless its next token is as doubtful as before, or an earlier one is.
+
+        The decode node may be ahead of a prefill node that hangs before it told the router its first token."""
+        attempt = self._hedged.runners[delta.attempt]
+        if delta.index > delivered or (attempt.ships and attempt.suspects):
             return
-        if number == self._suspected:
+        if delta.attempt == self._suspected:
             self._context.metrics.false_suspicions.inc()
             log.info("%s: the suspected node's token came first", attempt.job.request_id)
         self._suspected = None
-        self._hedged.win(number)
+        self._hedged.win(delta.attempt)

@@ -20,6 +20,7 @@ from tests.fake_workers import (
     decode,
     expected,
     first_token,
+    honest_prefill,
     ids,
     prefill,
 )
@@ -126,6 +127,32 @@ async def test_a_prefill_nodes_token_does_not_say_that_the_decode_node_is_well()
         assert false_suspicions(bench) == 0
         assert dispatch.route.prefill == "p1"
         await until(lambda: bench["p1"].answering == 0)
+
+
+async def test_tokens_behind_a_missing_one_do_not_say_that_it_will_come() -> None:
+    """A prefill node froze between its commit and its first token's way to the router."""
+
+    async def commits(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        await until(lambda: bench.rungs())
+        worker.peers[request.target.node_id].decode(request.job, 1)
+        yield SILENCE
+
+    async def waits(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        await until(lambda: any(bench[name]._made for name in ("d1", "d2")))
+        await asyncio.sleep(0.1)
+        async for answer in honest_prefill(worker, request):
+            yield answer
+
+    async with Bench([prefill("p1", prefill_script=commits), decode("d1"), decode("d2")]) as bench:
+        bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
+        task = asyncio.create_task(collect(bench.start(6)))
+        await until(lambda: bench["p1"].prefills)
+        await bench.add(prefill("p2", prefill_script=waits))
+        await until(lambda: ("p2", 1) in bench.nodes.entries and bench.nodes.entries["p2", 1].open)
+        bench["p1"].pulse = STANDS
+        assert ids(await task) == expected(PROMPT, 6)
+        assert bench.rungs() == {"suspicion": 1}
+        assert false_suspicions(bench) == 0
 
 
 async def test_a_prefill_node_that_has_done_its_part_matters_no_more() -> None:
