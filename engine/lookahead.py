@@ -17,6 +17,7 @@ import logging
 from kvferry.engine import fault_isolation
 from kvferry.engine.fault_isolation import Drawn
 from kvferry.engine.request import Request
+from kvferry.engine.request_table import share
 from kvferry.engine.runner import StepRunner
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.speculation import Speculation
@@ -96,7 +97,7 @@ class Lookahead:
         slices = [Slice(batch.slices[i].request, batch.slices[i].start + 1, 1) for i in going]
         flight = launch(slices, batch.flight.of(going))
         self._batch, self._whole = Batch(slices, flight=flight), True
-        self._scheduler.request_table.worked += len(slices)
+        share(self._scheduler.request_table, len(slices))
 
     def _going(self, batch: Batch) -> list[int]:
         """Return which slices surely continue unless a token ends them; none if anything else comes first."""

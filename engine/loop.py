@@ -113,6 +113,11 @@ class EngineLoop:
         May be called from any thread, without a lock."""
         return self._turns if self._turning or self._inbox else None
 
+    @property
+    def step_tokens(self) -> int:
+        """Return the tokens of the step that runs; 0 between steps. May be called from any thread, without a lock."""
+        return self._engine.stepper.tokens
+
     def _run(self) -> None:
         self.native_id = threading.get_native_id()
         try:

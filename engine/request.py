@@ -19,8 +19,8 @@ from kvferry.protocol.prefix_reuse import Missed
 from kvferry.protocol.work import Generate
 
 Key = tuple[str, int]
-Place = tuple[bool, int, bool, int, int]
-"""Queue order: streams before prompts, retried attempts first, newcomers first, by due work, by arrival."""
+Place = tuple[bool, int, bool, float, int]
+"""Queue order: streams before prompts, retried attempts first, newcomers first, by virtual due time, by arrival."""
 
 
 def key_of(job: Job) -> Key:
@@ -205,3 +205,8 @@ def to_compute(request: Request) -> int:
 
     A prompt that arrives by a grant is computed elsewhere."""
     return request.lacking if request.grant is None else 0
+
+
+def junior(request: Request) -> tuple[bool, bool, float]:
+    """Return the greatest gives way first. A stream's rank only rises, so the most senior one always gets on."""
+    return (not request.output_len, not resumed(request), request.arrived)

@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter
 
-from kvferry.engine.request import Key, Request, to_compute
+from kvferry.engine.request import Key, Request, resumed, to_compute
 from kvferry.engine.request_states import Awaits, State
 
 PLACE = attrgetter("place")
@@ -29,12 +29,13 @@ class RequestTable:
 
     waiting   in the order of admission, by `Request.place`. Streams that began, here or on a lost node, come first,
               because their clients notice each pause. Attempts that failed or were refused before come next, so that
-              none is refused for ever. Then come prompts: newcomers' first, and the shortest of them. A prompt is due
-              when as many tokens were computed as it lacks here, whether they are computed here or arrive by a grant:
-              later prompts pass it until then, and no longer
+              none is refused for ever. Then come prompts: newcomers' first, then by fair queuing, as if all that wait
+              shared the node's tokens equally. So a short prompt passes a crowd of long ones, and a long one is passed
+              until it would have had its share, and no longer
     awaiting  with blocks (`seated` counts them) or without
     running   in the order in which they began
-    worked    tokens that were computed so far
+    shared    virtual time of fair queuing: tokens that each waiting prompt would have had so far. A prompt is due when
+              it has grown by the tokens that the prompt lacks here
     left      called with each request that ended or lost its blocks
     """
 
@@ -46,7 +47,7 @@ class RequestTable:
         self._attempts: dict[str, dict[int, Request]] = {}
         self._grants: dict[Hashable, Request] = {}
         self._queued_tokens = 0
-        self._entered = self.worked = 0
+        self._entered, self.shared = 0, 0.0
 
     def __iter__(self) -> Iterator[Request]:
         return (request for attempts in self._attempts.values() for request in attempts.values())
@@ -91,8 +92,8 @@ class RequestTable:
         assert request.job.attempt not in attempts, request.key
         attempts[request.job.attempt] = request
         self._entered += 1
-        due = self.worked + request.lacking
-        request.place = (not request.output_len, -request.job.attempt, not request.job.newcomer, due, self._entered)
+        due = self.shared + request.lacking
+        request.place = (not request.output_len, -request.job.failures, not request.job.newcomer, due, self._entered)
         self._queued_tokens += to_compute(request)
         if request.grant is not None:
             self._grants[request.grant] = request
@@ -113,6 +114,7 @@ class RequestTable:
 
     def landed(self, request: Request) -> None:
         """Record that the grant's blocks have arrived."""
+        share(self, request.lacking)
         del self._grants[request.grant]
         request.grant, request.held_for_transfer = None, False
         self.resume(request, Awaits.KV)
@@ -188,6 +190,17 @@ def expect(request_table: RequestTable, request: Request, tokens: int) -> None:
     request_table._queued_tokens -= to_compute(request)
     request.lacking = tokens
     request_table._queued_tokens += to_compute(request)
+
+
+def share(request_table: RequestTable, tokens: int, prompts: int = 0) -> None:
+    """Count tokens computed or received, of which all `prompts` that run and those that wait had a part."""
+    request_table.shared += tokens / max(1, len(request_table.waiting) + prompts)
+
+
+def arriving(request_table: RequestTable) -> int:
+    """Return the blocks that are held for new prompts until those arrive by grants."""
+    coming = (r for r in request_table.awaiting.values() if r.grant is not None and not resumed(r))
+    return sum(len(r.block_ids) - r.first_block for r in coming if r.block_ids)
 
 
 def check_integrity(request_table: RequestTable) -> None:

@@ -5,10 +5,11 @@ so that a long prompt never stalls a stream (see Budget). A request that cannot 
 yet, or else the one that arrived last. A preempted request is recomputed later; its blocks stay findable until they are
 needed. Streams that came here from a lost node are preempted last.
 
-`Request.place` orders admission and computation: streams that began, then prompts, the shortest first (see
+`Request.place` orders admission and computation: streams that began, then prompts by fair queuing (see
 RequestTable). A prompt is admitted when those before it leave budget for it: the later the cache is searched, the more
-is found. A request whose prompt arrives by a grant needs no budget and may pass prompts that wait for budget. No
-request passes one that waits for blocks, and none takes the blocks that a passed request will need. Streams that began
+is found. A request whose prompt arrives by a grant needs no budget and may pass prompts that wait for budget; it waits
+while others hold many blocks that have not arrived. No request passes one that waits for blocks, and none takes the
+blocks that a passed request will need. Streams that began
 elsewhere have some reserved seats and blocks that new requests may not use."""
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Budget, Limits
 from kvferry.engine.partial_blocks import PartialBlock
 from kvferry.engine.ports import REQUEST, SHIP
-from kvferry.engine.request import Place, Request, grows, held_up, resumed
+from kvferry.engine.request import Place, Request, grows, held_up, junior, resumed
 from kvferry.engine.request_states import State
-from kvferry.engine.request_table import PLACE, RequestTable
+from kvferry.engine.request_table import PLACE, RequestTable, arriving, share
 from kvferry.engine.step_slices import Slice, chunks_of
 from kvferry.protocol.layout import blocks_for
 
 KEPT = 32
 """One seat and one block of KEPT are reserved for streams that arrive in the middle."""
+ARRIVING = 4
+"""At most one block of ARRIVING is held for new prompts that arrive by grants; blocks are idle until those come."""
 
 
 class Scheduler:
@@ -72,7 +75,7 @@ class Scheduler:
         if before is not None and not chunks:
             return []
         chunks.sort(key=lambda s: not s.decodes)
-        self.request_table.worked += len(decodes) + sum(s.count for s in chunks)
+        share(self.request_table, len(decodes) + sum(s.count for s in chunks), len(order))
         return decodes + chunks
 
     def seat(self) -> None:
@@ -126,7 +129,7 @@ class Scheduler:
             if more is not None:
                 request.block_ids.extend(more)
                 return True
-            victim = max(self.request_table.running, key=_junior)
+            victim = max(self.request_table.running, key=junior)
             self.preempt(victim)
             if victim is request:
                 return False
@@ -138,13 +141,12 @@ class Scheduler:
         `prompts` are those being computed, in order. One block stays free for each stream that will grow: an admitted
         request must neither be preempted at once nor preempt others."""
         begun: list[Request] = []
-        waiting = self.request_table.waiting
-        if not waiting:
+        if not (waiting := self.request_table.waiting):
             return begun
         seated = self.request_table.seated
         taken = len(self.request_table.running) + len(seated)
         kept = len(seated) + sum(grows(r) + self._missing(r) for r in self.request_table.running)
-        before = list(prompts)
+        before, late = list(prompts), None
         passed = 0
         while passed < len(waiting) and taken + passed < self._seats(waiting[passed]):
             request = waiting[passed]
@@ -152,6 +154,10 @@ class Scheduler:
                 budget -= before.pop(0).uncomputed
             if request.grant is None and budget <= 0:
                 kept += self._blocks_of(request)
+                passed += 1
+                continue
+            if request.grant is not None and (late or self._crowds(request)):
+                kept, late = kept + (0 if late else self._blocks_of(request)), late or request
                 passed += 1
                 continue
             spare = 0 if request.output_len or not taken else self.pool.num_blocks // KEPT
@@ -164,8 +170,13 @@ class Scheduler:
             if request.state is State.RUNNING:
                 begun.append(request)
                 budget -= request.uncomputed
-        self.refused = waiting[passed] if passed < len(waiting) else None
+        self.refused = next(iter(waiting[passed:]), late)
         return begun
+
+    def _crowds(self, request: Request) -> bool:
+        """Return whether a new prompt must wait until others arrive that hold blocks already."""
+        held = 0 if resumed(request) else arriving(self.request_table)
+        return 0 < held > self.pool.num_blocks // ARRIVING - self._blocks_of(request)
 
     def _seats(self, request: Request) -> int:
         """Return how many seats may be taken with this request; a step has a token for each seat.
@@ -237,8 +248,3 @@ class Scheduler:
         """Set how many tokens it will compute or its grant will bring."""
         cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
         request.lacking = len(request.token_ids) - cached
-
-
-def _junior(request: Request) -> tuple[bool, bool, float]:
-    """Return the greatest gives way first. A stream's rank only rises, so the most senior one always gets on."""
-    return (not request.output_len, not resumed(request), request.arrived)

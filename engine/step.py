@@ -37,7 +37,8 @@ REGISTERED_AT_ONCE = 1024
 
 
 class Stepper:
-    """Executes steps. longest: tokens at which a sequence ends; events: queue of outgoing events."""
+    """Executes steps. longest: tokens at which a sequence ends; events: queue of outgoing events; tokens: of the step
+    that runs, for other threads."""
 
     def __init__(
         self,
@@ -54,8 +55,7 @@ class Stepper:
         self._runner = runner
         self._speculation = speculation
         self._transfer_holds = transfer_holds
-        self._longest = longest
-        self._events = events
+        self._longest, self._events, self.tokens = longest, events, 0
         self.suspended = SuspendedStep(scheduler, cancellations)
         self.ahead = Lookahead(scheduler, runner, self.suspended, speculation, longest)
         self._deadlines = Deadlines()
@@ -140,9 +140,10 @@ class Stepper:
         began = time.monotonic()
         batch = self.ahead.take() or self.suspended.next(self._speculation.extend)
         self._announce_admissions()
+        self.tokens = sum(part.count for part in batch.slices)
         drawn = self.ahead.run(batch, further=further) if batch.slices else None
         batch.seconds += time.monotonic() - began
-        slices = batch.slices
+        self.tokens, slices = 0, batch.slices
         if drawn is not None:
             drafting_s = self._speculation.settle(slices, drawn, batch.seconds)
             rows = sum(part.count for part in slices)

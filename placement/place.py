@@ -151,7 +151,8 @@ def _refusal(demand: Demand, decodes: Sequence[NodeView]) -> KvferryError:
 
 def _alone(demand: Demand, prefills: Sequence[NodeView]) -> Placement:
     cost_s, node = _cheapest([(cost_s, node) for cost_s, _, node in _firsts(demand, prefills)])
-    return Placement(node.lease, None, found_len(node, demand), cost_s, first_s(node, demand))
+    first_token_s, waits_s = first_s(node, demand), queue_s(node, demand)
+    return Placement(node.lease, None, found_len(node, demand), cost_s, first_token_s, queue_s=waits_s)
 
 
 def _local(demand: Demand, decodes: Decodes, limit_s: float) -> Placement | None:
@@ -167,7 +168,8 @@ def _local(demand: Demand, decodes: Decodes, limit_s: float) -> Placement | None
     costs += alone(demand, decodes.plain)
     cost_s, node = _cheapest(costs)
     others_s = own_s(demand, node, compute_s(node, demand))
-    return Placement(None, node.lease, found_len(node, demand), cost_s, cost_s - others_s)
+    waits_s, found = queue_s(node, demand), found_len(node, demand)
+    return Placement(None, node.lease, found, cost_s, cost_s - others_s, queue_s=waits_s)
 
 
 def _firsts(demand: Demand, prefills: Sequence[NodeView], shortest_s: float = 0.0) -> list[First]:
@@ -193,8 +195,9 @@ def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Decodes) -> P
     first = _whose_turn(before, first, least_s, lambda other: pair_s(demand, other, ready))
     ready = _whose_turn(behind, ready, least_s, lambda other: pair_s(demand, first, other))
     prefill, cost_s = first[-1], pair_s(demand, first, ready)
-    found = found_len(prefill, demand)
-    return Placement(prefill.lease, ready[-1].lease, found, cost_s, first_s(prefill, demand))
+    found, first_token_s = found_len(prefill, demand), first_s(prefill, demand)
+    waits_s = queue_s(prefill, demand)
+    return Placement(prefill.lease, ready[-1].lease, found, cost_s, first_token_s, queue_s=waits_s)
 
 
 def _cheapest(costs: Sequence[tuple[float, NodeView]]) -> tuple[float, NodeView]:

@@ -21,6 +21,8 @@ UNKNOWN_BLOCKS = 10**12
 """Number of blocks assumed for a pool of unknown size, so that it never limits."""
 STREAM_SHARE = 0.05
 """Relative increase of a decode step's time per running stream."""
+PASSED = 0.25
+"""Relative increase of a prompt's wait by shorter prompts that come later and pass it (see `engine.request_table`)."""
 
 
 class TierPrefix(NamedTuple):
@@ -190,6 +192,7 @@ class Placement:
     cached_len     tokens that the node that computes the prompt is expected to reuse
     cost_s         estimated cost, in seconds
     first_token_s  expected seconds to the first token
+    queue_s        how many of them the prompt waits for prompts that came before it
     holder         node from which the prompt's node fetches blocks, if it does
     """
 
@@ -199,6 +202,12 @@ class Placement:
     cost_s: float
     first_token_s: float
     holder: Holder | None = None
+    queue_s: float = 0.0
+
+    @property
+    def promised_s(self) -> float:
+        """Return the seconds to the first token that can be promised, though other prompts may pass this one."""
+        return self.first_token_s + PASSED * self.queue_s
 
 
 def unbroken(demand: Demand, sender: NodeKey, receiver: NodeKey) -> bool:

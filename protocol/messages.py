@@ -69,7 +69,9 @@ class Job:
     predicted         (tokens, epoch): leading tokens that the router expects in the cache of the computing node or
                       fetched to it, and that process's epoch
     holder            node from which the computing node may fetch leading blocks of the prompt; None: none
-    media             images, audio and video of the prompt in order, for nodes whose lease has their modalities"""
+    media             images, audio and video of the prompt in order, for nodes whose lease has their modalities
+    failures          attempts of the request that failed or were refused before, for which it goes ahead of others; a
+                      second attempt beside one that runs has none"""
 
     request_id: str
     attempt: int
@@ -88,6 +90,7 @@ class Job:
     predicted: tuple[int, int] = (0, 0)
     holder: Holder | None = None
     media: tuple[MediaItem, ...] = ()
+    failures: int = 0
 
     @property
     def params(self) -> SamplingParams:
@@ -219,7 +222,7 @@ class Deviation:
 @message(44)
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Seconds since each thread of a node made progress (idle engine: 0), and the usual time of an engine turn."""
+    """Seconds since each thread of a node made progress (idle engine: 0), and the usual time of the present step."""
 
     engine_s: float = 0.0
     link_s: float = 0.0

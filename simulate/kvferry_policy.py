@@ -84,8 +84,8 @@ class KvferryPolicy:
             raise
         except (NoNodes, Overloaded):
             return None
-        if placement.first_token_s > left_s:
-            raise too_late(placement.first_token_s - left_s)
+        if placement.promised_s > left_s:
+            raise too_late(placement.promised_s - left_s)
         nodes = self._fleet.nodes
         assert placement.decode
         prefill = nodes[placement.prefill.node_id] if placement.prefill else None

@@ -193,7 +193,7 @@ class Node:
         self.streams.go_on(steps * passed)
         if prompt is not None:
             prompt.left = max(0.0, prompt.left - work * passed)
-            self.prompts.worked += work * passed
+            self.prompts.computed(work * passed)
             prompt.spent_s += passed
             self.busy_s += passed
 

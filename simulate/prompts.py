@@ -35,12 +35,13 @@ class Prompt:
 class Prompts:
     """Waiting and started prompts of a node.
 
-    A shorter prompt overtakes a longer one until as many tokens have been computed as the longer one has."""
+    The order is fair queuing: `shared` grows by the tokens that each prompt would have had so far if all shared them
+    equally."""
 
     def __init__(self) -> None:
         self.waiting: list[Prompt] = []
         self.begun: list[Prompt] = []
-        self.worked = 0.0
+        self.shared = 0.0
         self._entered = 0
         self._queued = 0
 
@@ -55,9 +56,13 @@ class Prompts:
     def enter(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
         """Queue a prompt with so many tokens to compute."""
         self._entered += 1
-        place = (not run.delivered, self.worked + tokens, self._entered)
+        place = (not run.delivered, self.shared + tokens, self._entered)
         heappush(self.waiting, Prompt(place, run, tokens, done))
         self._queued += tokens
+
+    def computed(self, tokens: float) -> None:
+        """Count computed tokens."""
+        self.shared += tokens / max(1, len(self))
 
     def drop(self, run: Run) -> None:
         """Remove a run's prompt."""

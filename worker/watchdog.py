@@ -66,6 +66,8 @@ class Watched:
 class ThreadVitals:
     """Progress of all threads and ranks: `fault` says why the process must end, `pulse` feeds heartbeats.
 
+    A pulse holds the usual time of a step of as many tokens as the present one; `fault` uses that of a full step.
+
     budget: maximum tokens of a step. ranks: the other ranks, each a process. Only the watchdog calls `look`."""
 
     def __init__(
@@ -97,7 +99,7 @@ class ThreadVitals:
     def pulse(self) -> Pulse:
         """Return the last observation."""
         engine, link, loop = (round(thread.still_s, 2) for thread in self._threads.values())
-        return Pulse(engine, link, loop, round(self._usual_s, 4))
+        return Pulse(engine, link, loop, round(self._expected_s(self._engine.step_tokens), 4))
 
     @property
     def fault(self) -> str | None:
@@ -110,8 +112,12 @@ class ThreadVitals:
     @property
     def _usual_s(self) -> float:
         """Return the usual upper bound of an engine turn, in seconds."""
+        return self._expected_s(self._budget)
+
+    def _expected_s(self, tokens: int) -> float:
+        """Return the usual seconds of a step of so many tokens."""
         rates = self._rates.rates
-        return max(rates.step_s, self._budget / max(1.0, rates.prefill_tokens_per_s))
+        return max(rates.step_s, tokens / max(1.0, rates.prefill_tokens_per_s))
 
     def _hang(self) -> str | None:
         pulse = self.pulse

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 class AttemptPlanner:
     """Chooses the nodes of each attempt of a request; the owner must call `end`.
 
-    `delivered` is the growing list of output tokens sent to the client. `fingerprint` is that of the nodes that may
-    take the request; empty: any, until its first token. Media bind it from the start. leave, wake: see
-    RequestTargets."""
+    `delivered` is the growing list of output tokens sent to the client. `failures` counts failed attempts.
+    `fingerprint` is that of the nodes that may take the request; empty: any, until its first token. Media bind it from
+    the start. leave, wake: see RequestTargets."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class AttemptPlanner:
         leave: Callable[[], None],
         wake: Callable[[None], None],
     ) -> None:
-        self.patience = Backoff(context.patience_s)
+        self.patience, self.failures = Backoff(context.patience_s), 0
         self._spec, self._context, self._delivered = spec, context, delivered
         has_part = spec.call.is_patient or spec.call.has_targets
         self._targets = RequestTargets(spec.call, context, delivered, leave, wake) if has_part else None
@@ -99,8 +99,8 @@ class AttemptPlanner:
         if placement is None:
             return None
         self._context.held.leave(self)
-        if self._is_new and placement.first_token_s > left_s and (left_s > 0 or target_s < inf):
-            raise too_late(placement.first_token_s - left_s)
+        if self._is_new and placement.promised_s > left_s and (left_s > 0 or target_s < inf):
+            raise too_late(placement.promised_s - left_s)
         return placement
 
     def _placed(self, demand: Demand, reuse: Held, target_s: float) -> Placement | None:
@@ -147,6 +147,7 @@ class AttemptPlanner:
         if died:
             self._context.deaths.died(culprit, failure.works, self._suspect, len(self._delivered))
         self.goes_to(others)
+        self.failures += 1
         self._failure, self._unpaid = failure.error, not died and not self._delivered
         prefills = self._context.able("prefill", culprit, self._spec.adapter, self.fingerprint)
         return self._retry_policy.next_step(failure, len(self._delivered), prefills)

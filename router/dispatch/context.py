@@ -77,8 +77,8 @@ class DispatchContext(Protocol):
         Returns a MigrationAttempt if `forerunner` is given, the attempt whose node drains. `hashes` are those of the
         full blocks that will be computed, if known."""
 
-    def doubt(self, late: Placement) -> None:
-        """Suspect the nodes of a placement whose attempt is late with its first token."""
+    def doubt(self, late: Placement, *, ships: bool = False) -> None:
+        """Suspect the nodes of a placement whose attempt is late; ships: its first token is out, its blocks are not."""
 
     def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
         """Return the nodes that could take an attempt with this adapter id, including `besides` despite its failure.

@@ -89,7 +89,7 @@ class RequestDispatch:
                     if event.reuse is not None:
                         self._take_account(event)
                     if len(self._hedged.runners) > 1:
-                        self._hedge_policy.decide(event.attempt)
+                        self._hedge_policy.decide(event, len(self._sequence.tokens))
                     for delta in self._sequence.push(event):
                         yield self._output(delta)
                     if event.reuse is not None and (leader := self._hedged.leader) and leader.ships and not self._over:
@@ -172,7 +172,7 @@ class RequestDispatch:
         """Build the job of the next attempt."""
         assert self._timers
         told = tuple(self._sequence.tokens), self._context.router_id, self._timers.left_s
-        return jobs.job(self._spec, name, self._attempts, *told, placement)
+        return jobs.job(self._spec, name, self._attempts, *told, placement, self._planner.failures)
 
     async def _hand_over(self, number: int) -> None:
         """Start a migration: the node of attempt `number` drains."""
@@ -214,9 +214,9 @@ class RequestDispatch:
         return jobs.output(delta)
 
     def _take_route(self, delta: TokenDelta) -> None:
-        assert self._hedged.leader and self._record  # noqa: PT018
-        attempt, place = self._hedged.leader, self._hedged.leader.placement
-        computed_by = place.prefill or place.decode
+        attempt = self._hedged.runners.get(delta.attempt, self._hedged.leader)
+        assert attempt and self._record  # noqa: PT018
+        computed_by = (place := attempt.placement).prefill or place.decode
         assert computed_by
         decode = None if place.prefill and delta.finish_reason is not None else place.decode
         self._planner.computed(computed_by, decode if place.prefill else None)

@@ -1,4 +1,7 @@
-"""Hedged attempts of a request: a second one starts while the first is late, or its node may hang."""
+"""Hedged attempts of a request: a second one starts while the first is late, or its node may hang.
+
+A token decides between them, but not the prefill node's of an attempt whose decode node may hang: both go on then,
+since each would send the same tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.placement.types import NodeKey, Placement
 from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import TokenDelta
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
@@ -27,7 +31,7 @@ def late_s(placement: Placement) -> float:
 
 
 class HedgedAttempts:
-    """Running attempts of a request; the first token decides between them.
+    """Running attempts of a request.
 
     `runners` maps attempt numbers to attempts; it is read for every token."""
 
@@ -109,7 +113,7 @@ class HedgePolicy:
         if first is None or len(self._hedged.runners) > 1 or not is_due() or not (late or first.suspects):
             return None
         if late:
-            self._context.doubt(first.placement)
+            self._context.doubt(first.placement, ships=first.ships)
         reuse = await self._planner.reuse()
         suspects = first.suspects
         if first is not self._hedged.leader or not is_due() or not (late or suspects):
@@ -126,10 +130,15 @@ class HedgePolicy:
         log.info("%s: a second attempt beside the one on %s: %s", first.job.request_id, names, reason)
         return Hedge(placement, kind, causes, reason)
 
-    def decide(self, number: int) -> None:
-        """Drop all attempts but `number`, which delivered a token."""
-        if number == self._suspected:
+    def decide(self, delta: TokenDelta, delivered: int) -> None:
+        """Drop all attempts but that of `delta`, unless its next token is as doubtful as before, or an earlier one is.
+
+        The decode node may be ahead of a prefill node that hangs before it told the router its first token."""
+        attempt = self._hedged.runners[delta.attempt]
+        if delta.index > delivered or (attempt.ships and attempt.suspects):
+            return
+        if delta.attempt == self._suspected:
             self._context.metrics.false_suspicions.inc()
-            log.info("%s: the suspected node's token came first", self._hedged.runners[number].job.request_id)
+            log.info("%s: the suspected node's token came first", attempt.job.request_id)
         self._suspected = None
-        self._hedged.win(number)
+        self._hedged.win(delta.attempt)

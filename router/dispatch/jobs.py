@@ -15,7 +15,7 @@ from kvferry.router.nodes.model_nodes import FingerprintGroup
 
 def job(
     spec: RequestSpec, request_id: str, attempt: int, delivered: tuple[int, ...], router_id: str, left_s: float,
-    placement: Placement,
+    placement: Placement, failures: int = 0,
 ) -> Job:  # fmt: skip
     """Build the job of one attempt on chosen nodes, which continues after the delivered output tokens."""
     computes = placement.prefill or placement.decode
@@ -35,6 +35,7 @@ def job(
         predicted=(placement.cached_len, computes.epoch) if computes else (0, 0),
         holder=placement.holder,
         media=spec.media.items if spec.media else (),
+        failures=failures,
     )
 
 

@@ -176,11 +176,11 @@ class ModelCluster:
             job = replace(job, buddy=self._buddy(placement.prefill, placement.decode))
         return Attempt(job, placement, post, **self._parts(placement, hashes))
 
-    def doubt(self, late: Placement) -> None:
-        """Suspect the node that computes a late attempt's prompt, unless its decode node is crowded."""
+    def doubt(self, late: Placement, *, ships: bool = False) -> None:
+        """Suspect the nodes of a late attempt, unless its decode node is crowded."""
         decode = self.nodes.entries.get(node_key(late.decode)) if late.decode else None
-        if (node := late.prefill or late.decode) and not (decode and crowded(decode.view)):
-            self.nodes.breakers.node_failed(node_key(node), surely=False)
+        if decode is None or not crowded(decode.view):
+            self.nodes.breakers.late(late, ships=ships)
 
     def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:
         """Compare the predicted reuse and waiting time with the observed ones at the first token.

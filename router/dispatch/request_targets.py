@@ -96,7 +96,7 @@ class RequestTargets:
             if demand.patient or not displacement.displace_streams(demand, groups):
                 raise
             placement = context.place(demand, reuse, groups)
-        late_s = placement.first_token_s - target_s
+        late_s = placement.promised_s - target_s
         if late_s > 0 and displacement.displace_prompts(placement, late_s):
             return context.place(demand, reuse, groups)
         return placement

@@ -137,6 +137,14 @@ class CircuitBreakers:
         if sum(pair[0] == prefill for pair in failing) > 1:
             self._pairs.fail((prefill, None), now)
 
+    def late(self, place: Placement, *, ships: bool) -> None:
+        """Doubt the node that computes a late prompt or, if its first token is out and its blocks are not, the pair."""
+        nodes = [(node.node_id, node.epoch) for node in (place.prefill, place.decode) if node]
+        if ships and len(nodes) > 1:
+            self.pair_failed(*nodes, surely=False)
+        else:
+            self.node_failed(nodes[0], surely=False)
+
     def corrupt(self, sender: NodeKey, receiver: NodeKey) -> None:
         """Record that blocks arrived with other bytes than were sent."""
         self.any = True

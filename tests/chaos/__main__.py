@@ -22,6 +22,7 @@ from tests.chaos.plan import ALL, BESIDE_ENGINES, ENGINE, KINDS, NETWORK
 from tests.chaos.report import Run, summary, table
 from tests.chaos.run import Settings, Tell, run
 from tests.chaos.shape import Shape
+from tests.chaos.suspicions import read_suspicions
 
 SOAK_ROUND_S, SOAK_EVERY_S = 600.0, 120.0
 
@@ -91,6 +92,7 @@ async def reported(shape: Shape, settings: Settings, tell: Tell) -> int:
         running.result()
     elif not found.spans:
         return 130
+    found.suspicions = read_suspicions(out / "cluster.log")
     figures = summary(found)
     figures["look"] = to_look_into(found)
     (out / "report.json").write_text(json.dumps(figures, indent=1))

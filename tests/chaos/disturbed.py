@@ -18,6 +18,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.queues import log_queues
 from tests.chaos.tracing import log_spans
 from tests.chaos.weather import Weather
 
@@ -193,6 +194,7 @@ def main() -> None:
     uvloop.run = lambda main: run(noted(main))
     listen()
     log_spans(HOME / f"{NAME}.spans")
+    log_queues(HOME / f"{NAME}.queues", lambda: PARTS.engine)
     prepare = {"router": lambda: None, "adapt": prepare_adapter}.get(sys.argv[1], prepare_worker)
     prepare()
     from kvferry.cli.main import main as kvferry

@@ -10,9 +10,12 @@ from statistics import median
 from typing import Any
 
 from tests.chaos.aftermath import Aftermath
+from tests.chaos.crowds import apart_from_crowds
 from tests.chaos.deeds import Deeds, Done
 from tests.chaos.load import RAMP_S, Asked, Ledger, pauses
 from tests.chaos.plan import Fault
+from tests.chaos.suspicions import Suspicion
+from tests.chaos.suspicions import figures as suspected
 from tests.chaos.watch import Late, Sample, growth, suspects
 
 GOAL = {"errors": 0, "changed": 0, "leaked": 0, "pause_p99_s": 3.0, "goodput": 70.0, "idle_s": 1.0, "left": 0.9}
@@ -53,6 +56,7 @@ class Run:
     late: list[Late] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     disconnects: dict[str, Storm] = field(default_factory=dict)
+    suspicions: list[Suspicion] = field(default_factory=list)
 
     def add(self, ledger: Ledger, span: tuple[float, float], deeds: Deeds, after: Aftermath) -> None:
         """A round is over."""
@@ -96,6 +100,7 @@ def summary(run: Run) -> dict[str, Any]:
     errors = [asked for asked in requests if asked.error and not asked.error.startswith("changed")]
     changed = [asked for asked in requests if asked.error.startswith("changed")]
     paused = pauses((asked for asked in requests if not asked.error), run.late)
+    apart = pauses(apart_from_crowds(requests, run.done), run.late)
     calm = pauses((asked for ledger, _ in run.calm for asked in ledger.asked), run.late)
     rate = tokens_per_s(run.stormy, run.spans)
     after_errors = [asked.error for ledger, _ in run.calm[1:] for asked in ledger.asked if asked.error]
@@ -126,7 +131,9 @@ def summary(run: Run) -> dict[str, Any]:
         "pause_p50_s": round(quantile(paused, 0.5), 2),
         "pause_p99_s": round(quantile(paused, 0.99), 2),
         "pause_max_s": round(max(paused, default=0.0), 2),
+        "apart_from_crowds": [round(quantile(apart, 0.99), 2), round(max(apart, default=0.0), 2)],
         "calm_pause_p99_s": round(quantile(calm, 0.99), 2),
+        "suspicions": suspected(run.suspicions, run.done),
         "tokens_per_s": round(rate, 1),
         "calm_tokens_per_s": [round(each, 1) for each in usual],
         "goodput": round(100 * rate / max(usual), 1) if any(usual) else None,
@@ -203,8 +210,10 @@ def table(found: dict[str, Any]) -> str:
         f"  books at the end     {found['books'] or 'balance'}; idle after {found['idle_s']} s; "
         f"violations {found['violations']:.0f}; health {found['health'] or 'fine'}",
         f"  longest pause        p50 {found['pause_p50_s']} s, p99 {found['pause_p99_s']} s, max "
-        f"{found['pause_max_s']} s (undisturbed p99 {found['calm_pause_p99_s']} s; the "
-        f"clients' own loop was up to {found['lag_max_s']} s late, which is left out)",
+        f"{found['pause_max_s']} s; apart from crowds p99 {{}} s, max {{}} s".format(*found["apart_from_crowds"]),
+        f"                       undisturbed p99 {found['calm_pause_p99_s']} s; the clients' own loop was up to "
+        f"{found['lag_max_s']} s late, which is left out",
+        f"  suspicions           {_words(found['suspicions'])}",
         f"  goodput              {found['goodput']} % "
         f"({found['tokens_per_s']} of {found['calm_tokens_per_s']} tokens/s)",
         f"  disturbed routers    {found['through_a_disturbed_router']} requests through them; {found['resumed']} were "
@@ -224,6 +233,13 @@ def table(found: dict[str, Any]) -> str:
         "  goals: " + ", ".join(f"{name} {'met' if met else 'MISSED'}" for name, met in found["goals"].items())
     )
     return "\n".join(lines)
+
+
+def _words(suspicions: dict[str, int]) -> str:
+    return (
+        "{begun} second attempts beside nodes that may hang, {false} false; {of_undisturbed_nodes} beside nodes that "
+        "no fault had touched, {false_of_undisturbed_nodes} false"
+    ).format(**suspicions)
 
 
 def _told(storm: dict[str, Any]) -> str:

@@ -245,6 +245,13 @@ def test_what_the_clients_own_loop_was_late_is_no_pause():
     assert figures["goals"]["pause_p99_s"]
 
 
+def test_pauses_beside_a_crowd_are_told_apart():
+    asked = [replace(fine(), pause=pause) for pause in ((100.2, 0.1), (101.5, 3.4), (100.5, 0.6), (111.0, 0.3))]
+    figures = summary(made_run(asked, Aftermath(0.3), [Done(Fault(1.0, "crowd", "clients"), 101.0, 105.0)]))
+    assert (figures["pause_max_s"], figures["apart_from_crowds"]) == (3.4, [0.3, 0.3])
+    assert "apart from crowds p99 0.3 s, max 0.3 s" in table(figures)
+
+
 def test_the_picture_has_a_line_for_each_fault():
     done = [Done(Fault(0.5, "kill", "decode-0"), 100.5, 101.5, 1.0), Done(Fault(1.0, "crowd", "clients"), 101.0)]
     tree = ElementTree.fromstring(picture(made_run([fine()], Aftermath(0.3), done)))  # noqa: S314 - our own

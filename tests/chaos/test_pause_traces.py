@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 from opentelemetry.sdk.trace import TracerProvider
@@ -9,8 +10,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from kvferry.runtime.tracing import _context
 from tests.chaos.load import Asked
 from tests.chaos.look import traced_pauses
+from tests.chaos.queues import describe
 from tests.chaos.report import Run
 from tests.chaos.tracing import SpanLog, timelines
+from tests.toy import make_engine, make_job
 
 TRACE, OTHER = "0af7651916cd43dd8448eb211c80319c", "1" * 32
 
@@ -56,3 +59,21 @@ def test_the_longest_pause_comes_first(tmp_path):
     run.spans = [(0.0, 9.0)]
     heads = [part.split(" s at")[0] for part in traced_pauses(run, tmp_path).strip().split("\n\n")]
     assert heads == ["5.0", "3.0", "2.0"]
+
+
+def test_a_pause_shows_what_waited_in_its_nodes(tmp_path):
+    engine = make_engine(num_blocks=16)
+    engine.reserve("g", make_job("holds", list(range(1, 51))))
+    engine.step()
+    engine.reserve("h", make_job("waiting", list(range(1, 31))))
+    told = describe(engine)
+    assert "held by 1 grants" in told
+    assert "1 wait, waiting for 8 (due" in told
+    began = time.monotonic()
+    write_spans(tmp_path / "decode-0.spans", "decode")
+    (tmp_path / "cluster.log").write_text("")
+    rows = [[began + 0.5, told], [began + 9.0, "later"]]
+    (tmp_path / "decode-0.queues").write_text("".join(json.dumps(row) + "\n" for row in rows) + '[1.0, "half')
+    (shown,) = timelines(tmp_path, [(TRACE, began, 1.0)])
+    assert [line for line in shown if "wait" in line] == [f" +0.500  decode-0: {told}"]
+    assert not any("later" in line for line in shown)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.runtime.tracing import TRACER
+from tests.chaos.queues import queues
 
 BEFORE_S, AFTER_S = 3.0, 0.3
 """Seconds around a pause that are shown."""
@@ -54,22 +55,26 @@ def log_spans(path: Path) -> None:
 
 
 def timelines(home: Path, pauses: Sequence[tuple[str, float, float]]) -> list[list[str]]:
-    """Of each (trace id, begin, seconds) of a pause: its request's spans and log lines around it, by time."""
+    """Of each (trace id, begin, seconds) of a pause: its request's spans and log lines around it, by time, and what
+    waited meanwhile in its nodes."""
     wanted = {trace for trace, _, _ in pauses}
     spans: dict[str, list[tuple[float, str]]] = {trace: [] for trace in wanted}
     ids: dict[str, set[str]] = {trace: set() for trace in wanted}
+    nodes: dict[str, set[str]] = {trace: set() for trace in wanted}
     for path in sorted(home.glob("*.spans")):
         for line in _lines(path):
             if (trace := line["trace"]) not in wanted:
                 continue
             told = " ".join(f"{key}={value}" for key, value in line["told"].items())
+            nodes[trace].add(path.stem)
             spans[trace].append((line["at"], f"{path.stem}: {line['span']} {line['what']} {told}"))
             if line["span"] == "request":
                 ids[trace].add(str(line["told"].get("id")))
     said = _said(home / "cluster.log", {each for found in ids.values() for each in found})
     found = []
     for trace, began, seconds in pauses:
-        lines = sorted([*spans[trace], *(line for each in ids[trace] for line in said.get(each, ()))])
+        waited = queues(home, nodes[trace], began, began + seconds)
+        lines = sorted([*spans[trace], *waited, *(line for each in ids[trace] for line in said.get(each, ()))])
         around = [
             f"{at - began:+7.3f}  {told}" for at, told in lines if began - BEFORE_S < at < began + seconds + AFTER_S
         ]

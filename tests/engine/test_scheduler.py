@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ def test_a_reservation_passes_prompts_that_wait_for_budget_only() -> None:
 
 def test_a_reservation_leaves_the_room_of_those_it_passes() -> None:
     engine = make_engine(num_blocks=35, budget=8, beside=8)
-    engine.add(make_job("first", prompt(60), max_tokens=1, attempt=2))
-    engine.add(make_job("second", prompt(60, 1), max_tokens=1, attempt=1))
+    engine.add(replace(make_job("first", prompt(60), max_tokens=1), failures=2))
+    engine.add(replace(make_job("second", prompt(60, 1), max_tokens=1), failures=1))
     engine.step()
     engine.reserve("g", make_job("remote", prompt(20, 2)))
     engine.step()

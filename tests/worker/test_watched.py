@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from kvferry.worker.watchdog import Watched
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvferry.protocol.lease import Rates
+from kvferry.worker.watchdog import ThreadVitals, Watched
 
 
 def test_time_without_a_core_is_not_held_against_a_thread() -> None:
@@ -45,3 +49,16 @@ def test_an_engine_without_a_core_is_slow_and_does_not_hang() -> None:
     mark[0] += 1
     thread.look(121.0)
     assert (thread.still_s, thread.starved_s) == (0.0, 0.0)
+
+
+def test_a_step_is_compared_with_one_of_as_many_tokens() -> None:
+    """A decode node that hung was suspected only after five times the time of a step full of prompts."""
+    engine = SimpleNamespace(mark=1, native_id=0, step_tokens=0)
+    link, loop = SimpleNamespace(heartbeat=1, native_id=0, fault=None), SimpleNamespace(ticks=1)
+    rates = SimpleNamespace(rates=Rates(prefill_tokens_per_s=1000.0, step_s=0.02))
+    vitals = ThreadVitals(cast(Any, engine), cast(Any, link), cast(Any, loop), 2048, cast(Any, rates))
+    assert vitals.pulse.usual_s == 0.02
+    engine.step_tokens = 8
+    assert vitals.pulse.usual_s == 0.02
+    engine.step_tokens = 600
+    assert vitals.pulse.usual_s == 0.6

@@ -74,6 +74,7 @@ async def test_another_pair_takes_over_from_a_prefill_node_that_says_nothing() -
         assert dispatch.route.prefill == "p2"
         (late,), (won,) = bench["p1"].prefills, bench["p2"].prefills
         assert late.target.node_id != won.target.node_id
+        assert won.job.failures == 0, "a crowd's second attempts had gone ahead of everybody"
         assert dispatch.fork.request_id == won.job.request_id != late.job.request_id
         await until(lambda: bench["p1"].answering == 0)
         assert [cancel.request_id for cancel in bench["p1"].cancels] == [late.job.request_id]
@@ -142,6 +143,18 @@ async def test_one_whose_blocks_do_not_arrive_after_its_first_token_is_late_agai
         assert second.job.token_ids == (*PROMPT, expected(PROMPT, 1)[0]), "behind the token that is out"
         assert dispatch.route.prefill == "p1"
         assert second.target.node_id != first.target.node_id
+
+
+async def test_blocks_that_do_not_arrive_make_the_pair_doubtful_and_not_the_node_that_computed_them() -> None:
+    """Two of them on a slow link had the prefill node shut for all decode nodes."""
+    async with Bench([prefill("p1", prefill_script=ship_after(60)), decode("d1"), decode("d2")]) as bench:
+        for _ in range(2):
+            assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert bench.rungs() == {"hedge": 2}
+        assert not bench.nodes.breakers.shut().nodes
+        used = [request.target.node_id for request in bench["p1"].prefills]
+        pairs = {(("p1", 1), (name, 1)) for name in used if used.count(name) > 1}
+        assert bench.nodes.breakers.shut().pairs == pairs
 
 
 async def test_one_whose_blocks_arrive_in_time_is_not_late() -> None:

@@ -67,7 +67,8 @@ async def test_same_prefill_again_before_any_byte() -> None:
     async with Bench([prefill(prefill_script=failing("server_error", times=1)), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.rungs() == {"same_prefill": 1}
-        assert [request.job.attempt for request in bench["p1"].prefills] == [0, 1]
+        jobs = [request.job for request in bench["p1"].prefills]
+        assert [(job.attempt, job.failures) for job in jobs] == [(0, 0), (1, 1)]
         await until(lambda: len(bench["d1"].cancels) == 1)
         assert bench["d1"].cancels[0].attempt == 0
 

@@ -11,7 +11,19 @@ from kvferry.protocol.lease import Load
 from kvferry.protocol.messages import PrefillRequest, Pulse
 from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.nodes.token_streams import LOST
-from tests.fake_workers import PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, ids, prefill
+from tests.fake_workers import (
+    PROMPT,
+    SILENCE,
+    Bench,
+    FakeWorker,
+    collect,
+    decode,
+    expected,
+    first_token,
+    honest_prefill,
+    ids,
+    prefill,
+)
 from tests.waiting import until
 
 STANDS, MOVES = Pulse(engine_s=0.9, usual_s=0.02), Pulse(usual_s=0.02)
@@ -87,6 +99,60 @@ async def test_a_prompt_on_a_prefill_node_whose_step_stands_is_computed_elsewher
         assert ids(await task) == expected(PROMPT, 6)
         assert bench.rungs() == {"suspicion": 1}
         assert bench["p1"].prefills[0].job.request_id != bench["p2"].prefills[0].job.request_id
+
+
+async def test_a_prefill_nodes_token_does_not_say_that_the_decode_node_is_well() -> None:
+    """The second attempt was given up for it, and the stream stood still until the decode node was lost."""
+    go, stands = asyncio.Event(), "d1"
+
+    async def waits(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        await go.wait()
+        yield first_token(request.job)
+        if request.target.node_id != stands:
+            worker.peers[request.target.node_id].decode(request.job, 1)
+        yield SILENCE
+
+    workers = [prefill("p1", prefill_script=waits), decode("d1"), decode("d2")]
+    async with Bench(workers) as bench:
+        bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
+        dispatch = bench.start(6)
+        task = asyncio.create_task(collect(dispatch))
+        await until(lambda: bench["p1"].prefills)
+        stands = bench["p1"].prefills[0].target.node_id
+        bench[stands].pulse = STANDS
+        await until(lambda: len(bench["p1"].prefills) == 2)
+        go.set()
+        assert ids(await task) == expected(PROMPT, 6)
+        assert bench.rungs() == {"suspicion": 1}
+        assert false_suspicions(bench) == 0
+        assert dispatch.route.prefill == "p1"
+        await until(lambda: bench["p1"].answering == 0)
+
+
+async def test_tokens_behind_a_missing_one_do_not_say_that_it_will_come() -> None:
+    """A prefill node froze between its commit and its first token's way to the router."""
+
+    async def commits(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        await until(lambda: bench.rungs())
+        worker.peers[request.target.node_id].decode(request.job, 1)
+        yield SILENCE
+
+    async def waits(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        await until(lambda: any(bench[name]._made for name in ("d1", "d2")))
+        await asyncio.sleep(0.1)
+        async for answer in honest_prefill(worker, request):
+            yield answer
+
+    async with Bench([prefill("p1", prefill_script=commits), decode("d1"), decode("d2")]) as bench:
+        bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
+        task = asyncio.create_task(collect(bench.start(6)))
+        await until(lambda: bench["p1"].prefills)
+        await bench.add(prefill("p2", prefill_script=waits))
+        await until(lambda: ("p2", 1) in bench.nodes.entries and bench.nodes.entries["p2", 1].open)
+        bench["p1"].pulse = STANDS
+        assert ids(await task) == expected(PROMPT, 6)
+        assert bench.rungs() == {"suspicion": 1}
+        assert false_suspicions(bench) == 0
 
 
 async def test_a_prefill_node_that_has_done_its_part_matters_no_more() -> None:
