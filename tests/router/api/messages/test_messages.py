@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
 from kvferry.router.api.bodies.reader import parse
-from kvferry.router.api.messages.body import MessagesBody
+from kvferry.router.api.messages.body import CountBody, MessagesBody
 from kvferry.router.api.messages.chat import MessagesChat, chat, messages
 from kvferry.router.text.transcript import CallDelta, Piece
 from tests.api_parts import Api, FakeCluster, demo_text, ids_of, named_events, outputs_for, says
@@ -173,6 +173,16 @@ def test_the_conversation_becomes_a_chat() -> None:
         {"role": "assistant", "content": "well"},
         {"role": "tool", "tool_call_id": "t2", "content": ""},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rest", ["Be brief.", "Be brief.\nx-anthropic-billing-header: is what a file says"])
+def test_claude_code_s_billing_line_is_no_part_of_the_prompt(rest: str) -> None:
+    """It changes with each request: no prompt began like the one before it."""
+    first = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=a1b2c;"}
+    for system in ([first, {"type": "text", "text": rest}], f"{first['text']}\n{rest}"):
+        body = parse(CountBody, json.dumps({"messages": HELLO, "system": system}).encode())
+        assert messages(body)[0] == {"role": "system", "content": rest}
+    assert messages(parse(CountBody, json.dumps({"messages": HELLO, "system": [first]}).encode()))[0]["role"] == "user"
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> MessagesChat:
