@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -264,6 +265,19 @@ async def test_what_is_refused_names_its_field(body: dict[str, Any], named: str)
     told = failure(response)
     assert told["type"] == "invalid_request_error"
     assert named in told["message"]
+
+
+async def test_a_full_context_is_told_in_the_words_that_claude_code_reads() -> None:
+    """It asks for fewer tokens, or shortens the conversation, when it finds these words and numbers."""
+    api = Api(FakeCluster(says("x"), max_model_len=300))
+    for body, words in (
+        ({"max_tokens": 1000}, r"input length and `max_tokens` exceed context limit: (\d+) \+ 1000 > 300"),
+        ({"messages": [{"role": "user", "content": "a " * 400}]}, r"prompt is too long: (\d+) tokens > 300"),
+        ({"messages": [{"role": "user", "content": "a " * 90_000}]}, "prompt is too long: .* 300 tokens"),
+    ):
+        told = failure(await say(api, **body))
+        assert told["type"] == "invalid_request_error"
+        assert re.match(words, told["message"]), told["message"]
 
 
 @pytest.mark.parametrize(

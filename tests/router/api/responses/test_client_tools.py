@@ -1,4 +1,4 @@
-"""Tools of the Responses API beside plain functions: namespaces and custom tools, in requests, answers and histories."""
+"""Tools of the Responses API beside plain functions: namespaces and custom tools in requests, answers and histories."""
 
 from __future__ import annotations
 
