@@ -168,11 +168,8 @@ class ServedModel:
         room = limit - prompt_len
         needed = max(asked if asked is not None else min(room, body.output_default or room), 1)
         if needed > room:
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {limit} tokens, but the request needs {prompt_len + needed} "
-                f"({prompt_len} in the prompt, {needed} for the output); shorten the prompt or ask for fewer tokens",
-                param=body.prompt_field if room < 1 else bound_field,
-            )
+            field = body.prompt_field if room < 1 else bound_field
+            raise ContextLengthExceeded.counted(prompt_len, needed, limit, field)
         return needed
 
 

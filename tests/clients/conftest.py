@@ -12,6 +12,7 @@ import pytest
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.load import load_text_model
 from tests.clients.environments import OUTCOMES, table
+from tests.clients.scripted_model import KEY, scripted_router
 from tests.local_cluster import LocalCluster, local_cluster
 
 TEXT = Path(__file__).parents[2] / "benchmarks" / "prose.txt"
@@ -51,6 +52,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **text.template.special_tokens}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return {"CHECK_TOKENIZER": str(folder), "CHECK_SECONDS": "170"}
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Where agents find a model that says what their prompts dictate."""
+    with scripted_router(tmp_path_factory.mktemp("scripted")) as url:
+        yield {"CHECK_SCRIPTED_URL": url, "CHECK_SCRIPTED_KEY": KEY}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 CHECKS = Path(__file__).with_name("checks")
 HOME = Path(sys.prefix) / "clients"
 INSTALL_S = 400.0
+FROM_NPM = ("node", "command")
+"""Kinds of clients whose packages come from npm."""
 
 
 class Unavailable(Exception):
@@ -28,7 +30,8 @@ class Unavailable(Exception):
 class Client:
     """One client: what it is installed from, and its files of checks.
 
-    kind      python: files for checks/harness.py; pytest: the client's own suite; node: files for checks/harness.mjs
+    kind      python: files for checks/harness.py; pytest: the client's own suite; node: files for checks/harness.mjs;
+              command: a program of npm, run by files for checks/harness.py in the environment of the tests
     packages  of PyPI or npm; the first names the client's version. None: the checks run in this very environment
     seconds   bound on all of its checks together
     """
@@ -77,6 +80,8 @@ CLIENTS = (
     Client("instructor", "python", ("instructor>=1.10",), ("instructor_checks.py",)),
     Client("openai-agents", "python", ("openai-agents>=0.6",), ("openai_agents_checks.py",)),
     Client("anthropic", "python", ("anthropic>=0.70",), ("anthropic_checks.py",)),
+    Client("Codex", "command", ("@openai/codex@>=0.100",), ("codex_checks.py",)),
+    Client("Claude Code", "command", ("@anthropic-ai/claude-code@>=2",), ("claude_code_checks.py",)),
     Client("lm-eval", "python", ("lm-eval[api]>=0.4.9",), ("lm_eval_checks.py",)),
     Client("aiperf", "python", ("aiperf>=0.13",), ("aiperf_checks.py",)),
 )
@@ -93,7 +98,7 @@ def install(client: Client) -> Path:
         return where
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)
-    (_install_node if client.kind == "node" else _install_python)(client, where)
+    (_install_node if client.kind in FROM_NPM else _install_python)(client, where)
     stamp.write_text(wanted)
     return where
 
@@ -107,7 +112,7 @@ def run(client: Client, url: str, model: str, more: Mapping[str, str] | None = N
     env = {name: text for name, text in os.environ.items() if not name.startswith(("KVFERRY_", "OPENAI_", "PYTHON"))}
     env |= {"CHECK_URL": url, "CHECK_MODEL": model, "PYTHONDONTWRITEBYTECODE": "1", **(more or {})}
     began = time.monotonic()
-    runner = {"python": _run_python, "node": _run_node, "pytest": _run_pytest}[client.kind]
+    runner = {"python": _run_python, "node": _run_node, "pytest": _run_pytest, "command": _run_command}[client.kind]
     checks = runner(client, where, env)
     return Outcome(client.name, _version(client, where), checks, time.monotonic() - began)
 
@@ -154,6 +159,12 @@ def _call(client: Client, command: Sequence[str], cwd: Path | None = None) -> No
 def _run_python(client: Client, where: Path, env: Mapping[str, str]) -> list[Check]:
     files = [str(CHECKS / name) for name in client.files]
     return _results(_output([str(where / "bin" / "python"), str(CHECKS / "harness.py"), *files], client, where, env))
+
+
+def _run_command(client: Client, where: Path, env: Mapping[str, str]) -> list[Check]:
+    files = [str(CHECKS / name) for name in client.files]
+    command = [sys.executable, str(CHECKS / "harness.py"), *files]
+    return _results(_output(command, client, where, {**env, "CHECK_HOME": str(where)}))
 
 
 def _run_node(client: Client, where: Path, env: Mapping[str, str]) -> list[Check]:
@@ -218,7 +229,7 @@ def _results(output: str) -> list[Check]:
 
 def _version(client: Client, where: Path) -> str:
     """Of the client's first package; of this environment's, for checks that run here."""
-    if client.kind == "node":
+    if client.kind in FROM_NPM:
         name = client.packages[0].rpartition("@")[0]
         with suppress(OSError):
             return str(json.loads((where / "node_modules" / name / "package.json").read_text())["version"])

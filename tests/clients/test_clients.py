@@ -11,7 +11,7 @@ from tests.clients.environments import CLIENTS, HERE, OUTCOMES, Client, Outcome,
 from tests.local_cluster import MODEL, LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-NEEDS = {"lm-eval": "reference", "aiperf": "tokenizer"}
+NEEDS = {"lm-eval": "reference", "aiperf": "tokenizer", "Codex": "scripted", "Claude Code": "scripted"}
 """Fixtures whose variables a client's checks read."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -17,6 +18,9 @@ from kvferry.router.text.text_model import TextModel
 
 Block = Mapping[str, Any]
 Message = dict[str, Any]
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""First line of Claude Code's system text: a record for Anthropic's own servers that changes with each request, so that
+with it no prompt would begin like an earlier one."""
 
 
 class MessagesChat(TranslatedChat):
@@ -81,8 +85,8 @@ def chat(body: CountBody) -> MessagesChat:
 def messages(body: CountBody) -> list[Message]:
     """Return the conversation as chat messages: the system text first, tool results as separate messages."""
     found: list[Message] = []
-    if body.system:
-        found.append({"role": "system", "content": _words(body.system, "system")})
+    if system := _BILLING.sub("", _words(body.system or "", "system")):
+        found.append({"role": "system", "content": system})
     for place, turn in enumerate(body.messages):
         found += _turn(turn, f"messages[{place}].content")
     return found

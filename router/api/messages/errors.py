@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import ContextLengthExceeded, KvferryError
 
 PLACE = "/v1/messages"
 """Path of the Messages API."""
@@ -23,6 +23,19 @@ _TYPES = {
 def message_error(error: KvferryError) -> dict[str, Any]:
     """Return `{"type": "error", "error": {type, message}}` with a type by status; the message names the field."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    named = not error.param or error.param in error.message
-    message = error.message if named else f"{error.param}: {error.message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": _message(error)}}
+
+
+def _message(error: KvferryError) -> str:
+    """Return the message, which names the field.
+
+    For a full context it begins with the words of Anthropic's API: Claude Code reads the numbers, and asks for fewer
+    tokens or shortens the conversation."""
+    if not isinstance(error, ContextLengthExceeded):
+        named = not error.param or error.param in error.message
+        return error.message if named else f"{error.param}: {error.message}"
+    prompt, output, limit = error.prompt_tokens, error.output_tokens, error.limit
+    if prompt and prompt < limit:
+        return f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}; {error.message}"
+    counted = f"{prompt} tokens > {limit} maximum; " if prompt else ""
+    return f"prompt is too long: {counted}{error.message}"

@@ -9,6 +9,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.router.api.fold import Answer
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.responses.request import ResponsesChat, ResponsesRequest
+from kvferry.router.api.responses.tools import client_tools, input_of
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.logprobs import LogprobWriter
@@ -36,6 +37,7 @@ class ResponseAnswer(Answer):
         self._asked = asked
         self._model = pool.name
         self._parts = Parts()
+        self._tools = {tool.called: tool for tool in client_tools(asked.body.tools)}
         self._top = asked.body.top_logprobs or 0
         self._writer = LogprobWriter(pool.text.tokenizer) if asked.body.shows_logprobs else None
         self._number, self._after = 0, -1
@@ -116,6 +118,8 @@ class ResponseAnswer(Answer):
         match what:
             case "open":
                 return self._opened(part)
+            case "grow" if self._custom(part):
+                return b""
             case "grow":
                 place = {} if part.kind == CALL else {"content_index": 0}
                 shown = {"logprobs": self._logprobs(entries)} if part.kind == TEXT else {}
@@ -136,8 +140,11 @@ class ResponseAnswer(Answer):
 
     def _ended(self, part: Part) -> bytes:
         at, done = self._at(part), f"{_DELTA[part.kind]}.done"
-        if part.kind == CALL:
-            said = self._event(done, **at, name=part.name, arguments=part.text)
+        if self._custom(part):
+            text, kind = input_of(part.text), "response.custom_tool_call_input"
+            said = self._event(f"{kind}.delta", **at, delta=text) + self._event(f"{kind}.done", **at, input=text)
+        elif part.kind == CALL:
+            said = self._event(done, **at, name=self._called(part)["name"], arguments=part.text)
         else:
             shown = {"logprobs": self._logprobs(part.entries)} if part.kind == TEXT else {}
             said = self._event(done, **at, content_index=0, text=part.text, **shown)
@@ -167,7 +174,20 @@ class ResponseAnswer(Answer):
         return {"item_id": self._id(part), "output_index": part.index}
 
     def _id(self, part: Part) -> str:
-        return f"{_ID[part.kind]}_{self._asked.name}_{part.index}"
+        kind = "ctc" if self._custom(part) else _ID[part.kind]
+        return f"{kind}_{self._asked.name}_{part.index}"
+
+    def _custom(self, part: Part) -> bool:
+        """Return whether the part calls a custom tool; its input is written when the call has ended."""
+        tool = self._tools.get(part.name) if part.kind == CALL else None
+        return tool is not None and tool.is_custom
+
+    def _called(self, part: Part) -> dict[str, str]:
+        """Return the called tool's name, and its namespace if it has one."""
+        tool = self._tools.get(part.name)
+        if tool is None:
+            return {"name": part.name}
+        return {"name": tool.name, **({"namespace": tool.namespace} if tool.namespace else {})}
 
     def _item(self, part: Part, status: str) -> dict[str, Any]:
         own = {"id": self._id(part), "status": status}
@@ -176,8 +196,11 @@ class ResponseAnswer(Answer):
                 return {**own, "type": "message", "role": "assistant", "content": [self._content(part)]}
             case "reasoning":
                 return {**own, "type": "reasoning", "summary": [], "content": [self._content(part)]}
-        called = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
-        return {**own, "type": "function_call", **called}
+        called = {"call_id": part.call_id, **self._called(part)}
+        if self._custom(part):
+            shown = "" if status == "in_progress" else input_of(part.text)
+            return {**own, "type": "custom_tool_call", **called, "input": shown}
+        return {**own, "type": "function_call", **called, "arguments": part.text}
 
     def _content(self, part: Part) -> dict[str, Any]:
         if part.kind == REASONING:

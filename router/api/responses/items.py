@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.responses.tools import arguments_of, qualified
 
 Item = dict[str, Any]
 
 _INPUT_ROLES = ("user", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Content parts that are text, and the field that holds it."""
-_OWN_ID = re.compile(r"(msg|fc|rs|in)_(.+)_(\d{1,6})")
+_CALLS = ("function_call", "custom_tool_call")
+_OWN_ID = re.compile(r"(msg|fc|ctc|rs|in)_(.+)_(\d{1,6})")
 
 
 def normal(given: str | Sequence[Any], name: str) -> list[Item]:
@@ -36,7 +38,7 @@ def messages(items: Iterable[Item], instructions: str | None = None) -> list[dic
     chat: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         match item["type"]:
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 output = item["output"]
                 text = output if isinstance(output, str) else _text(output)
                 chat.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
@@ -51,9 +53,7 @@ def _turn(chat: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     """Return the assistant message for an item of this kind: the last one if it still takes it, else a new one."""
     last = chat[-1] if chat else {}
     begun = last.get("role") == "assistant"
-    if begun and (
-        kind == "function_call" or (kind == "message" and not last.get("content") and "tool_calls" not in last)
-    ):
+    if begun and (kind in _CALLS or (kind == "message" and not last.get("content") and "tool_calls" not in last)):
         return last
     chat.append({"role": "assistant", "content": None})
     return chat[-1]
@@ -66,7 +66,8 @@ def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
         case "reasoning":
             turn["reasoning_content"] = _text([*(item.get("content") or ()), *item["summary"]])
         case _:
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            arguments = item["arguments"] if item["type"] == "function_call" else arguments_of(item["input"])
+            function = {"name": qualified(item["name"], item.get("namespace")), "arguments": arguments}
             turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
 
@@ -94,10 +95,11 @@ def _normal(item: Any, field: str, name: str) -> Item:
     match kind:
         case "message":
             return {**own, **_message(item, field), "status": "completed", "type": kind}
-        case "function_call":
-            strings = {part: _string(item, part, field) for part in ("call_id", "name", "arguments")}
-            return {**own, **strings, "status": "completed", "type": kind}
-        case "function_call_output":
+        case "function_call" | "custom_tool_call":
+            said = "arguments" if kind == "function_call" else "input"
+            parts = ("call_id", "name", said, *(("namespace",) if item.get("namespace") else ()))
+            return {**own, **{part: _string(item, part, field) for part in parts}, "status": "completed", "type": kind}
+        case "function_call_output" | "custom_tool_call_output":
             output = item.get("output")
             shown = output if isinstance(output, str) else _parts(output, f"{field}.output", "input_text")
             return {**own, "call_id": _string(item, "call_id", field), "output": shown, "status": "completed",
@@ -106,7 +108,7 @@ def _normal(item: Any, field: str, name: str) -> Item:
             return {**own, **_reasoning(item, field), "type": kind}
         case "item_reference":
             return {"id": _string(item, "id", field), "type": kind}
-    known = "message, function_call, function_call_output, reasoning and item_reference"
+    known = "message, reasoning, item_reference, and function_call and custom_tool_call with their outputs"
     raise InvalidRequest(f"{field}.type: items of type {kind!r} are not supported, only {known}", param=f"{field}.type")
 
 

@@ -12,6 +12,7 @@ from kvferry.router.api.bodies.fields import SamplingFields
 from kvferry.router.api.bodies.translated import TranslatedChat, translated
 from kvferry.router.api.responses.body import ResponsesBody
 from kvferry.router.api.responses.items import Item, messages
+from kvferry.router.api.responses.tools import ClientTool, client_tools, qualified, relocated
 
 _REPEATED = (
     "background", "instructions", "max_output_tokens", "metadata", "previous_response_id", "tool_choice", "tools",
@@ -97,7 +98,7 @@ class ResponsesRequest:
     def chat(self, conversation: list[Item] | None = None) -> ResponsesChat:
         """Return the chat of a conversation, by default history and items; raise InvalidRequest naming the field."""
         body = self.body
-        tools, choice = _tools(body.tools or []), body.tool_choice
+        tools, choice = client_tools(body.tools), body.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             tools, choice = _allowed(tools, choice)
         items = [*self.history, *self.items] if conversation is None else conversation
@@ -106,7 +107,7 @@ class ResponsesRequest:
             "model": body.model,
             "messages": messages(items, body.instructions),
             "response_format": _response_format(body.text.format if body.text else None),
-            "tools": tools or None,
+            "tools": [{"type": "function", "function": tool.function} for tool in tools] or None,
             "tool_choice": _tool_choice(choice),
             "parallel_tool_calls": body.parallel_tool_calls,
             "max_completion_tokens": body.max_output_tokens,
@@ -119,46 +120,32 @@ class ResponsesRequest:
             "service_tier": body.service_tier,
             "priority": body.priority,
         }
-        return translated(ResponsesChat, fields, self)
-
-
-def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return function tools in the chat's form."""
-    tools = []
-    for place, tool in enumerate(given):
-        if tool.get("type") != "function":
-            raise InvalidRequest(
-                f"tools[{place}].type: tools of type {tool.get('type')!r} are not supported, only 'function'",
-                param=f"tools[{place}].type",
-            )
-        if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise InvalidRequest(
-                f"tools[{place}].name must be a string that is not empty", param=f"tools[{place}].name"
-            )
-        kept = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in kept if tool.get(name) is not None}
-        tools.append({"type": "function", "function": function})
-    return tools
+        try:
+            return translated(ResponsesChat, fields, self)
+        except InvalidRequest as error:
+            raise relocated(error, tools) from error
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     if choice is None or isinstance(choice, str):
         return choice
-    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise InvalidRequest(
-            "tool_choice must be none, auto, required, or an object of type function (with a name) or allowed_tools",
-            param="tool_choice",
-        )
-    return {"type": "function", "function": {"name": choice["name"]}}
+    if choice.get("type") not in ("function", "custom") or not isinstance(choice.get("name"), str):
+        known = "an object of type function or custom (with a name) or allowed_tools"
+        raise InvalidRequest(f"tool_choice must be none, auto, required, or {known}", param="tool_choice")
+    return {"type": "function", "function": {"name": qualified(choice["name"], choice.get("namespace"))}}
 
 
-def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+def _allowed(tools: list[ClientTool], choice: dict[str, Any]) -> tuple[list[ClientTool], str]:
     """Return the tools that tool_choice allows, and the mode: auto or required."""
     allowed, mode = choice.get("tools"), choice.get("mode", "auto")
     if not isinstance(allowed, list) or mode not in ("auto", "required"):
         raise InvalidRequest("tool_choice.mode must be auto or required, and tools a list", param="tool_choice")
-    names = {tool.get("name") for tool in allowed if isinstance(tool, dict) and isinstance(tool.get("name"), str)}
-    return [tool for tool in tools if tool["function"]["name"] in names], mode
+    names = {
+        qualified(tool["name"], tool.get("namespace"))
+        for tool in allowed
+        if isinstance(tool, dict) and isinstance(tool.get("name"), str)
+    }
+    return [tool for tool in tools if tool.called in names], mode
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
 from kvferry.router.api.bodies.reader import parse
-from kvferry.router.api.messages.body import MessagesBody
+from kvferry.router.api.messages.body import CountBody, MessagesBody
 from kvferry.router.api.messages.chat import MessagesChat, chat, messages
 from kvferry.router.text.transcript import CallDelta, Piece
 from tests.api_parts import Api, FakeCluster, demo_text, ids_of, named_events, outputs_for, says
@@ -175,6 +176,16 @@ def test_the_conversation_becomes_a_chat() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("rest", ["Be brief.", "Be brief.\nx-anthropic-billing-header: is what a file says"])
+def test_claude_code_s_billing_line_is_no_part_of_the_prompt(rest: str) -> None:
+    """It changes with each request: no prompt began like the one before it."""
+    first = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=a1b2c;"}
+    for system in ([first, {"type": "text", "text": rest}], f"{first['text']}\n{rest}"):
+        body = parse(CountBody, json.dumps({"messages": HELLO, "system": system}).encode())
+        assert messages(body)[0] == {"role": "system", "content": rest}
+    assert messages(parse(CountBody, json.dumps({"messages": HELLO, "system": [first]}).encode()))[0]["role"] == "user"
+
+
 def asked(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> MessagesChat:
     """The chat of these fields, whatever of it this server can do."""
     monkeypatch.setattr(MessagesChat, "check", lambda self: None)
@@ -254,6 +265,19 @@ async def test_what_is_refused_names_its_field(body: dict[str, Any], named: str)
     told = failure(response)
     assert told["type"] == "invalid_request_error"
     assert named in told["message"]
+
+
+async def test_a_full_context_is_told_in_the_words_that_claude_code_reads() -> None:
+    """It asks for fewer tokens, or shortens the conversation, when it finds these words and numbers."""
+    api = Api(FakeCluster(says("x"), max_model_len=300))
+    for body, words in (
+        ({"max_tokens": 1000}, r"input length and `max_tokens` exceed context limit: (\d+) \+ 1000 > 300"),
+        ({"messages": [{"role": "user", "content": "a " * 400}]}, r"prompt is too long: (\d+) tokens > 300"),
+        ({"messages": [{"role": "user", "content": "a " * 90_000}]}, "prompt is too long: .* 300 tokens"),
+    ):
+        told = failure(await say(api, **body))
+        assert told["type"] == "invalid_request_error"
+        assert re.match(words, told["message"]), told["message"]
 
 
 @pytest.mark.parametrize(
