@@ -57,6 +57,11 @@ class Page:
         self.send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
+    def reload(self) -> None:
+        self.evaluate("globalThis.isOld = true")
+        self.send("Page.reload")
+        self.wait("!globalThis.isOld && document.readyState === 'complete'")
+
     def wait(self, expression: str, seconds: float = 30.0) -> None:
         until = time.monotonic() + seconds
         while not self.evaluate(f"(async () => Boolean(await ({expression})))()"):

@@ -114,7 +114,7 @@ class CompletionAnswer(BaseModel):
 
 
 class Model(BaseModel):
-    """Served model; `input_modalities` are text, and those of image, audio and video that some node takes in prompts."""
+    """Served model; `input_modalities` are text, and the media (image, audio, video) that some node takes."""
 
     id: str
     object: Literal["model"]

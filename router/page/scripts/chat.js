@@ -170,9 +170,10 @@ class Chat {
     if (near) this.scroll();
     showLatest();
     const [call] = turn.calls ?? [];
-    announce(turn.error ? '' : call ? `The model calls ${call.name}.` : `Answer complete. ${shortened(turn.text, 1000)}`);
+    const ended = call ? `The model calls ${call.name}.` : `Answer complete. ${shortened(turn.text, 1000)}`;
+    announce(turn.error ? '' : ended);
     const idle = [document.body, at('send')].includes(document.activeElement);
-    if (idle && matchMedia('(pointer: fine)').matches) at('ask').focus();  // elsewhere a keyboard would cover the answer
+    if (idle && !matchMedia('(pointer: coarse)').matches) at('ask').focus();  // no keyboard over a phone's answer
   }
 
   stop() {

@@ -1,4 +1,4 @@
-// Blocks of Markdown: { kind, line, … }, where `line` is the first line. HTML is text. What may be dangerous cannot be said.
+// Blocks of Markdown: { kind, line, … }, where `line` is the first line. HTML is text.
 
 /** Deepest nesting of quotes and lists that is shown. */
 const MAX_BLOCK_DEPTH = 8;
@@ -59,7 +59,7 @@ function fence(lines, line) {
   const indent = lines[line].indexOf(mark);
   let end = line + 1;
   while (end < lines.length && !closesFence(lines[end], mark)) end += 1;
-  const code = lines.slice(line + 1, end).map((each) => each.slice(Math.min(indent, each.length - each.trimStart().length)));
+  const code = lines.slice(line + 1, end).map((each) => dedent(each, indent));
   return { kind: 'code', language: info.trim().split(/\s/)[0], text: code.join('\n'), end: end + 1 };
 }
 
@@ -111,7 +111,8 @@ function list(lines, line, depth) {
     loose ||= next > end;
     const found = ITEM.exec(lines[next]), width = found[0].length;
     end = itemEnd(lines, next, found, depth);
-    const inner = [lines[next].slice(width), ...lines.slice(next + 1, end).map((each) => dedent(each, width))];
+    const rest = lines.slice(next + 1, end), columns = shift(rest, width, indentOf(found));
+    const inner = [lines[next].slice(width), ...rest.map((each) => dedent(each, columns))];
     items.push(parseBlocks(inner.join('\n'), depth + 1));
     next = end;
     while (next < lines.length && !lines[next].trim()) next += 1;
@@ -127,7 +128,7 @@ function continuesList(text, first) {
 
 /** The line behind an item: its text goes on over indented lines, and over others that begin nothing. */
 function itemEnd(lines, line, found, depth) {
-  const indent = Math.min(found[0].length, found[1].length + 2);
+  const indent = indentOf(found);
   let end = line + 1, filled = end;
   while (end < lines.length) {
     const text = lines[end];
@@ -135,7 +136,7 @@ function itemEnd(lines, line, found, depth) {
       end += 1;
       continue;
     }
-    const inside = text.length - text.trimStart().length >= indent;
+    const inside = spacesOf(text) >= indent;
     if (!inside && (filled < end || ITEM.test(text) || interrupts(lines, end, depth))) break;
     end += 1;
     filled = end;
@@ -143,8 +144,23 @@ function itemEnd(lines, line, found, depth) {
   return filled;
 }
 
-function dedent(text, width) {
-  return text.slice(Math.min(width, text.length - text.trimStart().length));
+/** The least indentation of what belongs to an item. */
+function indentOf(found) {
+  return Math.min(found[0].length, found[1].length + 2);
+}
+
+/** By how many columns the lines of an item move: all alike, so that lists in it keep their order. */
+function shift(lines, width, indent) {
+  const spaces = lines.filter((each) => each.trim()).map(spacesOf).filter((count) => count >= indent);
+  return spaces.reduce((least, count) => Math.min(least, count), width);
+}
+
+function spacesOf(text) {
+  return text.length - text.trimStart().length;
+}
+
+function dedent(text, columns) {
+  return text.slice(Math.min(columns, spacesOf(text)));
 }
 
 function isTable(lines, line) {
@@ -154,11 +170,13 @@ function isTable(lines, line) {
 }
 
 function table(lines, line) {
-  const sides = cells(lines[line + 1]).map((each) => (each.endsWith(':') ? (each.startsWith(':') ? 'center' : 'right') : ''));
+  const side = (rule) => (rule.endsWith(':') ? (rule.startsWith(':') ? 'center' : 'right') : '');
+  const sides = cells(lines[line + 1]).map(side);
   const fit = (row) => sides.map((_, column) => row[column] ?? '');
   let end = line + 2;
   while (end < lines.length && lines[end].trim() && lines[end].includes('|')) end += 1;
-  return { kind: 'table', sides, head: fit(cells(lines[line])), rows: lines.slice(line + 2, end).map((each) => fit(cells(each))), end };
+  const rows = lines.slice(line + 2, end).map((each) => fit(cells(each)));
+  return { kind: 'table', sides, head: fit(cells(lines[line])), rows, end };
 }
 
 /** The cells of a row; bars behind a backslash or inside code belong to the text. */

@@ -105,7 +105,8 @@ function renderList(parent, { ordered, start, loose, items }) {
 function renderTask(item, text) {
   const task = /^\[([ xX])\] /.exec(text);
   if (!task) return renderInline(item, text);
-  make(item, 'span', 'task', task[1] === ' ' ? '☐ ' : '☑ ', { role: 'img', 'aria-label': task[1] === ' ' ? 'to do' : 'done' });
+  const done = task[1] !== ' ';
+  make(item, 'span', 'task', done ? '☑ ' : '☐ ', { role: 'img', 'aria-label': done ? 'done' : 'to do' });
   return renderInline(item, text.slice(4));
 }
 

@@ -11,8 +11,10 @@ async function showList(store, current, remove) {
   at('list').replaceChildren();
   for (const head of shown) {
     const item = make(at('list'), 'li');
-    const link = { href: `#${head.id}`, 'aria-current': head.id === current && 'page', id: `open-${head.id}`, title: head.title };
-    make(item, 'a', '', head.title, { ...link, dir: 'auto' });
+    make(item, 'a', '', head.title, {
+      id: `open-${head.id}`, href: `#${head.id}`, title: head.title, dir: 'auto',
+      'aria-current': head.id === current && 'page',
+    });
     button(item, '×', () => remove(head), 'quiet', `Delete ${head.title}`);
   }
   if (focused) at(focused)?.focus();

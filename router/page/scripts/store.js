@@ -21,7 +21,9 @@ class Store {
       };
       try {
         const request = indexedDB.open('kvferry', 1);
-        request.onupgradeneeded = () => [HEADS, WHOLE].forEach((name) => request.result.createObjectStore(name, { keyPath: 'id' }));
+        request.onupgradeneeded = () => {
+          for (const name of [HEADS, WHOLE]) request.result.createObjectStore(name, { keyPath: 'id' });
+        };
         request.onsuccess = () => resolve(request.result);
         request.onerror = () => failed(request.error);
       } catch (error) {
@@ -74,7 +76,8 @@ class Store {
     for (const head of await this.heads()) {
       count += 1;
       size += head.size;
-      if ((count > MAX_CONVERSATIONS || size > MAX_STORED_CHARS) && head.id !== conversation.id) await this.remove(head.id);
+      const over = count > MAX_CONVERSATIONS || size > MAX_STORED_CHARS;
+      if (over && head.id !== conversation.id) await this.remove(head.id);
     }
   }
 

@@ -45,8 +45,8 @@ class TurnView {
       this.summary = make(fold, 'summary');
       this.thinking = new MarkdownView(make(fold, 'div'));
     }
-    const thinks = writing && !turn.thought;
-    this.summary.textContent = thinks ? 'Thinking…' : turn.thought ? `Thought for ${seconds(turn.thought - turn.first)}` : 'Thought';
+    const spent = turn.thought ? `Thought for ${seconds(turn.thought - turn.first)}` : 'Thought';
+    this.summary.textContent = writing && !turn.thought ? 'Thinking…' : spent;
     this.thinking.show(turn.reasoning);
   }
 
@@ -65,13 +65,13 @@ class TurnView {
     this.shownCalls = shown;
     this.calls.replaceChildren();
     const form = make(this.calls, 'form');
-    const fields = calls.map((call, place) => {
+    const fields = calls.map((call) => {
       const section = make(form, 'section', 'call', '', { 'aria-label': `Call of ${call.name}` });
       make(make(section, 'h3', '', 'Calls '), 'code', '', call.name);
       make(section, 'pre', '', prettyJson(call.arguments), { tabindex: '0', dir: 'ltr' });
       if (!answerable) return null;
       const label = make(section, 'label', '', 'Result ');
-      return make(label, 'textarea', 'result', '', { rows: '2', 'data-call': String(place), placeholder: 'What the tool returned' });
+      return make(label, 'textarea', '', '', { rows: '2', placeholder: 'What the tool returned' });
     });
     if (!answerable) return;
     make(form, 'button', 'main', fields.length === 1 ? 'Send the result' : 'Send the results', { type: 'submit' });
@@ -118,12 +118,15 @@ class TurnView {
     if (turn.route) fact(nodesOf(turn.route), 'computed it', 'Prefill and decode node');
     if (turn.usage) {
       const { prompt_tokens: prompt, completion_tokens: output, prompt_tokens_details: details } = turn.usage;
-      fact(`${details?.cached_tokens ?? 0} of ${prompt}`, 'prompt tokens reused', 'Tokens of the prompt whose KV was there already');
+      const reused = `${details?.cached_tokens ?? 0} of ${prompt}`;
+      fact(reused, 'prompt tokens reused', 'Tokens of the prompt whose KV was there already');
       const spent = (turn.last - turn.first) / 1000;
-      if (output > 1 && spent > 0) fact(((output - 1) / spent).toFixed(1), `tokens/s, ${output} total`, 'Speed behind the first token');
+      const speed = (output - 1) / spent;
+      if (output > 1 && spent > 0) fact(speed.toFixed(1), `tokens/s, ${output} total`, 'Speed behind the first token');
     }
     if (turn.first) fact(milliseconds(turn.first - turn.sent), 'TTFT', 'Time to first token');
-    if (turn.end && !['stop', 'tool_calls'].includes(turn.end)) fact(ENDS[turn.end] ?? turn.end, 'ended it', 'Reason of the end');
+    const end = ENDS[turn.end] ?? turn.end;
+    if (end && !['stop', 'tool_calls'].includes(end)) fact(end, 'ended it', 'Reason of the end');
     list.hidden = !list.firstChild;
   }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from kvferry.router.dispatch.interface import Output, RequestSpec
@@ -41,21 +40,29 @@ def ask(page: Page, question: str) -> None:
 
 def asked(page: Page, question: str) -> None:
     """Ask and wait for the answer."""
-    count = page.evaluate("document.querySelectorAll('.assistant').length")
+    count = page.evaluate("chat.current.turns.length")
     ask(page, question)
-    page.wait(f"{ENDED} && document.querySelectorAll('.assistant').length > {count}")
+    page.wait(f"{ENDED} && chat.current.turns.length === {count + 2}")
 
 
 def said(page: Page) -> list[str]:
     return list(page.evaluate("[...document.querySelectorAll('.said')].map((node) => node.innerText.trim())"))
 
 
+def wait_for_titles(page: Page, *titles: str) -> None:
+    """The list of conversations follows the browser's database, a moment later."""
+    shown = "[...document.querySelectorAll('#list a')].map((node) => node.textContent)"
+    page.wait(f"JSON.stringify({shown}) === JSON.stringify({list(titles)!r})")
+
+
 def press_button(page: Page, label: str, *, number: int = -1) -> None:
-    """Press the button of this name or text; of several ones the last."""
-    page.evaluate(
-        f"[...document.querySelectorAll('button')].filter((node) => node.checkVisibility() &&"
-        f" [node.ariaLabel, node.textContent].includes({label!r})).at({number}).click()"
+    """Press the button of this name or text, once it is there; of several ones the last."""
+    found = (
+        "[...document.querySelectorAll('button')].filter((node) => node.checkVisibility() &&"
+        f" [node.ariaLabel, node.textContent].includes({label!r})).at({number})"
     )
+    page.wait(found)
+    page.evaluate(f"{found}.click()")
 
 
 def set_fields(page: Page, **fields: str) -> None:

@@ -187,7 +187,7 @@ def test_an_answer_goes_on_when_the_page_is_loaded_again(tab: Page) -> None:
             "(async () => (await chat.store.all())[0]?.turns[1]?.pending && chat.current.turns[1].text.length > 30)()"
         )
         before = tab.evaluate("chat.current.turns[1].text.length")
-        tab.send("Page.reload")
+        tab.reload()
         tab.wait("document.querySelector('.assistant .said')?.innerText.length > 10")
         tab.wait("document.getElementById('send').textContent === 'Stop'")
         tab.wait(f"{ENDED} && document.querySelector('.facts li')")
