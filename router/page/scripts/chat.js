@@ -95,7 +95,7 @@ class Chat {
         stream_options: { include_usage: true },
       };
     } catch (error) {
-      fault = `Settings: ${error.field} ${error.message}`;
+      fault = `Settings, ${error.field}: ${error.message}`;
     }
     const turn = addTurn(conversation, parent, { role: 'assistant', model: conversation.model, sent: Date.now() });
     if (location.hash !== `#${conversation.id}`) history.pushState(null, '', `#${conversation.id}`);
@@ -173,7 +173,8 @@ class Chat {
     const ended = call ? `The model calls ${call.name}.` : `Answer complete. ${shortened(turn.text, 1000)}`;
     announce(turn.error ? '' : ended);
     const idle = [document.body, at('send')].includes(document.activeElement);
-    if (idle && !matchMedia('(pointer: coarse)').matches) at('ask').focus();  // no keyboard over a phone's answer
+    if (!idle || matchMedia('(pointer: coarse)').matches) return;  // no keyboard over a phone's answer
+    (this.views.at(-1).calls.querySelector('textarea') ?? at('ask')).focus();
   }
 
   stop() {

@@ -143,6 +143,7 @@ listenToSettings();
 listenForImages();
 at('model').addEventListener('change', () => chooseModel(at('model').value));
 at('log').addEventListener('scroll', showLatest);
+new ResizeObserver(() => (at('latest').hidden ? chat.scroll() : showLatest())).observe(at('log'));
 at('latest').addEventListener('click', () => {
   at('log').scrollTop = at('log').scrollHeight;
   at('ask').focus();

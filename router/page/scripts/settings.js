@@ -2,7 +2,7 @@
 
 /** Fields of the dialog, by the names that the API gives them, and what a first conversation has in them. */
 const FIELDS = {
-  system: '', temperature: '0.2', top_p: '', max_tokens: '2048', seed: '', reasoning_effort: '', tool_choice: '',
+  system: '', temperature: '0.2', top_p: '', max_tokens: '1024', seed: '', reasoning_effort: '', tool_choice: '',
   tools: '', more: '',
 };
 const NUMBERS = ['temperature', 'top_p', 'max_tokens', 'seed'];
@@ -43,7 +43,7 @@ function jsonOf(text, field) {
   try {
     return JSON.parse(text);
   } catch (error) {
-    throw Object.assign(new Error(`is not JSON: ${error.message}`), { field });
+    throw Object.assign(new Error(`not JSON: ${error.message}`), { field });
   }
 }
 
@@ -54,7 +54,7 @@ function toolsOf(text) {
   return (Array.isArray(given) ? given : [given]).map((tool, place) => {
     const { name, description, parameters, input_schema: schema, ...rest } = tool?.function ?? tool ?? {};
     if (typeof name !== 'string' || !name) {
-      throw Object.assign(new Error(`need a name each; number ${place + 1} has none`), { field: 'tools' });
+      throw Object.assign(new Error(`each tool needs a name; number ${place + 1} has none`), { field: 'tools' });
     }
     const { type, ...others } = rest;
     const extra = tool.function ? rest : others;
@@ -70,7 +70,7 @@ function requestFields(settings, resulted = false) {
   for (const name of NUMBERS) {
     if (settings[name] === '') continue;
     fields[name] = Number(settings[name]);
-    if (!Number.isFinite(fields[name])) throw Object.assign(new Error('is not a number'), { field: name });
+    if (!Number.isFinite(fields[name])) throw Object.assign(new Error('not a number'), { field: name });
   }
   if (settings.reasoning_effort) fields.reasoning_effort = settings.reasoning_effort;
   const tools = toolsOf(settings.tools);
@@ -78,7 +78,7 @@ function requestFields(settings, resulted = false) {
   if (tools.length && settings.tool_choice && !resulted) fields.tool_choice = settings.tool_choice;
   const more = settings.more ? jsonOf(settings.more, 'more') : {};
   if (typeof more !== 'object' || more === null || Array.isArray(more)) {
-    throw Object.assign(new Error('must be a JSON object'), { field: 'more' });
+    throw Object.assign(new Error('not a JSON object'), { field: 'more' });
   }
   return { ...fields, ...more };
 }
@@ -88,14 +88,14 @@ function checkSettings() {
   const settings = shownSettings();
   let sound = true;
   for (const field of ['tools', 'more', ...NUMBERS]) {
-    let fault = at(field).validity?.badInput ? 'is not a number' : '';
+    let fault = at(field).validity?.badInput ? 'not a number' : '';
     try {
       requestFields({ ...FIELDS, [field]: settings[field] });
     } catch (error) {
       fault = error.message;
     }
     const told = at(`${field}-fault`);
-    if (told) told.textContent = fault && `${at(field).labels[0].firstChild.textContent.trim()} ${fault}`;
+    if (told) told.textContent = fault && fault[0].toUpperCase() + fault.slice(1);
     at(field).setAttribute('aria-invalid', String(Boolean(fault)));
     sound &&= !fault;
   }

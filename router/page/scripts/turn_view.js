@@ -113,9 +113,9 @@ class TurnView {
     const fact = (value, what, title) => {
       const item = make(list, 'li', '', '', { title });
       make(item, 'b', '', value);
-      item.append(` ${what}`);
+      if (what) item.append(` ${what}`);
     };
-    if (turn.route) fact(nodesOf(turn.route), 'computed it', 'Prefill and decode node');
+    if (turn.route) fact(nodesOf(turn.route), '', 'Nodes that computed it: prefill and decode');
     if (turn.usage) {
       const { prompt_tokens: prompt, completion_tokens: output, prompt_tokens_details: details } = turn.usage;
       const reused = `${details?.cached_tokens ?? 0} of ${prompt}`;

@@ -23,7 +23,7 @@ def test_an_answer_is_streamed_and_accounted_for(tab: Page, tmp_path: Path) -> N
         asked(tab, "Why is the sky blue?")
         assert said(tab) == ["Why is the sky blue?", ANSWER]
         facts = tab.evaluate(FACTS)
-        assert facts[0] == "p0 → d0 computed it"
+        assert facts[0] == "p0 → d0"
         assert facts[1].startswith("8 of ")
         assert "tokens/s" in facts[2]
         assert facts[3].endswith("ms TTFT")

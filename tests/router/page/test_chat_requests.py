@@ -51,8 +51,8 @@ def test_settings_that_say_nothing_are_named(tab: Page) -> None:
     with served(api.app) as url:
         opened(tab, url)
         for field, text, fault in (
-            ("tools", "[{", "is not JSON"), ("tools", '[{"type": "function"}]', "need a name each"),
-            ("more", "[1]", "must be a JSON object"),
+            ("tools", "[{", "ot JSON: "), ("tools", '[{"type": "function"}]', "ach tool needs a name"),
+            ("more", "[1]", "ot a JSON object"),
         ):  # fmt: skip
             set_fields(tab, **{field: text})
             assert fault in tab.evaluate(f"document.getElementById('{field}-fault').textContent")
