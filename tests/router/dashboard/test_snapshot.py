@@ -221,7 +221,7 @@ async def test_two_routers_show_the_same_nodes_and_each_its_own_requests() -> No
         assert one.nodes == other.nodes
         assert (len(one.recent), len(one.transfers)) == (0, 0)
         assert (len(other.recent), len(other.transfers)) == (1, 1)
-        assert "this is what this one sees" in view(one)
+        assert "requests, ships and events are this one's" in view(one)
 
 
 async def test_tenants_see_no_names_of_others_requests(tmp_path: Path) -> None:

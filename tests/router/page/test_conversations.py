@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 from tests.api_parts import Api, FakeCluster, says, served
 from tests.browser import Page
@@ -144,17 +146,21 @@ def test_a_browser_that_keeps_nothing_still_talks(tab: Page) -> None:
     assert tab.complaints == []
 
 
-def test_exports_hold_what_was_said(tab: Page) -> None:
+def test_exports_hold_what_was_said(tab: Page, tmp_path: Path) -> None:
+    tab.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     with served(Api(FakeCluster(answers("One."))).app) as url:
         opened(tab, url)
         set_fields(tab, system="Be brief.")
         asked(tab, "First?")
-        tab.evaluate("globalThis.files = []; globalThis.download = (...file) => files.push(file)")
-        press_button(tab, "Export")
-        press_button(tab, "Export all")
-        tab.wait("files.length === 2")
-        (name, kind, text), (_, _, whole) = tab.evaluate("files")
-    assert (name, kind) == ("First.md", "text/markdown")
-    assert text == "# First?\n\n## System\n\nBe brief.\n\n## You\n\nFirst?\n\n## SmolLM2-135M-Instruct\n\nOne.\n"
-    (kept,) = json.loads(whole)
+        texts = {}
+        for label, name in (("Export", "First.md"), ("Export all", "kvferry-conversations.json")):
+            press_button(tab, label)
+            until = time.monotonic() + 30
+            while not (tmp_path / name).exists():
+                assert time.monotonic() < until, list(tmp_path.iterdir())
+                time.sleep(0.02)
+            texts[label] = (tmp_path / name).read_text()
+    said_there = "# First?\n\n## System\n\nBe brief.\n\n## You\n\nFirst?\n\n## SmolLM2-135M-Instruct\n\nOne.\n"
+    assert texts["Export"] == said_there
+    (kept,) = json.loads(texts["Export all"])
     assert [turn["text"] for turn in kept["turns"]] == ["First?", "One."]
