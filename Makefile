@@ -15,6 +15,7 @@
 # make redis-faults  what befalls Redis, and how soon requests go to the nodes that hold their prefixes again
 # make lint      format, style, types, the documents' links, and the language of code and documents
 # make docs      renew what is generated: the reference's tables from the code, the dashboards, the chart's copies
+# make screenshots  take the documents' pictures of the chat page and the dashboard anew; needs Chromium
 # make site      build the documentation into site/, with MkDocs from PyPI in an environment of its own
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
@@ -91,7 +92,7 @@ ENGINED := $(if $(ENGINES),--engines $(ENGINES) --engine-python $(VENV)/engines/
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-clients test-engines test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
-  redis-faults lint docs site bench bench-accuracy bench-grammars \
+  redis-faults lint docs screenshots site bench bench-accuracy bench-grammars \
   bench-router bench-adapter bench-engines bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-targets bench-embed \
   bench-gpu wheelhouse wheel sbom images lock audit test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
@@ -186,6 +187,9 @@ docs: $(VENV)/test.done
 	$(BIN)/python -m docs.tables
 	$(BIN)/python -m docs.dashboard
 	$(BIN)/python -m docs.chart
+
+screenshots: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m docs.screenshots
 
 # Without the package itself: the pages are Markdown, and what is generated of them is committed.
 site: $(VENV)/python.done

@@ -41,7 +41,7 @@ def top(url: str, api_key: str, interval: float, once: bool) -> int:
     """Watch a running cluster in the terminal; q leaves.
 
     Nodes with their load and block pools, what was reused and what was missed, transfers, requests with their routes,
-    recoveries: what the page at /dashboard shows."""
+    retries: what the page at /dashboard shows."""
     from kvferry.cli.top import Watching, run_top
 
     gc.enable()

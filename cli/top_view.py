@@ -78,11 +78,12 @@ def _numbers(state: State) -> Table:
     pace = count(lately.output / lately.seconds) if lately.seconds >= 1 else "–"
     table = Table.grid(padding=(0, 3))
     table.add_row(
-        _pair("running", str(state.running_total)),
-        _pair("waiting", str(state.queued)),
+        _pair("in flight", str(state.running_total)),
+        _pair("queued", str(state.queued)),
         _pair("tokens/s", pace),
-        _pair("first token", seconds(lately.first_token_s)),
-        _pair("ended", count(state.total.requests)),
+        _pair("TTFT", seconds(lately.first_token_s)),
+        _pair("ITL", seconds(lately.itl_s)),
+        _pair("requests", count(state.total.requests)),
         _pair("failed", count(state.total.failed), "red" if state.total.failed else ""),
     )
     reasons = ", ".join(f"{named(reason)} {count(tokens)}" for reason, tokens in window.missed.items() if tokens)
@@ -92,7 +93,7 @@ def _numbers(state: State) -> Table:
     outer = Table.grid()
     outer.add_row(table)
     outer.add_row(line)
-    outer.add_row(Text.assemble("rejected: ", _reasons(window.refused), "   recoveries: ", _reasons(window.rungs)))
+    outer.add_row(Text.assemble("rejected: ", _reasons(window.refused), "   retries: ", _reasons(window.rungs)))
     return outer
 
 
@@ -154,7 +155,7 @@ def _transfers(state: State, most: int) -> RenderableType:
     for each in state.transfers[:most]:
         sign, style = LINES[each.kind]
         line = sign * min(10, max(1, round(10 * each.bytes_per_s / highest))) + "▶"
-        names = {"ship": "ships", "copy": "copies", "move": "moves"}
+        names = {"ship": "ships", "copy": "copies", "move": "migrations"}
         told = f"{each.transfers} {names[each.kind]}, {count(each.blocks)} blocks"
         told += f", {seconds(each.seconds)} each" if each.seconds is not None else ""
         table.add_row(_text(each.source), Text(line, style), _text(each.target), rate(each.bytes_per_s), told)

@@ -119,18 +119,21 @@ class FakeAdapters:
 
 
 class FakeMedia:
-    """Media that nodes take: `modalities`; prompts come from `answers`, one a request."""
+    """Media that nodes take: `takes`; prompts come from `answers`, one a request."""
 
     def __init__(self) -> None:
-        self.modalities: tuple[str, ...] = ()
+        self.takes: tuple[str, ...] = ()
         self.answers: list[RenderedMedia | KvferryError] = []
         self.asked: list[RenderRequest] = []
         self.speech: list[SpeechPart | KvferryError] = []
         self.heard: list[SpeechRequest] = []
 
     def check(self, modalities: Collection[str], adapter: str = "") -> None:
-        if missing := sorted(set(modalities) - set(self.modalities)):
+        if missing := sorted(set(modalities) - set(self.takes)):
             raise InvalidRequest(f"no node of the model takes {missing[0]} in a prompt")
+
+    def modalities(self, adapter: str = "") -> frozenset[str]:
+        return frozenset(self.takes)
 
     async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
         self.asked.append(request)

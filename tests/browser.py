@@ -57,6 +57,11 @@ class Page:
         self.send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
+    def reload(self) -> None:
+        self.evaluate("globalThis.isOld = true")
+        self.send("Page.reload")
+        self.wait("!globalThis.isOld && document.readyState === 'complete'")
+
     def wait(self, expression: str, seconds: float = 30.0) -> None:
         until = time.monotonic() + seconds
         while not self.evaluate(f"(async () => Boolean(await ({expression})))()"):
@@ -67,9 +72,9 @@ class Page:
         """Into what has the focus."""
         self.send("Input.insertText", text=text)
 
-    def press(self, key: str) -> None:
-        codes = {"Enter": 13, "Tab": 9}
-        what = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
+    def press(self, key: str, *, shift: bool = False) -> None:
+        codes = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "End": 35}
+        what = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
         text = {"text": "\r"} if key == "Enter" else {}
         self.send("Input.dispatchKeyEvent", type="keyDown", **what, **text)
         self.send("Input.dispatchKeyEvent", type="keyUp", **what)
@@ -82,9 +87,12 @@ class Page:
                 found.setdefault(node["role"]["value"], []).append(node.get("name", {}).get("value", ""))
         return found
 
-    def screenshot(self, file: Path, width: int, height: int, scheme: str = "light") -> None:
+    def resize(self, width: int, height: int, scheme: str = "light") -> None:
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def screenshot(self, file: Path, width: int, height: int, scheme: str = "light") -> None:
+        self.resize(width, height, scheme)
         file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
 
     def _next(self, until: float) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def point(number: int) -> Counts:
         prompt={"computed": int(asked * (1 - reused)), "reused_prefill": int(asked * reused * 0.8),
                 "reused_decode": int(asked * reused * 0.2), "fetched": 0},
         predicted=int(asked * reused) + wrong, missed={"evicted": wrong, "node_lost": wrong // 3}, output=190,
-        first_tokens=4, first_token_s=0.21,
+        first_tokens=4, first_token_s=0.21, later_tokens=186, itl_s=0.024,
         refused={"429 overloaded": 3, "503 no_nodes": 1} if 40 < number < 46 else {},
         rungs={"another_decode": 2, "move": 1} if number == 77 else {},
     )  # fmt: skip

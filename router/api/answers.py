@@ -114,7 +114,7 @@ class CompletionAnswer(BaseModel):
 
 
 class Model(BaseModel):
-    """Served model."""
+    """Served model; `input_modalities` are text, and the media (image, audio, video) that some node takes."""
 
     id: str
     object: Literal["model"]
@@ -123,6 +123,7 @@ class Model(BaseModel):
     root: str
     parent: str | None
     max_model_len: int
+    input_modalities: list[str]
 
 
 class ModelList(BaseModel):

@@ -6,6 +6,7 @@ import time
 
 from fastapi import APIRouter, Request
 
+from kvferry.protocol.media import MODALITIES
 from kvferry.protocol.version import VERSION
 from kvferry.router.api.answers import Model, ModelList, Version
 from kvferry.router.api.documentation import errors, path_parameter
@@ -25,6 +26,7 @@ def about(pools: ServedModels) -> APIRouter:
             root=pool.adapter[1] or pool.text.called.own,
             parent=pool.text.name if pool.adapter[0] else None,
             max_model_len=pool.max_model_len,
+            input_modalities=modalities(pool),
         )
 
     @router.get("/v1/models", summary="List the served models under all of their names")
@@ -43,3 +45,9 @@ def about(pools: ServedModels) -> APIRouter:
         return Version(version=VERSION)
 
     return router
+
+
+def modalities(pool: ServedModel) -> list[str]:
+    """Return what a model's prompts may hold: text, and the media that some node takes."""
+    taken = pool.cluster.media.modalities(pool.adapter[1]) if pool.media is not None else ()
+    return ["text", *(each for each in MODALITIES if each in taken)]

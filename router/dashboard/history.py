@@ -14,6 +14,7 @@ from itertools import pairwise
 from prometheus_client import Counter, Gauge, Histogram
 
 from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.token_histogram import TokenHistograms
 from kvferry.router.dashboard.state import Counts
 from kvferry.runtime.background import background
 
@@ -33,6 +34,8 @@ class Reading:
     output: int
     first_tokens: int
     first_token_s: float
+    later_tokens: int = 0
+    between_s: float = 0.0
     refused: Sums[str] = field(default_factory=Sums)
     rungs: Sums[str] = field(default_factory=Sums)
 
@@ -40,7 +43,7 @@ class Reading:
         """Return the counts after `before`, or since `began`."""
         old = before or Reading(began, Sums(), Sums(), Sums(), 0, 0, 0, 0.0)
         statuses = self.statuses - old.statuses
-        firsts = self.first_tokens - old.first_tokens
+        firsts, later = self.first_tokens - old.first_tokens, self.later_tokens - old.later_tokens
         return Counts(
             ago_s=now - self.at,
             seconds=self.at - old.at,
@@ -52,6 +55,8 @@ class Reading:
             output=self.output - old.output,
             first_tokens=firsts,
             first_token_s=(self.first_token_s - old.first_token_s) / firsts if firsts else None,
+            later_tokens=later,
+            itl_s=(self.between_s - old.between_s) / later if later else None,
             refused=dict(self.refused - old.refused),
             rungs=dict(self.rungs - old.rungs),
         )
@@ -95,6 +100,8 @@ class History:
             int(total(m.output_tokens)),
             int(total(m.ttft, "_count")),
             total(m.ttft, "_sum"),
+            int(total(m.itl, "_count")),
+            total(m.itl, "_sum"),
             sums(m.errors, "status", "code"),
             sums(m.retries, "rung"),
         )
@@ -110,7 +117,7 @@ def sums(metric: Counter, *labels: str) -> Sums[str]:
     return found
 
 
-def total(metric: Counter | Gauge | Histogram, ending: str = "_total") -> float:
+def total(metric: Counter | Gauge | Histogram | TokenHistograms, ending: str = "_total") -> float:
     """Sum a metric over all labels, from the samples whose name has this ending."""
     samples = (sample for family in metric.collect() for sample in family.samples)
     return sum(sample.value for sample in samples if sample.name.endswith(ending))

@@ -43,7 +43,7 @@ def view(state: State) -> str:
             several=len(state.models) > 1,
             sources=sources,
             highest=highest,
-            misses=misses,
+            misses=[each for each in misses if each.total],
             refusals=refusals,
             rungs={rung: number for rung, number in window.rungs.items() if number},
             hit_path=charts.hit_line(state.points),
@@ -53,7 +53,9 @@ def view(state: State) -> str:
             predicted=window.predicted,
             window_s=window.seconds,
             pace=lately.output / lately.seconds if lately.seconds >= 1 else None,
-            first_s=lately.first_token_s,
+            ttft_s=lately.first_token_s,
+            itl_s=lately.itl_s,
+            rejected=sum(number for why, number in state.total.refused.items() if why.startswith("429")),
         )
     )
 

@@ -52,7 +52,8 @@ class Counts(BaseModel):
     prompt         prompt tokens by source
     predicted      prompt tokens predicted to be reused
     missed         predicted tokens that were not reused, by reason
-    first_token_s  mean time to first token of the `first_tokens` requests
+    first_token_s  mean time to first token (TTFT) of the `first_tokens` requests
+    itl_s          mean inter-token latency (ITL) of the `later_tokens` tokens behind first ones
     failed         requests answered with a status of 500 or above
     refused        requests answered with 429 or such a status, by status and error code
     rungs          attempts after the first, by step of the retry policy
@@ -68,6 +69,8 @@ class Counts(BaseModel):
     output: int
     first_tokens: int
     first_token_s: float | None
+    later_tokens: int = 0
+    itl_s: float | None = None
     refused: dict[str, int] = {}
     rungs: dict[str, int] = {}
 
@@ -76,6 +79,8 @@ class Counts(BaseModel):
         """Return the sum of consecutive periods."""
         firsts = sum(point.first_tokens for point in points)
         waited_s = sum(point.first_tokens * (point.first_token_s or 0.0) for point in points)
+        later = sum(point.later_tokens for point in points)
+        between_s = sum(point.later_tokens * (point.itl_s or 0.0) for point in points)
         sums: dict[str, Counter[str]] = {name: Counter() for name in ("prompt", "missed", "refused", "rungs")}
         for point in points:
             for name, found in sums.items():
@@ -90,6 +95,8 @@ class Counts(BaseModel):
             output=sum(point.output for point in points),
             first_tokens=firsts,
             first_token_s=waited_s / firsts if firsts else None,
+            later_tokens=later,
+            itl_s=between_s / later if later else None,
         )
 
     @property

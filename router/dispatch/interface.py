@@ -198,6 +198,10 @@ class MediaServices(Protocol):
         abilities: of those in leases' modalities. adapter: id of a LoRA adapter that the node must have; empty: none.
         """
 
+    def modalities(self, adapter: str = "") -> frozenset[str]:
+        """Return the abilities, as in leases' modalities, that some node with the adapter has; empty without nodes."""
+        ...
+
     async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
         """Return a chat's prompt. Raises NoNodes, or the error of the node that could not make it."""
         ...

@@ -40,6 +40,10 @@ class ModelMedia:
             does = "transcribes audio" if TRANSCRIPTION in missing else f"takes {' and '.join(missing)} in a prompt"
             raise InvalidRequest(f"no node of the model {does}")
 
+    def modalities(self, adapter: str = "") -> frozenset[str]:
+        """Return the abilities that some node with the adapter has."""
+        return frozenset(each for lease in self._model.leases() if holds(lease, adapter) for each in lease.modalities)
+
     async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
         """Return a chat's prompt from the least busy node that takes its media, or from one other if that fails."""
 

@@ -1,4 +1,4 @@
-"""Response with the chat page, a single HTML file."""
+"""Response with the chat page: scripts and styles, joined into a single HTML file."""
 
 from __future__ import annotations
 
@@ -9,14 +9,38 @@ from starlette.responses import HTMLResponse, Response
 
 from kvferry.router.page.policy import headers
 
-_FILE = Path(__file__).with_name("chat.html")
+_FOLDER = Path(__file__).parent
+STYLES = ("layout.css", "turns.css")
+"""Files of the page's style, in their order."""
+SCRIPTS = (
+    "elements.js",
+    "markdown_inline.js",
+    "markdown_blocks.js",
+    "markdown_view.js",
+    "conversation.js",
+    "store.js",
+    "settings.js",
+    "stream.js",
+    "images.js",
+    "turn_view.js",
+    "sidebar.js",
+    "chat.js",
+    "page.js",
+)
+"""Files of the page's script; a file may use at once only what stands in earlier ones."""
+NO_MARKUP = ("require-trusted-types-for 'script'", "trusted-types 'none'")
+"""Directives under which a browser refuses to take text for HTML or for a script."""
 
 
 @cache
 def _page() -> str:
-    return _FILE.read_text(encoding="utf-8")
+    page = (_FOLDER / "chat.html").read_text(encoding="utf-8")
+    for folder, names in (("style", STYLES), ("script", SCRIPTS)):
+        parts = [(_FOLDER / f"{folder}s" / name).read_text(encoding="utf-8") for name in names]
+        page = page.replace(f"{{{{ {folder} }}}}", "\n".join(parts))
+    return page
 
 
 def chat_page() -> Response:
     """Return the chat page."""
-    return HTMLResponse(_page(), headers=headers(_page()))
+    return HTMLResponse(_page(), headers=headers(_page(), *NO_MARKUP))

@@ -9,8 +9,8 @@ from functools import cache
 
 
 @cache
-def headers(page: str) -> dict[str, str]:
-    """Return the security headers of a page, with the hashes of its one script and style."""
+def headers(page: str, *more: str) -> dict[str, str]:
+    """Return the security headers of a page, with the hashes of its one script and style, and more directives."""
     policy = "; ".join((
         "default-src 'none'",
         f"script-src '{_hash(page, 'script')}'",
@@ -20,6 +20,7 @@ def headers(page: str) -> dict[str, str]:
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
+        *more,
     ))  # fmt: skip
     return {
         "content-security-policy": policy,

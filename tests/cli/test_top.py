@@ -42,8 +42,8 @@ def drawn(state: State, width: int = 160, height: int = 10_000) -> str:
 def test_a_picture_shows_what_the_page_shows() -> None:
     shown = drawn(busy())
     for part in (
-        "router-3f9c0a61d2b4", "up 1 h 23 m", "running 3", "suspected", "quarantined: prefill-0 → decode-2",
-        "61 MB/s", "41 ships", "9 copies", "3 moves", "429 overloaded 15", "503 no nodes 5",
+        "router-3f9c0a61d2b4", "up 1 h 23 m", "in flight 3", "suspected", "quarantined: prefill-0 → decode-2",
+        "61 MB/s", "41 ships", "9 copies", "3 migrations", "429 overloaded 15", "503 no nodes 5",
         "another decode 2", "chat-0008", "another decode", "another tenant's", "team-a", "2 (1,840 tokens)",
         "evicted", "overloaded", "prefill-1 → decode-1",
     ):  # fmt: skip

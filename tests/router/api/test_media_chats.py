@@ -34,7 +34,7 @@ def prompt(size: int = 3) -> RenderedMedia:
 
 def api_of(*modalities: str, answers: Any = None, **settings: Any) -> Api:
     cluster = FakeCluster(says("A cat."))
-    cluster.media.modalities, cluster.media.answers = modalities, [prompt()] if answers is None else answers
+    cluster.media.takes, cluster.media.answers = modalities, [prompt()] if answers is None else answers
     return Api(cluster, **settings)
 
 
@@ -53,6 +53,12 @@ async def test_a_medium_that_no_node_takes_is_named_among_others():
     error = error_of(await api.chat(messages=chat(PICTURE, SOUND, PICTURE)))
     assert error["param"] == "messages[0].content[2]"
     assert "takes audio" in error["message"]
+
+
+async def test_the_list_of_models_says_which_media_they_take():
+    for api, taken in ((api_of(), []), (api_of("video", "transcription", "image"), ["image", "video"])):
+        (model,) = (await api.http.get("/v1/models")).json()["data"]
+        assert model["input_modalities"] == ["text", *taken]
 
 
 async def test_a_chat_with_a_picture_is_answered_from_the_engines_prompt():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.placement.types import Demand, Placement
@@ -156,7 +157,7 @@ async def test_copies_and_moves_are_what_nodes_tell_of_them() -> None:
         ("move", "d1", 2, 30), ("copy", "d1", 4, 60),
     ]  # fmt: skip
     html = view(state)
-    for told in ("4 copies, 60 blocks", "2 moves, 30 blocks", "d1 to p1 3 MB/s in copies"):
+    for told in ("4 copies, 60 blocks", "2 migrations, 30 blocks", "d1 to p1 3 MB/s in copies"):
         assert told in html, told
 
 
@@ -220,7 +221,7 @@ async def test_two_routers_show_the_same_nodes_and_each_its_own_requests() -> No
         assert one.nodes == other.nodes
         assert (len(one.recent), len(one.transfers)) == (0, 0)
         assert (len(other.recent), len(other.transfers)) == (1, 1)
-        assert "this is what this one sees" in view(one)
+        assert "requests, ships and events are this one's" in view(one)
 
 
 async def test_tenants_see_no_names_of_others_requests(tmp_path: Path) -> None:
@@ -311,6 +312,7 @@ async def test_points_are_what_was_counted_between_two_looks() -> None:
         history = History(watched.bench.metrics, lambda: now)
         history.keep()
         await watched.complete()
+        watched.bench.metrics.itl.labels("m").observe(0.02, 3)
         now = 105.0
         history.keep()
         now = 107.5
@@ -325,6 +327,9 @@ async def test_points_are_what_was_counted_between_two_looks() -> None:
     both = Counts.of(points)
     assert (both.seconds, both.requests, both.failed, both.missed) == (7.5, 2, 1, total.missed)
     assert both.first_token_s == total.first_token_s
+    assert (last.later_tokens, last.itl_s) == (0, None)
+    assert both.later_tokens == total.later_tokens >= 3
+    assert both.itl_s == total.itl_s == pytest.approx(first.itl_s)
 
 
 async def test_the_history_keeps_no_more_than_it_shows() -> None:
@@ -352,6 +357,6 @@ async def test_targets_are_told_by_tenant_and_to_each_its_own() -> None:
     assert (other.missed, other.share) == (2, 0.0)
     page = view(everyone)
     assert "75.0 %" in page or "75 %" in page
-    assert "time between tokens" in page
+    assert "<td>ITL</td>" in page
     both = merged(everyone, [own], 2).targets
     assert [(row.tenant, row.target, row.met) for row in both] == [("a", "itl", 8), ("a", "ttft", 6), ("b", "ttft", 0)]

@@ -67,6 +67,8 @@ async def test_who_takes_which_media_is_told_by_the_leases():
         media = bench.cluster.media
         media.check(("image",))
         media.check(("audio",), "id")
+        assert media.modalities() == {"image", "audio"}
+        assert (media.modalities("id"), media.modalities("unknown")) == ({"audio"}, set())
         for modalities, adapter, missing in (
             (("video",), "", "video"), (("image",), "id", "image"), (("image", "audio"), "", "image and audio"),
         ):  # fmt: skip

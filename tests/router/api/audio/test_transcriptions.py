@@ -18,7 +18,7 @@ JSON = "application/json"
 
 def api_of(*speech: Any, hears: bool = True, **settings: Any) -> Api:
     cluster = FakeCluster(says("unused"))
-    cluster.media.modalities = (TRANSCRIPTION,) if hears else ("image",)
+    cluster.media.takes = (TRANSCRIPTION,) if hears else ("image",)
     cluster.media.speech = list(speech or [SpeechPart(b'{"text":', JSON), SpeechPart(b'"hello"}')])
     return Api(cluster, **settings)
 

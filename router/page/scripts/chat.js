@@ -1,0 +1,239 @@
+// What is on the page now: the open conversation, its turns, and the answers that are on their way.
+
+/** How often an answer is kept while it comes, in ms, so that a page that is loaded again goes on with it. */
+const KEEP_MS = 1000;
+/** How near to its end a conversation is followed, in pixels. */
+const NEAR_PX = 80;
+
+class Chat {
+  constructor(store) {
+    this.store = store;
+    this.current = newConversation(lastSettings());
+    this.views = [];
+    this.running = new Map();  // by conversation: { conversation, turn, stop, drawn }
+    this.tab = tabName();
+    this.acts = {
+      edit: (turn, text) => this.ask(text, turn.images, turn.parent),
+      regenerate: (turn) => this.generate(turn.parent),
+      answer: (turn, results) => this.answerCalls(turn, results),
+      show: (turn) => this.showVersion(turn),
+      siblings: (turn) => siblingsOf(this.current, turn),
+      isLast: (turn) => this.current.leaf === turn.id,
+    };
+  }
+
+  get isWriting() {
+    return this.running.has(this.current.id);
+  }
+
+  /** Opens a kept conversation, or a new one. */
+  async open(id) {
+    const found = id && (this.running.get(id)?.conversation ?? await this.store.get(id));
+    if (found && found.id === this.current.id && this.views.length) return;
+    this.current = found || newConversation(lastSettings());
+    showSettings(this.current.settings);
+    chooseModel(this.current.model);
+    this.views.forEach((view) => view.element.remove());
+    this.views = [];
+    this.show();
+    this.scroll();
+    this.takeUp();
+    this.list();
+  }
+
+  list() {
+    return showList(this.store, this.current.id, (head) => this.remove(head));
+  }
+
+  /** Brings the turns on the page in line with the path: those that both begin with stay as they are. */
+  show() {
+    const path = pathOf(this.current);
+    let same = 0;
+    while (same < path.length && this.views[same]?.turn === path[same]) same += 1;
+    this.views.splice(same).forEach((view) => view.element.remove());
+    for (const turn of path.slice(same)) this.views.push(new TurnView(at('turns'), turn, this.acts));
+    const writing = this.running.get(this.current.id)?.turn;
+    this.views.forEach((view) => view.refresh(view.turn === writing));
+    at('hint').hidden = path.length > 0;
+    at('export').hidden = path.length === 0;
+    document.title = this.current.title ? `${this.current.title} · kvferry` : 'kvferry';
+    showBusy(this.isWriting);
+  }
+
+  showVersion(turn) {
+    showTurn(this.current, turn);
+    this.show();
+    this.keep(this.current);
+    const view = this.views.find((each) => each.turn === turn);
+    (view.foot.querySelector('.tools button:not(:disabled)') ?? at('log')).focus();
+  }
+
+  /** Asks a question behind the turn `parent`. */
+  ask(text, images, parent = parentOfNext(this.current)) {
+    if (this.isWriting) return;
+    this.generate(addTurn(this.current, parent, { role: 'user', text, ...(images?.length ? { images } : {}) }).id);
+  }
+
+  answerCalls(turn, results) {
+    if (this.isWriting) return;
+    this.generate(addTurn(this.current, turn.id, { role: 'tool', results }).id);
+  }
+
+  /** Lets the model answer the path to the turn `parent`. */
+  async generate(parent) {
+    const conversation = this.current;
+    if (this.isWriting) return;
+    conversation.leaf = parent;
+    conversation.model = at('model').value;
+    conversation.settings = shownSettings();
+    keepSettings(conversation.settings);
+    let body = null, fault = '';
+    try {
+      body = {
+        model: conversation.model || undefined, messages: messagesOf(conversation, conversation.settings.system),
+        ...requestFields(conversation.settings, conversation.turns[parent].role === 'tool'), stream: true,
+        stream_options: { include_usage: true },
+      };
+    } catch (error) {
+      fault = `Settings, ${error.field}: ${error.message}`;
+    }
+    const turn = addTurn(conversation, parent, { role: 'assistant', model: conversation.model, sent: Date.now() });
+    if (location.hash !== `#${conversation.id}`) history.pushState(null, '', `#${conversation.id}`);
+    if (fault) turn.error = fault;
+    else await this.write(conversation, turn, { body });
+    if (fault) this.end(conversation, turn);
+  }
+
+  /** Goes on with an answer that was on its way when this tab was loaded again. */
+  takeUp() {
+    const turn = this.current.turns[this.current.leaf];
+    if (!turn?.pending) return;
+    const { event, tab } = turn.pending;
+    if (tab === this.tab && !this.isWriting) this.write(this.current, turn, { body: null, last: event });
+  }
+
+  /** Shows an answer as it comes, until it is complete, stopped or lost. */
+  async write(conversation, turn, { body, last }) {
+    const control = new AbortController();
+    const entry = { conversation, turn, stop: () => control.abort(), kept: Date.now() };
+    this.running.set(conversation.id, entry);
+    this.show();
+    this.scroll();
+    if (document.activeElement === document.body) at('send').focus();
+    announce('The model is answering.');
+    const told = {
+      route: (name) => { turn.route = name ?? turn.route; },
+      broken: () => announce('The connection broke off; taking the answer up again.'),
+    };
+    this.keep(conversation);
+    try {
+      for await (const { id, event } of answerEvents({ body, last, signal: control.signal, told })) {
+        takeEvent(turn, event, Date.now());
+        if (id) turn.pending = { event: id, tab: this.tab };
+        this.draw(entry);
+      }
+    } catch (error) {
+      if (error.name === 'AbortError') turn.end = 'you';
+      else turn.error = error.message;
+      if (error.status === 401) askForKey();
+    }
+    this.running.delete(conversation.id);
+    this.end(conversation, turn);
+  }
+
+  /** Draws with the screen, and keeps what came now and then. */
+  draw(entry) {
+    if (Date.now() - entry.kept > KEEP_MS) {
+      entry.kept = Date.now();
+      this.store.put(entry.conversation);
+    }
+    if (entry.drawing) return;
+    entry.drawing = true;
+    requestAnimationFrame(() => {
+      entry.drawing = false;
+      const view = this.views.at(-1);
+      if (view?.turn !== entry.turn || !this.running.has(entry.conversation.id)) return;
+      const near = isNearEnd();
+      view.refresh(true);
+      if (near) this.scroll();
+      showLatest();
+    });
+  }
+
+  end(conversation, turn) {
+    delete turn.pending;
+    for (const call of turn.calls ?? []) call.id ||= `call_${randomName()}`;
+    this.keep(conversation);
+    if (conversation !== this.current) return;
+    const near = isNearEnd();
+    this.show();
+    if (near) this.scroll();
+    showLatest();
+    const [call] = turn.calls ?? [];
+    const ended = call ? `The model calls ${call.name}.` : `Answer complete. ${shortened(turn.text, 1000)}`;
+    announce(turn.error ? '' : ended);
+    const idle = [document.body, at('send')].includes(document.activeElement);
+    if (!idle || matchMedia('(pointer: coarse)').matches) return;  // no keyboard over a phone's answer
+    (this.views.at(-1).calls.querySelector('textarea') ?? at('ask')).focus();
+  }
+
+  stop() {
+    this.running.get(this.current.id)?.stop();
+  }
+
+  async keep(conversation) {
+    await this.store.put(conversation);
+    await this.list();
+  }
+
+  async removeAll() {
+    for (const { stop } of this.running.values()) stop();
+    for (const { id } of await this.store.heads()) await this.store.remove(id);
+    location.hash = '';
+    await this.open('');
+    announce('All conversations are deleted.');
+    at('fresh').focus();
+  }
+
+  /** Deletes a conversation, which can be brought back for a while. */
+  async remove({ id, title }) {
+    this.running.get(id)?.stop();
+    const whole = await this.store.get(id);
+    await this.store.remove(id);
+    if (id === this.current.id) location.hash = '';
+    await this.list();
+    notice(`“${shortened(title, 40)}” is deleted.`, 'Undo', async () => {
+      await this.store.restore(whole);
+      await this.list();
+      at(`open-${id}`)?.focus();
+    });
+    at('fresh').focus();
+  }
+
+  scroll() {
+    at('log').scrollTop = at('log').scrollHeight;
+    showLatest();
+  }
+}
+
+function isNearEnd() {
+  const log = at('log');
+  return log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_PX;
+}
+
+function showLatest() {
+  at('latest').hidden = isNearEnd();
+}
+
+function showBusy(busy) {
+  at('send').textContent = busy ? 'Stop' : 'Send';
+  at('send').setAttribute('aria-label', busy ? 'Stop the answer' : 'Send');
+  at('log').setAttribute('aria-busy', String(busy));
+}
+
+/** The name of this tab, which a reload keeps: another tab must not go on with its answers. */
+function tabName() {
+  const name = sessionStorage.getItem('kvferry-tab') ?? randomName();
+  sessionStorage.setItem('kvferry-tab', name);
+  return name;
+}
