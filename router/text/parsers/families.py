@@ -138,8 +138,7 @@ def dialect(name: str, template: str, derived: Derived, *, knows_tools: bool) ->
 
 def _reads(family: str, derived: Derived) -> bool:
     """Return whether a family's parser reads the calls that a template writes, if it writes any."""
-    several = derived.calls is None or derived.calls.between is not None
-    return not derived.shows_calls or is_read(CALLS[family], dict(derived.texts), several=several)
+    return not derived.shows_calls or is_read(CALLS[family], dict(derived.texts), derived.calls)
 
 
 @cache

@@ -5,6 +5,8 @@ in the vocabulary stand for their tokens."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.structured_output import lark
 
 _ANY = r"/(.|\n)*/"
+_SPECIAL = r"<\[\d+\]>"
 _GAP = r"/[ \n]{0,4}/"
 _VALUES = frozenset(("enum", "const", "default", "examples"))
 """JSON schema keywords whose values are no schemas."""
@@ -49,7 +52,7 @@ class Rules:
         self.spell = spell
         self.lines: list[str] = []
         self.literal: str | None = None
-        """Rule of any literal, once there is one."""
+        """Rule of any value in a derived syntax, once there is one."""
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule and return its name."""
@@ -70,9 +73,17 @@ class Rules:
     def up_to(self, marker: str) -> str:
         """Return an expression for free text up to and including the first such marker."""
         spelled = self.spell(marker)
+        if (found := re.search(rf"(?<= ){_SPECIAL}", spelled)) is not None:
+            return self._up_to_token(json.loads(spelled[: found.start()]), spelled[found.start() :])
         if is_token(spelled):
             return f"({self.any()} {spelled})"
         return self.rule(f"{self.any()} {spelled}", "[lazy]")
+
+    def _up_to_token(self, text: str, rest: str) -> str:
+        """Return an expression for free text that ends with this text, before a token."""
+        escaped = "\n".join(map(re.escape, text.split("\n")))
+        begun = self.terminal(lark.terminal(r"(.|\n)*" + escaped))
+        return f"({begun} {rest})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +148,10 @@ def grammar(
 def _lazy(rules: Rules, head: str) -> str:
     """Return an expression for the text that begins a call and no other answer, up to its first token."""
     spelled = rules.spell(head)
-    at = spelled.find("<[")
-    return rules.rule(spelled if at < 0 else spelled[:at], "[lazy]") + (f" {spelled[at:]}" if at >= 0 else "")
+    found = re.search(rf"(?<= ){_SPECIAL}", spelled)
+    if found is None:
+        return rules.rule(spelled, "[lazy]")
+    return f"{rules.rule(spelled[: found.start()], '[lazy]')} {spelled[found.start() :]}"
 
 
 def after_thought(spell: Spell, thinking: Thinking | None, opened: bool, answer: str) -> str:
@@ -196,6 +209,11 @@ def _closed_in(key: str, value: Any) -> Any:
 def either(options: Sequence[str]) -> str:
     """Return a Lark alternative of the options."""
     return f"({' | '.join(options)})"
+
+
+def has_token(spelled: str) -> bool:
+    """Return whether the spelling holds a special token."""
+    return re.search(rf"(?:^| ){_SPECIAL}", spelled) is not None
 
 
 def is_token(spelled: str) -> bool:

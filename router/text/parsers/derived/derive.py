@@ -87,7 +87,7 @@ def _with_calls(derived: Derived, template: Template, turns: dict[str, str], pro
     accepts_any = turns.pop(_OPENAI, None) is not None
     begun = shared_start(prompt, *(turns[name] for name in ("one", "said") if name in turns))
     texts = tuple((name, turn[begun:]) for name, turn in turns.items() if CALLS[name].calls)
-    shows = NAMES[0] in turns["one"]
+    shows = turns["one"].count(NAMES[0]) > turns.get("plain", "").count(NAMES[0])
     syntax = derived_syntax(turns, begun, [template.special_tokens.get("eos_token", "")])
     if syntax is not None and not accepts_any:
         syntax = replace(syntax, id_length=len(IDS[0]))

@@ -101,7 +101,7 @@ CALLS: Mapping[str, Asked] = {
     "both": Asked([_ONE], content=CONTENT, reasoning=REASON),
     "several": Asked([_ONE, {KEYS[1]: TEXTS[1]}]),
     "several_counts": Asked([{COUNTS[0]: NUMBERS[0]}, {COUNTS[1]: NUMBERS[1]}]),
-    "several_rough": Asked([{}, {KEYS[0]: ROUGH, COUNTS[0]: 3}, {COUNTS[0]: 1, KEYS[0]: "x"}]),
+    "several_rough": Asked([{}, {KEYS[0]: ROUGH, COUNTS[0]: 3}, {KEYS[0]: "x", COUNTS[0]: 1}]),
 }
 """Answers whose texts are compared."""
 REASONING: Mapping[str, Asked] = {

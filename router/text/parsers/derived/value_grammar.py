@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvferry.router.text.parsers.derived.argument_readers import quotes_of
+from kvferry.router.text.parsers.derived.literals import Quotes
 from kvferry.router.text.parsers.derived.syntax import KEY, Arguments
 from kvferry.router.text.parsers.derived.typed import kinds, properties, resolved
-from kvferry.router.text.parsers.syntax import Rules, Tool, closed, either, ordered
+from kvferry.router.text.parsers.syntax import Rules, Tool, closed, either, has_token, ordered
 from kvferry.structured_output import lark
 
 _DEFINITIONS = ("$defs", "definitions")
 _NUMBER_KINDS = ("integer", "number", "boolean", "null")
 _FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+_COMMA, _COLON = '(", " | ",")', '(": " | ":")'
+"""Separators, spelled as JSON's are, so that the lexer cannot take one for the other."""
 _ANY_CHARACTER = r"/(.|\n)"
 _MAX_DEPTH = 12
 """Deepest nesting that a grammar spells out; below it, values are free."""
@@ -30,20 +33,22 @@ class ValueGrammar:
     def __init__(self, rules: Rules, tool: Tool, form: Arguments, *, is_literal: bool) -> None:
         self._rules, self._tool, self._form, self._is_literal = rules, tool, form, is_literal
         self._root = closed(tool.parameters)
-        self._quotes = quotes_of(form)
+        self._quotes = quotes_of(form) if is_literal else Quotes(("'", "'"))
 
     def arguments(self) -> str:
         """Return the expression for all arguments."""
-        return self._pairs(self._root, self._pair, self._free_pairs, 0)
+        return self._pairs(self._root, self._pair, self._free_pairs, self._separator, 0)
 
-    def _pairs(self, schema: Any, pair: Callable[[str, Any, int], str], free: Callable[[int], str], depth: int) -> str:
+    def _pairs(
+        self, schema: Any, pair: Callable[[str, Any, int], str], free: Callable[[int], str], separator: str, depth: int
+    ) -> str:
         """Return the expression for an object's properties, in the template's order."""
         known = properties(schema)
         if not known:
             return free(depth) if _is_open(schema) else ""
         required = frozenset(schema.get("required") or ())
         keys = sorted(known) if self._form.is_sorted else list(known)
-        return ordered(self._rules, [(pair(key, known[key], depth), key in required) for key in keys], self._separator)
+        return ordered(self._rules, [(pair(key, known[key], depth), key in required) for key in keys], separator)
 
     @property
     def _separator(self) -> str:
@@ -59,12 +64,22 @@ class ValueGrammar:
         as_text = f"{rules.spell(form.before_text)} {self._text(schema, form.after_text.replace(KEY, key))}"
         if allowed == {"string"}:
             return rules.rule(f"{before} {as_text}")
-        if form.before_text == form.before_other and (not allowed or "string" in allowed) and not form.as_tree:
+        is_free = not allowed or "string" in allowed or (form.as_tree and self._is_free(schema))
+        if form.as_tree and is_free and allowed and "string" not in allowed and has_token(rules.spell(form.before_key)):
+            return rules.rule(f"{before} {rules.spell(form.before_other)} {self._any_tree()} {rules.spell(after)}")
+        if form.before_text == form.before_other and is_free:
             return rules.rule(f"{before} {as_text}")
         other = f"{rules.spell(form.before_other)} {self._other(schema, depth)} {rules.spell(after)}"
         if not allowed or "string" in allowed:
             other = either([as_text, other])
         return rules.rule(f"{before} {other}")
+
+    def _is_free(self, schema: Any) -> bool:
+        """Return whether a list or object may hold anything."""
+        own = resolved(schema, self._root) if "$ref" in schema else schema
+        if kinds(own, self._root) == {"array"}:
+            return not kinds(own.get("items"), self._root) or self._is_free(own["items"])
+        return kinds(own, self._root) == {"object"} and not properties(own) and _is_open(own)
 
     def _free_pairs(self, depth: int) -> str:
         """Return the expression for parameters of any name."""
@@ -116,13 +131,22 @@ class ValueGrammar:
         if depth > _MAX_DEPTH or not isinstance(own, Mapping):
             return ""
         if allowed == {"object"}:
-            return (
-                self._pairs(own, lambda key, each, deep: self._pair(key, each, deep + 1), self._free_pairs, depth + 1)
-                or '""'
-            )
+            return self._pairs(own, self._pair, self._free_pairs, "", depth + 1) or '""'
         if allowed == {"array"}:
             return f"{rules.rule(self._pair(form.as_tree, own.get('items', {}), depth + 1))}*"
         return ""
+
+    def _any_tree(self) -> str:
+        """Return the rule for any value as nested parameters."""
+        rules, form = self._rules, self._form
+        if rules.literal is None:
+            rules.literal = name = rules.rule('""')
+            place, key = len(rules.lines) - 1, rules.terminal(_FREE_KEY)
+            before, _, after = form.after_text.partition(KEY)
+            lead = f"{rules.spell(form.before_key)} {key} {rules.spell(form.before_text)}"
+            pair = f"{lead} {name} {rules.spell(before)} {key} {rules.spell(after)}"
+            rules.lines[place] = f"{name}: {rules.any()} | ({pair})+"
+        return rules.literal
 
     def _json(self, schema: Any) -> str:
         shared = {key: self._root[key] for key in _DEFINITIONS if key in self._root}
@@ -151,7 +175,8 @@ class ValueGrammar:
             return self._list(self._literal(schema.get("items"), depth + 1))
         if kind == "object":
             free = self._key_and_value(self._rules.terminal(_FREE_KEY), self._any_literal())
-            inner = self._pairs(schema, self._member, lambda _: f"({free} ({self._comma()} {free})*)?", depth + 1)
+            any_pairs = f"({free} ({_COMMA} {free})*)?"
+            inner = self._pairs(schema, self._member, lambda _: any_pairs, _COMMA, depth + 1)
             return self._rules.rule(f"{lark.text('{')} {inner} {lark.text('}')}")
         numbers = self._json(
             {**{key: each for key, each in schema.items() if key not in ("type", "anyOf")}, "type": kind}
@@ -164,17 +189,11 @@ class ValueGrammar:
     def _key_and_value(self, key: str, value: str) -> str:
         own, spell = self._quotes.own, self._rules.spell
         keys = [f"{spell(own[0])} {key} {spell(own[1])}", f"{lark.text(chr(34))} {key} {lark.text(chr(34))}"]
-        return f"{either(keys) if self._form.quoted_keys else key} {lark.text(':')} {self._gap()} {value}"
+        return f"{either(keys) if self._form.quoted_keys else key} {_COLON} {value}"
 
     def _list(self, item: str) -> str:
         one = self._rules.rule(item)
-        return self._rules.rule(f"{lark.text('[')} ({one} ({self._comma()} {one})*)? {lark.text(']')}")
-
-    def _comma(self) -> str:
-        return f"{lark.text(',')} {self._gap()}"
-
-    def _gap(self) -> str:
-        return '" "?'
+        return self._rules.rule(f"{lark.text('[')} ({one} ({_COMMA} {one})*)? {lark.text(']')}")
 
     def _string(self) -> str:
         """Return the expression for a string in the model's quotes, or in JSON's where those are single ones."""
@@ -198,7 +217,7 @@ class ValueGrammar:
                 *self._words(frozenset()),
                 self._json({"type": list(_NUMBER_KINDS)}),
             ]
-            options.append(f"{lark.text('{')} ({free} ({self._comma()} {free})*)? {lark.text('}')}")
+            options.append(f"{lark.text('{')} ({free} ({_COMMA} {free})*)? {lark.text('}')}")
             self._rules.lines[place] = f"{name}: {' | '.join(options)}"
         return self._rules.literal
 
