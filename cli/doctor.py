@@ -85,6 +85,20 @@ def model(settings: ServeSettings) -> Result:
     return Result("ok", "model", "; ".join(told(settings, source) for source in _sources(settings)))
 
 
+def tools(settings: ServeSettings) -> Result:
+    """Report in which syntax each model calls tools and reasons."""
+    from kvferry.cli.syntax_report import falls_back, told
+    from kvferry.router.text.load import load_text_models
+
+    texts = load_text_models(settings)
+    found = "; ".join(told(text) if len(texts) == 1 else f"{text.name}: {told(text)}" for text in texts)
+    if any(map(falls_back, texts)):
+        return Result(
+            "warn", "tools", found, "nothing, or name the syntax with --tool-call-parser if it is a known one"
+        )
+    return Result("ok", "tools", found)
+
+
 def memory(settings: ServeSettings) -> Result:
     """Check that the weights and KV pools of all workers fit the memory of their devices."""
     known = _needs(settings)
@@ -165,6 +179,7 @@ def store(settings: ServeSettings) -> Result:
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("packages", packages),
     ("model", model),
+    ("tools", tools),
     ("redis", redis),
     ("port", port),
     ("memory", memory),

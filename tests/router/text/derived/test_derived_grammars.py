@@ -17,8 +17,8 @@ from tests.router.text.derived.small_templates import CALLS, SCHEMAS, SINGLE, re
 
 TOOLS = tuple(Tool(name, schema) for name, schema in SCHEMAS.items())
 MARKS = (
-    "<tool_call>", "</tool_call>", "<|calls|>", "<|called|>", "<|section|>", "<|section_end|>", "<|call|>", "<|call_end|>",
-    "<|with|>", "[CALLS]", "[ID]", "[ARGS]", "</parameter>", "</arg_value>", "<|q|>", "</param>",
+    "<tool_call>", "</tool_call>", "<|calls|>", "<|called|>", "<|section|>", "<|section_end|>", "<|call|>",
+    "<|call_end|>", "<|with|>", "[CALLS]", "[ID]", "[ARGS]", "</parameter>", "</arg_value>", "<|q|>", "</param>",
 )  # fmt: skip
 FULL: dict[str, Any] = {
     "place": "“São” <b>\nX", "days": -3, "deep": True, "tags": ["a", "b"], "where": {"a": "c", "b": 2},
