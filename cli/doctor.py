@@ -32,6 +32,7 @@ class Result:
 
 
 PASSWORD = "give it a user and a password as in docs/redis.md: a client that writes to it can stop all requests"
+UNREAD = "nothing, or name the syntax with --tool-call-parser if it is a known one"
 Check = Callable[[ServeSettings], Result]
 
 
@@ -87,16 +88,10 @@ def model(settings: ServeSettings) -> Result:
 
 def tools(settings: ServeSettings) -> Result:
     """Report in which syntax each model calls tools and reasons."""
-    from kvferry.cli.syntax_report import falls_back, told
-    from kvferry.router.text.load import load_text_models
+    from kvferry.cli.syntax_report import reported
 
-    texts = load_text_models(settings)
-    found = "; ".join(told(text) if len(texts) == 1 else f"{text.name}: {told(text)}" for text in texts)
-    if any(map(falls_back, texts)):
-        return Result(
-            "warn", "tools", found, "nothing, or name the syntax with --tool-call-parser if it is a known one"
-        )
-    return Result("ok", "tools", found)
+    found, is_read = reported(settings)
+    return Result("ok", "tools", found) if is_read else Result("warn", "tools", found, UNREAD)
 
 
 def memory(settings: ServeSettings) -> Result:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from kvferry.protocol.settings import ServeSettings
+from kvferry.router.text.load import load_text_models
 from kvferry.router.text.parsers.derived.syntax import example
 from kvferry.router.text.text_model import TextModel
 
 
-def told(text: TextModel) -> str:
-    """Describe how the model's calls are asked for and read, and its reasoning marks."""
-    return f"{_calls(text)}; {_reasoning(text)}"
+def reported(settings: ServeSettings) -> tuple[str, bool]:
+    """Describe how each model's calls are asked for and read, and its reasoning marks.
+
+    Returns also whether all calls are read that the chat templates could show; raises ConfigError."""
+    texts = load_text_models(settings)
+    told = [f"{_calls(text)}; {_reasoning(text)}" for text in texts]
+    if len(texts) > 1:
+        told = [f"{text.name}: {each}" for text, each in zip(texts, told, strict=True)]
+    return "; ".join(told), not any(map(_falls_back, texts))
 
 
-def falls_back(text: TextModel) -> bool:
+def _falls_back(text: TextModel) -> bool:
     """Return whether the template shows tools or calls, but in a syntax that cannot be read."""
     template, dialect = text.template, text.dialect
     return template is not None and template.knows_tools and dialect is not None and not dialect.own

@@ -167,6 +167,13 @@ def has_channels(calls: Dialect | None, thoughts: Thinking | None) -> bool:
     return thoughts is REASONING["openai_gptoss"] or (calls is not None and calls.family == OPENAI)
 
 
+@cache
+def marks_of(calls: Dialect | None, thoughts: Thinking | None) -> tuple[str, ...]:
+    """Return the texts of a model's calls and reasoning, in which parsers must see special tokens."""
+    told = () if thoughts is None else (*thoughts.begins, *thoughts.ends)
+    return (*told, *(() if calls is None else calls.marks))
+
+
 def check_names(tool_call_parser: str, reasoning_parser: str, *, knows_tools: bool) -> None:
     """Raise ConfigError for an unknown name, or for one that does not fit the template."""
     for field, name, table in (

@@ -70,9 +70,9 @@ def test_forced_calls_are_calls_of_these_tools(form: str, marked: bool) -> None:
     call = written(form, [("get", FULL)]).lstrip()
     for text in ("Hello", "", f"Hello {call}", call[:-1], call.replace("get", "nosuch", 1)):
         assert not accepts(text, form, marked=marked), text
-    named = {"tools": TOOLS[1:]}
-    assert not accepts(call, form, marked=marked, **named)
-    assert accepts(written(form, [("put-it", {"place": "x"})]).lstrip(), form, marked=marked, **named)
+    named = TOOLS[1:]
+    assert not accepts(call, form, marked=marked, tools=named)
+    assert accepts(written(form, [("put-it", {"place": "x"})]).lstrip(), form, marked=marked, tools=named)
 
 
 @pytest.mark.parametrize("form", CALLS)
