@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from kvferry.router.text.parsers.derived.differences import first_unit
 
-NAME, ID, INDEX, KEY, VALUE = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
+NAME, ID, INDEX, KEY, SAID = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 """Placeholders, which no template writes."""
 _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "0", KEY: "KEY"}
 
