@@ -247,4 +247,4 @@ def _named(choice: Any, field: str, names: tuple[str, ...]) -> str:
 
 def _speller(text: TextModel, markers: Iterable[str] = MARKERS) -> Callable[[str], str]:
     tokens = {**marker_ids(text.tokenizer, markers), **tokens_in(text.tokenizer, marks_of(text.dialect, text.thinking))}
-    return partial(lark.spelled, tokens)
+    return partial(lark.spelled, tokens, ends=text.facts.eos_token_ids)

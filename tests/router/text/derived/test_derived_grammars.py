@@ -100,6 +100,14 @@ def test_text_is_free_until_a_call_begins(form: str) -> None:
     assert not accepts(f"{begun}?!", form, marked=False, forced=False, whole=False)
 
 
+def test_a_token_that_ends_the_output_is_not_in_the_grammar() -> None:
+    """The engine ends at it, so that a grammar cannot demand it behind the last call."""
+    tokens = {"<|call|>": 5, "<|end|>": 7}
+    assert lark.spelled(tokens, "<|call|>a<|end|>", ends=(7,)) == '<[5]> "a"'
+    assert lark.spelled(tokens, "<|end|>", ends=(7,)) == '""'
+    assert lark.spelled(tokens, "<|end|>") == "<[7]>"
+
+
 @pytest.mark.parametrize("form", CALLS)
 def test_required_arguments_must_be_there(form: str) -> None:
     tool = Tool("get", {**SCHEMAS["get"], "required": ["days"]}, strict=True)
