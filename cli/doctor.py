@@ -32,6 +32,7 @@ class Result:
 
 
 PASSWORD = "give it a user and a password as in docs/redis.md: a client that writes to it can stop all requests"
+UNREAD = "nothing, or name the syntax with --tool-call-parser if it is a known one"
 Check = Callable[[ServeSettings], Result]
 
 
@@ -83,6 +84,14 @@ def model(settings: ServeSettings) -> Result:
     from kvferry.cli.model_report import told
 
     return Result("ok", "model", "; ".join(told(settings, source) for source in _sources(settings)))
+
+
+def tools(settings: ServeSettings) -> Result:
+    """Report in which syntax each model calls tools and reasons."""
+    from kvferry.cli.syntax_report import reported
+
+    found, is_read = reported(settings)
+    return Result("ok", "tools", found) if is_read else Result("warn", "tools", found, UNREAD)
 
 
 def memory(settings: ServeSettings) -> Result:
@@ -165,6 +174,7 @@ def store(settings: ServeSettings) -> Result:
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("packages", packages),
     ("model", model),
+    ("tools", tools),
     ("redis", redis),
     ("port", port),
     ("memory", memory),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 COMMA, COLON = ", ", ": "
@@ -33,13 +33,16 @@ def token(token_id: int) -> str:
     return f"<[{token_id}]>"
 
 
-def spelled(tokens: Mapping[str, int], literal: str) -> str:
-    """Return an expression for this text, in which each of these texts stands for its token, the longest first."""
+def spelled(tokens: Mapping[str, int], literal: str, *, ends: Collection[int] = ()) -> str:
+    """Return an expression for this text, in which each of these texts stands for its token, the longest first.
+
+    ends: tokens that end an output, which are left out."""
     known = sorted((each for each in tokens if each and each in literal), key=len, reverse=True)
     if not known:
         return text(literal)
     parts = re.split(f"({'|'.join(map(re.escape, known))})", literal)
-    return " ".join(token(tokens[part]) if part in tokens else text(part) for part in parts if part)
+    kept = [part for part in parts if part and tokens.get(part) not in ends]
+    return " ".join(token(tokens[part]) if part in tokens else text(part) for part in kept) or text("")
 
 
 def schema(json_schema: Any, *, lenient: bool = False, whitespace: str | None = None) -> str:

@@ -63,13 +63,6 @@ class TextModel:
         return thinking(self.reasoning_parser, template.source, template.derived.thinking)
 
     @property
-    def marks(self) -> tuple[str, ...]:
-        """Return the texts of its calls and reasoning, in which parsers must see special tokens."""
-        calls, thoughts = self.dialect, self.thinking
-        told = () if thoughts is None else (*thoughts.begins, *thoughts.ends)
-        return (*told, *(() if calls is None else calls.marks))
-
-    @property
     def channels(self) -> bool:
         """Return whether all its outputs are messages on channels."""
         return has_channels(self.dialect, self.thinking)

@@ -218,3 +218,26 @@ def test_real_redis_and_ports_of_preflight(tmp_path):
     preflight.readable("", "chat-template")
     with pytest.raises(ConfigError, match="--chat-template"):
         preflight.readable(str(tmp_path / "none"), "chat-template")
+
+
+def test_the_syntax_of_calls_is_shown():
+    found = one(doctor.tools)
+    assert found.level == "ok"
+    assert "knows no tools, so the prompt describes tools in Hermes' syntax; no reasoning" in found.found
+
+
+def test_a_derived_syntax_is_shown_by_example(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% if tools %}{{ tools }}{% endif %}{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}"
+        "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<call>"
+        "{{ c.function.name }}#{{ loop.index0 }}<args>{{ c.function.arguments | tojson }}</call>{% endfor %}</turn>"
+        "{% endfor %}"
+    )
+    found = one(doctor.tools, chat_template=str(template))
+    assert found.level == "ok"
+    assert "<call>NAME#0<args>{…}</call> (JSON, several calls, numbered calls)" in found.found
+    assert found.found.endswith("reasoning <think> … </think>")
+    template.write_text(template.read_text().replace("| tojson", "| length"))
+    found = one(doctor.tools, chat_template=str(template))
+    assert (found.level, "shows no calls that can be read" in found.found) == ("warn", True)

@@ -12,7 +12,7 @@ from kvferry.protocol.work import Grammar
 from kvferry.router.api.bodies.structured import Asked
 from kvferry.router.api.bodies.tools import ToolUse
 from kvferry.router.text.parsers import harmony, harmony_syntax
-from kvferry.router.text.parsers.families import MARKERS, marker_ids, tokens_in
+from kvferry.router.text.parsers.families import MARKERS, marker_ids, marks_of, tokens_in
 from kvferry.router.text.parsers.rules import either
 from kvferry.router.text.parsers.stage import CallParsing, Parsing
 from kvferry.router.text.parsers.syntax import grammar
@@ -36,7 +36,8 @@ def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
             )
         names = {tool.name: tool.parameters for tool in use.tools}
         calls = CallParsing(text.dialect.parser, names, patient=patient, named=use.named)
-    return Parsing(text.thinking, calls, shown=shown, channels=text.channels, marks=text.marks)
+    marks = marks_of(text.dialect, text.thinking)
+    return Parsing(text.thinking, calls, shown=shown, channels=text.channels, marks=marks)
 
 
 def bounded(
@@ -131,5 +132,5 @@ def lark_answer(asked: Grammar) -> str | None:
 
 def _speller(text: TextModel, markers: Iterable[str] = MARKERS) -> Callable[[str], str]:
     """Return what spells a text in Lark, with the tokens that stand in it."""
-    tokens = {**marker_ids(text.tokenizer, markers), **tokens_in(text.tokenizer, text.marks)}
-    return partial(lark.spelled, tokens)
+    tokens = {**marker_ids(text.tokenizer, markers), **tokens_in(text.tokenizer, marks_of(text.dialect, text.thinking))}
+    return partial(lark.spelled, tokens, ends=text.facts.eos_token_ids)

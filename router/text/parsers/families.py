@@ -138,8 +138,7 @@ def dialect(name: str, template: str, derived: Derived, *, knows_tools: bool) ->
 
 def _reads(family: str, derived: Derived) -> bool:
     """Return whether a family's parser reads the calls that a template writes, if it writes any."""
-    several = derived.calls is None or derived.calls.between is not None
-    return not derived.shows_calls or is_read(CALLS[family], dict(derived.texts), several=several)
+    return not derived.shows_calls or is_read(CALLS[family], dict(derived.texts), derived.calls)
 
 
 @cache
@@ -166,6 +165,13 @@ def thinking(name: str, template: str | None, derived: Thinking | None = None) -
 def has_channels(calls: Dialect | None, thoughts: Thinking | None) -> bool:
     """Return whether a model's whole outputs are messages on channels."""
     return thoughts is REASONING["openai_gptoss"] or (calls is not None and calls.family == OPENAI)
+
+
+@cache
+def marks_of(calls: Dialect | None, thoughts: Thinking | None) -> tuple[str, ...]:
+    """Return the texts of a model's calls and reasoning, in which parsers must see special tokens."""
+    told = () if thoughts is None else (*thoughts.begins, *thoughts.ends)
+    return (*told, *(() if calls is None else calls.marks))
 
 
 def check_names(tool_call_parser: str, reasoning_parser: str, *, knows_tools: bool) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 
+from kvferry.structured_output import lark
+
+SPECIAL = r"<\[\d+\]>"
+"""Regular expression of a special token in a spelling."""
 _ANY = r"/(.|\n)*/"
 
 Spell = Callable[[str], str]
@@ -17,7 +23,7 @@ class Rules:
         self.spell = spell
         self.lines: list[str] = []
         self.literal: str | None = None
-        """Rule of any literal, once there is one."""
+        """Rule of any value in a derived syntax, once there is one."""
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule and return its name."""
@@ -42,14 +48,27 @@ class Rules:
     def up_to(self, marker: str) -> str:
         """Return an expression for free text up to and including the first such marker."""
         spelled = self.spell(marker)
+        if (found := re.search(rf"(?<= ){SPECIAL}", spelled)) is not None:
+            return self._up_to_token(json.loads(spelled[: found.start()]), spelled[found.start() :])
         if is_token(spelled):
             return f"({self.any()} {spelled})"
         return self.rule(f"{self.any()} {spelled}", "[lazy]")
+
+    def _up_to_token(self, text: str, rest: str) -> str:
+        """Return an expression for free text that ends with this text, before a token."""
+        escaped = "\n".join(map(re.escape, text.split("\n")))
+        begun = self.terminal(lark.terminal(r"(.|\n)*" + escaped))
+        return f"({begun} {rest})"
 
 
 def either(options: Sequence[str]) -> str:
     """Return a Lark alternative of the options."""
     return f"({' | '.join(options)})"
+
+
+def has_token(spelled: str) -> bool:
+    """Return whether the spelling holds a special token."""
+    return re.search(rf"(?:^| ){SPECIAL}", spelled) is not None
 
 
 def is_token(spelled: str) -> bool:

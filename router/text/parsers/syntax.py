@@ -5,13 +5,14 @@ in the vocabulary stand for their tokens."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.router.text.parsers import hermes
 from kvferry.router.text.parsers.reasoning import Thinking
-from kvferry.router.text.parsers.rules import Rules, Spell, either
+from kvferry.router.text.parsers.rules import SPECIAL, Rules, Spell, either
 from kvferry.router.text.parsers.thought_grammar import thought
 from kvferry.structured_output import lark
 
@@ -103,8 +104,10 @@ def grammar(
 def _lazy(rules: Rules, head: str) -> str:
     """Return an expression for the text that begins a call and no other answer, up to its first token."""
     spelled = rules.spell(head)
-    at = spelled.find("<[")
-    return rules.rule(spelled if at < 0 else spelled[:at], "[lazy]") + (f" {spelled[at:]}" if at >= 0 else "")
+    found = re.search(rf"(?<= ){SPECIAL}", spelled)
+    if found is None:
+        return rules.rule(spelled, "[lazy]")
+    return f"{rules.rule(spelled[: found.start()], '[lazy]')} {spelled[found.start() :]}"
 
 
 def ordered(rules: Rules, parts: Sequence[tuple[str, bool]], separator: str) -> str:

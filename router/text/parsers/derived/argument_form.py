@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.router.text.parsers.derived.differences import shared_end, shared_start
 from kvferry.router.text.parsers.derived.probes import COUNTS, KEYS, NAMES, NUMBERS, PLAIN, ROUGH, TEXTS, TYPED
-from kvferry.router.text.parsers.derived.syntax import KEY, Arguments, is_mark
+from kvferry.router.text.parsers.derived.syntax import KEY, Arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,18 @@ def derived_arguments(written: Written) -> Arguments | None:
     if after_text + separator + before_key != texts.between:
         return None
     lead = len(opening[len(opening) - shared_end(opening, after_text, after_other) :].lstrip(">\"')} \n"))
-    if lead and not separator and is_mark(mark := opening[-lead:]):  # it begins each key rather than ends each value
+    if lead and not separator and (mark := opening[-lead:]).strip():  # it begins each key rather than ends each value
         opening, before_key = opening[:-lead], mark + before_key
         after_text, after_other = after_text[:-lead], after_other[:-lead]
     form = Arguments(opening, before_key, texts.middle, numbers.middle, after_text, after_other, separator)
+    form = replace(form, none=_blanks_beyond(none[len(opening) :], text.after[len(after_text) :]))
     return _with_values(form, written)
+
+
+def _blanks_beyond(text: str, other: str) -> str:
+    """Return the blanks that begin a text and are more than those that begin the other one."""
+    more = (len(text) - len(text.lstrip())) - (len(other) - len(other.lstrip()))
+    return text[: max(0, more)]
 
 
 def _parts(written: Written, probe: str, keys: tuple[str, ...], values: tuple[str, ...]) -> _Parts | None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvferry.router.text.parsers.derived.argument_form import Written, derived_arguments
 from kvferry.router.text.parsers.derived.differences import shared_end, shared_start
-from kvferry.router.text.parsers.derived.probes import CALLS, IDS, NAMES, Asked
-from kvferry.router.text.parsers.derived.syntax import ID, INDEX, KEY, NAME, Arguments, Envelope, ToolSyntax
+from kvferry.router.text.parsers.derived.probes import CALLS, CONTENT, IDS, NAMES, REASON, Asked
+from kvferry.router.text.parsers.derived.syntax import ID, INDEX, KEY, NAME, SAID, Arguments, Envelope, ToolSyntax
 
 Turns = Mapping[str, str]
 """What a template writes for each probe behind the user's message; without those that it refuses."""
@@ -92,10 +92,9 @@ class _Cores:
             return None
         if self._form is not None:
             return _form_cores(turn, asked, self._form)
-        cores = _json_cores(turn, asked)
-        if cores is None or self._envelope is None:
-            return cores
-        return _envelope_cores(turn, asked, self._envelope)
+        if self._envelope is not None:
+            return _envelope_cores(turn, asked, self._envelope)
+        return _json_cores(turn, asked)
 
 
 def _json_cores(turn: str, asked: Asked) -> list[Core] | None:
@@ -199,7 +198,7 @@ def _named(text: str) -> str:
         text = text.replace(name, NAME)
     for each in IDS:
         text = text.replace(each, ID)
-    return text
+    return text.replace(CONTENT, SAID).replace(REASON, SAID)
 
 
 def _ended(text: str, plain: str, ends: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from kvferry.router.text.parsers.derived.differences import shared_start
 from kvferry.router.text.parsers.derived.probes import (
     CALLS,
     IDS,
+    NAMED_IDS,
     NAMES,
     OPENAI_ID,
     REASONING,
@@ -26,7 +27,7 @@ from kvferry.router.text.rendering import Rendering
 
 Write = Callable[[list[Rendering]], list[str | None]]
 """Renders prompts; None for those that the template refuses."""
-_OBJECTS, _TEXTS, _OPENAI = "objects", "texts", "openai"
+_OBJECTS, _TEXTS, _NAMED_IDS, _OPENAI = "objects", "texts", "named ids", "openai"
 _THINKS: Mapping[str, Any] = {"enable_thinking": True, "thinking": True}
 """Variables by which templates are asked for reasoning."""
 _REASONING_KINDS = tuple(f"{key}{way}" for key in REASONING_KEYS for way in ("", " thinks"))
@@ -73,9 +74,9 @@ def derive(template: Template) -> Derived:
         if text is not None and USER in text:
             turns.setdefault(kind, {})[name] = _turn(text)
     derived = Derived()
-    for kind in (_OBJECTS, _TEXTS):
+    for kind in (_OBJECTS, _TEXTS, _NAMED_IDS):
         if "one" in turns.get(kind, {}) and derived.calls is None:
-            derived = _with_calls(derived, template, turns[kind], prompt)
+            derived = _with_calls(derived, template, kind, turns[kind], prompt)
     for kind, opened in zip(_REASONING_KINDS, (prompt, _turn(texts[1] or prompt)) * len(REASONING_KEYS), strict=True):
         marks = derived_thinking(turns.get(kind, {}), opened, derived.calls)
         if marks is not None:
@@ -83,11 +84,11 @@ def derive(template: Template) -> Derived:
     return derived
 
 
-def _with_calls(derived: Derived, template: Template, turns: dict[str, str], prompt: str) -> Derived:
-    accepts_any = turns.pop(_OPENAI, None) is not None
+def _with_calls(derived: Derived, template: Template, kind: str, turns: dict[str, str], prompt: str) -> Derived:
+    accepts_any = turns.pop(_OPENAI, None) is not None or kind == _NAMED_IDS
     begun = shared_start(prompt, *(turns[name] for name in ("one", "said") if name in turns))
     texts = tuple((name, turn[begun:]) for name, turn in turns.items() if CALLS[name].calls)
-    shows = NAMES[0] in turns["one"]
+    shows = turns["one"].count(NAMES[0]) > turns.get("plain", "").count(NAMES[0])
     syntax = derived_syntax(turns, begun, [template.special_tokens.get("eos_token", "")])
     if syntax is not None and not accepts_any:
         syntax = replace(syntax, id_length=len(IDS[0]))
@@ -97,10 +98,10 @@ def _with_calls(derived: Derived, template: Template, turns: dict[str, str], pro
 
 
 def _call_cases(template: Template) -> Iterator[_Case]:
-    for kind in (_OBJECTS, _TEXTS):
+    for kind, ids in ((_OBJECTS, IDS), (_TEXTS, IDS), (_NAMED_IDS, NAMED_IDS)):
         as_text = kind == _TEXTS
         for name, asked in CALLS.items():
-            yield kind, name, _prompt(template, asked.messages(as_text=as_text))
+            yield kind, name, _prompt(template, asked.messages(as_text=as_text, ids=ids))
         yield kind, _OPENAI, _prompt(template, CALLS["one"].messages(as_text=as_text, ids=(OPENAI_ID,)))
 
 

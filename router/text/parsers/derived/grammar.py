@@ -36,6 +36,8 @@ def _call(syntax: ToolSyntax, head: str, rules: Rules, tool: Tool) -> tuple[str,
     if form is not None:
         values = ValueGrammar(rules, tool, form, is_literal=syntax.is_literal)
         head, arguments, after = head + form.opening, values.arguments(), ""
+        if form.none and not tool.parameters.get("required"):
+            arguments = f"({arguments} | {rules.spell(form.none)})" if arguments else rules.spell(form.none)
     elif envelope is not None:
         head, arguments, after = head + envelope.before, rules.rule(tool.schema()), envelope.after
     else:

@@ -11,6 +11,8 @@ from kvferry.router.text.parsers.derived.syntax import ID, INDEX, NAME
 _ID = re.compile(r"[\w.:|-]{0,128}")
 _DIGITS = re.compile(r"\d{0,9}")
 _OPENS, _CLOSES = "<[{(", '>]})",'
+_BREAKS = frozenset("<[{(>]}),:")
+"""Signs after which blanks may precede a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ def match(pattern: str, text: str, at: int = 0, names: Collection[str] = (), nam
             place += 1
             at = _blanks(text, at)
         elif sign == NAME:
+            at = _blanks(text, at) if pattern[place - 1 : place] in _BREAKS else at
             found = _name(text, at, (name,) if name else names)
             if not found.found:
                 return found

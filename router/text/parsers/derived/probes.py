@@ -11,6 +11,8 @@ USER, CONTENT, REASON = "Kvasked", "Kvsaid", "Kvthought"
 NAMES = ("kvf_alpha", "kvf_beta")
 IDS = ("Kv1d5Xq2Z", "Kv1d6Yr3W")
 """Nine letters and digits, as Mistral's templates demand."""
+NAMED_IDS = tuple(f"functions.{name}:{place}" for place, name in enumerate(NAMES))
+"""Ids that name the tool, as Kimi's templates write them in place of a name."""
 OPENAI_ID = "call_Kv1d5Xq2Z7mN4pQ8rS6tU3v"
 KEYS, COUNTS = ("kvk_one", "kvk_two"), ("kvn_one", "kvn_two")
 TEXTS, NUMBERS = ("Kvtext1", "Kvtext2"), (7107, 7208)
@@ -101,7 +103,7 @@ CALLS: Mapping[str, Asked] = {
     "both": Asked([_ONE], content=CONTENT, reasoning=REASON),
     "several": Asked([_ONE, {KEYS[1]: TEXTS[1]}]),
     "several_counts": Asked([{COUNTS[0]: NUMBERS[0]}, {COUNTS[1]: NUMBERS[1]}]),
-    "several_rough": Asked([{}, {KEYS[0]: ROUGH, COUNTS[0]: 3}, {COUNTS[0]: 1, KEYS[0]: "x"}]),
+    "several_rough": Asked([{}, {KEYS[0]: ROUGH, COUNTS[0]: 3}, {KEYS[0]: "x", COUNTS[0]: 1}]),
 }
 """Answers whose texts are compared."""
 REASONING: Mapping[str, Asked] = {

@@ -99,8 +99,10 @@ class SyntaxParser(CallParser):
 
     def _read_next(self) -> bool:
         """Read the beginning of another call, or what follows the last one."""
-        further = match(self._further, self._held, names=self._names) if self._further is not None else None
-        closing = match(self._syntax.closing, self._held) if self._syntax.closing.strip() else None
+        start = len(self._held) - len(self._held.lstrip())
+        following = None if self._further is None else self._further.lstrip()
+        further = None if following is None else match(following, self._held, start, self._names)
+        closing = match(self._syntax.closing.lstrip(), self._held, start) if self._syntax.closing.strip() else None
         if further is not None and further.found:
             self._raw = ""
             self._begin(further.end, further.name)

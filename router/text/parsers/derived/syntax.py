@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from kvferry.router.text.parsers.derived.differences import first_unit
 
-NAME, ID, INDEX, KEY, VALUE = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
+NAME, ID, INDEX, KEY, SAID = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 """Placeholders, which no template writes."""
 _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "0", KEY: "KEY"}
 
@@ -44,6 +44,7 @@ class Arguments:
     after_text     after a string
     after_other    after any other value
     separator      between a value's end and the next key's beginning
+    none           in place of arguments if there are none
     wrapped        marks around strings that need them (CDATA); empty: there are none
     words          how true, false and null are written
     as_json        lists and objects are JSON
@@ -60,6 +61,7 @@ class Arguments:
     after_text: str
     after_other: str
     separator: str
+    none: str = ""
     wrapped: tuple[str, str] = ("", "")
     words: tuple[str, str, str] = ("true", "false", "null")
     as_json: bool = True

@@ -119,7 +119,7 @@ class TaggedReader:
             if follows.waits and not ended:
                 break
             place = text.find(sought, place + 1)
-        sure = max(at, (place if place >= 0 else held_from(text, (sought,))) - len(blanks))
+        sure = max(at, place - len(blanks) if place >= 0 else held_from(text, (sought, blanks + sought)))
         if ended or self._is_text or self._wrapped:
             sure = len(text) if ended else sure
             self._show(text[at:sure])

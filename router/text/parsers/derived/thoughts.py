@@ -38,11 +38,12 @@ def _end(turn: str, follows: str) -> str:
 
 def _begin(before: str, end: str, prompt: str, said: str) -> str:
     """Return the mark before reasoning, which the prompt may hold already."""
+    own = before[shared_start(before, said) :].strip()
     if before.startswith(prompt) and (rest := before[len(prompt) :].strip()):
-        return rest
+        return own if own[:1] in ("<", "[") and rest.endswith(own) else rest
     if prompt.startswith(before) and (rest := prompt[len(before) :].strip()) and end not in rest:
         return rest
-    return before[shared_start(before, said) :].strip() or last_unit(before.rstrip())
+    return own or last_unit(before.rstrip())
 
 
 def _is_sure(mark: str) -> bool:

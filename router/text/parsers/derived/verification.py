@@ -13,23 +13,27 @@ from kvferry.router.text.parsers.derived.syntax import ToolSyntax
 from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.stage import merged
 
+Maker = Callable[[Collection[str]], CallParser]
+"""Makes a parser of calls of these tools."""
 REQUIRED = ("one", "two", "count", "rough", "tidy", "said", "several", "several_rough")
 """Probes that must be read back; the others show what the template cannot express."""
 
 
 def is_proved(syntax: ToolSyntax, texts: Mapping[str, str]) -> bool:
     """Return whether the syntax reads back what the template wrote, by probe."""
-    several = syntax.between is not None
-    return is_read(partial(SyntaxParser, syntax), texts, several=several)
+    return is_read(partial(SyntaxParser, syntax), texts, syntax)
 
 
-def is_read(make: Callable[[Collection[str]], CallParser], texts: Mapping[str, str], *, several: bool = True) -> bool:
-    """Return whether a parser reads back the template's calls; `several`: also several calls of one answer."""
+def is_read(make: Maker, texts: Mapping[str, str], syntax: ToolSyntax | None) -> bool:
+    """Return whether parsers read back the calls of a template, of a syntax that may be less than all of them."""
+    several = syntax is None or syntax.between is not None
+    marked = syntax is None or syntax.is_marked
     required = [name for name in REQUIRED if name in texts and (several or len(CALLS[name].calls) < 2)]
+    required = [name for name in required if marked or not CALLS[name].content]
     return bool(required) and all(reads_back(make, CALLS[name], texts[name]) for name in required)
 
 
-def reads_back(make: Callable[[Collection[str]], CallParser], asked: Asked, text: str) -> bool:
+def reads_back(make: Maker, asked: Asked, text: str) -> bool:
     """Return whether the text of an answer is read as its calls, at once and in single characters."""
     wanted = [(NAMES[place % len(NAMES)], _canonical(arguments)) for place, arguments in enumerate(asked.calls)]
     return all(calls_in(make(_TOOLS), pieces) == wanted for pieces in ([text], list(text)))

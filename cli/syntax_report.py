@@ -1,0 +1,46 @@
+"""Section of `kvferry doctor` about a model's tool calls and reasoning, as its chat template reveals them."""
+
+from __future__ import annotations
+
+from kvferry.protocol.settings import ServeSettings
+from kvferry.router.text.load import load_text_models
+from kvferry.router.text.parsers.derived.syntax import example
+from kvferry.router.text.text_model import TextModel
+
+
+def reported(settings: ServeSettings) -> tuple[str, bool]:
+    """Describe how each model's calls are asked for and read, and its reasoning marks.
+
+    Returns also whether all calls are read that the chat templates could show; raises ConfigError."""
+    texts = load_text_models(settings)
+    told = [f"{_calls(text)}; {_reasoning(text)}" for text in texts]
+    if len(texts) > 1:
+        told = [f"{text.name}: {each}" for text, each in zip(texts, told, strict=True)]
+    return "; ".join(told), not any(map(_falls_back, texts))
+
+
+def _falls_back(text: TextModel) -> bool:
+    """Return whether the template shows tools or calls, but in a syntax that cannot be read."""
+    template, dialect = text.template, text.dialect
+    return template is not None and template.knows_tools and dialect is not None and not dialect.own
+
+
+def _calls(text: TextModel) -> str:
+    template, dialect = text.template, text.dialect
+    if template is None:
+        return "no chat template"
+    if dialect is None:
+        return "calls no tools"
+    if dialect.syntax is not None:
+        return f"calls as the chat template writes them: {dialect.syntax.describe()}"
+    if dialect.own:
+        return f"calls of the family {dialect.family}"
+    why = "shows no calls that can be read" if template.knows_tools else "knows no tools"
+    return f"the chat template {why}, so the prompt describes tools in Hermes' syntax"
+
+
+def _reasoning(text: TextModel) -> str:
+    thinking = text.thinking
+    if thinking is None:
+        return "no reasoning"
+    return f"reasoning {example(thinking.begins[0])} … {example(thinking.ends[0])}"

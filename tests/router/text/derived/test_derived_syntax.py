@@ -1,0 +1,155 @@
+"""Calls in every form of syntax: derived from a small template, and read back as the template writes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.router.text.parsers.derived.reader import SyntaxParser
+from kvferry.router.text.parsers.derived.syntax import Form
+from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.template import ChatTemplate
+from tests.router.text.derived.small_templates import CALLS, SCHEMAS, SINGLE, derived, read, syntax, template, written
+
+FORMS = {
+    **dict.fromkeys(("objects", "listed", "keyed", "numbered", "ids", "single"), Form.JSON),
+    **dict.fromkeys(("xml", "pairs", "attributes", "wrapped", "tree"), Form.TAGGED),
+    **dict.fromkeys(("python", "quoted"), Form.LITERAL),
+}
+ROUGH: dict[str, Any] = {
+    "place": "\n“São” \"X\" & 'y'\\\n\t{1: [2]}, z=3 </b>",
+    "days": -3,
+    "deep": True,
+    "tags": ["a, b", "]}", ""],
+    "where": {"a": "c", "b": 2},
+}
+TWO = [("get", {"place": "Oslo", "days": 7}), ("put-it", {})]
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_the_form_is_derived(form: str) -> None:
+    found = syntax(form)
+    assert found.form == FORMS[form]
+    assert (found.between is None) == (form == SINGLE)
+    assert derived(form).shows_calls
+    assert found.describe().count("\n") == 0
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_calls_are_read_back_at_once_and_cut_everywhere(form: str) -> None:
+    for calls in ([("get", ROUGH)], [("get", {})], [*TWO, ("get", ROUGH)]):
+        if form == SINGLE and len(calls) > 1:
+            continue
+        text = written(form, calls)
+        assert read(form, [text]) == ("", calls)
+        assert read(form, [text], patient=True) == ("", calls)
+        assert read(form, list(text)) == ("", calls)
+        for at in range(1, len(text)):
+            assert read(form, [text[:at], text[at:]]) == ("", calls), text[:at]
+
+
+@pytest.mark.parametrize("form", [form for form in CALLS if form != SINGLE])
+def test_content_before_calls_is_text(form: str) -> None:
+    text, calls = read(form, list(written(form, TWO, "I look < it [up].")))
+    assert (text.rstrip(), calls) == ("I look < it [up].", TWO)
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_other_texts_are_shown_as_they_are(form: str) -> None:
+    call = written(form, [("get", ROUGH)]).lstrip()
+    marker = syntax(form).marker
+    for text in ("Hello", "", f"a {marker}", f"{marker}?", call.replace("get", "nosuch", 1), call[: len(marker) + 3]):
+        if text.strip() and text != marker:
+            assert read(form, [text], patient=True) == (text, [])
+            assert read(form, list(text), patient=True) == (text, [])
+
+
+@pytest.mark.parametrize("form", ["xml", "pairs", "attributes", "tree"])
+def test_a_value_may_hold_the_mark_that_ends_it(form: str) -> None:
+    """What follows the mark tells whether it ends the value."""
+    own = syntax(form).arguments
+    assert own is not None
+    mark = own.after_text.replace("\ue003", "place").strip()
+    calls = [("get", {"place": f"a{mark}b {mark} c", "days": 1})]
+    text = written(form, calls)
+    assert read(form, [text]) == ("", calls)
+    assert read(form, list(text)) == ("", calls)
+
+
+@pytest.mark.parametrize("form", ["xml", "pairs", "wrapped"])
+def test_the_schema_says_what_an_unquoted_value_is(form: str) -> None:
+    """Without one, what is JSON is its value."""
+    text = written(form, [("get", {"place": "5", "days": 5})])
+    assert read(form, [text])[1] == [("get", {"place": "5", "days": 5})]
+    parser = SyntaxParser(syntax(form), ["get"])
+    calls = merged([*parser.feed(text).calls, *parser.finish().calls])
+    assert json.loads(calls[0].arguments) == {"place": 5, "days": 5}
+
+
+def test_long_strings_are_shown_as_they_arrive() -> None:
+    parser = SyntaxParser(syntax("xml"), SCHEMAS)
+    begun = written("xml", [("get", {"place": "Once upon a time", "days": 1})]).partition("a time")[0]
+    shown = "".join(delta.arguments for delta in parser.feed(begun).calls)
+    assert shown.startswith('{"place": "Once up')
+    assert "".join(delta.arguments for delta in parser.feed("more and more").calls) == "more and more"
+
+
+def test_a_call_that_is_cut_keeps_what_there_is() -> None:
+    parser = SyntaxParser(syntax("xml"), SCHEMAS)
+    text = written("xml", [("get", {"place": "Oslo", "days": 1})])
+    found = [parser.feed(text[: text.index("lo\n")]), parser.finish()]
+    assert "".join(each.text for each in found) == ""
+    (call,) = merged([delta for each in found for delta in each.calls])
+    assert (call.name, call.arguments) == ("get", '{"place": "Os')
+
+
+def test_blanks_may_differ() -> None:
+    for form, text in (
+        ("objects", '<tool_call>{"arguments":{"days":1},"name":"get"}</tool_call>'),
+        ("listed", '<|calls|>[{"tool":"get","parameters":{"days":1}}]<|called|>'),
+        ("xml", "<tool_call><function=get><parameter=days>1</parameter></function></tool_call>"),
+        ("pairs", "<tool_call>get<arg_key>days</arg_key><arg_value>1</arg_value></tool_call>"),
+        (
+            "attributes",
+            '<calls><invoke name="get"><parameter name="days" string="false">1</parameter></invoke></calls>',
+        ),
+        ("python", "<|calls|>[ get( days = 1 ) ]<|called|>"),
+    ):
+        assert read(form, [text]) == ("", [("get", {"days": 1})])
+
+
+def test_a_syntax_that_does_not_read_its_own_calls_is_not_used() -> None:
+    """This template drops spaces, so that no reader can find the arguments again."""
+    source = template("xml").source.replace("{{ v if v is string", "{{ v | replace(' ', '') if v is string")
+    found = ChatTemplate(source, {}).derived
+    assert (found.calls, found.shows_calls) == (None, True)
+
+
+def test_a_template_that_hides_calls_reveals_nothing() -> None:
+    found = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}", {}).derived
+    assert (found.calls, found.shows_calls, found.thinking) == (None, False, None)
+
+
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "place": st.text(),
+        "days": st.integers(-10000, 10000),
+        "deep": st.booleans(),
+        "tags": st.lists(st.text(min_size=1), min_size=1, max_size=3),
+        "where": st.fixed_dictionaries({"a": st.text(min_size=1), "b": st.integers(0, 9999)}),
+    },
+)
+
+
+@pytest.mark.parametrize("form", CALLS)
+@given(values=VALUES, data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_call_is_read_back(form: str, values: dict[str, Any], data: st.DataObject) -> None:
+    text = written(form, [("get", values)])
+    at = data.draw(st.integers(0, len(text)))
+    assert read(form, [text[:at], text[at:]]) == ("", [("get", values)])
