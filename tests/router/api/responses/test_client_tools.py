@@ -18,7 +18,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
 TEAM = {"type": "namespace", "name": "team", "description": "others", "tools": [{**LOOK, "name": "wait"}, LOOK]}
 PATCH = {"type": "custom", "name": "patch", "description": "Edit files.", "format": {"type": "text"}}
-TOOLS = [LOOK, TEAM, PATCH]
+TOOLS: list[dict[str, Any]] = [LOOK, TEAM, PATCH]
 
 
 def call_of(name: str, arguments: dict[str, Any]) -> str:
