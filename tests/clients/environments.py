@@ -80,6 +80,8 @@ CLIENTS = (
     Client("instructor", "python", ("instructor>=1.10",), ("instructor_checks.py",)),
     Client("openai-agents", "python", ("openai-agents>=0.6",), ("openai_agents_checks.py",)),
     Client("anthropic", "python", ("anthropic>=0.70",), ("anthropic_checks.py",)),
+    Client("LangGraph", "python", ("langgraph>=1", "langchain-openai>=1"), ("langgraph_checks.py",)),
+    Client("smolagents", "python", ("smolagents[openai]>=1.20",), ("smolagents_checks.py",)),
     Client("Codex", "command", ("@openai/codex@>=0.100",), ("codex_checks.py",)),
     Client("Claude Code", "command", ("@anthropic-ai/claude-code@>=2",), ("claude_code_checks.py",)),
     Client("lm-eval", "python", ("lm-eval[api]>=0.4.9",), ("lm_eval_checks.py",)),
