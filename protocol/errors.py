@@ -97,21 +97,8 @@ class InvalidRequest(KvferryError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and output that do not fit into the context; all three in tokens, 0 where they are not known."""
-
     code = "context_length_exceeded"
-    prompt_tokens = output_tokens = limit = 0
-
-    @classmethod
-    def counted(cls, prompt: int, output: int, limit: int, param: str) -> ContextLengthExceeded:
-        """Return the error for a prompt and an output of so many tokens."""
-        error = cls(
-            f"this model's maximum context length is {limit} tokens, but the request needs {prompt + output} "
-            f"({prompt} in the prompt, {output} for the output); shorten the prompt or ask for fewer tokens",
-            param=param,
-        )
-        error.prompt_tokens, error.output_tokens, error.limit = prompt, output, limit
-        return error
+    counted: tuple[int, int, int] | None = None  # tokens of the prompt, the output and the context, where known
 
 
 class ModelNotFound(InvalidRequest):

@@ -7,12 +7,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from kvferry.protocol.errors import InvalidRequest, ModelNotFound
 from kvferry.protocol.hashing import namespace
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.model_metrics import ModelMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.work import Generate, Grammar, Work
+from kvferry.router.api.bodies.context_length import context_exceeded
 from kvferry.router.api.bodies.fields import Prompt
 from kvferry.router.api.bodies.generating import BadWords, GenerationBody
 from kvferry.router.dispatch.interface import Cluster, RequestSpec
@@ -168,8 +169,7 @@ class ServedModel:
         room = limit - prompt_len
         needed = max(asked if asked is not None else min(room, body.output_default or room), 1)
         if needed > room:
-            field = body.prompt_field if room < 1 else bound_field
-            raise ContextLengthExceeded.counted(prompt_len, needed, limit, field)
+            raise context_exceeded(prompt_len, needed, limit, body.prompt_field if room < 1 else bound_field)
         return needed
 
 

@@ -80,6 +80,9 @@ CLIENTS = (
     Client("instructor", "python", ("instructor>=1.10",), ("instructor_checks.py",)),
     Client("openai-agents", "python", ("openai-agents>=0.6",), ("openai_agents_checks.py",)),
     Client("anthropic", "python", ("anthropic>=0.70",), ("anthropic_checks.py",)),
+    Client("LangGraph", "python", ("langgraph>=1", "langchain-openai>=1"), ("langgraph_checks.py",)),
+    Client("smolagents", "python", ("smolagents[openai]>=1.20",), ("smolagents_checks.py",)),
+    Client("aider", "python", ("aider-chat>=0.80",), ("aider_checks.py",)),
     Client("Codex", "command", ("@openai/codex@>=0.100",), ("codex_checks.py",)),
     Client("Claude Code", "command", ("@anthropic-ai/claude-code@>=2",), ("claude_code_checks.py",)),
     Client("lm-eval", "python", ("lm-eval[api]>=0.4.9",), ("lm_eval_checks.py",)),
@@ -110,7 +113,8 @@ def run(client: Client, url: str, model: str, more: Mapping[str, str] | None = N
     except Unavailable as error:
         return Outcome(client.name, skipped=str(error))
     env = {name: text for name, text in os.environ.items() if not name.startswith(("KVFERRY_", "OPENAI_", "PYTHON"))}
-    env |= {"CHECK_URL": url, "CHECK_MODEL": model, "PYTHONDONTWRITEBYTECODE": "1", **(more or {})}
+    env |= {"CHECK_URL": url, "CHECK_MODEL": model, "CHECK_HOME": str(where), **(more or {})}
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
     began = time.monotonic()
     runner = {"python": _run_python, "node": _run_node, "pytest": _run_pytest, "command": _run_command}[client.kind]
     checks = runner(client, where, env)
@@ -164,7 +168,7 @@ def _run_python(client: Client, where: Path, env: Mapping[str, str]) -> list[Che
 def _run_command(client: Client, where: Path, env: Mapping[str, str]) -> list[Check]:
     files = [str(CHECKS / name) for name in client.files]
     command = [sys.executable, str(CHECKS / "harness.py"), *files]
-    return _results(_output(command, client, where, {**env, "CHECK_HOME": str(where)}))
+    return _results(_output(command, client, where, env))
 
 
 def _run_node(client: Client, where: Path, env: Mapping[str, str]) -> list[Check]:

@@ -11,7 +11,8 @@ from tests.clients.environments import CLIENTS, HERE, OUTCOMES, Client, Outcome,
 from tests.local_cluster import MODEL, LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-NEEDS = {"lm-eval": "reference", "aiperf": "tokenizer", "Codex": "scripted", "Claude Code": "scripted"}
+SCRIPTED = ("aider", "Codex", "Claude Code")
+NEEDS = {"lm-eval": "reference", "aiperf": "tokenizer", **dict.fromkeys(SCRIPTED, "scripted")}
 """Fixtures whose variables a client's checks read."""
 
 

@@ -34,8 +34,9 @@ def _message(error: KvferryError) -> str:
     if not isinstance(error, ContextLengthExceeded):
         named = not error.param or error.param in error.message
         return error.message if named else f"{error.param}: {error.message}"
-    prompt, output, limit = error.prompt_tokens, error.output_tokens, error.limit
-    if prompt and prompt < limit:
+    if error.counted is None:
+        return f"prompt is too long: {error.message}"
+    prompt, output, limit = error.counted
+    if prompt < limit:
         return f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}; {error.message}"
-    counted = f"{prompt} tokens > {limit} maximum; " if prompt else ""
-    return f"prompt is too long: {counted}{error.message}"
+    return f"prompt is too long: {prompt} tokens > {limit} maximum; {error.message}"

@@ -47,10 +47,18 @@ def clear() -> None:
 
 def run(argv: Sequence[str], where: Path, **env: str) -> list[dict[str, Any]]:
     """Run an agent's command in a folder; return the events that it writes as lines of JSON."""
-    bare = {"PATH": f"{HOME / 'node_modules' / '.bin'}:{os.environ['PATH']}", "HOME": str(HOME / "home"), **env}
-    done = subprocess.run(
-        argv, cwd=where, env=bare, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=RUN_S
-    )
-    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert events, f"exit status {done.returncode}: {done.stdout[-300:]} {done.stderr[-500:]}"
+    shown = output_of(argv, where, **env)
+    events = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
+    assert events, shown[-800:]
     return events
+
+
+def output_of(argv: Sequence[str], where: Path, **env: str) -> str:
+    """Run an agent's command in a folder; return what it writes, errors included."""
+    programs = f"{HOME / 'node_modules' / '.bin'}:{HOME / 'bin'}"
+    bare = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(HOME / "home"), **env}
+    done = subprocess.run(
+        argv, cwd=where, env=bare, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=RUN_S,
+    )  # fmt: skip
+    return done.stdout
