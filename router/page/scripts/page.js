@@ -137,17 +137,17 @@ function listenToSettings() {
   });
 }
 
+document.addEventListener('visibilitychange', () => {
+  if (document.hidden) return;
+  chat.catchUp();
+  findModels();
+});
 listenToComposer();
 listenToList();
 listenToSettings();
 listenForImages();
+listenToScrolling();
 at('model').addEventListener('change', () => chooseModel(at('model').value));
-at('log').addEventListener('scroll', showLatest);
-new ResizeObserver(() => (at('latest').hidden ? chat.scroll() : showLatest())).observe(at('log'));
-at('latest').addEventListener('click', () => {
-  at('log').scrollTop = at('log').scrollHeight;
-  at('ask').focus();
-});
 at('key').value = sessionStorage.getItem('kvferry-key') ?? '';
 findModels();
 chat.open(location.hash.slice(1));
