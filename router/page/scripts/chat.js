@@ -150,7 +150,7 @@ class Chat {
         this.draw(entry);
       }
     } catch (error) {
-      if (error.name === 'AbortError') turn.end = 'you';
+      if (control.signal.aborted) turn.end = 'you';
       else turn.error = error.message;
       if (error.status === 401) askForKey();
     }
@@ -231,7 +231,7 @@ function showBusy(busy) {
 
 /** The name of this tab, which a reload keeps: another tab must not go on with its answers. */
 function tabName() {
-  const name = sessionStorage.getItem('kvferry-tab') ?? randomName();
-  sessionStorage.setItem('kvferry-tab', name);
+  const name = readKept('sessionStorage', 'kvferry-tab') ?? randomName();
+  writeKept('sessionStorage', 'kvferry-tab', name);
   return name;
 }

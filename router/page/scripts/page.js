@@ -129,7 +129,7 @@ function listenToSettings() {
     at('tools').focus();
   });
   at('key').addEventListener('change', () => {
-    sessionStorage.setItem('kvferry-key', at('key').value);
+    writeKept('sessionStorage', 'kvferry-key', at('key').value);
     findModels();
   });
   at('key').addEventListener('keydown', (event) => {
@@ -148,6 +148,6 @@ listenToSettings();
 listenForImages();
 listenToScrolling();
 at('model').addEventListener('change', () => chooseModel(at('model').value));
-at('key').value = sessionStorage.getItem('kvferry-key') ?? '';
+at('key').value = readKept('sessionStorage', 'kvferry-key') ?? '';
 findModels();
 chat.open(location.hash.slice(1));

@@ -43,7 +43,7 @@ async function* answerEvents({ body, last = '', signal, told }) {
       throw new Error('The connection broke off.');
     } catch (error) {
       until ||= last ? performance.now() + RESUME_MS : started + RESEND_MS;
-      if (error.name === 'AbortError' || error.final || performance.now() > until) throw error;
+      if (signal.aborted || error.final || performance.now() > until) throw error;
       told.broken();
       await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
       signal.throwIfAborted();

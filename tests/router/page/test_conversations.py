@@ -128,7 +128,8 @@ def test_the_oldest_conversations_go_first(tab: Page) -> None:
 def test_a_browser_that_keeps_nothing_still_talks(tab: Page) -> None:
     blocked = tab.send(
         "Page.addScriptToEvaluateOnNewDocument",
-        source="Object.defineProperty(window, 'indexedDB', { get() { throw new DOMException('no'); } })",
+        source="for (const name of ['indexedDB', 'localStorage', 'sessionStorage'])"
+        " Object.defineProperty(window, name, { get() { throw new DOMException('no'); } })",
     )
     try:
         with served(Api(FakeCluster(answers("One.", "Two."))).app) as url:
