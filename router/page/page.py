@@ -24,6 +24,7 @@ SCRIPTS = (
     "images.js",
     "turn_view.js",
     "sidebar.js",
+    "scrolling.js",
     "chat.js",
     "page.js",
 )

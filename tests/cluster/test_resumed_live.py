@@ -19,8 +19,10 @@ import pytest
 
 from benchmarks.lone_router import kvferry
 from benchmarks.servers import free_port
+from tests.browser import CHROMIUM, browser
 from tests.local_cluster import LocalCluster, local_cluster, scrape, value
 from tests.resumed_streams import Gateway, Heard, listen, resumed
+from tests.router.page.chat_tab import ENDED, ask, opened, set_fields
 from tests.waiting import wait_for
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -215,3 +217,30 @@ def test_serve_with_two_routers() -> None:
         resumed(heard, running.url, path, body)
         assert heard.texts() == undisturbed.texts()
         wait_for(lambda: len(running.children("router")) == 2, 20)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
+def test_the_chat_page_goes_on_at_another_router(cluster: LocalCluster, other: OtherRouter, tmp_path: Path) -> None:
+    gateway = Gateway(other.url, cluster.url)
+    question = "Tell me a long story about a river."
+    try:
+        with browser(tmp_path / "profile") as page:
+            opened(page, gateway.url)
+            set_fields(page, temperature="0", max_tokens=str(LONG), more='{"ignore_eos": true}')
+            ask(page, question)
+            page.wait("chat.current.turns[1]?.text.length > 40")
+            other.process.kill()
+            page.wait(ENDED, 60)
+            turn = page.evaluate("chat.current.turns[1]")
+    finally:
+        gateway.close()
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": LONG,
+        "ignore_eos": True,
+    }
+    whole = httpx.post(cluster.url + CHAT, json=body, timeout=60).json()
+    assert "error" not in turn
+    assert turn["usage"]["completion_tokens"] == LONG
+    assert turn["text"] == whole["choices"][0]["message"]["content"]

@@ -2,8 +2,6 @@
 
 /** How often an answer is kept while it comes, in ms, so that a page that is loaded again goes on with it. */
 const KEEP_MS = 1000;
-/** How near to its end a conversation is followed, in pixels. */
-const NEAR_PX = 80;
 
 class Chat {
   constructor(store) {
@@ -28,17 +26,30 @@ class Chat {
 
   /** Opens a kept conversation, or a new one. */
   async open(id) {
+    this.wanted = id;
     const found = id && (this.running.get(id)?.conversation ?? await this.store.get(id));
-    if (found && found.id === this.current.id && this.views.length) return;
-    this.current = found || newConversation(lastSettings());
+    if (this.wanted !== id || (found && found.id === this.current.id && this.views.length)) return;
+    this.enter(found || newConversation(lastSettings()));
+  }
+
+  /** Shows a conversation, and goes on with its answer if one was on its way. */
+  enter(conversation) {
+    this.current = conversation;
     showSettings(this.current.settings);
     chooseModel(this.current.model);
     this.views.forEach((view) => view.element.remove());
     this.views = [];
     this.show();
-    this.scroll();
+    scrollToEnd();
     this.takeUp();
     this.list();
+  }
+
+  /** Catches up with what other tabs of the browser did. */
+  async catchUp() {
+    await this.list();
+    const kept = await this.store.get(this.current.id);
+    if (kept && kept.updated > this.current.updated && !this.isWriting) this.enter(kept);
   }
 
   list() {
@@ -68,21 +79,27 @@ class Chat {
     (view.foot.querySelector('.tools button:not(:disabled)') ?? at('log')).focus();
   }
 
+  /** Whether an answer is on its way, which has to end first; says so. */
+  isBusy() {
+    if (this.isWriting) notice('An answer is on its way. Stop it first, or wait for its end.');
+    return this.isWriting;
+  }
+
   /** Asks a question behind the turn `parent`. */
   ask(text, images, parent = parentOfNext(this.current)) {
-    if (this.isWriting) return;
+    if (this.isBusy()) return;
     this.generate(addTurn(this.current, parent, { role: 'user', text, ...(images?.length ? { images } : {}) }).id);
   }
 
   answerCalls(turn, results) {
-    if (this.isWriting) return;
+    if (this.isBusy()) return;
     this.generate(addTurn(this.current, turn.id, { role: 'tool', results }).id);
   }
 
   /** Lets the model answer the path to the turn `parent`. */
   async generate(parent) {
     const conversation = this.current;
-    if (this.isWriting) return;
+    if (this.isBusy()) return;
     conversation.leaf = parent;
     conversation.model = at('model').value;
     conversation.settings = shownSettings();
@@ -118,7 +135,7 @@ class Chat {
     const entry = { conversation, turn, stop: () => control.abort(), kept: Date.now() };
     this.running.set(conversation.id, entry);
     this.show();
-    this.scroll();
+    scrollToEnd();
     if (document.activeElement === document.body) at('send').focus();
     announce('The model is answering.');
     const told = {
@@ -133,7 +150,7 @@ class Chat {
         this.draw(entry);
       }
     } catch (error) {
-      if (error.name === 'AbortError') turn.end = 'you';
+      if (control.signal.aborted) turn.end = 'you';
       else turn.error = error.message;
       if (error.status === 401) askForKey();
     }
@@ -153,22 +170,17 @@ class Chat {
       entry.drawing = false;
       const view = this.views.at(-1);
       if (view?.turn !== entry.turn || !this.running.has(entry.conversation.id)) return;
-      const near = isNearEnd();
-      view.refresh(true);
-      if (near) this.scroll();
-      showLatest();
+      following(() => view.refresh(true));
     });
   }
 
   end(conversation, turn) {
     delete turn.pending;
+    conversation.updated = Date.now();
     for (const call of turn.calls ?? []) call.id ||= `call_${randomName()}`;
     this.keep(conversation);
     if (conversation !== this.current) return;
-    const near = isNearEnd();
-    this.show();
-    if (near) this.scroll();
-    showLatest();
+    following(() => this.show());
     const [call] = turn.calls ?? [];
     const ended = call ? `The model calls ${call.name}.` : `Answer complete. ${shortened(turn.text, 1000)}`;
     announce(turn.error ? '' : ended);
@@ -209,20 +221,6 @@ class Chat {
     });
     at('fresh').focus();
   }
-
-  scroll() {
-    at('log').scrollTop = at('log').scrollHeight;
-    showLatest();
-  }
-}
-
-function isNearEnd() {
-  const log = at('log');
-  return log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_PX;
-}
-
-function showLatest() {
-  at('latest').hidden = isNearEnd();
 }
 
 function showBusy(busy) {
@@ -233,7 +231,7 @@ function showBusy(busy) {
 
 /** The name of this tab, which a reload keeps: another tab must not go on with its answers. */
 function tabName() {
-  const name = sessionStorage.getItem('kvferry-tab') ?? randomName();
-  sessionStorage.setItem('kvferry-tab', name);
+  const name = readKept('sessionStorage', 'kvferry-tab') ?? randomName();
+  writeKept('sessionStorage', 'kvferry-tab', name);
   return name;
 }

@@ -31,6 +31,23 @@ function randomName() {
   return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, '0')).join('');
 }
 
+/** What `localStorage` or `sessionStorage` holds; null where the browser keeps nothing, as when cookies are blocked. */
+function readKept(area, name) {
+  try {
+    return window[area].getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+function writeKept(area, name, value) {
+  try {
+    window[area].setItem(name, value);
+  } catch {
+    // The fields of this page still hold it.
+  }
+}
+
 /** Copies a text and says so on the button. The Clipboard API is missing over plain HTTP, too. */
 async function copy(text, node) {
   const label = node.textContent;

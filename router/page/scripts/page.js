@@ -129,7 +129,7 @@ function listenToSettings() {
     at('tools').focus();
   });
   at('key').addEventListener('change', () => {
-    sessionStorage.setItem('kvferry-key', at('key').value);
+    writeKept('sessionStorage', 'kvferry-key', at('key').value);
     findModels();
   });
   at('key').addEventListener('keydown', (event) => {
@@ -137,17 +137,17 @@ function listenToSettings() {
   });
 }
 
+document.addEventListener('visibilitychange', () => {
+  if (document.hidden) return;
+  chat.catchUp();
+  findModels();
+});
 listenToComposer();
 listenToList();
 listenToSettings();
 listenForImages();
+listenToScrolling();
 at('model').addEventListener('change', () => chooseModel(at('model').value));
-at('log').addEventListener('scroll', showLatest);
-new ResizeObserver(() => (at('latest').hidden ? chat.scroll() : showLatest())).observe(at('log'));
-at('latest').addEventListener('click', () => {
-  at('log').scrollTop = at('log').scrollHeight;
-  at('ask').focus();
-});
-at('key').value = sessionStorage.getItem('kvferry-key') ?? '';
+at('key').value = readKept('sessionStorage', 'kvferry-key') ?? '';
 findModels();
 chat.open(location.hash.slice(1));

@@ -25,18 +25,14 @@ function showSettings(settings) {
 /** The settings that the last conversation had, for the next one. */
 function lastSettings() {
   try {
-    return { ...FIELDS, ...JSON.parse(localStorage.getItem('kvferry-settings') ?? '{}') };
+    return { ...FIELDS, ...JSON.parse(readKept('localStorage', 'kvferry-settings') ?? '{}') };
   } catch {
     return { ...FIELDS };
   }
 }
 
 function keepSettings(settings) {
-  try {
-    localStorage.setItem('kvferry-settings', JSON.stringify(settings));
-  } catch {
-    // The browser keeps nothing; the fields of this page still hold them.
-  }
+  writeKept('localStorage', 'kvferry-settings', JSON.stringify(settings));
 }
 
 function jsonOf(text, field) {

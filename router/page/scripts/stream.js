@@ -3,7 +3,7 @@
 /** How long a broken stream is taken up again, and how long a request is sent again that got no answer, in ms. */
 const RESUME_MS = 30_000, RESEND_MS = 10_000;
 /** Longest silence of a stream whose events have ids, in ms: such a stream gets a comment twice a second. */
-const SILENCE_MS = 10_000;
+const SILENCE_MS = 4000;
 const PAUSE_MS = 250;
 
 function authorized(headers = {}) {
@@ -43,7 +43,7 @@ async function* answerEvents({ body, last = '', signal, told }) {
       throw new Error('The connection broke off.');
     } catch (error) {
       until ||= last ? performance.now() + RESUME_MS : started + RESEND_MS;
-      if (error.name === 'AbortError' || error.final || performance.now() > until) throw error;
+      if (signal.aborted || error.final || performance.now() > until) throw error;
       told.broken();
       await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
       signal.throwIfAborted();

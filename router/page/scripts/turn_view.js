@@ -33,7 +33,7 @@ class TurnView {
     this.refreshCalls(writing);
     this.wrong.hidden = !turn.error;
     if (this.wrong.textContent !== (turn.error ?? '')) this.wrong.textContent = turn.error ?? '';
-    this.foot.hidden = writing;
+    this.foot.hidden = writing || !this.said.isConnected;  // a question that is edited
     if (!writing) this.refreshFoot();
   }
 

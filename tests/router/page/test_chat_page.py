@@ -130,10 +130,10 @@ def test_another_answer_and_an_edited_question_leave_the_earlier_ones_in_reach(t
 
 
 class BreakingOnce:
-    """An application whose first stream breaks off behind a few parts; its journals are written."""
+    """An application whose first stream breaks off behind a few parts, or falls silent; its journals are written."""
 
-    def __init__(self, api: Api, parts: int) -> None:
-        self._app, self._journals, self._parts = api.app, api.journals, parts
+    def __init__(self, api: Api, parts: int, *, silent: bool = False) -> None:
+        self._app, self._journals, self._parts, self._silent = api.app, api.journals, parts, silent
         self._writing: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,6 +144,8 @@ class BreakingOnce:
         async def told(message: Message) -> None:
             if breaks and message["type"] == "http.response.body":
                 self._parts -= 1
+                if self._parts <= 0 and self._silent:
+                    await asyncio.Event().wait()
                 if self._parts <= 0:  # nor does a word of the error get through
                     raise ConnectionResetError("broken off")
             await send(message)
@@ -167,6 +169,17 @@ def test_an_answer_that_breaks_off_is_taken_up_again(tab: Page) -> None:
     tab.complaints.clear()  # the browser logs the broken connection
 
 
+def test_an_answer_that_falls_silent_is_taken_up_again(tab: Page) -> None:
+    """As behind a proxy that holds the connection of a router that froze."""
+    cluster = FakeCluster(says(ANSWER), gap_s=0.01)
+    with served(BreakingOnce(Api(cluster), 5, silent=True)) as url:
+        opened(tab, url)
+        asked(tab, "Why is the sky blue?")
+        assert said(tab) == ["Why is the sky blue?", ANSWER]
+        assert len(cluster.dispatches) == 2
+    tab.complaints.clear()
+
+
 def test_a_request_that_breaks_before_its_answer_is_sent_again(tab: Page) -> None:
     cluster = FakeCluster(says(ANSWER), gap_s=0.01)
     with served(BreakingOnce(Api(cluster), 1)) as url:
@@ -178,7 +191,7 @@ def test_a_request_that_breaks_before_its_answer_is_sent_again(tab: Page) -> Non
 
 
 def test_an_answer_goes_on_when_the_page_is_loaded_again(tab: Page) -> None:
-    text = " ".join(map(str, range(100)))
+    text = " ".join(map(str, range(45)))
     cluster = FakeCluster(says(text), gap_s=0.05)
     with served(BreakingOnce(Api(cluster), 0)) as url:
         opened(tab, url)

@@ -128,7 +128,8 @@ def test_the_oldest_conversations_go_first(tab: Page) -> None:
 def test_a_browser_that_keeps_nothing_still_talks(tab: Page) -> None:
     blocked = tab.send(
         "Page.addScriptToEvaluateOnNewDocument",
-        source="Object.defineProperty(window, 'indexedDB', { get() { throw new DOMException('no'); } })",
+        source="for (const name of ['indexedDB', 'localStorage', 'sessionStorage'])"
+        " Object.defineProperty(window, name, { get() { throw new DOMException('no'); } })",
     )
     try:
         with served(Api(FakeCluster(answers("One.", "Two."))).app) as url:
@@ -164,3 +165,32 @@ def test_exports_hold_what_was_said(tab: Page, tmp_path: Path) -> None:
     assert texts["Export"] == said_there
     (kept,) = json.loads(texts["Export all"])
     assert [turn["text"] for turn in kept["turns"]] == ["First?", "One."]
+
+
+def test_a_page_catches_up_with_another_tab(tab: Page) -> None:
+    with served(Api(FakeCluster(answers("One.", "Two."))).app) as url:
+        opened(tab, url)
+        asked(tab, "First?")
+        wait_for_titles(tab, "First?")
+        tab.evaluate(
+            "(async () => { const other = structuredClone(chat.current);"
+            " addTurn(other, other.leaf, { role: 'user', text: 'From elsewhere?' }); other.updated += 1000;"
+            " await chat.store.put(other); document.dispatchEvent(new Event('visibilitychange')); })()"
+        )
+        tab.wait("document.querySelectorAll('.turn').length === 3")
+        assert said(tab) == ["First?", "One.", "From elsewhere?"]
+
+
+def test_one_answer_at_a_time(tab: Page) -> None:
+    with served(Api(FakeCluster(says("one two three " * 60), gap_s=0.02)).app) as url:
+        opened(tab, url)
+        ask(tab, "First?")
+        tab.wait("document.querySelector('.assistant .said')?.innerText.length > 5")
+        press_button(tab, "Edit this question")
+        tab.type(" Or not?")
+        tab.press("Enter")
+        tab.wait("document.getElementById('notice').innerText.includes('on its way')")
+        assert tab.evaluate("document.activeElement.value") == "First? Or not?", "nothing that was typed is lost"
+        tab.wait("chat.running.size === 0")
+        assert tab.evaluate("document.querySelector('.user footer').hidden"), "it is still edited"
+        assert tab.evaluate("chat.current.turns.length") == 2
