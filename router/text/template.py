@@ -23,6 +23,7 @@ from kvferry.router.text.render_frames import (
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template_language import environment
 from kvferry.router.text.template_traits import Probe, probed
+from kvferry.router.text.thinking_variables import EFFORT
 
 SMALL = 8 * 1024
 """Largest size of the variables for a rendering in this process, in bytes."""
@@ -39,6 +40,7 @@ class ChatTemplate:
     roles           roles that the templates compare a message's role with
     special_tokens  bos_token, eos_token, ...: variables of the templates
     source          text of the tool template if there is one, else of the plain one
+    variables       names of variables that the templates read, some of which they set themselves
     knows_tools     the template shows tools
     traits          what the templates expect of messages
     cheap           small prompts are rendered in this process
@@ -57,11 +59,13 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not parse: {reason(error)}", param="chat_template") from error
         self._child: RenderChild | None = None
         self._compiled = {name: compiled[text] for name, text in texts.items()} if compiled else {}
-        self.knows_tools = any(name.name == "tools" for tree in trees.values() for name in tree.find_all(nodes.Name))
+        names = [name for tree in trees.values() for name in tree.find_all(nodes.Name)]
+        self.variables = frozenset(name.name for name in names if name.ctx == "load")
+        self.knows_tools = "tools" in self.variables
         self.roles = frozenset[str]().union(*map(_roles, trees.values()))
         self.cheap = self.cheap and self._renders_here()
         with RenderChild(self.sources, MAX_PROBING_S) as self._child:
-            self.traits = probed(self._shown, knows_tools=self.knows_tools)
+            self.traits = probed(self._shown, knows_tools=self.knows_tools, takes_effort=EFFORT in self.variables)
         self._child = None
 
     @property

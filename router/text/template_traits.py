@@ -10,6 +10,7 @@ from typing import Any
 from kvferry.router.text.adaptations import RULES, SYSTEM_FIRST, Adaptation, Messages, adapted
 from kvferry.router.text.call_ids import IdForm, identified
 from kvferry.router.text.message_shaping import object_arguments, text_arguments
+from kvferry.router.text.thinking_variables import EFFORT, EFFORTS
 
 _PROBE = "kvferry-probe"
 _NAME, _KEY, _VALUE, _RESULT = "kvferry_call", "kvferry_key", "kvferry_value", "kvferry-result"
@@ -50,6 +51,7 @@ class TemplateTraits:
     ids             form of the ids of calls
     names_results   it shows the name of a result's function
     rules           adaptations that it needs, in their order
+    efforts         values of reasoning_effort that it takes; empty: any
     """
 
     wants_parts: bool = False
@@ -59,6 +61,7 @@ class TemplateTraits:
     ids: IdForm = IdForm.ANY
     names_results: bool = False
     rules: tuple[Adaptation, ...] = ()
+    efforts: frozenset[str] = frozenset()
 
     def content(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return messages with their content as the template expects it."""
@@ -76,11 +79,13 @@ class TemplateTraits:
         return list(map(text_arguments if self.text_arguments else object_arguments, shown))
 
 
-def probed(render: Render, *, knows_tools: bool) -> TemplateTraits:
+def probed(render: Render, *, knows_tools: bool, takes_effort: bool) -> TemplateTraits:
     """Return a template's traits."""
     traits = _base(render)
     if knows_tools:
         traits = _of_calls(render, traits)
+    if takes_effort:
+        traits = replace(traits, efforts=_efforts(render, traits))
     return _with_rules(render, traits, knows_tools=knows_tools)
 
 
@@ -90,6 +95,14 @@ def _base(render: Render) -> TemplateTraits:
     user: Messages = [{"role": "user", "content": _PROBE}]
     shown = render([_probe(form, user) for form in forms])
     return next((form for form, text in zip(forms, shown, strict=True) if _shows(text, user)), forms[0])
+
+
+def _efforts(render: Render, traits: TemplateTraits) -> frozenset[str]:
+    """Return the efforts that the template takes; none if it refuses none of them, or all."""
+    user = _probe(traits, [{"role": "user", "content": _PROBE}])
+    texts = render([replace(user, variables={**user.variables, EFFORT: each}) for each in EFFORTS])
+    taken = frozenset(each for each, text in zip(EFFORTS, texts, strict=True) if text is not None)
+    return taken if len(taken) < len(EFFORTS) else frozenset()
 
 
 def _of_calls(render: Render, traits: TemplateTraits) -> TemplateTraits:

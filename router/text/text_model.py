@@ -19,6 +19,7 @@ from kvferry.router.text.parsers.families import AUTO, Dialect, dialect, has_cha
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
+from kvferry.router.text.thinking_variables import EFFORT, variables
 from kvferry.router.text.tool_prompt import spelled
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -118,23 +119,17 @@ class TextModel:
             )
         extra = extra or {}
         self.check(messages, extra)
-        traits, mark = template.traits, ""
-        rules = () if self.strict_templates else traits.rules
-        shown = [shaped(message, place) for place, message in enumerate(messages)]
-        if (tools or any(map(has_tools, shown))) and not self.shows_tools:
-            parsed = map(object_arguments, shown)
-            shown, tools = spelled(list(parsed), tools, takes_system=template.takes_system), None
-        elif self.channels:
-            mark, rules = uuid.uuid4().hex, ()
-            shown, tools = channelled(list(map(object_arguments, shown)), mark), described(tools)
-        else:
-            shown = traits.calls(shown, keeps_functions="function" in template.roles)
-        bent, adaptations = adapted(shown, rules)
+        traits = template.traits
+        shown, tools, mark = self._conversation(template, messages, tools)
+        bent, adaptations = adapted(shown, () if mark or self.strict_templates else traits.rules)
+        told = variables(extra, template.variables, () if self.strict_templates else traits.efforts)
+        if EFFORT in extra and told[EFFORT] != extra[EFFORT]:
+            adaptations = (*adaptations, "reasoning-effort-nearest")
         return Rendering(
             "tool_use" if tools else "plain",
             {
                 **template.special_tokens,
-                **extra,
+                **told,
                 "messages": traits.content(bent),
                 "tools": traits.tools(tools),
                 "documents": documents or None,
@@ -144,6 +139,19 @@ class TextModel:
             bent[-1]["content"] if continue_final_message else None,
             adaptations=adaptations,
         )
+
+    def _conversation(
+        self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> tuple[Sequence[Message], Sequence[Any] | None, str]:
+        """Return messages and tools in the template's form, and the mark of instructions in mid-conversation."""
+        shown = [shaped(message, place) for place, message in enumerate(messages)]
+        if (tools or any(map(has_tools, shown))) and not self.shows_tools:
+            parsed = list(map(object_arguments, shown))
+            return spelled(parsed, tools, takes_system=template.takes_system), None, ""
+        if self.channels:
+            mark = uuid.uuid4().hex
+            return channelled(list(map(object_arguments, shown)), mark), described(tools), mark
+        return template.traits.calls(shown, keeps_functions="function" in template.roles), tools, ""
 
     @property
     def shows_tools(self) -> bool:

@@ -47,7 +47,7 @@ def test_every_command_is_described() -> None:
 
 def test_every_endpoint_has_a_note() -> None:
     notes = PAGES["http-api.md"].partition("## Notes on each endpoint")[2]
-    named = set(re.findall(r"/[\w{}/]*", "".join(re.findall(r"^\| `[A-Z].*", notes, re.MULTILINE))))
+    named = set(re.findall(r"/[\w{}/-]*", "".join(re.findall(r"^\| `[A-Z].*", notes, re.MULTILINE))))
     assert {re.sub(r"{\w+}", "{id}", path) for path in openapi()["paths"]} <= named
 
 

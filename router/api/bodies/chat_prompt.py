@@ -21,6 +21,7 @@ class ChatPrompt(RequestBody):
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = False
     chat_template_kwargs: Kwargs | None = None
+    enable_thinking: StrictBool | None = None
     documents: Objects | None = None
     reasoning_effort: str | None = None
     tools: Tools | None = None
@@ -38,7 +39,8 @@ class ChatPrompt(RequestBody):
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
-        extra = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
+        extra = {name: value for name, value in said.items() if value is not None}
         return {
             "documents": self.documents,
             "add_generation_prompt": not continues
