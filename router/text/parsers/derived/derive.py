@@ -27,6 +27,8 @@ from kvferry.router.text.rendering import Rendering
 
 Write = Callable[[list[Rendering]], list[str | None]]
 """Renders prompts; None for those that the template refuses."""
+MAX_TURN = 16 * 1024
+"""Longest answer that is compared, in characters; those of the probes have less than 1,000."""
 _OBJECTS, _TEXTS, _NAMED_IDS, _OPENAI = "objects", "texts", "named ids", "openai"
 _THINKS: Mapping[str, Any] = {"enable_thinking": True, "thinking": True}
 """Variables by which templates are asked for reasoning."""
@@ -71,8 +73,8 @@ def derive(template: Template) -> Derived:
     texts = template.write([opening, thinking, *(rendering for *_, rendering in cases)])
     prompt, turns = _turn(texts[0] or ""), dict[str, dict[str, str]]()
     for (kind, name, _), text in zip(cases, texts[2:], strict=True):
-        if text is not None and USER in text:
-            turns.setdefault(kind, {})[name] = _turn(text)
+        if text is not None and USER in text and len(turn := _turn(text)) <= MAX_TURN:
+            turns.setdefault(kind, {})[name] = turn
     derived = Derived()
     for kind in (_OBJECTS, _TEXTS, _NAMED_IDS):
         if "one" in turns.get(kind, {}) and derived.calls is None:

@@ -134,6 +134,13 @@ def test_a_template_that_hides_calls_reveals_nothing() -> None:
     assert (found.calls, found.shows_calls, found.thinking) == (None, False, None)
 
 
+def test_a_template_that_writes_without_end_is_given_up() -> None:
+    source = template("xml").source.replace(
+        "<tool_call>", "{% for i in range(20000) %}{{ '{' }}{% endfor %}<tool_call>"
+    )
+    assert ChatTemplate(source, {}).derived.calls is None
+
+
 VALUES = st.fixed_dictionaries(
     {},
     optional={
