@@ -19,8 +19,8 @@ class DirectScript(Script):
     """A script whose usual call costs half of the client's.
 
     The client takes a connection from its pool for each command, checks it, and times each step; here a connection
-    stays. The caller bounds the call. After a broken connection or an error of the server, such as an unknown script, the
-    client makes the call: it knows all troubles."""
+    stays. The caller bounds the call. After a broken connection or an error of the server, such as an unknown script,
+    the client makes the call: it knows all troubles."""
 
     def __init__(self, client: redis.Redis, text: str, timeout_s: float) -> None:
         super().__init__(client, text, timeout_s)

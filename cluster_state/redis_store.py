@@ -17,9 +17,9 @@ from itertools import chain
 from typing import Any
 
 from kvferry.cluster_state import redis_client, redis_scripts, row_scripts
+from kvferry.cluster_state.direct_script import DirectScript
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
 from kvferry.cluster_state.lease_seal import LeaseSeal
-from kvferry.cluster_state.direct_script import DirectScript
 from kvferry.cluster_state.query_batching import QueryBatcher, Question
 from kvferry.cluster_state.redis_check import checked, writers
 from kvferry.cluster_state.redis_client import LONGEST, Script, answered, sensible
