@@ -156,7 +156,7 @@ COMMA := ,
 
 test-asan: $(VENV)/test.done
 	$(call built,asan,KVFERRY_SANITIZE=address$(COMMA)undefined)
-	$(call sanitized,asan,ASAN_OPTIONS=detect_leaks=0) $(NATIVE_TESTS)
+	$(call sanitized,asan,ASAN_OPTIONS=detect_leaks=0) $(NATIVE_TESTS) tests/protocol/test_frames.py
 
 # One instruction set is as good as another. PyTorch stays on one thread: OpenMP, which is not built with the sanitizer,
 # orders its threads in ways that are not seen.

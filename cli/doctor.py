@@ -14,6 +14,7 @@ from kvferry.cli.resource_plan import UNKNOWN, gpus, needs_of, require_memory, t
 from kvferry.model_files.memory_needs import ModelNeeds
 from kvferry.model_files.source import ModelSource, resolve
 from kvferry.protocol.errors import ConfigError, reason
+from kvferry.protocol.frames import IS_COMPILED
 from kvferry.protocol.settings import ServeSettings
 from kvferry.runtime.address import host_port
 from kvferry.runtime.limits import available_cores
@@ -67,6 +68,13 @@ def instructions(settings: ServeSettings) -> Result:
         return Result("warn", "instructions", "unknown on this system", "nothing; kernels are chosen at run time")
     found, remedy = instruction_set(text, compiled_for(), coded=_all_gguf(settings))
     return Result("warn" if remedy else "ok", "instructions", found, remedy)
+
+
+def tokens(settings: ServeSettings) -> Result:
+    """Report whether a router decodes tokens in compiled code."""
+    if IS_COMPILED:
+        return Result("ok", "tokens", "decoded in compiled code")
+    return Result("warn", "tokens", "decoded in Python, which costs more", "install with a C++ compiler")
 
 
 def threads(settings: ServeSettings) -> Result:
@@ -181,6 +189,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("speed", speed),
     ("threads", threads),
     ("instructions", instructions),
+    ("tokens", tokens),
     ("gpu", gpu),
     ("ucx", transfer),
     ("store", store),

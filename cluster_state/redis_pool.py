@@ -40,6 +40,10 @@ class Pool(redis.BlockingConnectionPool):
         An error of one connection would otherwise hit the others one by one."""
         self._fresh = WeakSet()
 
+    def is_fresh(self, connection: Any) -> bool:
+        """Return whether the connection was made since the last `renew`."""
+        return connection in self._fresh
+
     async def ensure_connection(self, connection: Any) -> None:
         """Prepare a connection for use. The pool calls it with each connection before a call uses it."""
         fresh = self._fresh  # a `renew` during the connect must also apply to this connection

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 from kvferry.cluster_state import redis_client, redis_scripts, row_scripts
+from kvferry.cluster_state.direct_script import DirectScript
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
 from kvferry.cluster_state.lease_seal import LeaseSeal
 from kvferry.cluster_state.query_batching import QueryBatcher, Question
@@ -79,7 +80,8 @@ class RedisStore:
 
         self._announce, self._withdraw = script(redis_scripts.ANNOUNCE), script(redis_scripts.WITHDRAW)
         self._nodes, self._publish = script(redis_scripts.NODES), script(row_scripts.PUBLISH)
-        self._refresh, self._longest = script(row_scripts.REFRESH), script(row_scripts.LONGEST_PREFIX)
+        self._refresh = script(row_scripts.REFRESH)
+        self._longest = DirectScript(self._client, row_scripts.LONGEST_PREFIX, timeout_s)
         self._epoch, self._present = script(redis_scripts.EPOCH), script(row_scripts.PRESENT)
 
     async def close(self) -> None:

@@ -42,6 +42,8 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 """Field names of each class; calling `dataclasses.fields` for every message would be its largest cost."""
 _READ: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
 """Reader of all fields of each class at once."""
+_COMPILED: dict[int, Callable[[bytes], Any]] = {}
+"""Compiled decoders by code; see `compiled`."""
 
 
 class WireError(KvferryError):
@@ -75,6 +77,16 @@ def message(code: int, *, checked: bool = False) -> Any:
     return register
 
 
+def code_of(cls: type) -> int:
+    """Return the number of a message's class on the wire."""
+    return _CODES[cls]
+
+
+def compiled(code: int, decode: Callable[[bytes], Any]) -> None:
+    """Let `decode` make outermost messages of this number from their payload; None leaves one to this codec."""
+    _COMPILED[code] = decode
+
+
 def pack(value: Any) -> bytes:
     """Return the bytes of one message, or of plain lists, dicts, numbers, strings and bytes that hold messages.
 
@@ -88,7 +100,7 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes | bytearray | memoryview) -> Any:
     """Return the value that `pack` wrote. Raises WireError."""
     try:
-        return msgpack.unpackb(data, ext_hook=_from_ext, **_READING)
+        return msgpack.unpackb(data, ext_hook=_outermost, **_READING)
     except _UNREADABLE as error:
         raise WireError(f"not a message: {error}") from error
 
@@ -99,7 +111,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._fed = 0
         self._unpacker = msgpack.Unpacker(
-            ext_hook=_from_ext, read_size=BUFFER_BYTES, max_buffer_size=MAX_FRAME_BYTES, **_READING
+            ext_hook=_outermost, read_size=BUFFER_BYTES, max_buffer_size=MAX_FRAME_BYTES, **_READING
         )
 
     @property
@@ -122,6 +134,12 @@ def _to_ext(value: Any) -> Any:
     if code is None:
         raise TypeError(f"{type(value).__name__} is not a message")
     return msgpack.ExtType(code, pack(_READ[type(value)](value)))
+
+
+def _outermost(code: int, data: bytes) -> Any:
+    decode = _COMPILED.get(code)
+    made = decode(data) if decode is not None else None
+    return made if made is not None else _from_ext(code, data)
 
 
 def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:

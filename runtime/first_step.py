@@ -18,8 +18,13 @@ def begun(call: Awaitable[None]) -> Coroutine[Any, Any, None] | None:
         return None
 
 
+async def _rest(steps: Any, waits: Any) -> None:
+    """Go on with the steps; since Python 3.12 a task takes no generator, which `_continued` is."""
+    await _continued(steps, waits)
+
+
 @coroutine
-def _rest(steps: Any, waits: Any) -> Generator[Any, Any, None]:
+def _continued(steps: Any, waits: Any) -> Generator[Any, Any, None]:
     try:
         while True:
             try:

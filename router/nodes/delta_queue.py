@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from kvferry.protocol.frames import join
 from kvferry.protocol.messages import StepFrame, TokenDelta
 from kvferry.router.nodes.node_entry import NodeEntry
 
@@ -91,8 +92,14 @@ def _deliver(entry: NodeEntry, delta: TokenDelta) -> None:
         listener.delta(delta)
 
 
-def joined(deltas: Sequence[TokenDelta]) -> Sequence[TokenDelta]:
+def joined(deltas: list[TokenDelta]) -> Sequence[TokenDelta]:
     """Return one delta with the tokens of consecutive ones of an attempt; the same ones if that would lose anything."""
+    one = join(deltas)
+    return joined_by_python(deltas) if one is None else (one,)
+
+
+def joined_by_python(deltas: Sequence[TokenDelta]) -> Sequence[TokenDelta]:
+    """Return what `joined` does."""
     for before, after in pairwise(deltas):
         if (
             after.index != before.index + len(before.token_ids)

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from kvferry.protocol.errors import KvferryError, from_body
+from kvferry.protocol.frames import plain
 from kvferry.protocol.messages import AttemptFailed, Deviation, FirstToken, Job, Pulse, ShipDone, StepFrame, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import WireError, well_typed
@@ -32,8 +33,9 @@ def check_frame(frame: Any) -> StepFrame:
         raise WireError(f"a {type(frame).__name__} on a token stream")
     if type(frame.number) is not int or frame.number < 0 or not (frame.pulse is None or _is_pulse(frame.pulse)):
         raise WireError("an invalid StepFrame")
-    for delta in frame.deltas:
-        _check_delta(delta)
+    if not plain(frame.deltas):
+        for delta in frame.deltas:
+            _check_delta(delta)
     told = frame.deviations
     if type(told) is not tuple or not all(isinstance(each, Deviation) and _sound(each) for each in told):
         raise WireError("an invalid Deviation")

@@ -6,12 +6,15 @@ known word saves microseconds, and asking for it once makes it known."""
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 
 from tokenizers import Tokenizer
 
-from kvferry.router.text.token_cache import CUT, Encode, around, cuts
+from kvferry.router.text.token_cache import Encode, around, cuts
 
+SPACE = re.compile(r" (?<=[!-~] )(?=[A-Za-z])", re.ASCII)
+"""Space behind an allowed cut (`token_cache.CUT`). The engine finds spaces quickly, and looks around only there."""
 MOST_WORDS = 2**16
 """Largest number of cached words; beyond it the cache is cleared."""
 LONGEST = 32
@@ -29,6 +32,7 @@ class WordCache:
         self._encode, self._most = encode, most
         self._around = around(tokenizer) if cuts(tokenizer) else None
         self._known: dict[str, list[int]] = {}
+        """Ids by word without the space before it; a text's first word stands behind one."""
 
     @property
     def apart(self) -> bool:
@@ -42,16 +46,22 @@ class WordCache:
         return [*before, *self._ids(text), *after]
 
     def _ids(self, text: str) -> list[int]:
-        words = CUT.split(text)
-        new = {word for word in words if word not in self._known}
-        if not new:
+        first, *words = SPACE.split(text)
+        words.insert(0, " " + first)
+        try:
             return list(chain.from_iterable(map(self._known.__getitem__, words)))
+        except KeyError:
+            return self._learned(text, words)
+
+    def _learned(self, text: str, words: list[str]) -> list[int]:
+        """Return the ids of a text with new words, some of which are kept."""
+        new = {word for word in words if word not in self._known}
         if len(new) > LEARNED:
             learned = [word for word in new if len(word) <= LONGEST][:LEARNED]
-            whole, *apart = self._encode([text, *learned])
+            whole, *apart = self._encode([text, *map(_text, learned)])
             self._keep(dict(zip(learned, apart, strict=True)))
             return whole
-        found = dict(zip(new, self._encode([*new]), strict=True))
+        found = dict(zip(new, self._encode([*map(_text, new)]), strict=True))
         ids = list(chain.from_iterable(found[word] if word in found else self._known[word] for word in words))
         self._keep(found)
         return ids
@@ -60,3 +70,8 @@ class WordCache:
         if len(self._known) + len(found) > self._most:
             self._known.clear()
         self._known.update((word, ids) for word, ids in found.items() if len(word) <= LONGEST)
+
+
+def _text(word: str) -> str:
+    """Return the text of a word of the cache."""
+    return word[1:] if word.startswith(" ") else " " + word

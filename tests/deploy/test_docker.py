@@ -66,6 +66,7 @@ def test_every_package_of_the_project_reaches_the_build_and_nothing_else() -> No
         "router/api/__pycache__/app.cpython-311.pyc",
         "router/left.pyc",
         "kernels/cpu/_native.cpython-311-x86_64-linux-gnu.so",
+        "protocol/_native.cpython-311-x86_64-linux-gnu.so",
         "kernels/cpu/native/CMakeCache.txt",
         "kernels/cpu/native/CMakeFiles/3.28/CMakeSystem.cmake",
     ],

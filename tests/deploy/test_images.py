@@ -83,6 +83,7 @@ def test_the_image_is_small(images: dict[str, ImageBuild], name: str) -> None:
     assert (model < 3 * MB) == router, "a router needs the header alone"
     assert BASE + sum(sizes.values()) - model <= LIMITS[name]
     assert any(path.match("kernels/cpu/_native*.so") for path in sizes) != router
+    assert any(path.match("protocol/_native*.so") for path in sizes)
 
 
 @pytest.mark.images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import pytest
 
@@ -21,6 +22,7 @@ async def test_the_first_step_runs_at_once_and_the_rest_in_a_task() -> None:
 
     rest = begun(call())
     assert rest is not None
+    assert inspect.iscoroutine(rest)  # tasks of Python 3.12 and later take nothing else
     assert told == ["first"]
     task = asyncio.create_task(rest)
     opened.set_result("second")

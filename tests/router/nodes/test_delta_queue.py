@@ -15,6 +15,8 @@ from kvferry.router.nodes.delta_queue import FEW, MOST_SLICE_S, SLICE_S, DeltaQu
 from kvferry.router.nodes.node_entry import NodeEntry
 from tests.fake_workers import lease_of
 
+pytestmark = pytest.mark.usefixtures("twin")
+
 
 class Listener:
     """Keeps what it hears; each delta takes `cost_s` of the clock."""

@@ -19,6 +19,8 @@ from kvferry.router.nodes.message_validation import check_frame, suits
 from tests.fake_workers import Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill, ship_done
 from tests.mutations import mutated
 
+pytestmark = pytest.mark.usefixtures("twin")
+
 REQUESTS = 60
 ENDS_S = 20.0
 

@@ -23,6 +23,8 @@ from kvferry.runtime.suspend_aware_clock import LoopClock
 from tests.fake_workers import Bench, decode, lease_of, prefill
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("twin")
+
 D1 = lease_of("d1", "decode")
 KEY = ("d1", 1)
 

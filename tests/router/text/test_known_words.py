@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvferry.router.text.word_cache
-from kvferry.router.text.word_cache import WordCache
+from kvferry.router.text.token_cache import CUT
+from kvferry.router.text.word_cache import SPACE, WordCache
 from tests.router.text.test_token_cache import CORPUS, KINDS, drawn, refused
 
 
@@ -54,3 +57,10 @@ def test_a_text_of_new_words_costs_little_more_than_itself():
 @pytest.mark.parametrize("kind", refused())
 def test_texts_of_other_tokenizers_are_not_cut(kind):
     assert not words_of(refused()[kind]).apart
+
+
+@given(st.text(" aZ09!~.\u00e9\u2014\n\t@[`{|", max_size=40))
+def test_words_are_cut_where_parts_are(text: str) -> None:
+    first, *words = SPACE.split(text)
+    assert [first, *(" " + word for word in words)] == CUT.split(text)
+    assert all(word[0].isascii() and word[0].isalpha() for word in words)  # so that none is taken for a first word

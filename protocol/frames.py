@@ -1,0 +1,45 @@
+"""Token deltas of step frames in compiled code, in processes that import this module.
+
+Without the extension, or with the variable KVFERRY_PURE, everything is left to Python: decoding to the codec, `plain`
+to `message_validation`, `join` to `delta_queue`. The results are the same, and errors come from Python alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from kvferry.protocol.messages import StepFrame, TokenDelta
+from kvferry.protocol.wire import code_of, compiled
+
+
+def _functions() -> (
+    tuple[
+        Callable[[bytes], StepFrame | None],
+        Callable[[tuple[TokenDelta, ...]], bool],
+        Callable[[list[TokenDelta]], TokenDelta | None],
+    ]
+    | None
+):
+    """Return the compiled functions, or None where they are absent or unwanted."""
+    if os.environ.get("KVFERRY_PURE"):
+        return None
+    try:
+        from kvferry.protocol import _native
+    except ImportError:
+        return None
+    return _native.functions(TokenDelta, code_of(TokenDelta), StepFrame)
+
+
+def _left_to_python(_: object) -> None:
+    """Return None."""
+
+
+_FOUND = _functions()
+IS_COMPILED = _FOUND is not None
+"""Whether the extension is used."""
+plain: Callable[[tuple[TokenDelta, ...]], bool | None] = _FOUND[1] if _FOUND else _left_to_python
+"""Return whether all deltas are valid and hold no more than tokens; otherwise each is to be checked."""
+join: Callable[[list[TokenDelta]], TokenDelta | None] = _FOUND[2] if _FOUND else _left_to_python
+"""Return one delta with the tokens of consecutive ones that hold no more than tokens; None for any others."""
+if _FOUND:
+    compiled(code_of(StepFrame), _FOUND[0])
