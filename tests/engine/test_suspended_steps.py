@@ -176,7 +176,7 @@ def test_suspended_steps_go_on_in_order_of_their_places_and_are_few() -> None:
 
     def come(number: int) -> Callable[[Engine], None]:
         def call(engine: Engine) -> None:
-            engine.add(make_job(f"r{number}", [number + 1] * lengths[number], 2, attempt=number))
+            engine.add(replace(make_job(f"r{number}", [number + 1] * lengths[number], 2), failures=number))
             if number + 1 < len(lengths):
                 called.at[1] = come(number + 1)
 
