@@ -94,7 +94,7 @@ async def test_the_session_goes_on_with_a_further_question() -> None:
 
 async def test_metadata_of_a_model_adds_fields() -> None:
     """Those of a model with reasoning, and `fast` and `verbosity` as a user may set them."""
-    fields = {
+    fields: dict[str, Any] = {
         "reasoning": {"effort": "medium", "summary": "auto"},
         "text": {"verbosity": "low"},
         "service_tier": "priority",
