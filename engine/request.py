@@ -12,12 +12,15 @@ from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.ports import GRANT, REQUEST
 from kvferry.engine.request_states import MOVES, Awaits, State
 from kvferry.engine.sampler import SampleRow
+from kvferry.engine.visits import Visit
 from kvferry.kernels.lora import Adapter
 from kvferry.protocol.hashing import chain
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Missed
 from kvferry.protocol.work import Generate
 
+MAX_NAME = 64
+"""Longest name of a session or retention that is kept, in characters."""
 Key = tuple[str, int]
 Place = tuple[bool, int, bool, int, int]
 """Queue order: streams before prompts, retried attempts first, newcomers first, by due work, by arrival."""
@@ -79,6 +82,7 @@ class Request:
     queued        time at which it was queued: on arrival or when preempted
     lacking       while queued: prompt tokens that the cache lacked when it was queued
     adapter       adapter weights that its tokens are computed with
+    visit         its session, as the eviction order sees it
     sample_row    sampling state, from the first token on
     drafts        draft proposals of its output, once it streams
     pooled        float32 [hidden], pooled state of the tokens computed so far, if it reads and draws nothing
@@ -116,9 +120,12 @@ class Request:
     pooled: torch.Tensor | None = None
     generates: bool = True
     adapter: Adapter | None = None
+    visit: Visit = field(init=False)
 
     def __post_init__(self) -> None:
         self.generates = isinstance(self.job.work, Generate)
+        job = self.job
+        self.visit = Visit(job.namespace, job.session[:MAX_NAME], job.request_id, job.retention[:MAX_NAME])
         self.token_ids = list(self.job.token_ids)
         self.extend_hashes()
 

@@ -69,7 +69,9 @@ class Job:
     predicted         (tokens, epoch): leading tokens that the router expects in the cache of the computing node or
                       fetched to it, and that process's epoch
     holder            node from which the computing node may fetch leading blocks of the prompt; None: none
-    media             images, audio and video of the prompt in order, for nodes whose lease has their modalities"""
+    media             images, audio and video of the prompt in order, for nodes whose lease has their modalities
+    session           name of the client's session (see protocol.sessions); empty: none
+    retention         how long the client asks to keep the prompt's blocks, such as 1h; empty: nothing asked"""
 
     request_id: str
     attempt: int
@@ -88,6 +90,8 @@ class Job:
     predicted: tuple[int, int] = (0, 0)
     holder: Holder | None = None
     media: tuple[MediaItem, ...] = ()
+    session: str = ""
+    retention: str = ""
 
     @property
     def params(self) -> SamplingParams:

@@ -11,7 +11,9 @@ from prometheus_client import Counter
 
 from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.api.bodies.fields import TIER_PRIORITY, TierFields
+from kvferry.protocol.sessions import session_name
+from kvferry.router.api.bodies.fields import TIER_PRIORITY
+from kvferry.router.api.bodies.generating import GenerationBody
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants.limits import RateLimited
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size
@@ -24,12 +26,14 @@ from kvferry.runtime.tracing import TRACER, Span
 class TokenUsage:
     """Tokens of a request so far: of its prompts, of these from caches, and of its outputs.
 
+    written: tokens of its prompts that were computed and may be reused.
     itl_s: mean seconds between the tokens of its slowest sequence; 0: unknown."""
 
     prompt: int = 0
     cached: int = 0
     output: int = 0
     itl_s: float = 0.0
+    written: int = 0
 
 
 class AdmittedRequest:
@@ -95,8 +99,8 @@ class AdmittedRequest:
         """Take over the context of the request that this one repeats or goes on with."""
         self.call = replace(call, trace=self.call.trace)
 
-    def prefer(self, body: TierFields, *, resumes: bool = False, sees_tokens: bool = True) -> RequestContext:
-        """Set the request's priority among its tenant's requests, and its targets; return its context.
+    def prefer(self, body: GenerationBody, *, resumes: bool = False, sees_tokens: bool = True) -> RequestContext:
+        """Set the request's session, its priority among its tenant's requests, and its targets; return its context.
 
         resumes: its client has read the beginning, so that it has no targets. sees_tokens: the time between its tokens
         is measured here, so that it may have a target."""
@@ -107,8 +111,11 @@ class AdmittedRequest:
         itl_s = 1e-3 * tenant.itl_ms if tenant.itl_ms and has_targets and sees_tokens else inf
         tier = body.tier_used(is_patient=is_patient)
         priority = body.priority or call.priority or TIER_PRIORITY.get(tier, 0)
-        if priority or tenant.ttft_ms or tenant.itl_ms or is_patient:
-            self.call = replace(call, priority=priority, first_by=first_by, itl_s=itl_s, is_patient=is_patient)
+        session = call.session or session_name(call.tenant, body.prompt_cache_key or "")
+        if priority or tenant.ttft_ms or tenant.itl_ms or is_patient or session:
+            self.call = replace(
+                call, priority=priority, first_by=first_by, itl_s=itl_s, is_patient=is_patient, session=session
+            )
         return self.call
 
     async def turn(self, turns: SchedulerSlots, size: Size) -> Slot:

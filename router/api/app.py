@@ -53,6 +53,7 @@ from kvferry.router.api.responses.routes import kept_responses
 from kvferry.router.api.responses.stored_responses import StoredResponses
 from kvferry.router.api.resumed_routes import Exchanged, resumed_routes
 from kvferry.router.api.served_models import ServedModels
+from kvferry.router.api.sessions import session_routes
 from kvferry.router.api.shapes.chat import ChatShape
 from kvferry.router.api.shapes.chunks import chunks
 from kvferry.router.api.shapes.completions import CompletionShape
@@ -171,6 +172,7 @@ def create_app(
         files_router(batches, settings.files_mib * 2**20),
         batches_router(batches, reader),
         adapter_routes(pools, reader, settings.allow_lora_updates),
+        session_routes(pools),
         about(pools),
         targets(pools),
     ):

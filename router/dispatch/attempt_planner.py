@@ -52,6 +52,7 @@ class AttemptPlanner:
         self._failure: KvferryError | None = None
         self._unpaid = False
         self._held: dict[NodeKey, int] = {}
+        self._computed: list[NodeLease] = []
         self._hashes: Hashes = {}
 
     @property
@@ -165,7 +166,13 @@ class AttemptPlanner:
         Other kernels would give other tokens, so its first token binds the request to its fingerprint."""
         self.fingerprint = node.fingerprint
         self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
-        self._context.remember(self.hashes(node), [each for each in (node, other) if each])
+        self._computed = [each for each in (node, other) if each]
+        self._context.remember(self.hashes(node), self._computed)
+
+    def calls_tool(self, request_id: str) -> None:
+        """Tell the nodes that computed the prompt and the output that the output calls tools."""
+        for node in self._computed:
+            self._context.session_notes.calls_tool(node, request_id)
 
     def expired(self) -> KvferryError:
         """Return the error of the request after its deadline."""

@@ -77,7 +77,7 @@ class RequestSpec:
     `adapter`    id of the LoRA adapter, empty for the base model
     `newcomer`   served ahead of other tenants' requests (see Job)
     `media`      images, audio and video of the prompt; None: text alone
-    `delivered`  what is known already: the output goes on behind it; None: nothing
+    `delivered`  what is known already: the output goes on behind it; None: nothing. session, retention: see Job
     """
 
     call: RequestContext
@@ -90,6 +90,8 @@ class RequestSpec:
     newcomer: bool = False
     media: PromptMedia | None = None
     delivered: Delivered | None = None
+    session: str = ""
+    retention: str = ""
 
     @property
     def params(self) -> SamplingParams:
@@ -160,6 +162,9 @@ class Dispatch(Protocol):
 
         Only outputs that carry nothing but tokens take this path; the last output never does. The iteration raises what
         the listener raises. After Enough it ends as after `cancel(enough=True)`."""
+
+    def calls_tool(self) -> None:
+        """Tell the nodes that the output calls tools, so that the session is likely to go on; called at its end."""
 
     async def cancel(self, *, enough: bool = False) -> None:
         """Cancel the request on all nodes.
@@ -237,6 +242,9 @@ class Cluster(Protocol):
 
         Reasons: the registry has not listed the nodes yet, or it lists nodes of another wire version, which other
         routers serve until a node of this version can decode."""
+
+    def close_session(self, session: str) -> None:
+        """Tell all nodes that a session is over, by its name on the wire."""
 
     def start(self, spec: RequestSpec) -> Dispatch:
         """Begin a request; raise Overloaded at once when the nodes are full."""

@@ -35,6 +35,8 @@ def job(
         predicted=(placement.cached_len, computes.epoch) if computes else (0, 0),
         holder=placement.holder,
         media=spec.media.items if spec.media else (),
+        session=spec.session,
+        retention=spec.retention,
     )
 
 

@@ -66,7 +66,11 @@ def lose_cached(used: Used) -> None:
 
 
 def cache_a_stranger(used: Used) -> None:
-    used.pool.idle.put(99)
+    used.pool.idle._idle.add(99)
+
+
+def lose_leaf(used: Used) -> None:
+    used.pool.idle._chains[6].leaves.clear()
 
 
 def forget_hash(used: Used) -> None:
@@ -136,6 +140,7 @@ DAMAGES = [
     free_cached,
     lose_cached,
     cache_a_stranger,
+    lose_leaf,
     forget_hash,
     leave_hash_on_free,
     lose_from_index,
