@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -200,6 +200,15 @@ def held_up(request: Request) -> bool:
 def resumed(request: Request) -> bool:
     """Return whether it began elsewhere."""
     return len(request.job.token_ids) > request.job.prompt_len
+
+
+def coming(request: Request, computing: Iterable[Request]) -> bool:
+    """Return whether one of the prompts being computed is at a block that this one will reuse."""
+    hashes, most = request.hashes, len(request.reusable_hashes)
+    return any(
+        other.registered < most and hashes[other.registered] in other.hashes[other.registered : other.registered + 1]
+        for other in computing
+    )
 
 
 def grows(request: Request) -> bool:

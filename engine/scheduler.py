@@ -7,9 +7,10 @@ needed. Streams that came here from a lost node are preempted last.
 
 `Request.place` orders admission and computation: streams that began, then prompts, the shortest first (see
 RequestTable). A prompt is admitted when those before it leave budget for it: the later the cache is searched, the more
-is found. A request whose prompt arrives by a grant needs no budget and may pass prompts that wait for budget. No
-request passes one that waits for blocks, and none takes the blocks that a passed request will need. Streams that began
-elsewhere have some reserved seats and blocks that new requests may not use."""
+is found. It also waits while another prompt computes a beginning that they share. A request whose prompt arrives by a
+grant needs no budget and may pass prompts that wait for budget. No request passes one that waits for blocks, and none
+takes the blocks that a passed request will need. Streams that began elsewhere have some reserved seats and blocks that
+new requests may not use."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Budget, Limits
 from kvferry.engine.partial_blocks import PartialBlock
 from kvferry.engine.ports import REQUEST, SHIP
-from kvferry.engine.request import Place, Request, grows, held_up, resumed
+from kvferry.engine.request import Place, Request, coming, grows, held_up, resumed
 from kvferry.engine.request_states import State
 from kvferry.engine.request_table import PLACE, RequestTable
 from kvferry.engine.step_slices import Slice, chunks_of
@@ -152,7 +153,8 @@ class Scheduler:
             request = waiting[passed]
             while before and before[0].place < request.place:
                 budget -= before.pop(0).uncomputed
-            if request.grant is None and budget <= 0:
+            computed = chain(prompts, begun) if self.pool.prefix_caching else ()
+            if request.grant is None and (budget <= 0 or coming(request, computed)):
                 kept += self._blocks_of(request)
                 passed += 1
                 continue
