@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sessions import session_name
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.request_context import CALL
@@ -28,9 +29,9 @@ def session_routes(pools: ServedModels) -> APIRouter:
     router = APIRouter()
 
     @router.delete("/v1/sessions/{session_id}", summary="Close a session: its cached blocks are the next to be evicted")
-    async def close(
-        request: Request, session_id: Annotated[str, Path(min_length=1, max_length=MAX_SESSION_ID)]
-    ) -> SessionClosed:
+    async def close(request: Request, session_id: str) -> SessionClosed:
+        if len(session_id) > MAX_SESSION_ID:
+            raise InvalidRequest(f"session_id must have at most {MAX_SESSION_ID} characters", param="session_id")
         name = session_name(request.scope[CALL].tenant, session_id)
         for pool in pools:
             pool.cluster.close_session(name)
