@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sessions import session_name
+from kvferry.router.api.documentation import errors
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.request_context import CALL
 
@@ -28,8 +29,13 @@ def session_routes(pools: ServedModels) -> APIRouter:
     """Return the route that closes sessions."""
     router = APIRouter()
 
-    @router.delete("/v1/sessions/{session_id}", summary="Close a session: its cached blocks are the next to be evicted")
-    async def close(request: Request, session_id: str) -> SessionClosed:
+    @router.delete(
+        "/v1/sessions/{session_id}",
+        summary="Close a session: its cached blocks are the next to be evicted",
+        responses=errors(400),
+    )
+    async def close(request: Request) -> SessionClosed:
+        session_id = request.path_params["session_id"]
         if len(session_id) > MAX_SESSION_ID:
             raise InvalidRequest(f"session_id must have at most {MAX_SESSION_ID} characters", param="session_id")
         name = session_name(request.scope[CALL].tenant, session_id)

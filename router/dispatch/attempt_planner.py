@@ -31,8 +31,8 @@ class AttemptPlanner:
     """Chooses the nodes of each attempt of a request; the owner must call `end`.
 
     `delivered` is the growing list of output tokens sent to the client. `fingerprint` is that of the nodes that may
-    take the request; empty: any, until its first token. Media bind it from the start. leave, wake: see
-    RequestTargets."""
+    take the request; empty: any, until its first token. Media bind it from the start. `keepers`: nodes that have the
+    prompt's blocks, from its first token on. leave, wake: see RequestTargets."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class AttemptPlanner:
         self._failure: KvferryError | None = None
         self._unpaid = False
         self._held: dict[NodeKey, int] = {}
-        self._computed: list[NodeLease] = []
+        self.keepers: list[NodeLease] = []
         self._hashes: Hashes = {}
 
     @property
@@ -166,13 +166,8 @@ class AttemptPlanner:
         Other kernels would give other tokens, so its first token binds the request to its fingerprint."""
         self.fingerprint = node.fingerprint
         self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
-        self._computed = [each for each in (node, other) if each]
-        self._context.remember(self.hashes(node), self._computed)
-
-    def calls_tool(self, request_id: str) -> None:
-        """Tell the nodes that computed the prompt and the output that the output calls tools."""
-        for node in self._computed:
-            self._context.session_notes.calls_tool(node, request_id)
+        self.keepers[:] = [each for each in (node, other) if each]
+        self._context.remember(self.hashes(node), self.keepers)
 
     def expired(self) -> KvferryError:
         """Return the error of the request after its deadline."""

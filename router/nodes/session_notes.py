@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from kvferry.placement.types import NodeKey
 from kvferry.protocol.lease import NodeLease
@@ -25,9 +26,10 @@ class SessionNoter:
         self._client, self._background_calls = client, background_calls
         self._open: dict[NodeKey, tuple[NodeLease, list[str], list[str]]] = {}
 
-    def calls_tool(self, node: NodeLease, request_id: str) -> None:
-        """Note that the output of an ended request calls tools."""
-        self._gathered(node)[0].append(request_id)
+    def calls_tool(self, nodes: Sequence[NodeLease], request_id: str) -> None:
+        """Note for these nodes that the output of an ended request calls tools."""
+        for node in nodes:
+            self._gathered(node)[0].append(request_id)
 
     def closes(self, model: ModelNodes, session: str) -> None:
         """Note for all nodes of a model that a session is closed."""
