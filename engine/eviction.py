@@ -22,7 +22,7 @@ from kvferry.protocol.labels import IDLE_KINDS, SESSION_RETURNS
 REMEMBERED = 4
 """Most evicted blocks whose return is still noticed, as a multiple of the pool's blocks."""
 SESSIONS = 4096
-"""Most names of sessions and requests that are remembered."""
+"""Most names of sessions that are remembered, and as many of requests."""
 CLASSES = 256
 """Most classes of blocks with rates of their own."""
 CONTINUES = 0.5
@@ -52,7 +52,9 @@ class ValueEviction:
         self._aged = AgedChains()
         self._ranked = self._clock()
         self._victim: IdleChain | None = None
-        self._named: OrderedDict[tuple[str, str], IdleChain] = OrderedDict()
+        self._sessions: OrderedDict[str, IdleChain] = OrderedDict()
+        self._requests: OrderedDict[str, IdleChain] = OrderedDict()
+        self._copied = IdleChain("", COPIED, self._rates("", COPIED, 0), self._ranked)
         self.stats = IdleStats()
 
     def __len__(self) -> int:
@@ -67,12 +69,12 @@ class ValueEviction:
         """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in the visit."""
         now = self._tick()
         found = [self._chains[block_id] for block_id in reused]
-        idle = Counter(chain for chain, block_id in zip(found, reused, strict=True) if block_id in self._idle)
+        idle = Counter([chain for chain, block_id in zip(found, reused, strict=True) if block_id in self._idle])
         for chain, blocks in idle.items():
             if chain is not None:
                 chain.returned(now, blocks)
         gone = [*self._returned_late(now, hashes[len(reused) :])]
-        before = self._named.get(("session", visit.session)) if visit.session else None
+        before = self._sessions.get(visit.session) if visit.session else None
         if before is None:
             before = next((chain for chain in joined(reversed(gone), reversed(found)) if chain is not None), None)
             if before is not None and len(found) + len(gone) < CONTINUES * before.length:
@@ -84,7 +86,8 @@ class ValueEviction:
             return
         visit.turns, visit.shared = before.turns + 1, min(before.shared, len(reused))
         kept, partial, lost = SESSION_RETURNS
-        self.stats.returns[kept if not gone else partial if len(found) > before.shared else lost] += 1
+        is_whole = len(found) >= min(before.length, len(hashes)) - 1
+        self.stats.returns[kept if is_whole else partial if len(found) > before.shared else lost] += 1
 
     def rest(self, visit: Visit, block_ids: Sequence[int]) -> None:
         """Class the blocks of a request that ends, before they are `put`."""
@@ -99,16 +102,16 @@ class ValueEviction:
             self._chains[block_id] = shared
         for block_id in islice(block_ids, visit.shared, None):
             self._chains[block_id] = own
-        for name in (("session", visit.session), ("request", visit.request_id)):
-            if name[1]:
-                self._named[name] = own
-                self._named.move_to_end(name)
-        while len(self._named) > SESSIONS:
-            self._named.popitem(last=False)
+        for names, name in ((self._sessions, visit.session), (self._requests, visit.request_id)):
+            if name:
+                names[name] = own
+                names.move_to_end(name)
+                if len(names) > SESSIONS:
+                    names.popitem(last=False)
 
     def pause(self, request_id: str, reason: Pause) -> None:
         """Tell why the session of a request that ended pauses; ignored if the request is not remembered."""
-        chain = self._named.pop(("request", request_id), None)
+        chain = self._requests.pop(request_id, None)
         if chain is not None:
             chain.settle(self._clock())
             self._aged.remove(chain)
@@ -117,7 +120,7 @@ class ValueEviction:
 
     def close(self, session: str) -> None:
         """Let the blocks of a session alone leave before all others; ignored if it is not remembered."""
-        chain = self._named.pop(("session", session), None)
+        chain = self._sessions.pop(session, None)
         if chain is not None:
             self._aged.remove(chain)
             self.stats.paused -= chain.idle > 0
@@ -130,8 +133,7 @@ class ValueEviction:
         """Add a block that has no user left. leaf: it has no children."""
         chain = self._chains[block_id]
         if chain is None:
-            rates = self._rates("", COPIED, 0)
-            chain = self._chains[block_id] = IdleChain("", COPIED, rates, self._clock())
+            chain = self._chains[block_id] = self._copy()
         if not chain.idle + chain.gone:
             chain.since = max(chain.since, self._clock())
             self._aged.watch(chain)
@@ -208,6 +210,13 @@ class ValueEviction:
     def _rates(self, tenant: str, kind: str, times: int, detail: str = "") -> ReturnRates:
         """Return the rates of a class: kind, what else is known, and a logarithm of turns or shares."""
         return self._classes.find(tenant, kind + detail, min(MOST_LEVEL, times.bit_length()))
+
+    def _copy(self) -> IdleChain:
+        """Return the chain for blocks that no request has used; those of one second share it."""
+        now = self._clock()
+        if now > self._copied.at + RANK_S:
+            self._copied = IdleChain("", COPIED, self._rates("", COPIED, 0), now)
+        return self._copied
 
     def _enter(self, chain: IdleChain) -> None:
         if chain.leaves:

@@ -61,6 +61,8 @@ class IdleChain:
         self.rates.lost(self.unit)
 
 
+AT_ONCE = 512
+"""Chains that may change their groups in one call, so that a request after a long silence does not wait."""
 Group = tuple[ReturnRates, int]
 """Class and age bin of chains whose blocks are worth the same."""
 
@@ -111,8 +113,10 @@ class AgedChains:
             del self._groups[key]
 
     def age(self, now: float) -> None:
-        """Move the chains that have reached the end of their age bin."""
-        while self._timers and self._timers[0][0] <= now:
+        """Move chains that have reached the end of their age bin, AT_ONCE at most."""
+        for _ in range(AT_ONCE):
+            if not self._timers or self._timers[0][0] > now:
+                return
             chain = heapq.heappop(self._timers)[2]
             if not chain.idle + chain.gone:
                 continue

@@ -200,7 +200,7 @@ def test_memory_is_bounded() -> None:
     for number in range(SESSIONS + 100):
         house.now += 30
         house.ask(prompt(number, 1), tenant=f"t{number}", session=f"s{number}")
-    assert len(house.idle._named) == SESSIONS
+    assert len(house.idle._sessions) == len(house.idle._requests) == SESSIONS
     assert len(house.idle._classes._classes) == CLASSES
     assert len(house.idle._gone) == REMEMBERED * 4
     assert len(house.idle._aged._timers) < 200
