@@ -4,9 +4,9 @@
     python -m benchmarks.sessions agents [--url http://127.0.0.1:8000] [--seconds 120]
     python -m benchmarks.sessions fan-out [--url http://127.0.0.1:8000] [--count 8] [--tokens 2048]
 
-Agents send growing histories of random tokens and pause for 1 to 20 s, beside prompts that come once. It prints the share
-of prompt tokens that were not computed, and times to first token in seconds. With the same seed, each run sends the
-same prompts."""
+Agents send growing histories of random tokens and pause for 1 to 20 s, beside prompts that come once. It prints the
+share of prompt tokens that were not computed, and times to first token in seconds. Each run draws the same prompts and
+pauses."""
 
 from __future__ import annotations
 

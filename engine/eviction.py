@@ -25,8 +25,8 @@ SESSIONS = 4096
 """Most names of sessions that are remembered, and as many of requests."""
 CLASSES = 256
 """Most classes of blocks with rates of their own."""
-CONTINUES = 0.5
-"""A prompt goes on with a session whose blocks it begins with, at least with this share of them."""
+CONTINUES = 0.8
+"""A prompt goes on with a session if it begins with at least this share of the blocks of the session's last prompt."""
 RANK_S = 1.0
 """Interval in seconds at which the values of all classes are computed anew."""
 MOST_LEVEL = 4
@@ -67,7 +67,7 @@ class ValueEviction:
 
     def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in the visit."""
-        now = self._tick()
+        now, visit.prompt = self._tick(), len(hashes)
         found = [self._chains[block_id] for block_id in reused]
         idle = Counter([chain for chain, block_id in zip(found, reused, strict=True) if block_id in self._idle])
         for chain, blocks in idle.items():
@@ -77,7 +77,7 @@ class ValueEviction:
         before = self._sessions.get(visit.session) if visit.session else None
         if before is None:
             before = next((chain for chain in joined(reversed(gone), reversed(found)) if chain is not None), None)
-            if before is not None and len(found) + len(gone) < CONTINUES * before.length:
+            if before is not None and len(found) + len(gone) < CONTINUES * before.prompt:
                 before = None
         if before is None:
             visit.turns, visit.shared = 0, len(reused)
@@ -86,19 +86,19 @@ class ValueEviction:
             return
         visit.turns, visit.shared = before.turns + 1, min(before.shared, len(reused))
         kept, partial, lost = SESSION_RETURNS
-        is_whole = len(found) >= min(before.length, len(hashes)) - 1
+        is_whole = len(found) >= min(before.prompt, len(hashes)) - 1
         self.stats.returns[kept if is_whole else partial if len(found) > before.shared else lost] += 1
 
     def rest(self, visit: Visit, block_ids: Sequence[int]) -> None:
         """Class the blocks of a request that ends, before they are `put`."""
         if not block_ids:
             return
-        own = self._left(visit, PAUSED, visit.turns, len(block_ids), len(block_ids) - visit.shared)
+        own = self._left(visit, PAUSED, visit.turns, len(block_ids) - visit.shared)
         shared, shares = own, -1
         for block_id in islice(block_ids, visit.shared):
             if self._shares[block_id] != shares:
                 shares = self._shares[block_id]
-                shared = self._left(visit, SHARED, shares, len(block_ids), visit.shared)
+                shared = self._left(visit, SHARED, shares, visit.shared)
             self._chains[block_id] = shared
         for block_id in islice(block_ids, visit.shared, None):
             self._chains[block_id] = own
@@ -199,11 +199,11 @@ class ValueEviction:
             chain.gone -= 1
             yield chain
 
-    def _left(self, visit: Visit, kind: str, times: int, length: int, blocks: int) -> IdleChain:
+    def _left(self, visit: Visit, kind: str, times: int, blocks: int) -> IdleChain:
         """Return a chain of the class for what a request left; `blocks` of it weigh as one chain."""
         rates = self._rates(visit.tenant, kind, times, visit.pause + visit.retention if kind == PAUSED else "")
         return IdleChain(
-            visit.tenant, kind, rates, self._clock(), 1 / max(1, blocks), length, visit.shared, visit.turns,
+            visit.tenant, kind, rates, self._clock(), 1 / max(1, blocks), visit.prompt, visit.shared, visit.turns,
             visit.retention,
         )  # fmt: skip
 

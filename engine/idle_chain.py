@@ -16,7 +16,7 @@ class IdleChain:
     tenant, kind  of its class, and the class's return rates; retention: as in Visit
     at            time at which the request left them, in seconds; since: until which time they are counted
     unit          weight of one block in the rates: its share of what the request left
-    length        blocks of the whole chain; shared: the leading ones that several sessions use
+    prompt        blocks of the request's prompt; shared: the leading ones that several sessions use
     turns         earlier requests of the session
     place         age bin
     idle, gone    blocks in the pool without a user, and evicted blocks that are remembered
@@ -28,7 +28,7 @@ class IdleChain:
     rates: ReturnRates
     at: float
     unit: float = 1.0
-    length: int = 1
+    prompt: int = 1
     shared: int = 0
     turns: int = 0
     retention: str = ""

@@ -23,6 +23,7 @@ class Visit:
     request_id  by which the router tells why the session pauses
     retention   how long the client asked to keep the prefix; another class of pauses, not a promise
     pause       why the session pauses afterwards, if that is known by its end
+    prompt      full blocks of its prompt that could be reused
     turns       earlier requests of the session
     shared      leading blocks that several sessions use"""
 
@@ -31,6 +32,7 @@ class Visit:
     request_id: str = ""
     retention: str = ""
     pause: Pause = Pause.ANSWERED
+    prompt: int = 0
     turns: int = 0
     shared: int = 0
 
