@@ -36,7 +36,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.holds = holds
         self.prefix_caching = prefix_caching
-        self.evicted_total = 0
+        self.evicted_total = self.registered_total = 0
         self.tails = PartialBlocks(enabled=prefix_caching)
         self.miss_reasons = MissReasons(num_blocks)
         self.idle: EvictionOrder = ValueEviction(num_blocks)
@@ -103,10 +103,8 @@ class BlockPool:
         If equal content is findable already, the holds (owner, reason) move to that block, whose id is returned, so
         that the parent of every findable block is findable, too. Blocks after a forgotten block are not made findable
         and not exchanged: chains are held as a whole."""
-        if not self.prefix_caching:
-            return block_id
         known = self._by_hash.get(block_hash)
-        if known == block_id:
+        if not self.prefix_caching or known == block_id:
             return block_id
         if parent is not None and self._blocks[parent].hash is None:
             return block_id
@@ -123,6 +121,7 @@ class BlockPool:
             self._blocks[parent].children += 1
             self._changed(block_id, parent, 1)
         self._by_hash[block_hash] = block_id
+        self.registered_total += 1
         self.miss_reasons.arrived(block_hash)
         self.changes.came(block_hash, None if parent is None else self._blocks[parent].hash)
         return block_id

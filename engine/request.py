@@ -73,6 +73,7 @@ class Request:
     block_ids     the chain that holds the K/V, held as a whole
     hashes        of the full blocks of token_ids, extended as it grows
     registered    how many leading blocks are findable
+    written       how many blocks became findable by it, whose content was nowhere in the pool before
     transfer      ship that sends its blocks (prefill), else None
     first_block   of a ship or a grant: decode holds the blocks before it
     shipped       index behind the last block handed to the sender
@@ -108,6 +109,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     registered: int = 0
+    written: int = 0
     shipped: int = 0
     copied: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
