@@ -1,11 +1,11 @@
-"""Replays orders of eviction over the seeded workloads: which idle blocks should leave a full pool first?
+"""Replays orders of eviction over traces: which idle blocks should leave a full pool first?
 
-One pool, the engine's own, takes each prompt on arrival and holds it for 0.3 s, as a node that is never late would. All
-orders therefore see the same requests in the same order. For LRU, the table shows the share of prompt tokens found in
-the cache and the share of compute seconds saved, attention included. For the others, it shows the seconds saved against
-LRU's, in percent: the mean of the seeds, and the least and the most of any.
+One pool, the engine's own, takes each prompt on arrival and holds it for 0.3 s, so all orders see the same requests at
+the same times. Beside it, one processor computes what was not found, in order of arrival: time to first token is its
+queue and its work. `oracle` knows all future requests and evicts the block that is needed last (Belady). `way` is the
+part of the difference in tokens found between SLRU and the oracle that an order gains.
 
-    python -m benchmarks.eviction [workload ...]
+    python -m benchmarks.eviction [workload or trace file in Mooncake's format ...]
 """
 
 from __future__ import annotations
@@ -13,103 +13,187 @@ from __future__ import annotations
 import heapq
 import sys
 import time
-from collections.abc import Sequence
-from statistics import mean
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, quantiles
 
+from kvferry.engine.visits import Visit
 from kvferry.simulate.compare import CASES
-from kvferry.simulate.eviction import EVICTIONS
+from kvferry.simulate.eviction import EVICTIONS, KnownBlocks
 from kvferry.simulate.machine import LARGE
 from kvferry.simulate.memory import Memory
+from kvferry.simulate.mooncake import read_trace
 from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.workloads import WORKLOADS, Asked
 
-ORDERS = ("lru", *(name for name in EVICTIONS if name != "lru"))
+ORACLE, SLRU = "oracle", "slru"
+ORDERS = ("lru", *(name for name in EVICTIONS if name != "lru"), ORACLE)
 COUNT, SEEDS, NODES = 1000, (0, 1, 2), 8
-SIZES = (1500, 3000, 6000)
-"""Blocks of a pool."""
+SIZES, TRACE_SIZES = (1500, 3000, 6000), (12_000, 24_000, 48_000)
+"""Blocks of a pool, for workloads and for trace files."""
 STEP_S, HELD_S = 0.02, 0.3
 """Seconds of each output token, and seconds for which a prompt's blocks are held."""
+Event = tuple[float, int, bool]
+"""Time in seconds, number of a request, and whether it leaves."""
+
+
+def events(trace: Sequence[Scenario]) -> list[Event]:
+    """Return arrivals and departures in order; clients that wait ask on their own clock."""
+    followers: dict[int, list[Scenario]] = {}
+    coming: list[Event] = []
+    for ask in trace:
+        if ask.after < 0:
+            coming.append((ask.at, ask.number, False))
+        else:
+            followers.setdefault(ask.after, []).append(ask)
+    heapq.heapify(coming)
+    by_number, found = {ask.number: ask for ask in trace}, list[Event]()
+    while coming:
+        now, number, leaves = event = heapq.heappop(coming)
+        found.append(event)
+        if not leaves:
+            heapq.heappush(coming, (now + HELD_S, number, True))
+            answered = now + max(HELD_S, by_number[number].output_len * STEP_S)
+            for each in followers.get(number, ()):
+                heapq.heappush(coming, (answered + each.at, each.number, False))
+    return found
+
+
+def wanted(ask: Scenario) -> tuple[bytes, ...]:
+    """Return the hashes of the blocks that a prompt may reuse; its last token is always computed."""
+    return ask.hashes[: (ask.prompt_len - 1) // LARGE.block_size]
+
+
+class Oracle(KnownBlocks):
+    """Evicts the leaf that is needed last or never (Belady, 1966)."""
+
+    def __init__(
+        self, pool: Memory, trace: Sequence[Scenario], order: Sequence[Event], clock: Callable[[], float]
+    ) -> None:
+        super().__init__(pool)
+        self._clock = clock
+        self._needed: dict[bytes, list[float]] = {}
+        asks = {ask.number: ask for ask in trace}
+        for now, number, leaves in reversed(order):
+            for block_hash in () if leaves else wanted(asks[number]):
+                self._needed.setdefault(block_hash, []).append(now)
+        self._heap: list[tuple[float, int, bytes]] = []
+
+    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Learn nothing."""
+
+    def put(self, block_id: int, *, leaf: bool) -> None:
+        self._idle[block_id] = None
+        if leaf:
+            self.bare(block_id)
+
+    def bare(self, block_id: int) -> None:
+        if block_id in self._idle:
+            block_hash = self._hash(block_id)
+            heapq.heappush(self._heap, (-self._next(block_hash), block_id, block_hash))
+
+    def pop(self) -> int:
+        while True:
+            when, block_id, block_hash = heapq.heappop(self._heap)
+            if block_id not in self._idle or self._hash(block_id) != block_hash or not self._leaf(block_id):
+                continue
+            if -when != self._next(block_hash):
+                self.bare(block_id)  # that use has passed without it
+                continue
+            del self._idle[block_id]
+            return block_id
+
+    def _next(self, block_hash: bytes) -> float:
+        times = self._needed.get(block_hash, [])
+        while times and times[-1] <= self._clock():
+            times.pop()
+        return times[-1] if times else float("inf")
 
 
 class Replay:
     """A trace through one pool.
 
-    found, prompts: tokens; saved_s, whole_s: seconds of computing; pool_s: real seconds spent in the pool's code."""
+    found, prompts: tokens; saved_s, whole_s: seconds of computing; pool_s: processor seconds spent in the pool's code;
+    ttft_s: of each request."""
 
-    def __init__(self, eviction: str, blocks: int) -> None:
-        self.pool = Memory(blocks, eviction)
-        self.found, self.prompts, self.skipped = 0, 0, 0
-        self.saved_s, self.whole_s, self.pool_s = 0.0, 0.0, 0.0
-
-    def play(self, trace: Sequence[Scenario]) -> None:
-        followers: dict[int, list[Scenario]] = {}
-        coming: list[tuple[float, int, int]] = []
-        """(time, request, True on arrival and False on departure); clients that wait ask on their own clock"""
-        for ask in trace:
-            if ask.after < 0:
-                coming.append((ask.at, ask.number, 0))
+    def __init__(self, order: str, blocks: int, trace: Sequence[Scenario]) -> None:
+        self._now = self._free = 0.0
+        played = events(trace)
+        known = EVICTIONS[0] if order == ORACLE else order
+        self.pool = Memory(blocks, known, lambda: self._now)
+        if order == ORACLE:
+            self.pool.idle = Oracle(self.pool, trace, played, lambda: self._now)
+        self.found = self.prompts = self.skipped = 0
+        self.saved_s = self.whole_s = self.pool_s = 0.0
+        self.ttft_s: list[float] = []
+        asks = {ask.number: ask for ask in trace}
+        for self._now, number, leaves in played:
+            if leaves:
+                began = time.process_time()
+                self.pool.give(number)
+                self.pool_s += time.process_time() - began
             else:
-                followers.setdefault(ask.after, []).append(ask)
-        heapq.heapify(coming)
-        by_number = {ask.number: ask for ask in trace}
-        while coming:
-            now, number, goes = heapq.heappop(coming)
-            ask = by_number[number]
-            if not goes:
-                self._take(ask)
-                heapq.heappush(coming, (now + HELD_S, number, 1))
-                for each in followers.get(number, ()):
-                    heapq.heappush(coming, (now + max(HELD_S, ask.output_len * STEP_S) + each.at, each.number, 0))
-                continue
-            began = time.perf_counter()
-            self.pool.give(number)
-            self.pool_s += time.perf_counter() - began
+                self._take(asks[number])
+        self.pool.check_integrity()
 
     def _take(self, ask: Scenario) -> None:
-        size = LARGE.block_size
-        began = time.perf_counter()
-        hashes = ask.hashes[: (ask.prompt_len - 1) // size]
-        here = self.pool.take(ask.number, hashes, -(-(ask.prompt_len + ask.output_len) // size))
+        size, began = LARGE.block_size, time.process_time()
+        blocks = -(-(ask.prompt_len + ask.output_len) // size)
+        here = self.pool.take(ask.number, wanted(ask), blocks, visit=ask.visit)
         if here is not None:
             self.pool.fill(ask.number, ask.hashes)
-        self.pool_s += time.perf_counter() - began
+        self.pool_s += time.process_time() - began
         self.skipped += here is None
         found = (here or 0) * size
         self.found += found
         self.prompts += ask.prompt_len
-        self.saved_s += LARGE.compute_s(0, found)
-        self.whole_s += LARGE.compute_s(0, ask.prompt_len)
+        whole_s, saved_s = LARGE.compute_s(0, ask.prompt_len), LARGE.compute_s(0, found)
+        self.whole_s += whole_s
+        self.saved_s += saved_s
+        self._free = max(self._now, self._free) + whole_s - saved_s
+        self.ttft_s.append(self._free - self._now)
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the share of prompt tokens found."""
+        return self.found / self.prompts
 
 
-def replayed(workload: str, eviction: str, blocks: int, seed: int) -> Replay:
-    """Replay a workload at the load of one node of the simulator's cluster."""
-    case = CASES[workload]
-    replay = Replay(eviction, blocks)
-    replay.play(WORKLOADS[case.workload](Asked(COUNT, case.rate / NODES, seed, LARGE.block_size)))
-    replay.pool.check_integrity()
-    return replay
+def workload(name: str, seed: int) -> list[Scenario]:
+    """Return a workload at the load of one node of the simulator's cluster, or a trace file."""
+    if name not in CASES:
+        return read_trace(Path(name), LARGE.block_size)
+    case = CASES[name]
+    return WORKLOADS[case.workload](Asked(COUNT, case.rate / NODES, seed, LARGE.block_size))
+
+
+def row(name: str, order: str, blocks: int, runs: Sequence[Replay], ways: Sequence[float]) -> str:
+    """Return a line of the table: means over the seeds."""
+    cuts = [quantiles(run.ttft_s, n=100, method="inclusive") for run in runs]
+    figures = (
+        f"{mean(100 * run.hit_rate for run in runs):.1f} %",
+        f"{mean(100 * run.saved_s / run.whole_s for run in runs):.1f} %",
+        f"{100 * mean(ways):.0f} % ({100 * min(ways):.0f} … {100 * max(ways):.0f})",
+        f"{mean(cut[49] for cut in cuts):.2f}, {mean(cut[98] for cut in cuts):.2f}",
+        f"{mean(run.pool_s for run in runs):.2f}",
+    )
+    return f"| {Path(name).name} | {blocks} | {order} | " + " | ".join(figures) + " |"
 
 
 def main(chosen: Sequence[str]) -> None:
-    workloads = chosen or [name for name, case in CASES.items() if not case.losses]
-    print("| workload | blocks | LRU: tokens found, seconds saved | " + " | ".join(ORDERS[1:]) + " |")
-    print("| --- | --- | --- |" + " --- |" * (len(ORDERS) - 1))
-    cost = dict.fromkeys(ORDERS, 0.0)
-    for workload in workloads:
-        for blocks in SIZES:
-            runs = {name: [replayed(workload, name, blocks, seed) for seed in SEEDS] for name in ORDERS}
-            for name in ORDERS:
-                cost[name] += sum(run.pool_s for run in runs[name])
-            lru = runs["lru"]
-            row = [f"{mean(100 * r.found / r.prompts for r in lru):.1f} %, "
-                   f"{mean(100 * r.saved_s / r.whole_s for r in lru):.1f} %"]  # fmt: skip
-            for name in ORDERS[1:]:
-                gains = [100 * (r.saved_s / max(o.saved_s, 1e-9) - 1) if o.saved_s else 0.0
-                         for r, o in zip(runs[name], lru, strict=True)]  # fmt: skip
-                row.append(f"{mean(gains):+.1f} ({min(gains):+.1f} … {max(gains):+.1f})")
-            skipped = f" ({lru[0].skipped} without room)" if lru[0].skipped else ""
-            print(f"| {workload} | {blocks}{skipped} | " + " | ".join(row) + " |", flush=True)
-    print("\nSeconds in the pool: " + ", ".join(f"{name} {cost[name]:.1f}" for name in ORDERS))
+    names = chosen or [name for name, case in CASES.items() if not case.losses]
+    print(
+        "| workload | blocks | order | tokens found | seconds saved | way | TTFT p50, p99 in s | seconds in the pool |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name in names:
+        traces = [workload(name, seed) for seed in (SEEDS if name in CASES else SEEDS[:1])]
+        for blocks in SIZES if name in CASES else TRACE_SIZES:
+            runs = {order: [Replay(order, blocks, trace) for trace in traces] for order in ORDERS}
+            for order in ORDERS:
+                ends = zip(runs[order], runs[SLRU], runs[ORACLE], strict=True)
+                ways = [(r.found - s.found) / max(1, o.found - s.found) for r, s, o in ends]
+                print(row(name, order, blocks, runs[order], ways), flush=True)
 
 
 if __name__ == "__main__":

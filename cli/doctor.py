@@ -10,6 +10,7 @@ from typing import Literal, TextIO
 
 from kvferry.cli import preflight
 from kvferry.cli.cpu_instructions import compiled_for, instruction_set
+from kvferry.cli.health import answers_health
 from kvferry.cli.resource_plan import UNKNOWN, gpus, needs_of, require_memory, take_seats
 from kvferry.model_files.memory_needs import ModelNeeds
 from kvferry.model_files.source import ModelSource, resolve
@@ -140,7 +141,7 @@ def port(settings: ServeSettings) -> Result:
     try:
         preflight.free_port(settings.host, settings.port)
     except ConfigError:
-        if not _answers_health(settings.host, settings.port):
+        if not answers_health(settings.host, settings.port):
             raise
         return Result("ok", "port", f"{place} answers GET /health: a router runs there")
     return Result("ok", "port", f"{place} is free")
@@ -244,14 +245,4 @@ def _all_gguf(settings: ServeSettings) -> bool:
     try:
         return all(source.kind == "gguf" for source in _sources(settings))
     except ConfigError:
-        return False
-
-
-def _answers_health(host: str, port: int) -> bool:
-    """Return whether a server at this address answers GET /health with 200."""
-    import httpx
-
-    try:
-        return httpx.get(f"http://{host_port(host, port)}/health", timeout=2.0, trust_env=False).status_code == 200
-    except httpx.HTTPError:
         return False

@@ -57,3 +57,13 @@ def url_of(group: click.Group, argv: Sequence[str]) -> str:
         raise ConfigError(f"kvferry {argv[0]} listens on a port chosen by the kernel; set one with {flag(name)}")
     scheme = "https" if settings.get("ssl_certfile") and name == "port" else "http"
     return f"{scheme}://{host_port(dialable(settings['host']), settings[name])}"
+
+
+def answers_health(host: str, port: int) -> bool:
+    """Return whether a server at this address answers GET /health with 200."""
+    import httpx
+
+    try:
+        return httpx.get(f"http://{host_port(host, port)}/health", timeout=2.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -119,9 +119,9 @@ def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option(
     "--eviction",
-    default="slru",
+    default="value",
     show_default=True,
-    help="eviction policy of the pool: slru (the engine's own), lru, s3fifo, gdsf, gdsf-cost",
+    help="eviction policy of the pool: value (the engine's own), lru, slru, s3fifo, gdsf, gdsf-cost",
 )
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="file for an SVG plot of the results")
 @goal_options

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from kvferry.engine import audit
 from kvferry.engine.block_contents import BlockContents
-from kvferry.engine.eviction import PROTECTED, SegmentedLru
+from kvferry.engine.eviction import ValueEviction
 from kvferry.engine.free_list import FreeList
 from kvferry.engine.index_changes import IndexChanges
-from kvferry.engine.miss_reasons import MissReasons
+from kvferry.engine.miss_reasons import EVICTED, MissReasons
 from kvferry.engine.partial_blocks import PartialBlocks
-from kvferry.engine.ports import Holds
+from kvferry.engine.ports import EvictionOrder, Holds
+from kvferry.engine.visits import Visit
 
 
 @dataclass(slots=True)
@@ -35,10 +36,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.holds = holds
         self.prefix_caching = prefix_caching
-        self.evicted_total = 0
+        self.evicted_total = self.registered_total = 0
         self.tails = PartialBlocks(enabled=prefix_caching)
         self.miss_reasons = MissReasons(num_blocks)
-        self.idle = SegmentedLru(num_blocks // PROTECTED)
+        self.idle: EvictionOrder = ValueEviction(num_blocks)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._free = FreeList(num_blocks)
         self._by_hash: dict[bytes, int] = {}
@@ -64,23 +65,25 @@ class BlockPool:
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the ids of the longest leading run of `hashes` in the pool. Takes no hold."""
         found: list[int] = []
-        if self.prefix_caching:
-            for block_hash in hashes:
-                block_id = self._by_hash.get(block_hash)
-                if block_id is None:
-                    break
-                found.append(block_id)
+        for block_hash in hashes if self.prefix_caching else ():
+            if (block_id := self._by_hash.get(block_hash)) is None:
+                break
+            found.append(block_id)
         return found
 
     def acquire(
-        self, owner: Hashable, reason: str, reused: Sequence[int], fresh: int, *, keep: int = 0
-    ) -> list[int] | None:
+        self, owner: Hashable, reason: str, reused: Sequence[int], fresh: int, *, keep: int = 0,
+        visit: Visit | None = None, hashes: Sequence[bytes] = (),
+    ) -> list[int] | None:  # fmt: skip
         """Hold `reused` (fresh from `match`) and `fresh` new blocks for the owner; return their ids in order.
 
-        None, with nothing changed, if fewer than `keep` blocks would stay available."""
+        None, with nothing changed, if fewer than `keep` blocks would stay available. A request gives its visit and the
+        hashes of all blocks that it could have reused."""
         idle = sum(block_id in self.idle for block_id in reused)
         if fresh + keep > self.available - idle:
             return None
+        if visit is not None:
+            self.idle.use(visit, reused, hashes)
         for block_id in reused:
             self.idle.remove(block_id)
         taken = [*reused, *(self._take() for _ in range(fresh))]
@@ -100,10 +103,8 @@ class BlockPool:
         If equal content is findable already, the holds (owner, reason) move to that block, whose id is returned, so
         that the parent of every findable block is findable, too. Blocks after a forgotten block are not made findable
         and not exchanged: chains are held as a whole."""
-        if not self.prefix_caching:
-            return block_id
         known = self._by_hash.get(block_hash)
-        if known == block_id:
+        if not self.prefix_caching or known == block_id:
             return block_id
         if parent is not None and self._blocks[parent].hash is None:
             return block_id
@@ -120,6 +121,7 @@ class BlockPool:
             self._blocks[parent].children += 1
             self._changed(block_id, parent, 1)
         self._by_hash[block_hash] = block_id
+        self.registered_total += 1
         self.miss_reasons.arrived(block_hash)
         self.changes.came(block_hash, None if parent is None else self._blocks[parent].hash)
         return block_id
@@ -138,10 +140,10 @@ class BlockPool:
             left += children
         for block_id in going:
             self.tails.forget(block_id)
+            idle = block_id in self.idle
             if self._blocks[block_id].hash is not None:
                 self._hide(block_id, "retracted")
-            if block_id in self.idle:
-                self.idle.remove(block_id)
+            if idle:
                 self._free.put(block_id)
 
     def findable(self) -> list[bytes]:
@@ -184,6 +186,7 @@ class BlockPool:
         block, free, cached = self._blocks[block_id], block_id in self._free, block_id in self.idle
         assert not (free and cached), f"block {block_id} is free and cached"
         assert (free or cached) != self.holds.held(block_id), f"block {block_id} leaked or is free while held"
+        self.idle.check(block_id, leaf=not block.children)
         if block.hash is None:
             assert not cached, f"cached block {block_id} cannot be found"
             assert block.parent is None, f"block {block_id} has a parent but cannot be found"
@@ -203,7 +206,7 @@ class BlockPool:
     def _evict(self) -> None:
         block_id = self.idle.pop()
         assert not self._blocks[block_id].children, "evicted before its descendants"
-        self._hide(block_id, "evicted")
+        self._hide(block_id, EVICTED)
         self.evicted_total += 1
         self._free.put(block_id)
 
@@ -211,7 +214,7 @@ class BlockPool:
         """Make the block unfindable."""
         block = self._blocks[block_id]
         assert block.hash is not None
-        self.idle.forget(block_id)
+        self.idle.forget(block_id, block.hash, evicted=reason == EVICTED)
         del self._by_hash[block.hash]
         self.miss_reasons.note((block.hash,), reason)
         self.changes.went(block.hash)
@@ -220,11 +223,13 @@ class BlockPool:
         if block.parent is not None:
             self._blocks[block.parent].children -= 1
             self._changed(block_id, block.parent, -1)
+            if not self._blocks[block.parent].children:
+                self.idle.bare(block.parent)
         block.hash = block.parent = None
 
     def _let_go(self, block_id: int) -> None:
         if self._blocks[block_id].hash is not None:
-            self.idle.put(block_id)
+            self.idle.put(block_id, leaf=not self._blocks[block_id].children)
         else:
             self._free.put(block_id, last=block_id in self.tails)
 

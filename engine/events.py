@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from kvferry.engine.request import Key
+from kvferry.engine.visits import IdleStats
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.messages import TokenDelta
 from kvferry.protocol.process_names import NodeName
@@ -87,8 +88,8 @@ class Admitted:
 class Stepped:
     """Figures of one step.
 
-    Seconds; tokens computed by phase, and output tokens made; preemptions and evictions; drafts computed and correct.
-    """
+    Seconds; tokens computed by phase, and output tokens made; preemptions and evictions; drafts computed and correct;
+    figures of idle blocks."""
 
     seconds: float
     prefill_tokens: int
@@ -97,6 +98,7 @@ class Stepped:
     evicted: int
     drafted: int = 0
     accepted: int = 0
+    idle: IdleStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,58 +1,232 @@
-"""Eviction order of idle blocks: segmented LRU (Karedla et al., 1994)."""
+"""Eviction order of idle blocks: those least likely to be used again soon leave first.
+
+All blocks of a pool have the same size and save the same number of tokens, so the value of keeping one is the rate at
+which it is used again (see ReturnRates). It is learned from the pauses of each tenant's sessions, separately by the
+turns that a session had and by why it pauses, and for prefixes that several sessions share. Clients name sessions, or
+they are recognised by their prefix. A chain leaves from its end, so a block that several sessions use stays as long as
+any of them. Operations are O(log n) in the number of chains, amortised."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain as joined
+from itertools import islice
 
-PROTECTED = 20
-"""One of this many blocks of a pool may be idle and protected because it was found again.
+from kvferry.engine.idle_chain import AgedChains, IdleChain
+from kvferry.engine.return_rates import ReturnClasses, ReturnRates
+from kvferry.engine.visits import IdleStats, Pause, Visit
+from kvferry.protocol.labels import IDLE_KINDS, SESSION_RETURNS
 
-With more, blocks of long documents, soon done with, would stay longer than those of new ones: `python -m
-benchmarks.eviction`."""
+REMEMBERED = 4
+"""Most evicted blocks whose return is still noticed, as a multiple of the pool's blocks."""
+SESSIONS = 4096
+"""Most names of sessions that are remembered, and as many of requests."""
+CLASSES = 256
+"""Most classes of blocks with rates of their own."""
+CONTINUES = 0.8
+"""A prompt goes on with a session if it begins with at least this share of the blocks of the session's last prompt."""
+RANK_S = 1.0
+"""Interval in seconds at which the values of all classes are computed anew."""
+MOST_LEVEL = 4
+"""Highest level of a class: turns of a session, or sessions that share a block, from 8 on."""
+PAUSED, SHARED, COPIED, CLOSED = IDLE_KINDS
+"""Kinds of idle blocks (protocol.labels): of a paused session, of several sessions, without a request so far, and of a
+closed session."""
 
 
-class SegmentedLru:
-    """Blocks with content that nothing uses, in eviction order. Owned by the engine thread.
+class ValueEviction:
+    """Idle blocks of a pool, in eviction order. Owned by the engine thread.
 
-    Blocks that were found again leave after the others; at most `protected` of them count as such. Among equals the one
-    that is idle for longest leaves first. Users of a block use those before it and release it first, so it leaves
-    before its parent."""
+    clock: seconds; None: time.monotonic. stats: totals, and the sessions that pause now."""
 
-    def __init__(self, protected: int) -> None:
-        self._protected = protected
-        self._once: OrderedDict[int, None] = OrderedDict()
-        self._again: OrderedDict[int, None] = OrderedDict()
-        self._found: set[int] = set()
+    def __init__(self, num_blocks: int, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or (lambda: time.monotonic())
+        self._idle: set[int] = set()
+        self._chains: list[IdleChain | None] = [None] * num_blocks
+        self._shares = [0] * num_blocks
+        self._gone: OrderedDict[bytes, IdleChain] = OrderedDict()
+        self._most_gone = REMEMBERED * num_blocks
+        self._classes = ReturnClasses(CLASSES)
+        self._aged = AgedChains()
+        self._ranked = self._clock()
+        self._victim: IdleChain | None = None
+        self._sessions: OrderedDict[str, IdleChain] = OrderedDict()
+        self._requests: OrderedDict[str, IdleChain] = OrderedDict()
+        self._copied = IdleChain("", COPIED, self._rates("", COPIED, 0), self._ranked)
+        self.stats = IdleStats()
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._again)
+        return len(self._idle)
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._once or block_id in self._again
+        return block_id in self._idle
 
-    def found(self, block_ids: Iterable[int]) -> None:
-        """Promote blocks that were found again and are about to be used."""
-        self._found.update(block_ids)
+    # Requests.
 
-    def put(self, block_id: int) -> None:
-        """Add a block that has no user left."""
-        if block_id not in self._found:
-            self._once[block_id] = None
+    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in the visit."""
+        now, visit.prompt = self._tick(), len(hashes)
+        found = [self._chains[block_id] for block_id in reused]
+        idle = Counter([chain for chain, block_id in zip(found, reused, strict=True) if block_id in self._idle])
+        for chain, blocks in idle.items():
+            if chain is not None:
+                chain.returned(now, blocks)
+        gone = [*self._returned_late(now, hashes[len(reused) :])]
+        before = self._sessions.get(visit.session) if visit.session else None
+        if before is None:
+            before = next((chain for chain in joined(reversed(gone), reversed(found)) if chain is not None), None)
+            if before is not None and len(found) + len(gone) < CONTINUES * before.prompt:
+                before = None
+        if before is None:
+            visit.turns, visit.shared = 0, len(reused)
+            for block_id in reused:
+                self._shares[block_id] += 1
             return
-        self._again[block_id] = None
-        if len(self._again) > self._protected:
-            self._once[self._again.popitem(last=False)[0]] = None
+        visit.turns, visit.shared = before.turns + 1, min(before.shared, len(reused))
+        kept, partial, lost = SESSION_RETURNS
+        is_whole = len(found) >= min(before.prompt, len(hashes)) - 1
+        self.stats.returns[kept if is_whole else partial if len(found) > before.shared else lost] += 1
+
+    def rest(self, visit: Visit, block_ids: Sequence[int]) -> None:
+        """Class the blocks of a request that ends, before they are `put`."""
+        if not block_ids:
+            return
+        own = self._left(visit, PAUSED, visit.turns, len(block_ids) - visit.shared)
+        shared, shares = own, -1
+        for block_id in islice(block_ids, visit.shared):
+            if self._shares[block_id] != shares:
+                shares = self._shares[block_id]
+                shared = self._left(visit, SHARED, shares, visit.shared)
+            self._chains[block_id] = shared
+        for block_id in islice(block_ids, visit.shared, None):
+            self._chains[block_id] = own
+        for names, name in ((self._sessions, visit.session), (self._requests, visit.request_id)):
+            if name:
+                names[name] = own
+                names.move_to_end(name)
+                if len(names) > SESSIONS:
+                    names.popitem(last=False)
+
+    def pause(self, request_id: str, reason: Pause) -> None:
+        """Tell why the session of a request that ended pauses; ignored if the request is not remembered."""
+        chain = self._requests.pop(request_id, None)
+        if chain is not None:
+            chain.settle(self._clock())
+            self._aged.remove(chain)
+            chain.rates = self._rates(chain.tenant, PAUSED, chain.turns, reason + chain.retention)
+            self._enter(chain)
+
+    def close(self, session: str) -> None:
+        """Let the blocks of a session alone leave before all others; ignored if it is not remembered."""
+        chain = self._sessions.pop(session, None)
+        if chain is not None:
+            self._aged.remove(chain)
+            self.stats.paused -= chain.idle > 0
+            chain.kind, chain.closed, self._victim = CLOSED, True, None
+            self._enter(chain)
+
+    # Blocks.
+
+    def put(self, block_id: int, *, leaf: bool) -> None:
+        """Add a block that has no user left. leaf: it has no children."""
+        chain = self._chains[block_id]
+        if chain is None:
+            chain = self._chains[block_id] = self._copy()
+        if not chain.idle + chain.gone:
+            chain.since = max(chain.since, self._clock())
+            self._aged.watch(chain)
+        self._idle.add(block_id)
+        chain.idle += 1
+        self.stats.paused += chain.idle == 1 and chain.kind == PAUSED
+        if leaf:
+            self.bare(block_id)
+
+    def bare(self, block_id: int) -> None:
+        """Note that the block has no children any more; ignored if it is not idle."""
+        chain = self._chains[block_id]
+        if block_id in self._idle and chain is not None:
+            chain.leaves[block_id] = None
+            self._aged.add(chain)
 
     def remove(self, block_id: int) -> None:
         """Remove a block that is used again, or whose content is wrong; ignored if it was not idle."""
-        self._once.pop(block_id, None)
-        self._again.pop(block_id, None)
+        chain = self._chains[block_id]
+        if block_id in self._idle and chain is not None:
+            self._idle.discard(block_id)
+            chain.idle -= 1
+            self.stats.paused -= not chain.idle and chain.kind == PAUSED
+            chain.leaves.pop(block_id, None)
+            if not chain.leaves:
+                self._aged.remove(chain)
 
     def pop(self) -> int:
-        """Return the one to leave. Raises KeyError if none is idle."""
-        return (self._once or self._again).popitem(last=False)[0]
+        """Return the block to evict, which is idle no longer. Raises KeyError if none is idle."""
+        if self._victim is None or not self._victim.leaves:
+            self._tick()
+            self._victim = self._aged.least()
+        block_id = next(reversed(self._victim.leaves))
+        self.remove(block_id)
+        return block_id
 
-    def forget(self, block_id: int) -> None:
-        """Forget a block that has lost its content."""
-        self._found.discard(block_id)
+    def forget(self, block_id: int, block_hash: bytes, *, evicted: bool) -> None:
+        """Note that a block has lost its content; if it was evicted, its return is still noticed for a while."""
+        self.remove(block_id)
+        chain, self._chains[block_id], self._shares[block_id] = self._chains[block_id], None, 0
+        if chain is None or not evicted:
+            return
+        self.stats.evicted[chain.kind] += 1
+        if (older := self._gone.pop(block_hash, None)) is not None:
+            older.lost(self._clock())
+        self._gone[block_hash] = chain
+        chain.gone += 1
+        if len(self._gone) > self._most_gone:
+            self._gone.popitem(last=False)[1].lost(self._clock())
+
+    def check(self, block_id: int, *, leaf: bool) -> None:
+        """Assert that the block may leave if and only if it is idle and a leaf."""
+        chain, may = self._chains[block_id], leaf and block_id in self._idle
+        assert may == (chain is not None and chain.queued and block_id in chain.leaves), f"block {block_id} is stuck"
+
+    def _returned_late(self, now: float, hashes: Sequence[bytes]) -> Iterator[IdleChain]:
+        """Count evicted blocks that are asked for again, and yield the chain of each."""
+        for block_hash in hashes:
+            chain = self._gone.pop(block_hash, None)
+            if chain is None:
+                return
+            chain.returned(now, 1)
+            chain.gone -= 1
+            yield chain
+
+    def _left(self, visit: Visit, kind: str, times: int, blocks: int) -> IdleChain:
+        """Return a chain of the class for what a request left; `blocks` of it weigh as one chain."""
+        rates = self._rates(visit.tenant, kind, times, visit.pause + visit.retention if kind == PAUSED else "")
+        return IdleChain(
+            visit.tenant, kind, rates, self._clock(), 1 / max(1, blocks), visit.prompt, visit.shared, visit.turns,
+            visit.retention,
+        )  # fmt: skip
+
+    def _rates(self, tenant: str, kind: str, times: int, detail: str = "") -> ReturnRates:
+        """Return the rates of a class: kind, what else is known, and a logarithm of turns or shares."""
+        return self._classes.find(tenant, kind + detail, min(MOST_LEVEL, times.bit_length()))
+
+    def _copy(self) -> IdleChain:
+        """Return the chain for blocks that no request has used; those of one second share it."""
+        now = self._clock()
+        if now > self._copied.at + RANK_S:
+            self._copied = IdleChain("", COPIED, self._rates("", COPIED, 0), now)
+        return self._copied
+
+    def _enter(self, chain: IdleChain) -> None:
+        if chain.leaves:
+            self._aged.add(chain)
+
+    def _tick(self) -> float:
+        """Let chains age, and return the time."""
+        now = self._clock()
+        self._aged.age(now)
+        if now > self._ranked + RANK_S:
+            self._ranked, self._victim = now, None
+            self._aged.rank()
+        return now

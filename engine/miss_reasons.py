@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 REMEMBERED = 4
 """Most hashes remembered after their blocks left, as a multiple of the pool's blocks."""
 
+EVICTED = "evicted"
+"""Reason of blocks that left because others needed their room."""
+
 
 class MissReasons:
     """Hashes of blocks that left or were expected, with the reason each is missing. Owned by the engine thread.

@@ -47,7 +47,9 @@ def _first(request: Request, event: Generated) -> Generated:
     """Return the first output on this node carries the prompt's accounting, its log-probabilities and the times."""
     prompt_len, cached, fetched = len(request.job.token_ids), request.cached_len or 0, _fetched_len(request)
     found = {"reused_prefill" if request.prefill_only else "reused_decode": cached - fetched}
-    reuse = Reuse(prompt_len, fetched=fetched, computed=prompt_len - cached, missed=request.missed, **found)
+    written = min(request.written * request.block_size, prompt_len - cached)
+    computed, missed = prompt_len - cached, request.missed
+    reuse = Reuse(prompt_len, fetched=fetched, computed=computed, missed=missed, written=written, **found)
     delta = replace(event.delta, reuse=reuse, prompt_logprobs=tuple(request.prompt_logprobs) or None)
     admitted = request.admitted or request.arrived
     return replace(event, delta=delta, queue_s=admitted - request.arrived, compute_s=time.monotonic() - admitted)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
+
+from kvferry.engine.visits import IdleStats, Pause, Visit
 
 REQUEST = "request"
 """Reason: a running request reads or writes the block."""
@@ -41,3 +43,44 @@ class Holds(Protocol):
 
     def audit(self) -> Iterator[None]:
         """Assert that the counts agree, in pieces between which holds may change."""
+
+
+class EvictionOrder(Protocol):
+    """Idle blocks of a pool and the order in which they leave (engine/eviction.py). Owned by the engine thread."""
+
+    stats: IdleStats
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, block_id: int) -> bool: ...
+
+    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in the visit."""
+
+    def rest(self, visit: Visit, block_ids: Sequence[int]) -> None:
+        """Learn which blocks a request that ends leaves; they are `put` once nothing else uses them."""
+
+    def pause(self, request_id: str, reason: Pause) -> None:
+        """Learn why the session of a request that ended pauses; ignored if the request is not remembered."""
+
+    def close(self, session: str) -> None:
+        """Let the blocks of a session alone leave before all others; ignored if it is not remembered."""
+
+    def put(self, block_id: int, *, leaf: bool) -> None:
+        """Add a block that has no user left. leaf: it has no children."""
+
+    def bare(self, block_id: int) -> None:
+        """Note that the block has no children any more; ignored if it is not idle."""
+
+    def remove(self, block_id: int) -> None:
+        """Remove a block that is used again; ignored if it was not idle."""
+
+    def pop(self) -> int:
+        """Remove and return the block to evict, which has no children. Raises KeyError if none is idle."""
+        ...
+
+    def forget(self, block_id: int, block_hash: bytes, *, evicted: bool) -> None:
+        """Remove a block that has lost its content, and what is known of it."""
+
+    def check(self, block_id: int, *, leaf: bool) -> None:
+        """Assert that the block may leave if and only if it is idle and a leaf."""

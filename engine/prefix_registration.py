@@ -12,9 +12,11 @@ def make_findable(pool: BlockPool, request: Request, until: int, holders: Sequen
     """Make the request's blocks before index `until` findable: full, hashed, and held by (owner, reason).
 
     A block whose equal is findable already is replaced by that."""
+    before = pool.registered_total
     for i in range(request.registered, until):
         parent = request.block_ids[i - 1] if i else None
         request.block_ids[i] = pool.register(holders, request.block_ids[i], request.hashes[i], parent)
         request.registered = i + 1
+    request.written += pool.registered_total - before
     if pool.contents is not None and until and pool.match(request.hashes[until - 1 : until]):
         pool.contents.note(request.job, request.token_ids, request.hashes[:until], request.block_size)

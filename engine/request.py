@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,12 +12,15 @@ from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.ports import GRANT, REQUEST
 from kvferry.engine.request_states import MOVES, Awaits, State
 from kvferry.engine.sampler import SampleRow
+from kvferry.engine.visits import Visit
 from kvferry.kernels.lora import Adapter
 from kvferry.protocol.hashing import chain
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Missed
 from kvferry.protocol.work import Generate
 
+MAX_NAME = 64
+"""Longest name of a session or retention that is kept, in characters."""
 Key = tuple[str, int]
 Place = tuple[bool, int, bool, float, int]
 """Queue order: streams before prompts, retried attempts first, newcomers first, by virtual due time, by arrival."""
@@ -70,6 +73,7 @@ class Request:
     block_ids     the chain that holds the K/V, held as a whole
     hashes        of the full blocks of token_ids, extended as it grows
     registered    how many leading blocks are findable
+    written       how many blocks became findable by it, whose content was nowhere in the pool before
     transfer      ship that sends its blocks (prefill), else None
     first_block   of a ship or a grant: decode holds the blocks before it
     shipped       index behind the last block handed to the sender
@@ -79,6 +83,7 @@ class Request:
     queued        time at which it was queued: on arrival or when preempted
     lacking       while queued: prompt tokens that the cache lacked when it was queued
     adapter       adapter weights that its tokens are computed with
+    visit         its session, as the eviction order sees it
     sample_row    sampling state, from the first token on
     drafts        draft proposals of its output, once it streams
     pooled        float32 [hidden], pooled state of the tokens computed so far, if it reads and draws nothing
@@ -104,6 +109,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     registered: int = 0
+    written: int = 0
     shipped: int = 0
     copied: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -116,9 +122,12 @@ class Request:
     pooled: torch.Tensor | None = None
     generates: bool = True
     adapter: Adapter | None = None
+    visit: Visit = field(init=False)
 
     def __post_init__(self) -> None:
         self.generates = isinstance(self.job.work, Generate)
+        job = self.job
+        self.visit = Visit(job.namespace, job.session[:MAX_NAME], job.request_id, job.retention[:MAX_NAME])
         self.token_ids = list(self.job.token_ids)
         self.extend_hashes()
 
@@ -193,6 +202,15 @@ def held_up(request: Request) -> bool:
 def resumed(request: Request) -> bool:
     """Return whether it began elsewhere."""
     return len(request.job.token_ids) > request.job.prompt_len
+
+
+def coming(request: Request, computing: Iterable[Request]) -> bool:
+    """Return whether one of the prompts being computed is at a block that this one will reuse."""
+    hashes, most = request.hashes, len(request.reusable_hashes)
+    return any(
+        other.registered < most and hashes[other.registered] in other.hashes[other.registered : other.registered + 1]
+        for other in computing
+    )
 
 
 def grows(request: Request) -> bool:

@@ -7,10 +7,10 @@ needed. Streams that came here from a lost node are preempted last.
 
 `Request.place` orders admission and computation: streams that began, then prompts by fair queuing (see
 RequestTable). A prompt is admitted when those before it leave budget for it: the later the cache is searched, the more
-is found. A request whose prompt arrives by a grant needs no budget and may pass prompts that wait for budget; it waits
-while others hold many blocks that have not arrived. No request passes one that waits for blocks, and none takes the
-blocks that a passed request will need. Streams that began
-elsewhere have some reserved seats and blocks that new requests may not use."""
+is found. It also waits while another prompt computes a beginning that they share. A request whose prompt arrives by a
+grant needs no budget and may pass prompts that wait for budget; it waits while others hold many blocks that have not
+arrived. No request passes one that waits for blocks, and none takes the blocks that a passed request will need. Streams
+that began elsewhere have some reserved seats and blocks that new requests may not use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Budget, Limits
 from kvferry.engine.partial_blocks import PartialBlock
 from kvferry.engine.ports import REQUEST, SHIP
-from kvferry.engine.request import Place, Request, grows, held_up, junior, resumed
+from kvferry.engine.request import Place, Request, coming, grows, held_up, junior, resumed
 from kvferry.engine.request_states import State
 from kvferry.engine.request_table import PLACE, RequestTable, arriving, share
 from kvferry.engine.step_slices import Slice, chunks_of
@@ -93,6 +93,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a request that finished or is dropped, and release its blocks except those that the link may touch."""
         self.request_table.leave(request)
+        self.pool.idle.rest(request.visit, request.block_ids[: request.registered])
         if request.grant is None:
             self.pool.release(*request.holder, request.block_ids)
         if request.state is State.DONE:
@@ -101,6 +102,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and queue it first, to be recomputed."""
         assert request.transfer is None, "a request that transfers its blocks must hold all of them from the start"
+        self.pool.idle.rest(request.visit, request.block_ids[: request.registered])
         self.pool.release(*request.holder, request.block_ids)
         request.block_ids = []
         request.computed_len = request.registered = 0
@@ -152,7 +154,8 @@ class Scheduler:
             request = waiting[passed]
             while before and before[0].place < request.place:
                 budget -= before.pop(0).uncomputed
-            if request.grant is None and budget <= 0:
+            computed = chain(prompts, begun) if self.pool.prefix_caching else ()
+            if request.grant is None and (budget <= 0 or coming(request, computed)):
                 kept += self._blocks_of(request)
                 passed += 1
                 continue
@@ -179,9 +182,7 @@ class Scheduler:
         return 0 < held > self.pool.num_blocks // ARRIVING - self._blocks_of(request)
 
     def _seats(self, request: Request) -> int:
-        """Return how many seats may be taken with this request; a step has a token for each seat.
-
-        Only streams that began elsewhere may use the reserved seats."""
+        """Return how many seats may be taken with this request: for streams that began elsewhere, reserved ones too."""
         most = self.limits.max_num_seqs
         return min(most + max(1, most // KEPT), self.limits.max_num_batched_tokens) if resumed(request) else most
 
@@ -189,11 +190,12 @@ class Scheduler:
         """Hold the request's whole chain, cached blocks first, unless fewer than `kept` blocks would stay available."""
         reused = self.pool.match(request.reusable_hashes)
         tail = self._tail(request, len(reused) * self.block_size)
-        block_ids = self.pool.acquire(*request.holder, reused, self._blocks_of(request) - len(reused), keep=kept)
+        block_ids = self.pool.acquire(
+            *request.holder, reused, self._blocks_of(request) - len(reused), keep=kept, visit=request.visit,
+            hashes=request.reusable_hashes,
+        )  # fmt: skip
         if block_ids is None:
             return False
-        if not resumed(request):
-            self.pool.idle.found(reused)
         request.block_ids = block_ids
         request.computed_len = len(reused) * self.block_size
         request.registered = len(reused)
@@ -209,9 +211,7 @@ class Scheduler:
         return self.pool.tails.match(request.parent_of(start), request.token_ids[start:upto])
 
     def _copy_tail(self, request: Request, tail: PartialBlock) -> None:
-        """Copy the partial block at once, since its source may be free and reused next.
-
-        The copy is cached in its place."""
+        """Copy the partial block at once, before its source is reused, and cache the copy in its place."""
         start = request.computed_len
         target = request.block_ids[start // self.block_size]
         if target != tail.block_id:

@@ -8,6 +8,7 @@ from kvferry.engine.events import Stepped
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.speculation import Speculation
 from kvferry.engine.step_slices import Slice
+from kvferry.engine.visits import IdleStats
 
 
 class StepStats:
@@ -16,6 +17,7 @@ class StepStats:
     def __init__(self, scheduler: Scheduler, speculation: Speculation) -> None:
         self._scheduler, self._speculation = scheduler, speculation
         self._preempted = self._evicted = 0
+        self._idle = IdleStats()
 
     def step(self, slices: Sequence[Slice], seconds: float) -> Stepped:
         """Record a step of these slices, with preemptions and evictions since the one before."""
@@ -30,6 +32,8 @@ class StepStats:
             evicted=evicted - self._evicted,
             drafted=drafted,
             accepted=accepted,
+            idle=self._scheduler.pool.idle.stats.since(self._idle),
         )
         self._preempted, self._evicted = preempted, evicted
+        self._idle = self._scheduler.pool.idle.stats.copy()
         return told

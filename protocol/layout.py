@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.protocol.errors import ConfigError
 
-WIRE_VERSION = 12
+WIRE_VERSION = 13
 """Version of messages, leases and block format; part of the fingerprint."""
 STORE_GROUP = 16
 """Blocks of a chain in one object of the shared store; a group starts at a multiple of it."""

@@ -71,7 +71,9 @@ class Job:
     holder            node from which the computing node may fetch leading blocks of the prompt; None: none
     media             images, audio and video of the prompt in order, for nodes whose lease has their modalities
     failures          attempts of the request that failed or were refused before, for which it goes ahead of others; a
-                      second attempt beside one that runs has none"""
+                      second attempt beside one that runs has none
+    session           name of the client's session (see protocol.sessions); empty: none
+    retention         how long the client asks to keep the prompt's blocks, such as 1h; empty: nothing asked"""
 
     request_id: str
     attempt: int
@@ -91,6 +93,8 @@ class Job:
     holder: Holder | None = None
     media: tuple[MediaItem, ...] = ()
     failures: int = 0
+    session: str = ""
+    retention: str = ""
 
     @property
     def params(self) -> SamplingParams:

@@ -17,7 +17,7 @@ class Reuse:
     """Reuse account of a prompt: prompt_len = reused_prefill + reused_decode + fetched + computed.
 
     missed: computed tokens right behind the reused ones that were predicted to be cached (Job.predicted), by the reason
-    that the node knows."""
+    that the node knows. written: tokens in computed blocks that later prompts may reuse."""
 
     prompt_len: int
     reused_prefill: int = 0
@@ -25,6 +25,7 @@ class Reuse:
     fetched: int = 0
     computed: int = 0
     missed: Missed = ()
+    written: int = 0
 
     @property
     def cached_len(self) -> int:
@@ -37,4 +38,5 @@ class Reuse:
         parts = (self.reused_prefill, self.reused_decode, self.fetched, self.computed)
         missed = [tokens for _, tokens in self.missed]
         known = all(reason in FOUND_MISSING for reason, _ in self.missed)
-        return min(*parts, *missed) >= 0 and sum(parts) == self.prompt_len and sum(missed) <= self.computed and known
+        adds_up = sum(parts) == self.prompt_len and max(sum(missed), self.written) <= self.computed
+        return min(*parts, *missed, self.written) >= 0 and adds_up and known

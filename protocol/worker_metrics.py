@@ -10,6 +10,7 @@ from kvferry.protocol.fetch_metrics import FetchMetrics
 from kvferry.protocol.metrics import LATENCY_BUCKETS, STEP_BUCKETS
 from kvferry.protocol.model_metrics import ModelRegistry
 from kvferry.protocol.scaling_metrics import NodeScaling
+from kvferry.protocol.session_metrics import SessionMetrics
 from kvferry.protocol.speculation_metrics import SpeculationMetrics
 from kvferry.protocol.tier_metrics import TierMetrics
 
@@ -117,7 +118,7 @@ class WorkerMetrics:
         )
         self.fetches, self.tiers = FetchMetrics(role, r), TierMetrics(role, r)
         self.canary, self.speculation = CanaryMetrics(role, r), SpeculationMetrics(role, r)
-        self.scaling = NodeScaling(role, r)
+        self.scaling, self.sessions = NodeScaling(role, r), SessionMetrics(role, r)
         self.account_violations = counter("kvferry_account_violations", "Prompts with wrong reuse accounting: a bug.")
         self.lease_renewals = counters(
             "kvferry_lease_renewals", "Lease renewals by outcome.", "outcome", labels.RENEWAL_OUTCOMES

@@ -71,6 +71,7 @@ class RequestContext:
     priority  lower is served earlier; 0 by default
     itl_s     target of the mean seconds between its tokens; infinite without a target of the tenant
     is_patient  nobody waits for it, as for a batch's rows: targets do not concern it
+    session   name of the session on the wire, by the client's x-session-id; empty: none
     trace     W3C `traceparent` of the request's span, or the client's if no span is recorded; may be empty
     """
 
@@ -86,6 +87,7 @@ class RequestContext:
     first_by: float = inf
     itl_s: float = inf
     is_patient: bool = False
+    session: str = ""
 
     @property
     def has_targets(self) -> bool:

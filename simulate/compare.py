@@ -47,6 +47,7 @@ CASES: Mapping[str, Case] = {
     "many-prefixes": Case("many-prefixes", 22),
     "chat": Case("chat", 120),
     "agents": Case("agents", 70),
+    "tool-agents": Case("tool-agents", 24),
     "bursts": Case("bursts", 32),
     "documents": Case("documents", 1.3),
     "mixed-models": Case("mixed-models", 60),

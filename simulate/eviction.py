@@ -1,22 +1,25 @@
 """Alternative eviction policies to compare with the engine's own, in the simulator only.
 
-Each replaces a pool's `SegmentedLru`. A block with children in the pool is never evicted: chains are evicted from their
-tails."""
+Each replaces a pool's `ValueEviction`. A block with children in the pool is never evicted: chains are evicted from
+their tails."""
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.engine.eviction import SegmentedLru
+from kvferry.engine.eviction import ValueEviction
+from kvferry.engine.ports import EvictionOrder
+from kvferry.engine.visits import Visit
 from kvferry.simulate.choices import check_known
+from kvferry.simulate.segmented_lru import PROTECTED, SegmentedLru, WithoutSessions
 
 if TYPE_CHECKING:
     from kvferry.engine.block_pool import BlockPool
 
-EVICTIONS = ("slru", "lru", "s3fifo", "gdsf", "gdsf-cost")
+EVICTIONS = ("value", "lru", "slru", "s3fifo", "gdsf", "gdsf-cost")
 """Names of the policies; the first is the engine's own."""
 SMALL = 10
 """Divisor of the pool for S3-FIFO: one block in SMALL may be in the queue of blocks used once."""
@@ -28,23 +31,23 @@ MOST_LOOKS = 64
 """Queue heads that are tried per eviction; then the block that is idle for longest is evicted."""
 
 
-def order_of(name: str, pool: BlockPool) -> SegmentedLru:
+def order_of(name: str, pool: BlockPool, clock: Callable[[], float] | None = None) -> EvictionOrder:
     """Return the eviction policy of that name for the pool. Raises ConfigError."""
     check_known("eviction", name, EVICTIONS)
-    if name == "slru":
-        return pool.idle
-    if name == "lru":
-        return SegmentedLru(0)
+    if name == "value":
+        return ValueEviction(pool.num_blocks, clock)
+    if name in ("lru", "slru"):
+        return SegmentedLru(pool.num_blocks // PROTECTED if name == "slru" else 0)
     if name == "s3fifo":
         return S3Fifo(pool)
     return Gdsf(pool, attention_blocks=COST_BLOCKS if name == "gdsf-cost" else 0)
 
 
-class _Known(SegmentedLru):
+class KnownBlocks(WithoutSessions):
     """Common part of the policies: the idle blocks, and content hashes of blocks."""
 
     def __init__(self, pool: BlockPool) -> None:
-        super().__init__(0)
+        super().__init__()
         self._pool = pool
         self._idle: dict[int, None] = {}
 
@@ -57,8 +60,8 @@ class _Known(SegmentedLru):
     def remove(self, block_id: int) -> None:
         self._idle.pop(block_id, None)
 
-    def forget(self, block_id: int) -> None:
-        pass
+    def forget(self, block_id: int, block_hash: bytes, *, evicted: bool) -> None:
+        self.remove(block_id)
 
     def _leaf(self, block: int) -> bool:
         return not self._pool._blocks[block].children
@@ -69,7 +72,7 @@ class _Known(SegmentedLru):
         return known
 
 
-class Gdsf(_Known):
+class Gdsf(KnownBlocks):
     """Greedy dual size frequency (Cherkasova, 1998).
 
     A block's rank is its use count times its cost to recompute, plus the rank of the block evicted last. The cost is 1,
@@ -84,13 +87,13 @@ class Gdsf(_Known):
         self._heap: list[tuple[float, int, int]] = []
         self._age, self._entered = 0.0, 0
 
-    def found(self, block_ids: Iterable[int]) -> None:
+    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Count another use of each block."""
-        for block in block_ids:
+        for block in reused:
             key = self._hash(block)
             self._uses[key] = self._uses.get(key, 1) + 1
 
-    def put(self, block_id: int) -> None:
+    def put(self, block_id: int, *, leaf: bool) -> None:
         """Add a block that has no user left, and rank it."""
         self._idle[block_id] = None
         self._rank[block_id] = self._age + self._uses.setdefault(self._hash(block_id), 1) * self._cost(block_id)
@@ -131,7 +134,7 @@ class Gdsf(_Known):
         return 1 + self._depth[self._hash(block)] / self._attention_blocks
 
 
-class S3Fifo(_Known):
+class S3Fifo(KnownBlocks):
     """S3-FIFO (Yang et al., 2023).
 
     New blocks wait in a small queue. Blocks that are used again there, or that were evicted recently, go to the main
@@ -146,13 +149,13 @@ class S3Fifo(_Known):
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._most_small = max(1, pool.num_blocks // SMALL)
 
-    def found(self, block_ids: Iterable[int]) -> None:
+    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Count another use of each block, up to MOST_USES."""
-        for block in block_ids:
+        for block in reused:
             key = self._hash(block)
             self._uses[key] = min(MOST_USES, self._uses.get(key, 0) + 1)
 
-    def put(self, block_id: int) -> None:
+    def put(self, block_id: int, *, leaf: bool) -> None:
         """Add a block that has no user left, and queue it unless it is queued already."""
         self._idle[block_id] = None
         key = self._hash(block_id)

@@ -12,6 +12,7 @@ from kvferry.cluster_state.registry import RENEWAL_S
 from kvferry.protocol.errors import ConfigError
 from kvferry.simulate.clock import Clock
 from kvferry.simulate.cores import Cores
+from kvferry.simulate.eviction import EVICTIONS
 from kvferry.simulate.machine import LARGE, Machine
 from kvferry.simulate.node import Node
 from kvferry.simulate.report import lease_of
@@ -32,7 +33,7 @@ class Shape:
     decode: int
     machine: Machine = LARGE
     models: tuple[str, ...] = ("m",)
-    eviction: str = "slru"
+    eviction: str = EVICTIONS[0]
 
     def __post_init__(self) -> None:
         if self.prefill < 0 or self.decode < 1:

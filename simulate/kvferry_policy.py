@@ -21,6 +21,7 @@ from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
 from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.nodes.session_notes import SessionNoter
 from kvferry.router.request_log import RequestLog
 from kvferry.simulate.fleet import Fleet
 from kvferry.simulate.node import Node, Run
@@ -48,11 +49,12 @@ class KvferryPolicy:
         client, budget = NodeClient("simulator"), RetryBudget(0.0, 0.0, 0.0, clock)
         prefixes = Prefixes(fleet.store, metrics, LOOKUP_S, clock)
         deaths, request_log = PoisonRequests(clock), RequestLog()
+        background_calls = BackgroundCalls()
         shared = Shared(
             self.table,
             client,
             prefixes,
-            BackgroundCalls(),
+            background_calls,
             metrics,
             self._local_tokens,
             True,
@@ -62,6 +64,7 @@ class KvferryPolicy:
             budget,
             budget,
             request_log,
+            SessionNoter(client, background_calls),
         )
         nodes = {model: self.table.add(ModelNodes(ModelName(model, ()))) for model in fleet.shape.models}
         self._clusters = {model: ModelCluster(each, shared) for model, each in nodes.items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import REQUEST
-from kvferry.simulate.eviction import order_of
+from kvferry.engine.visits import Visit
+from kvferry.simulate.eviction import EVICTIONS, order_of
 
 COPY_KEPT = 4
 """Divisor of the pool: one block in COPY_KEPT must stay available after a copy (engine/replication.py)."""
@@ -18,26 +19,29 @@ class Memory(BlockPool):
 
     A chain has leading blocks that were found in the pool, then fresh blocks, which get their hashes once computed."""
 
-    def __init__(self, num_blocks: int, eviction: str = "slru") -> None:
+    def __init__(self, num_blocks: int, eviction: str = EVICTIONS[0], clock: Callable[[], float] | None = None) -> None:
         super().__init__(num_blocks, Ledger(num_blocks))
-        self.eviction = eviction
-        self.idle = order_of(eviction, self)
+        self.idle = order_of(eviction, self, clock)
         self._chains: dict[Hashable, list[int]] = {}
+        self._visits: dict[Hashable, Visit] = {}
 
     def found(self, hashes: Sequence[bytes]) -> int:
         """Return the number of leading blocks that are in the pool."""
         return len(self.match(hashes))
 
-    def take(self, owner: Hashable, hashes: Sequence[bytes], blocks: int, *, keep: int = 0) -> int | None:
+    def take(
+        self, owner: Hashable, hashes: Sequence[bytes], blocks: int, *, keep: int = 0, visit: Visit | None = None
+    ) -> int | None:
         """Hold a chain of `blocks` blocks; return how many of `hashes` were found, or None without enough blocks.
 
-        keep: blocks that must stay available."""
+        keep: blocks that must stay available. visit: the request's, unless these are copies."""
         reused = self.match(hashes)[:blocks]
-        chain = self.acquire(owner, REQUEST, reused, blocks - len(reused), keep=keep)
+        chain = self.acquire(owner, REQUEST, reused, blocks - len(reused), keep=keep, visit=visit, hashes=hashes)
         if chain is None:
             return None
-        self.idle.found(reused)
         self._chains[owner] = chain
+        if visit is not None:
+            self._visits[owner] = visit
         return len(reused)
 
     def fill(self, owner: Hashable, hashes: Sequence[bytes]) -> None:
@@ -52,6 +56,9 @@ class Memory(BlockPool):
     def give(self, owner: Hashable) -> None:
         """Release the owner's chain, if it has one."""
         if (chain := self._chains.pop(owner, None)) is not None:
+            if (visit := self._visits.pop(owner, None)) is not None:
+                findable = (place for place, block_id in enumerate(chain) if self._blocks[block_id].hash is None)
+                self.idle.rest(visit, chain[: next(findable, len(chain))])
             self.release(owner, REQUEST, chain)
 
     def copy(self, owner: Hashable, hashes: Sequence[bytes]) -> bool:

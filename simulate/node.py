@@ -34,7 +34,8 @@ class Node:
 
     def __init__(self, name: str, role: str, model: str, machine: Machine, clock: Clock, eviction: str) -> None:
         self.name, self.role, self.model, self.machine, self.clock = name, role, model, machine, clock
-        self.memory = Memory(machine.blocks, eviction)
+        self.eviction = eviction
+        self.memory = Memory(machine.blocks, eviction, clock.time)
         self.tiers = Tiers(machine, clock)
         self.prompts, self.streams = Prompts(), Streams()
         self.epoch, self.alive, self.dirty = 1, True, False
@@ -109,7 +110,7 @@ class Node:
         here = [*self.streams.break_off(), *self.grants]
         here += self.tiers.reading
         here += [prompt.run for prompt in (*self.prompts.waiting, *self.prompts.begun)]
-        self.memory = Memory(self.memory.num_blocks, self.memory.eviction)
+        self.memory = Memory(self.memory.num_blocks, self.eviction, self.clock.time)
         self.tiers.die()
         self.prompts, self.grants = Prompts(), Grants(self.machine)
         self.alive = False
@@ -158,7 +159,8 @@ class Node:
         if run.decode is self:
             start = run.here * size
         else:
-            found = self.memory.take(run, run.ask.hashes[: (run.length - 1) // size], blocks_for(run.length, size))
+            wanted, blocks = run.ask.hashes[: (run.length - 1) // size], blocks_for(run.length, size)
+            found = self.memory.take(run, wanted, blocks, visit=run.ask.visit)
             if found is None:
                 return False
             start = found * size

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from kvferry.engine.visits import Pause, Visit
+
 N = TypeVar("N")
 """Type of node."""
 
@@ -17,7 +19,8 @@ class Scenario:
     at          seconds of its arrival; with `after`, since the end of that request
     hashes      of the full blocks of its prompt and its output
     after       number of an earlier request, for a client that waits for its answer; -1: none
-    session     key that a client would send for session affinity"""
+    session     key that a client would send for session affinity
+    calls_tool  its output is a tool call"""
 
     number: int
     at: float
@@ -27,6 +30,12 @@ class Scenario:
     after: int = -1
     session: str = ""
     model: str = "m"
+    calls_tool: bool = False
+
+    @property
+    def visit(self) -> Visit:
+        """Return its use of a pool's cached blocks; the pool recognises the session by its prefix."""
+        return Visit(pause=Pause.TOOL if self.calls_tool else Pause.ANSWERED)
 
 
 @dataclass(slots=True, eq=False)

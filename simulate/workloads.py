@@ -70,13 +70,17 @@ class Writer:
         """Draw a log-normal text length."""
         return max(least, int(self.rng.lognormvariate(0.0, spread) * median))
 
-    def ask(self, at: float, prompt: Sequence[Piece], output: int, *, after: int = -1, session: str = "") -> Piece:
+    def ask(
+        self, at: float, prompt: Sequence[Piece], output: int, *, after: int = -1, session: str = "",
+        calls_tool: bool = False,
+    ) -> Piece:  # fmt: skip
         """Add a request and return its output as a piece."""
         number = len(self.trace)
         said = (f"out{number}", output)
         hashes = hashes_of([*prompt, said], self.asked.block_size)
         length = sum(tokens for _, tokens in prompt)
-        self.trace.append(Scenario(number, at, length, output, hashes, after, session or f"s{number}"))
+        name = session or f"s{number}"
+        self.trace.append(Scenario(number, at, length, output, hashes, after, name, calls_tool=calls_tool))
         return said
 
     def talk(self, at: float, context: list[Piece], turns: int, said: int, output: int, pause_s: float) -> None:
@@ -145,6 +149,41 @@ def _talks(
     return writer.trace
 
 
+def tool_agents(asked: Asked) -> list[Scenario]:
+    """Return a trace of agents of 12 applications, whose tools take 1 to 60 s, beside requests that come once.
+
+    A task takes 4 to 20 tool calls and ends with an answer; two of five users then go on, after 90 s on average. Three
+    of ten requests are not part of a task."""
+    writer = Writer(asked, "tool-agents")
+    once, tasks = asked.count * 3 // 10, asked.rate * 0.7 / 20
+    for at in writer.times(tasks):
+        if len(writer.trace) >= asked.count - once:
+            break
+        _agent(writer, at)
+    last = max(ask.at for ask in writer.trace if ask.after < 0)
+    for _ in range(once):
+        prompt = (f"once{len(writer.trace)}", writer.length(2500))
+        writer.ask(writer.rng.random() * last, [prompt], writer.length(200))
+    return writer.trace
+
+
+def _agent(writer: Writer, at: float) -> None:
+    rng, session, after, app = writer.rng, f"s{len(writer.trace)}", -1, writer.rng.randrange(12)
+    context = [(f"app{app}", 3000 + 500 * app), (f"{session}task", writer.length(600))]
+    while True:
+        for _ in range(rng.randint(4, 20)):
+            number = len(writer.trace)
+            call = writer.ask(at, context, writer.length(90), after=after, session=session, calls_tool=True)
+            context += [call, (f"{session}result{number}", writer.length(700))]
+            after, at = number, min(60.0, max(1.0, rng.lognormvariate(1.6, 1.0)))
+        number = len(writer.trace)
+        answer = writer.ask(at, context, writer.length(250), after=after, session=session)
+        if rng.random() < 0.6:
+            return
+        context += [answer, (f"{session}more{number}", writer.length(80))]
+        after, at = number, rng.expovariate(1 / 90)
+
+
 def bursts(asked: Asked) -> list[Scenario]:
     """Return a trace in which two of ten seconds have six tenths of the requests; requests share prefixes."""
     writer = Writer(asked, "bursts")
@@ -187,6 +226,7 @@ WORKLOADS: Mapping[str, Callable[[Asked], list[Scenario]]] = {
     "many-prefixes": many_prefixes,
     "chat": chat,
     "agents": agents,
+    "tool-agents": tool_agents,
     "bursts": bursts,
     "documents": documents,
     "mixed-models": mixed_models,

@@ -74,7 +74,7 @@ class FakeDispatch:
         self.route: Route | None = None
         self.fork: Fork | None = None
         self.cancelled = asyncio.Event()
-        self.enough = False
+        self.enough = self.called_tool = False
         self.yielded = self.heard = 0
         self._listener: Callable[[Output], None] | None = None
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
@@ -99,6 +99,9 @@ class FakeDispatch:
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
         self._listener = listener
+
+    def calls_tool(self) -> None:
+        self.called_tool = True
 
     async def cancel(self, *, enough: bool = False) -> None:
         self.enough = enough
@@ -164,12 +167,16 @@ class FakeCluster:
         self.nodes: list[NodeLease] = []
         self.takes = Capacity()
         self.held = PendingRequests()
+        self.closed: list[str] = []
 
     def info(self) -> ClusterInfo:
         return ClusterInfo("demo", self.max_model_len)
 
     def capacity(self) -> Capacity:
         return self.takes
+
+    def close_session(self, session: str) -> None:
+        self.closed.append(session)
 
     def leases(self) -> list[NodeLease]:
         return self.nodes

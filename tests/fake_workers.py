@@ -39,6 +39,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Missed, Reuse
 from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.sessions import SessionNotes
 from kvferry.protocol.wire import FrameReader, pack, unpack
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.canary_release import CanaryRelease
@@ -107,6 +108,7 @@ class FakeWorker:
     prefills: list[PrefillRequest] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
+    notes: list[SessionNotes] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
     moves: list[MoveRequest] = field(default_factory=list)
     move_refusals: list[KvferryError] = field(default_factory=list)
@@ -128,6 +130,7 @@ class FakeWorker:
             HttpRoute("/attempts/prefill", self._prefill, methods=["POST"]),
             HttpRoute("/attempts/generate", self._generate, methods=["POST"]),
             HttpRoute("/attempts/cancel", self._cancel, methods=["POST"]),
+            HttpRoute("/sessions", self._sessions, methods=["POST"]),
             HttpRoute("/attempts/render", self._render, methods=["POST"]),
             HttpRoute("/attempts/move", self._move, methods=["POST"]),
             HttpRoute("/adapters", self._change_adapter, methods=["POST"]),
@@ -241,6 +244,10 @@ class FakeWorker:
         total = len(job.token_ids)
         reused = min(8, total - 1)
         self.decode(job, total - job.prompt_len, Reuse(total, 0, reused, 0, total - reused, evicted(job, reused)))
+        return Response(status_code=202)
+
+    async def _sessions(self, request: Request) -> Response:
+        self.notes.append(unpack(await request.body()))
         return Response(status_code=202)
 
     async def _cancel(self, request: Request) -> Response:

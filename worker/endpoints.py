@@ -12,6 +12,7 @@ from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.kv_events.publisher import open_kv_events
 from kvferry.worker.replica_store import ReplicaStore
 from kvferry.worker.service import Base
+from kvferry.worker.sessions import NodeSessions
 from kvferry.worker.tiers import Tiers
 
 
@@ -28,6 +29,7 @@ class Endpoints:
         self.tiers = Tiers(base, self.fetches)
         self.supplies = PrefixSupplier(base, self.sender)
         self._kv_events = open_kv_events(base)
+        base.app.post("/sessions", status_code=202)(NodeSessions(base.engine).post_notes)
 
     def take(self, events: Sequence[Event]) -> None:
         """Handle engine events for fetches, tiers and KV events, on the engine thread."""

@@ -66,6 +66,14 @@ class EventRelay:
         ):
             if count:
                 counter.inc(count)
+        if event.idle is not None:
+            m.sessions.paused.set(event.idle.paused)
+            for counters, counts in (
+                (m.sessions.returns, event.idle.returns),
+                (m.sessions.evicted, event.idle.evicted),
+            ):
+                for label, number in counts.items():
+                    counters[label].inc(number)
 
     def _admitted(self, event: Admitted) -> None:
         m = self._metrics

@@ -11,6 +11,7 @@ from prometheus_client import Counter
 
 from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
 from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.sessions import session_name
 from kvferry.router.api.bodies.fields import TIER_PRIORITY, TierFields
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants.limits import RateLimited
@@ -27,12 +28,14 @@ ADAPTED = "x-kvferry-template-adaptations"
 class TokenUsage:
     """Tokens of a request so far: of its prompts, of these from caches, and of its outputs.
 
+    written: tokens of its prompts that were computed and may be reused.
     itl_s: mean seconds between the tokens of its slowest sequence; 0: unknown."""
 
     prompt: int = 0
     cached: int = 0
     output: int = 0
     itl_s: float = 0.0
+    written: int = 0
 
 
 class AdmittedRequest:
@@ -100,11 +103,14 @@ class AdmittedRequest:
         """Take over the context of the request that this one repeats or goes on with."""
         self.call = replace(call, trace=self.call.trace)
 
-    def prefer(self, body: TierFields, *, resumes: bool = False, sees_tokens: bool = True) -> RequestContext:
-        """Set the request's priority among its tenant's requests, and its targets; return its context.
+    def prefer(
+        self, body: TierFields, *, resumes: bool = False, sees_tokens: bool = True, session: str | None = None
+    ) -> RequestContext:
+        """Set the request's session, its priority among its tenant's requests, and its targets; return its context.
 
-        resumes: its client has read the beginning, so that it has no targets. sees_tokens: the time between its tokens
-        is measured here, so that it may have a target."""
+        session: the body's name for it, which counts if no header has one. resumes: its client has read the beginning,
+        so that it has no targets. sees_tokens: the time between its tokens is measured here, so that it may have a
+        target."""
         call, tenant = self.call, self._meter.tenant
         is_patient = call.is_patient or body.is_patient
         has_targets = not (is_patient or resumes)
@@ -112,8 +118,11 @@ class AdmittedRequest:
         itl_s = 1e-3 * tenant.itl_ms if tenant.itl_ms and has_targets and sees_tokens else inf
         tier = body.tier_used(is_patient=is_patient)
         priority = body.priority or call.priority or TIER_PRIORITY.get(tier, 0)
-        if priority or tenant.ttft_ms or tenant.itl_ms or is_patient:
-            self.call = replace(call, priority=priority, first_by=first_by, itl_s=itl_s, is_patient=is_patient)
+        name = call.session or session_name(call.tenant, session or "")
+        if priority or tenant.ttft_ms or tenant.itl_ms or is_patient or name:
+            self.call = replace(
+                call, priority=priority, first_by=first_by, itl_s=itl_s, is_patient=is_patient, session=name
+            )
         return self.call
 
     async def turn(self, turns: SchedulerSlots, size: Size) -> Slot:

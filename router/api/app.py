@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response, Security
+from fastapi import APIRouter, Response, Security
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.types import ASGIApp
@@ -19,9 +19,6 @@ from kvferry.router.api.adapters import ADAPTER_BODIES, adapter_routes
 from kvferry.router.api.answers import (
     ChatAnswer,
     CompletionAnswer,
-    Text,
-    TokenizerInfo,
-    Tokens,
 )
 from kvferry.router.api.audio.endpoints import SPEECH_ENDPOINTS, SpeechEndpoint, SpeechRoute
 from kvferry.router.api.batches.batches import BatchBody, batches_router
@@ -57,18 +54,18 @@ from kvferry.router.api.responses.routes import kept_responses
 from kvferry.router.api.responses.stored_responses import StoredResponses
 from kvferry.router.api.resumed_routes import Exchanged, resumed_routes
 from kvferry.router.api.served_models import ServedModels
+from kvferry.router.api.sessions import session_routes
 from kvferry.router.api.shapes.chat import ChatShape
 from kvferry.router.api.shapes.chunks import chunks
 from kvferry.router.api.shapes.completions import CompletionShape
-from kvferry.router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
+from kvferry.router.api.tokenization import DetokenizeBody, TokenizeBody
+from kvferry.router.api.tokenization_routes import tokenization_routes
 from kvferry.router.batch.batches import Batches
 from kvferry.router.dashboard import routes as dashboard
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.journal.request_journals import RequestJournals
-from kvferry.router.request_context import CALL
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.worker_peers.peers import WorkerPeers
-from kvferry.runtime.disconnect import until_disconnect
 from kvferry.runtime.rejection_throttle import RejectionThrottle
 
 ENCODING = (400, 404, 413, 415, 429, 500)
@@ -179,11 +176,12 @@ def create_app(
         resumed_routes(offered, exchanges, (*GENERATING, *refusals)),
         kept_responses(responses, background, created, journals),
         counting(pools, reader, (*ENCODING, *refusals)),
-        _text(pools, reader),
+        tokenization_routes(pools, reader, ENCODING),
         rendering_routes(pools, reader, (*ENCODING, *refusals)),
         files_router(batches, settings.files_mib * 2**20),
         batches_router(batches, reader),
         adapter_routes(pools, reader, settings.allow_lora_updates),
+        session_routes(pools),
         about(pools),
         targets(pools),
     ):
@@ -224,26 +222,3 @@ def _exchanged(exchange: ASGIApp) -> Callable[[], Awaitable[Response]]:
         return Exchanged(exchange)
 
     return generate
-
-
-def _text(pools: ServedModels, reader: BodyReader) -> APIRouter:
-    router = APIRouter(responses=errors(*ENCODING))
-
-    @router.post(
-        "/tokenize", summary="Tokenize text or messages", response_model=Tokens, openapi_extra=takes(TokenizeBody)
-    )
-    async def tokenized(request: Request) -> dict[str, Any]:
-        tenant = request.scope[CALL].tenant
-        return await until_disconnect(request.receive, tokenize(pools, await reader.read(request), tenant))
-
-    @router.post(
-        "/detokenize", summary="Detokenize token ids", response_model=Text, openapi_extra=takes(DetokenizeBody)
-    )
-    async def detokenized(request: Request) -> dict[str, Any]:
-        return await until_disconnect(request.receive, detokenize(pools, await reader.read(request)))
-
-    @router.get("/tokenizer_info", summary="Get the tokenizer's special tokens and chat template")
-    async def tokenizer_info() -> TokenizerInfo:
-        return TokenizerInfo(**describe(pools))
-
-    return router

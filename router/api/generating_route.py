@@ -125,7 +125,8 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         pool = self._pools.pool(chat.model)
         parsing = chat.parsing(pool.text)
         resumes = journal is not None and journal.is_resumed
-        specs = await pool.specs(admitted.prefer(chat, resumes=resumes), chat, size)
+        call = admitted.prefer(chat, resumes=resumes, session=chat.prompt_cache_key)
+        specs = await pool.specs(call, chat, size)
         admitted.adaptations = chat.adaptations
         if chat.use_beam_search:
             generation: Generation = BeamGeneration(pool, specs, chat)

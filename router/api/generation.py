@@ -122,7 +122,7 @@ class Generation:
 
     def used(self) -> TokenUsage:
         """Return the tokens used so far; each prompt counts once."""
-        prompt = output = cached = 0
+        prompt = output = cached = written = 0
         for spec in self.prompts:
             prompt += len(spec.token_ids)
         for choice in self.choices:
@@ -131,8 +131,9 @@ class Generation:
         for leader, *_ in self._groups:
             if leader.dispatch is not None and (route := leader.dispatch.route) is not None:
                 cached += route.reuse.cached_len
+                written += route.reuse.written
         itl_s = max((choice.pace_s / choice.paced for choice in self.choices if choice.paced), default=0.0)
-        return TokenUsage(prompt, cached, output, itl_s)
+        return TokenUsage(prompt, cached, output, itl_s, written)
 
     def usage(self) -> dict[str, Any]:
         """Return the API's usage object so far."""

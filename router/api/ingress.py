@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.protocol.errors import Unauthorized
+from kvferry.protocol.sessions import session_name
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.bodies.reader import READ_AT
 from kvferry.router.api.http_errors import error_response
@@ -112,6 +113,7 @@ def new_call(headers: Mapping[str, str], tenant: str, realm: str, timeout_s: flo
         tenant=tenant,
         realm=realm,
         trace=_traceparent(headers),
+        session=session_name(tenant, headers.get("x-session-id", "")),
         resume=_resume(headers),
     )
 

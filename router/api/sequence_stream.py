@@ -157,6 +157,8 @@ class SequenceStream:
         if choice.ended and choice.uncounted:
             self._whole.count_late(choice)
         self._finished = piece.finish_reason is not None
+        if piece.finish_reason == "tool_calls" and choice.dispatch is not None and not output.replayed:
+            choice.dispatch.calls_tool()
         return piece
 
     def _begun(self, now: float, route: Route | None, output: Output) -> None:

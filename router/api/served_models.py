@@ -158,7 +158,7 @@ class ServedModel:
         budget = self._budget(body, len(token_ids))
         self.check_ids(token_ids, field)
         params = body.sampling(self.text.facts, budget, bad_words, drawn_seed(call, request_id))
-        return self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt)
+        return body.in_session(self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt))
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
         """Return max_tokens: the requested number, else the shape's default, else the rest of the context.

@@ -32,7 +32,7 @@ class AttemptPlanner:
 
     `delivered` is the growing list of output tokens sent to the client. `failures` counts failed attempts.
     `fingerprint` is that of the nodes that may take the request; empty: any, until its first token. Media bind it from
-    the start. leave, wake: see RequestTargets."""
+    the start. `keepers`: nodes with the prompt's blocks, after its first token. leave, wake: see RequestTargets."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class AttemptPlanner:
         self._failure: KvferryError | None = None
         self._unpaid = False
         self._held: dict[NodeKey, int] = {}
+        self.keepers: list[NodeLease] = []
         self._hashes: Hashes = {}
 
     @property
@@ -166,7 +167,8 @@ class AttemptPlanner:
         Other kernels would give other tokens, so its first token binds the request to its fingerprint."""
         self.fingerprint = node.fingerprint
         self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
-        self._context.remember(self.hashes(node), [each for each in (node, other) if each])
+        self.keepers[:] = [each for each in (node, other) if each]
+        self._context.remember(self.hashes(node), self.keepers)
 
     def expired(self) -> KvferryError:
         """Return the error of the request after its deadline."""

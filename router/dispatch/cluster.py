@@ -20,6 +20,7 @@ from kvferry.router.dispatch.shared import Shared
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_table import NodeSource, NodeTable
+from kvferry.router.nodes.session_notes import SessionNoter
 from kvferry.router.nodes.token_streams import TokenStreams
 from kvferry.router.request_log import RequestLog
 from kvferry.runtime.suspend_aware_clock import LoopClock
@@ -91,6 +92,7 @@ class RouterCluster:
             retries=RetryBudget(*RETRIES, clock),
             hedges=RetryBudget(*HEDGES, clock),
             request_log=self.request_log,
+            session_notes=SessionNoter(self._client, self._background_calls),
             canary=canary,
         )
         self.nodes.listen(self._follow)

@@ -18,6 +18,7 @@ from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.nodes.model_nodes import FingerprintGroup, ModelNodes
+from kvferry.router.nodes.session_notes import SessionNoter
 from kvferry.router.request_log import RequestLog
 
 Hashes = Mapping[str, Sequence[bytes]]
@@ -36,6 +37,7 @@ class DispatchContext(Protocol):
     hedges        budget for hedged attempts
     request_log   recent requests and events for the dashboard
     displacement  requests with targets, and those that give way to them
+    session_notes  notes about sessions for nodes
     canary        choice of the groups that a new request goes to; None: any
     """
 
@@ -49,6 +51,7 @@ class DispatchContext(Protocol):
     hedges: RetryBudget
     request_log: RequestLog
     displacement: Displacement
+    session_notes: SessionNoter
     canary: CanaryRelease | None
 
     async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Held:

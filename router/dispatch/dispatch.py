@@ -1,7 +1,6 @@
 """Dispatch of one request: places it, starts attempts, and retries elsewhere until its last token.
 
-Failures do not break the output sequence: a new attempt gets the prompt plus the tokens already delivered and continues
-after them. Tokens of older attempts are ignored."""
+After a failure, a new attempt continues behind the tokens already delivered. Tokens of older attempts are ignored."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from kvferry.placement.types import Placement
@@ -49,6 +49,7 @@ class RequestDispatch:
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
         self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._give_way, self._inbox.post)
+        self.calls_tool = partial(context.session_notes.calls_tool, self._planner.keepers, self._wire_id)
         self._hedge_policy = HedgePolicy(self._hedged, self._planner, context)
         self._migration = Migration(self._hedged, self._planner, context, self._sink.hear)
         self._timers: Timers | None = None
@@ -63,8 +64,7 @@ class RequestDispatch:
         """Return the fork data: the node that decodes the request, or the prefill node if it ended there."""
         if self.route is None:
             return None
-        leader = self._hedged.leader
-        if leader is None:
+        if (leader := self._hedged.leader) is None:
             return Fork(self._wire_id, None, self._planner.fingerprint)
         node = leader.placement.decode if self.route.decode else leader.placement.prefill
         return Fork(leader.job.request_id, node_key(node) if node else None, self._planner.fingerprint)

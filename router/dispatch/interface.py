@@ -22,8 +22,7 @@ from kvferry.router.request_context import RequestContext
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Running request that others may fork from: its id on the wire, the node that has its blocks, if known, and the
-    fingerprint of its nodes, which forks must share."""
+    """Running request that others may fork from: its wire id, the node with its blocks, the fingerprint forks share."""
 
     request_id: str
     node: NodeKey | None
@@ -58,10 +57,9 @@ class RenderedMedia:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Output tokens that an earlier dispatch of a request delivered, maybe in another router.
+    """Output tokens that an earlier dispatch of a request delivered, maybe in another router, and its route.
 
-    `route` is its route, and `fingerprint` that of its nodes, which the rest must share: other kernels would give other
-    tokens."""
+    The rest must share its nodes' `fingerprint`: other kernels would give other tokens."""
 
     token_ids: tuple[int, ...]
     route: Route | None = None
@@ -77,8 +75,7 @@ class RequestSpec:
     `adapter`    id of the LoRA adapter, empty for the base model
     `newcomer`   served ahead of other tenants' requests (see Job)
     `media`      images, audio and video of the prompt; None: text alone
-    `delivered`  what is known already: the output goes on behind it; None: nothing
-    """
+    `delivered`  what is known already: the output goes on behind it; None: nothing. session, retention: see Job"""
 
     call: RequestContext
     request_id: str
@@ -90,6 +87,8 @@ class RequestSpec:
     newcomer: bool = False
     media: PromptMedia | None = None
     delivered: Delivered | None = None
+    session: str = ""
+    retention: str = ""
 
     @property
     def params(self) -> SamplingParams:
@@ -160,6 +159,9 @@ class Dispatch(Protocol):
 
         Only outputs that carry nothing but tokens take this path; the last output never does. The iteration raises what
         the listener raises. After Enough it ends as after `cancel(enough=True)`."""
+
+    def calls_tool(self) -> None:
+        """Tell the nodes that the output calls tools, so that the session is likely to go on; called at its end."""
 
     async def cancel(self, *, enough: bool = False) -> None:
         """Cancel the request on all nodes.
@@ -239,8 +241,10 @@ class Cluster(Protocol):
     def trouble(self) -> str:
         """Return why this router may not replace its predecessor yet; empty once it may, and from then on.
 
-        Reasons: the registry has not listed the nodes yet, or it lists nodes of another wire version, which other
-        routers serve until a node of this version can decode."""
+        Reasons: the registry lists no nodes yet, or nodes of another wire version while none of this can decode."""
+
+    def close_session(self, session: str) -> None:
+        """Tell all nodes that a session is over, by its name on the wire."""
 
     def start(self, spec: RequestSpec) -> Dispatch:
         """Begin a request; raise Overloaded at once when the nodes are full."""

@@ -36,6 +36,8 @@ def job(
         holder=placement.holder,
         media=spec.media.items if spec.media else (),
         failures=failures,
+        session=spec.session,
+        retention=spec.retention,
     )
 
 

@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvferry.placement.blocks import crowded
@@ -53,8 +54,7 @@ class ModelCluster:
         self.metrics = shared.metrics
         self._reuse = shared.metrics.reuse.of(model.name.first)
         self._placements = {kind: self.metrics.placements.labels(kind) for kind in PLACEMENT_KINDS}
-        self.background_calls = shared.background_calls
-        self.patience_s = shared.patience_s
+        self.background_calls, self.patience_s = shared.background_calls, shared.patience_s
         self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
         self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
         self.router_id, self.request_log = shared.client.router_id, shared.request_log
@@ -63,7 +63,8 @@ class ModelCluster:
         self.adapters = ModelAdapters(model, shared.nodes, shared.client)
         self.media = ModelMedia(model, shared.nodes, shared.client)
         self.leases = model.leases
-        self.displacement = Displacement(model.room)
+        self.displacement, self.session_notes = Displacement(model.room), shared.session_notes
+        self.close_session = partial(shared.session_notes.closes, model)
         self._info: ClusterInfo | None = None
         self.trouble = Readiness(shared.nodes)
         self._capacity, self._capacity_until = Capacity(), 0.0

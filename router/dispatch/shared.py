@@ -12,6 +12,7 @@ from kvferry.router.dispatch.prefixes import Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.nodes.session_notes import SessionNoter
 from kvferry.router.request_log import RequestLog
 
 
@@ -32,4 +33,5 @@ class Shared:
     retries: RetryBudget
     hedges: RetryBudget
     request_log: RequestLog
+    session_notes: SessionNoter
     canary: CanaryRelease | None = None

@@ -101,6 +101,10 @@ class RecordedDispatch:
         if self._inner is not None:
             self._inner.listen(listener)
 
+    def calls_tool(self) -> None:
+        if self._inner is not None:
+            self._inner.calls_tool()
+
     async def cancel(self, *, enough: bool = False) -> None:
         self._over = True
         if self._inner is not None:

@@ -20,6 +20,7 @@ from kvferry.protocol.errors import KvferryError, NodeDied, NodeLost
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.media import with_data, without_data
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, MoveRequest, PrefillRequest, StepFrame
+from kvferry.protocol.sessions import SessionNotes
 from kvferry.protocol.stream_messages import Seen
 from kvferry.protocol.wire import FrameReader, WireError, pack
 from kvferry.router.nodes.message_validation import check_answer, check_frame, refusal_of
@@ -94,6 +95,11 @@ class NodeClient:
             with contextlib.suppress(KvferryError):
                 await self.cancel(node, request)
                 return
+
+    async def note(self, node: NodeLease, notes: SessionNotes) -> None:
+        """Tell a node about sessions, and ignore errors."""
+        with contextlib.suppress(KvferryError):
+            await self.call(node, "POST /sessions", pack(notes), self._answer_s, None, None)
 
     async def move(self, node: NodeLease, request: MoveRequest) -> None:
         """Ask a node to move a stream; return once the new node has it, which takes as long as its blocks do.

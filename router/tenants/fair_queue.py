@@ -45,11 +45,12 @@ class FairQueue:
         self._patient: Part = (0.0, 0.0)
 
     def enter(
-        self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0, *, patient: bool = False
-    ) -> Slot:
+        self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0, *,
+        patient: bool = False, session: str = "",
+    ) -> Slot:  # fmt: skip
         """Add a request with its sequences, prompt tokens, and at most `most_output` output tokens per sequence.
 
-        Lower priorities go first within a tenant. patient: see Slot."""
+        Lower priorities go first within a tenant, then its sessions in turn. patient: see Slot."""
         lane = self._lanes.get(tenant.name)
         if lane is None:
             lane = self._lanes[tenant.name] = TenantQueue(tenant)
@@ -57,7 +58,8 @@ class FairQueue:
         self._entered += 1
         expected = max(SMALLEST_PROMPT, round(prompt * lane.fresh))
         output = sequences * min(most_output, lane.output)
-        turn = Slot(lane, (priority, self._entered), sequences, expected, output, patient=patient)
+        start = lane.start(session, expected + OUTPUT_WEIGHT * output)
+        turn = Slot(lane, (priority, start, self._entered), sequences, expected, output, patient=patient)
         if len(lane.waiting) > 2 * lane.queued + FEW_LEFT:
             lane.waiting = sorted(other for other in lane.waiting if not other.over)
         heapq.heappush(lane.waiting, turn)
@@ -128,7 +130,7 @@ class FairQueue:
     def _in_order(self) -> Iterator[TenantQueue]:
         lanes = [lane for lane in self._lanes.values() if lane.queued]
         if len(lanes) > 1:
-            lanes.sort(key=lambda lane: (lane.tenant.priority, max(lane.finish, self._now), lane.waiting[0].order[1]))
+            lanes.sort(key=lambda lane: (lane.tenant.priority, max(lane.finish, self._now), lane.waiting[0].order[2]))
         yield from lanes
 
     def _fits(self, turn: Slot, window: Window) -> bool:
@@ -156,6 +158,7 @@ class FairQueue:
     def _begin(self, turn: Slot, window: Window) -> None:
         lane = turn.lane
         heapq.heappop(lane.waiting)
+        lane.now = max(lane.now, turn.order[1])
         self._unqueue(turn)
         turn.begun, turn.counted = True, _counted(turn, window)
         turn.newcomer = window.shared and self._newcomer(turn)

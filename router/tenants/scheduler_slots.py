@@ -116,7 +116,13 @@ class SchedulerSlots:
         many of the tenant's requests wait."""
         self._flow.came(size.sequences, self._clock())
         turn = self._queue.enter(
-            tenant, size.sequences, size.prompt, size.most_output, call.priority, patient=call.is_patient
+            tenant,
+            size.sequences,
+            size.prompt,
+            size.most_output,
+            call.priority,
+            patient=call.is_patient,
+            session=call.session,
         )
         self._deal()
         if not turn.begun:

@@ -14,6 +14,9 @@ OUTPUT_WEIGHT = 4.0
 FIRST_OUTPUT = 128.0
 """Expected output tokens of a tenant's first sequence."""
 
+MAX_SESSIONS = 1024
+"""Most sessions of a tenant whose finish tags are kept; those that asked longest ago are dropped."""
+
 
 class Window(NamedTuple):
     """Bound on work in flight on the nodes: sequences, and prompt tokens of requests without a first token.
@@ -42,6 +45,7 @@ class TenantQueue:
     given              recent work given, divided by its share
     fresh              expected fraction of a prompt that is not cached
     output             expected output tokens of a sequence
+    now, sessions      highest start tag that began, and finish tags of sessions, as between tenants
     """
 
     tenant: Tenant
@@ -56,6 +60,21 @@ class TenantQueue:
     given: float = 0.0
     fresh: float = 1.0
     output: float = FIRST_OUTPUT
+    now: float = 0.0
+    sessions: dict[str, float] = field(default_factory=dict)
+
+    def start(self, session: str, work: float) -> float:
+        """Return the start tag of a request of a session: the session's last finish tag, or `now` if that is later.
+
+        A session that sends many requests therefore waits for its own, not for the tenant's others."""
+        start = max(self.now, self.sessions.get(session, 0.0)) if session else self.now
+        if session:
+            if len(self.sessions) >= MAX_SESSIONS:
+                for oldest in list(self.sessions)[: MAX_SESSIONS // 2]:
+                    del self.sessions[oldest]
+            self.sessions.pop(session, None)
+            self.sessions[session] = start + work
+        return start
 
     def head(self) -> Slot | None:
         """Return the next slot to begin, and drop abandoned ones before it."""
@@ -75,7 +94,7 @@ class Slot:
     """
 
     lane: TenantQueue
-    order: tuple[int, int]
+    order: tuple[int, float, int]
     sequences: int
     prompt: int
     output: float

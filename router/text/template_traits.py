@@ -1,4 +1,4 @@
-"""What a chat template expects of messages, found by rendering probes once when a model is loaded."""
+"""Probes of a chat template, rendered once when a model is loaded: they show what it expects of messages."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.engine import audit
 from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.eviction import ValueEviction
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.protocol.hashing import chain
@@ -45,6 +46,11 @@ class Used:
         return blocks
 
 
+def order(used: Used) -> ValueEviction:
+    assert isinstance(used.pool.idle, ValueEviction)
+    return used.pool.idle
+
+
 def lose_free(used: Used) -> None:
     used.pool._free.take()
 
@@ -66,7 +72,13 @@ def lose_cached(used: Used) -> None:
 
 
 def cache_a_stranger(used: Used) -> None:
-    used.pool.idle.put(99)
+    order(used)._idle.add(99)
+
+
+def lose_leaf(used: Used) -> None:
+    idle = order(used)._chains[6]
+    assert idle is not None
+    idle.leaves.clear()
 
 
 def forget_hash(used: Used) -> None:
@@ -136,6 +148,7 @@ DAMAGES = [
     free_cached,
     lose_cached,
     cache_a_stranger,
+    lose_leaf,
     forget_hash,
     leave_hash_on_free,
     lose_from_index,

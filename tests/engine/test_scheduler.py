@@ -30,6 +30,47 @@ def test_prompts_that_arrive_together_share_their_prefix() -> None:
         assert tokens_of(engine, f"r{i}") == expected([*shared, i], 1)
 
 
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_a_fan_out_computes_its_cold_history_once_however_much_fits_into_a_step(budget: int) -> None:
+    engine = make_engine(num_blocks=400, budget=budget, beside=budget, seqs=16)
+    history = prompt(160)
+    asked = {f"r{i}": [*history, *prompt(5 + i, seed=i + 1)] for i in range(12)}
+    for name, tokens in asked.items():
+        engine.add(make_job(name, tokens, max_tokens=2))
+    engine.add(make_job("other", prompt(100, seed=99), max_tokens=1))
+    engine.step()
+    assert {e.key[0] for e in engine.events if isinstance(e, Admitted)} >= {"other"}, "it does not wait for them"
+    finish(engine)
+    hits = {e.key[0]: e.hit for e in engine.events if isinstance(e, Admitted)}
+    assert sorted(hits.pop(name) for name in asked) == [0] + [160] * 11
+    for name, tokens in asked.items():
+        assert tokens_of(engine, name) == expected(tokens, 2)
+
+
+def test_who_waits_for_a_prefix_computes_it_when_the_other_is_gone() -> None:
+    engine = make_engine(num_blocks=400, budget=64, beside=64)
+    history = prompt(160)
+    engine.add(make_job("first", [*history, 1], max_tokens=1))
+    engine.step()
+    engine.add(make_job("second", [*history, 2], max_tokens=1))
+    engine.step()
+    engine.cancel("first", 0)
+    finish(engine)
+    assert tokens_of(engine, "second") == expected([*history, 2], 1)
+    (hit,) = [e.hit for e in engine.events if isinstance(e, Admitted) and e.key[0] == "second"]
+    assert hit >= 64
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_prompts_that_may_reuse_nothing_wait_for_no_prefix(caching: bool) -> None:
+    engine = make_engine(num_blocks=400, budget=4096, beside=4096, caching=caching)
+    extra = {"prompt_logprobs": 1} if caching else {}
+    for name in "abc":
+        engine.add(make_job(name, prompt(160), max_tokens=1, **extra))
+    engine.step()
+    assert len([e for e in engine.events if isinstance(e, Admitted)]) == 3
+
+
 def test_a_prompt_without_budget_takes_no_blocks_yet() -> None:
     engine = make_engine(num_blocks=64, budget=8, beside=8)
     engine.add(make_job("first", prompt(60), max_tokens=1))

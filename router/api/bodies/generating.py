@@ -30,6 +30,7 @@ from kvferry.router.api.bodies.fields import (
 from kvferry.router.api.bodies.output_grammar import bounded, parsing
 from kvferry.router.api.bodies.reasoning import ReasoningFields
 from kvferry.router.api.bodies.request_body import RequestBody
+from kvferry.router.api.bodies.session_fields import SessionFields
 from kvferry.router.api.bodies.structured import Asked, StructuredFields
 from kvferry.router.api.bodies.tools import ToolFields, ToolUse
 from kvferry.router.api.bodies.unsupported_fields import (
@@ -51,7 +52,9 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, TierFields, UnsupportedFields, RequestBody):
+class GenerationBody(
+    SamplingFields, ChoiceFields, StructuredFields, TierFields, SessionFields, UnsupportedFields, RequestBody
+):
     """Body fields that chat and completions share; None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors

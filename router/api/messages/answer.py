@@ -70,13 +70,13 @@ class MessageAnswer(Answer):
         }
 
     def _usage(self) -> dict[str, int]:
-        """Return the usage; `input_tokens` excludes cached tokens."""
+        """Return the usage; `input_tokens` excludes cached and newly cached tokens."""
         usage = self.generation.usage()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        cached, written = usage["prompt_tokens_details"]["cached_tokens"], self.generation.used().written
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
+            "input_tokens": usage["prompt_tokens"] - cached - written,
             "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
+            "cache_creation_input_tokens": written,
             "output_tokens": usage["completion_tokens"],
         }
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 
 class MessageUsage(BaseModel):
-    """Token counts; `input_tokens` excludes cached tokens."""
+    """Token counts; `input_tokens` excludes cached and newly cached tokens."""
 
     input_tokens: int
     cache_read_input_tokens: int

@@ -6,12 +6,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, StrictFloat
 
+from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_COUNT
 from kvferry.router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Integer, Objects, Stops, told
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.tools import MAX_TOOLS
 
 Content = Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} blocks")]
+
+
+class CacheControl(BaseModel):
+    """Mark of a block up to which the prompt is cached; here the whole prompt always is."""
+
+    type: Literal["ephemeral"]
+    ttl: Annotated[Literal["5m", "1h"], told("must be 5m or 1h")] | None = None
 
 
 class Turn(BaseModel):
@@ -29,6 +37,7 @@ class Tool(BaseModel):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: StrictBool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(BaseModel):
@@ -62,6 +71,23 @@ class CountBody(RequestBody):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    def longest_ttl(self) -> str | None:
+        """Return the longest time for which a part of the prompt shall stay cached; None if none says it."""
+        contents = [self.system, *(turn.content for turn in self.messages)]
+        blocks = [block for content in contents if isinstance(content, list) for block in content]
+        marks = [self.cache_control, *(tool.cache_control for tool in self.tools or ())]
+        found = {mark.ttl for mark in marks if mark} | {_ttl(block.get("cache_control")) for block in blocks}
+        return "1h" if "1h" in found else "5m" if "5m" in found else None
+
+
+def _ttl(mark: Any) -> str | None:
+    """Return the time of a block's mark; raise InvalidRequest for one that the API does not know."""
+    ttl = mark.get("ttl") if isinstance(mark, dict) else None
+    if ttl not in (None, "5m", "1h"):
+        raise InvalidRequest(f"cache_control.ttl must be 5m or 1h, got {ttl!r}", param="cache_control.ttl")
+    return str(ttl) if ttl else None
 
 
 class MessagesBody(CountBody):

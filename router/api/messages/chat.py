@@ -33,6 +33,7 @@ class MessagesChat(TranslatedChat):
         "max_completion_tokens": "max_tokens",
         "reasoning_effort": "output_config.effort",
         "stop": "stop_sequences",
+        "prompt_cache_retention": "cache_control.ttl",
         "tools": "tools",
         "tool_choice": "tool_choice",
         "thinking_token_budget": "thinking.budget_tokens",
@@ -67,6 +68,7 @@ def chat(body: CountBody) -> MessagesChat:
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         "response_format": _response_format(config.format) if config and config.format else None,
         "reasoning_effort": config.effort if config else None,
+        "prompt_cache_retention": body.longest_ttl(),
         "chat_template_kwargs": {"enable_thinking": thinks is not None},
         "thinking_token_budget": thinks.budget_tokens if thinks else None,
     }

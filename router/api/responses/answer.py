@@ -105,7 +105,7 @@ class ResponseAnswer(Answer):
                 self._item(part, "incomplete" if part.index == last and status != "completed" else "completed")
                 for part in self._parts.all
             ],
-            "usage": _usage(self.generation.usage()),
+            "usage": _usage(self.generation.usage(), self.generation.used().written),
         }
 
     def _drawing(self) -> dict[str, float]:
@@ -217,15 +217,13 @@ class ResponseAnswer(Answer):
         return shown
 
 
-def _usage(chat: dict[str, Any]) -> dict[str, Any]:
-    """Return the chat's usage in this API's format.
-
-    Cache writes are always 0: they are not requested here, since all computed blocks may be reused."""
+def _usage(chat: dict[str, Any], written: int) -> dict[str, Any]:
+    """Return the chat's usage in this API's format. written: prompt tokens that were computed and may be reused."""
     reasoning = chat.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     cached = chat["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": chat["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
         "output_tokens": chat["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": chat["total_tokens"],

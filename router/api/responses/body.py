@@ -20,6 +20,7 @@ from kvferry.router.api.bodies.fields import (
     told,
 )
 from kvferry.router.api.bodies.request_body import RequestBody
+from kvferry.router.api.bodies.session_fields import SessionFields
 from kvferry.router.api.bodies.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -46,7 +47,7 @@ class ReasoningField(BaseModel):
     summary: str | None = None
 
 
-class ResponsesBody(SamplingFields, TierFields, RequestBody):
+class ResponsesBody(SamplingFields, TierFields, SessionFields, RequestBody):
     """Body of POST /v1/responses."""
 
     input: Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} items")] = ""

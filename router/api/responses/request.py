@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.fields import SamplingFields
+from kvferry.router.api.bodies.session_fields import SessionFields
 from kvferry.router.api.bodies.translated import TranslatedChat, translated
 from kvferry.router.api.responses.body import ResponsesBody
 from kvferry.router.api.responses.items import Item, messages
@@ -116,6 +117,7 @@ class ResponsesRequest:
             "reasoning_effort": body.reasoning.effort if body.reasoning else None,
             "chat_template_kwargs": body.chat_template_kwargs,
             "cache_salt": body.cache_salt,
+            **{name: getattr(body, name) for name in SessionFields.model_fields},
             "stream": body.stream,
             "service_tier": body.service_tier,
             "priority": body.priority,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.router.tenants.fair_queue import FairQueue
 from kvferry.router.tenants.tenant import Tenant
-from kvferry.router.tenants.tenant_queue import Slot, Window
+from kvferry.router.tenants.tenant_queue import MAX_SESSIONS, Slot, Window
 
 A, B = Tenant("a"), Tenant("b")
 ONE = Window(1, inf)
@@ -291,3 +291,41 @@ def test_a_turn_tells_how_many_of_its_sequences_may_be_at_the_nodes() -> None:
         assert queue.next(Window(32, inf, shared=True)) is turn
         assert turn.at_once == at_once
         queue.leave(turn)
+
+
+def test_forty_agents_of_one_tenant_take_turns_with_another_tenants_chat() -> None:
+    queue = FairQueue()
+    for agent in range(40):
+        for _ in range(5):
+            queue.enter(A, 1, 8000, 100, session=f"agent{agent}")
+    serve(queue, 40)
+    queue.enter(B, 1, 100, 100, session="chat")
+    assert "b" in names(serve(queue, 2))
+
+
+def test_sessions_of_a_tenant_take_turns_however_many_requests_one_has() -> None:
+    queue = FairQueue()
+    fan_out = [queue.enter(A, 1, 1000, 10, session="fan-out") for _ in range(40)]
+    serve(queue, 10)
+    chat = queue.enter(A, 1, 1000, 10, session="chat")
+    served = serve(queue, 2)
+    assert chat in served
+    more = [queue.enter(A, 1, 1000, 10, session="chat") for _ in range(3)]
+    assert len([turn for turn in serve(queue, 6) if turn in more]) == 3
+    serve(queue, 100)
+    assert all(turn.over for turn in fan_out)
+
+
+def test_a_tenants_requests_without_a_session_go_in_order_and_priority_goes_before_fairness() -> None:
+    queue = FairQueue()
+    plain = [queue.enter(A, 1, 100, 10) for _ in range(5)]
+    urgent = [queue.enter(A, 1, 1000, 10, -1, session="s") for _ in range(3)]
+    assert serve(queue, 8) == [*urgent, *plain]
+
+
+def test_sessions_that_ended_are_forgotten() -> None:
+    queue = FairQueue()
+    for number in range(5 * MAX_SESSIONS):
+        queue.enter(A, 1, 100, 10, session=str(number))
+        serve(queue, 1)
+    assert len(queue._lanes["a"].sessions) <= MAX_SESSIONS

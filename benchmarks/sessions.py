@@ -1,0 +1,134 @@
+"""Measures what a running cluster keeps of sessions: agents with tool pauses, and a fan-out on a cold history.
+
+    kvferry serve --prefill 0 --decode 1 --kv-cache-gib 0.2
+    python -m benchmarks.sessions agents [--url http://127.0.0.1:8000] [--seconds 120]
+    python -m benchmarks.sessions fan-out [--url http://127.0.0.1:8000] [--count 8] [--tokens 2048]
+
+Agents send growing histories of random tokens and pause for 1 to 20 s, beside prompts that come once. It prints the
+share of prompt tokens that were not computed, and times to first token in seconds. Each run draws the same prompts and
+pauses."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+import httpx
+
+VOCABULARY = range(1000, 40_000)
+AGENTS, APPS, SYSTEM, RESULT, OUTPUT = 8, 2, 256, 96, 8
+"""Agents at a time; system prompts, and their tokens; mean tokens of a tool's result; tokens of an output."""
+TURNS = (6, 14)
+"""Least and most turns of a task."""
+ONCE_S, ONCE = 1.5, 320
+"""Mean seconds between two prompts that come once, and their tokens."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """Tokens of prompts, those that came from caches, and times to first token."""
+
+    prompt: int = 0
+    cached: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        cuts = quantiles(self.ttft_s, n=100, method="inclusive")
+        found = f"{100 * self.cached / self.prompt:.1f} % of {self.prompt} prompt tokens cached"
+        return f"{len(self.ttft_s)} requests, {found}, TTFT p50 {cuts[49]:.2f} s, p99 {cuts[98]:.2f} s"
+
+
+async def ask(http: httpx.AsyncClient, figures: Figures, prompt: list[int], session: str = "") -> list[int]:
+    """Send a prompt and return its output; count its figures."""
+    body = {
+        "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, "temperature": 0, "stream": True,
+        "stream_options": {"include_usage": True}, "return_token_ids": True,
+    }  # fmt: skip
+    began, first_s, output = time.monotonic(), 0.0, list[int]()
+    headers = {"x-session-id": session} if session else {}
+    async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            first_s = first_s or time.monotonic() - began
+            for choice in chunk["choices"]:
+                output += choice.get("token_ids") or []
+            if usage := chunk.get("usage"):
+                figures.prompt += usage["prompt_tokens"]
+                figures.cached += usage["prompt_tokens_details"]["cached_tokens"]
+    figures.ttft_s.append(first_s)
+    return output
+
+
+def text(rng: random.Random, tokens: int) -> list[int]:
+    """Return random tokens."""
+    return rng.choices(VOCABULARY, k=tokens)
+
+
+async def agent(http: httpx.AsyncClient, figures: Figures, number: int, until: float) -> None:
+    """Work on one task after the other until the time is up."""
+    rng, task = random.Random(f"agent {number}"), 0
+    systems = [text(random.Random(f"app {app}"), SYSTEM) for app in range(APPS)]
+    await asyncio.sleep(rng.random() * 5)
+    while time.monotonic() < until:
+        history, session = [*systems[number % APPS], *text(rng, 2 * RESULT)], f"agent {number} task {task}"
+        for _ in range(rng.randint(*TURNS)):
+            history += await ask(http, figures, history, session)
+            history += text(rng, max(16, round(rng.lognormvariate(0, 0.5) * RESULT)))
+            pause_s = min(20.0, max(1.0, rng.lognormvariate(1.3, 0.8)))
+            if time.monotonic() + pause_s > until:
+                return
+            await asyncio.sleep(pause_s)
+        task += 1
+
+
+async def once(http: httpx.AsyncClient, figures: Figures, until: float) -> None:
+    """Send prompts that come once."""
+    rng, running = random.Random("once"), set[asyncio.Task[list[int]]]()
+    while time.monotonic() < until:
+        running.add(task := asyncio.create_task(ask(http, figures, text(rng, ONCE))))
+        task.add_done_callback(running.discard)
+        await asyncio.sleep(rng.expovariate(1 / ONCE_S))
+    await asyncio.gather(*running)
+
+
+async def agents(url: str, seconds: float) -> None:
+    """Run all agents, and print the figures of theirs and of the others."""
+    own, others, until = Figures(), Figures(), time.monotonic() + seconds
+    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
+        await asyncio.gather(*(agent(http, own, number, until) for number in range(AGENTS)), once(http, others, until))
+    print(f"agents: {own}\nonce:   {others}")
+
+
+async def fan_out(url: str, count: int, tokens: int) -> None:
+    """Send a cold history `count` times at once, each with another end."""
+    rng, figures = random.Random(time.time()), Figures()
+    history = text(rng, tokens)
+    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
+        await asyncio.gather(*(ask(http, figures, [*history, *text(rng, 8 + 4 * end)]) for end in range(count)))
+    print(figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["agents", "fan-out"])
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--count", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=2048)
+    asked = parser.parse_args()
+    if asked.what == "agents":
+        asyncio.run(agents(asked.url, asked.seconds))
+    else:
+        asyncio.run(fan_out(asked.url, asked.count, asked.tokens))
+
+
+if __name__ == "__main__":
+    main()

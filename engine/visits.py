@@ -1,0 +1,57 @@
+"""A request's session, as the block pool sees it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Pause(StrEnum):
+    """Why a session pauses: it got an answer, or its client runs a tool."""
+
+    ANSWERED = "answered"
+    TOOL = "tool"
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """A request's use of cached blocks.
+
+    tenant      namespace of the blocks; return rates are learned for each
+    session     name of the session, unique among all tenants; empty: the prefix tells which session it is
+    request_id  by which the router tells why the session pauses
+    retention   how long the client asked to keep the prefix; another class of pauses, not a promise
+    pause       why the session pauses afterwards, if that is known by its end
+    prompt      full blocks of its prompt that could be reused
+    turns       earlier requests of the session
+    shared      leading blocks that several sessions use"""
+
+    tenant: str = ""
+    session: str = ""
+    request_id: str = ""
+    retention: str = ""
+    pause: Pause = Pause.ANSWERED
+    prompt: int = 0
+    turns: int = 0
+    shared: int = 0
+
+
+@dataclass(slots=True)
+class IdleStats:
+    """Figures of a pool's idle blocks.
+
+    paused: sessions that pause now, with blocks of their own in the pool. evicted: blocks by kind. returns: requests
+    that went on with a session, by outcome (protocol.labels)."""
+
+    paused: int = 0
+    evicted: Counter[str] = field(default_factory=Counter)
+    returns: Counter[str] = field(default_factory=Counter)
+
+    def since(self, before: IdleStats) -> IdleStats:
+        """Return the figures with counts since an earlier copy."""
+        return IdleStats(self.paused, self.evicted - before.evicted, self.returns - before.returns)
+
+    def copy(self) -> IdleStats:
+        """Return a copy that stays as it is."""
+        return IdleStats(self.paused, self.evicted.copy(), self.returns.copy())

@@ -1,0 +1,26 @@
+"""Body fields that name a session, and say how long its prompt shall stay cached."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import BaseModel
+
+from kvferry.router.api.bodies.fields import Name, told
+from kvferry.router.dispatch.interface import RequestSpec
+
+Retention = Literal["in_memory", "in-memory", "5m", "1h", "24h"]
+"""How long a client asks to keep its prompt: OpenAI's values, and those of Anthropic's `ttl`."""
+
+
+class SessionFields(BaseModel):
+    """OpenAI's fields about the prompt cache; `x-session-id` goes before `prompt_cache_key`."""
+
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Annotated[Retention, told("must be in_memory, 5m, 1h or 24h")] | None = None
+
+    def in_session(self, spec: RequestSpec) -> RequestSpec:
+        """Return the request with the session of its call, and the time for which its prompt shall stay cached."""
+        asked = self.prompt_cache_retention or ""
+        return replace(spec, session=spec.call.session, retention=asked if asked in ("1h", "24h") else "")

@@ -1,0 +1,51 @@
+"""Notes about sessions for the nodes that have their blocks, a few requests in one call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvferry.placement.types import NodeKey
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.sessions import MAX_NOTES, SessionNotes
+from kvferry.router.dispatch.background_calls import BackgroundCalls
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.model_nodes import ModelNodes
+from kvferry.router.nodes.node_entry import node_key
+
+GATHER_S = 0.1
+"""Seconds for which notes for a node are gathered."""
+
+
+class SessionNoter:
+    """Gathers notes and sends them to nodes of our own; adapters' engines take none.
+
+    A note is only a hint: if it is lost, blocks are kept for longer or for less long."""
+
+    def __init__(self, client: NodeClient, background_calls: BackgroundCalls) -> None:
+        self._client, self._background_calls = client, background_calls
+        self._open: dict[NodeKey, tuple[NodeLease, list[str], list[str]]] = {}
+
+    def calls_tool(self, nodes: Sequence[NodeLease], request_id: str) -> None:
+        """Note for these nodes that the output of an ended request calls tools."""
+        for node in nodes:
+            self._gathered(node)[0].append(request_id)
+
+    def closes(self, model: ModelNodes, session: str) -> None:
+        """Note for all nodes of a model that a session is closed."""
+        for node in model.leases():
+            self._gathered(node)[1].append(session)
+
+    def _gathered(self, node: NodeLease) -> tuple[list[str], list[str]]:
+        if node.engine:
+            return [], []
+        if (found := self._open.get(node_key(node))) is None:
+            found = self._open[node_key(node)] = (node, [], [])
+            asyncio.get_running_loop().call_later(GATHER_S, self._send, node)
+        return found[1:]
+
+    def _send(self, node: NodeLease) -> None:
+        _, tools, closed = self._open.pop(node_key(node))
+        for at in range(0, max(len(tools), len(closed)), MAX_NOTES):
+            notes = SessionNotes(tuple(tools[at : at + MAX_NOTES]), tuple(closed[at : at + MAX_NOTES]))
+            self._background_calls.send(self._client.note(node, notes))

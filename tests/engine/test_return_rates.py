@@ -1,0 +1,73 @@
+"""Learned rates of return, against distributions that are known."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+
+import pytest
+
+from kvferry.engine.return_rates import BINS, ENDS, MEMORY, ReturnClasses, ReturnRates
+
+
+def learn(rates: ReturnRates, pauses: list[float | None], until: float = 600.0) -> None:
+    """Show pauses in seconds; None: it never returned in the time that it was watched."""
+    for pause in pauses:
+        end = until if pause is None else pause
+        start = 0.0
+        for place, stop in enumerate((*ENDS, 1e9)):
+            rates.exposed(place, min(end, stop) - start, 1.0)
+            start = stop
+            if end <= stop:
+                break
+        if pause is None:
+            rates.lost(1.0)
+        else:
+            rates.returned(bisect_right(ENDS, pause), 1.0)
+
+
+def value(rates: ReturnRates, age_s: float) -> float:
+    return rates.values()[bisect_right(ENDS, age_s)]
+
+
+def test_a_constant_rate_is_learned_and_its_value_is_the_rate() -> None:
+    rng, rates = random.Random(1), ReturnRates()
+    learn(rates, [rng.expovariate(0.1) for _ in range(5000)])
+    for age_s in (1, 5, 20):
+        assert value(rates, age_s) == pytest.approx(0.1, rel=0.3)
+
+
+def test_pauses_of_ten_seconds_are_worth_more_shortly_before_and_little_afterwards() -> None:
+    rng, rates = random.Random(1), ReturnRates()
+    learn(rates, [rng.uniform(9, 11) for _ in range(400)])
+    assert value(rates, 1) == pytest.approx(1 / 9, rel=0.4)
+    assert value(rates, 7) > 2 * value(rates, 1)
+    assert value(rates, 60) < value(rates, 1) / 3
+
+
+def test_those_that_never_return_count_from_the_beginning() -> None:
+    half, none = ReturnRates(), ReturnRates()
+    learn(half, [10.0, None] * 200)
+    learn(none, [None] * 400)
+    assert value(none, 5) < value(half, 5) / 20
+
+
+def test_a_class_that_saw_little_follows_the_wider_one_and_then_itself() -> None:
+    classes = ReturnClasses(most=3)
+    learn(classes.find("a", "paused", 1), [10.0] * 300)
+    new = classes.find("b", "paused", 1)
+    assert value(new, 5) == pytest.approx(value(classes.find("a", "paused", 1), 5), rel=0.3)
+    learn(new, [None] * 300)
+    assert value(new, 5) < value(classes.find("a", "paused", 1), 5) / 10
+    assert classes.find("b", "paused", 1) is new
+    for name in "cde":
+        classes.find(name, "paused", 1)
+    assert classes.find("b", "paused", 1) is not new
+
+
+def test_habits_change() -> None:
+    rates = ReturnRates()
+    learn(rates, [None] * int(4 * MEMORY))
+    learn(rates, [3.0] * int(4 * MEMORY))
+    assert value(rates, 1) == pytest.approx(1 / 2, rel=0.5)
+    assert len(rates.values()) == BINS

@@ -1,0 +1,28 @@
+"""Learned eviction against LRU, SLRU and an oracle, on traces of the simulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.eviction import ORACLE, Replay, workload
+
+
+def found(name: str, order: str, blocks: int, seed: int = 0) -> int:
+    return Replay(order, blocks, workload(name, seed)).found
+
+
+def test_agents_with_tool_pauses_gain_at_least_half_of_what_an_oracle_would() -> None:
+    slru, value, oracle = (found("tool-agents", order, 3000) for order in ("slru", "value", ORACLE))
+    assert value - slru >= 0.5 * (oracle - slru) > 0
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("documents", 3000), ("hot-prefix", 1500), ("agents", 6000)])
+def test_where_nothing_is_to_gain_little_is_lost(name: str, blocks: int) -> None:
+    lru, value = (found(name, order, blocks) for order in ("lru", "value"))
+    assert value >= 0.99 * lru
+
+
+def test_the_oracle_is_the_best() -> None:
+    rates = {order: found("chat", order, 1500) for order in ("lru", "slru", "value", ORACLE)}
+    assert max(rates, key=rates.__getitem__) == ORACLE
+    assert rates["value"] > rates["slru"] > rates["lru"]

@@ -1,0 +1,33 @@
+"""Notes of routers about sessions, for the pool's eviction order."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+from kvferry.engine.engine import Engine
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.visits import Pause
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.sessions import MAX_NOTES, SessionNotes
+from kvferry.runtime.http import read_message
+
+
+class NodeSessions:
+    """Endpoint for notes about sessions, on the asyncio loop."""
+
+    def __init__(self, engine: EngineLoop) -> None:
+        self._engine = engine
+
+    async def post_notes(self, request: Request) -> None:
+        """Pass notes on to the block pool. Raises InvalidRequest for too many."""
+        notes = await read_message(request, SessionNotes)
+        if max(len(notes.tools), len(notes.closed)) > MAX_NOTES:
+            raise InvalidRequest(f"a message holds notes about at most {MAX_NOTES} requests and sessions")
+
+        def note(engine: Engine) -> None:
+            for request_id in notes.tools:
+                engine.pool.idle.pause(request_id, Pause.TOOL)
+            for session in notes.closed:
+                engine.pool.idle.close(session)
+
+        self._engine.submit(note)
