@@ -17,6 +17,7 @@ from kvferry.router.text.parsers.derived.syntax import ToolSyntax
 from kvferry.router.text.parsers.derived.verification import is_read
 from kvferry.router.text.parsers.family_syntax import WRITERS
 from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
+from kvferry.router.text.parsers.known_syntaxes import known_syntax
 from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
 from kvferry.router.text.parsers.mistral import MistralParser
 from kvferry.router.text.parsers.parsed_output import CallParser
@@ -131,8 +132,9 @@ def dialect(name: str, template: str, derived: Derived, *, knows_tools: bool) ->
         return Dialect(DERIVED, own=True, syntax=derived.calls)
     if knows_tools and family is not None and _reads(family, derived):
         return Dialect(family, own=True)
-    if knows_tools and derived.calls is not None:
-        return Dialect(DERIVED, own=True, syntax=derived.calls)
+    syntax = derived.calls if derived.shows_calls else known_syntax(template)
+    if knows_tools and syntax is not None:
+        return Dialect(DERIVED, own=True, syntax=syntax)
     return Dialect("hermes", own=False)
 
 

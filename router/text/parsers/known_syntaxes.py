@@ -1,0 +1,40 @@
+"""Syntaxes of models whose chat templates show tools but never a call, so that nothing can be derived from them."""
+
+from __future__ import annotations
+
+from kvferry.router.text.parsers.derived.syntax import NAME, Arguments, Envelope, ToolSyntax
+
+_LFM2 = ToolSyntax(
+    opening="<|tool_call_start|>[",
+    head=NAME,
+    close=")",
+    between=", ",
+    closing="]<|tool_call_end|>",
+    arguments=Arguments(
+        opening="(",
+        before_key="",
+        before_text="='",
+        before_other="=",
+        after_text="'",
+        after_other="",
+        separator=", ",
+        words=("True", "False", "None"),
+        as_json=False,
+        escaped=True,
+    ),
+)
+_GRANITE_3 = ToolSyntax(
+    opening="<|tool_call|>[",
+    head="",
+    close="",
+    between=", ",
+    closing="]",
+    envelope=Envelope(f'{{"name": "{NAME}", "arguments": ', "}", "name", "arguments"),
+)
+_KNOWN = {"<|tool_list_start|>": _LFM2, "<|tool_call|> followed by a JSON list": _GRANITE_3}
+"""Syntaxes by a text of the models' templates."""
+
+
+def known_syntax(template: str) -> ToolSyntax | None:
+    """Return the syntax of the model with this template; None if it is unknown."""
+    return next((syntax for text, syntax in _KNOWN.items() if text in template), None)

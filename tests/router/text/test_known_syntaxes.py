@@ -1,0 +1,85 @@
+"""Syntaxes of templates that show tools and never a call: they are chosen by the template, read and bound."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from kvferry.router.text.parsers.derived.grammar import calls
+from kvferry.router.text.parsers.derived.reader import SyntaxParser
+from kvferry.router.text.parsers.known_syntaxes import known_syntax
+from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.syntax import Tool, grammar
+from kvferry.router.text.template import ChatTemplate
+from kvferry.structured_output import lark
+from tests.api_parts import EOS, demo_text
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"place": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "boolean"}},
+    "required": ["place"],
+}
+SCHEMAS: dict[str, dict[str, Any]] = {"get": SCHEMA, "now": {"type": "object", "properties": {}}}
+SHOWS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TEMPLATES = {
+    "LFM2": "{% if tools %}<|tool_list_start|>{{ tools | tojson }}<|tool_list_end|>{% endif %}" + SHOWS,
+    "Granite 3": "{% if tools %}Respond only with <|tool_call|> followed by a JSON list of tools used."
+    "{{ tools | tojson }}{% endif %}" + SHOWS,
+}
+TEXTS = {
+    "LFM2": "<|tool_call_start|>[get(place='São \\'X\\'', days=-3, deep=True), now()]<|tool_call_end|>",
+    "Granite 3": '<|tool_call|>[{"name": "get", "arguments": {"place": "São \'X\'", "days": -3, "deep": true}}, '
+    '{"name": "now", "arguments": {}}]',
+}
+CALLS = [("get", {"place": "São 'X'", "days": -3, "deep": True}), ("now", {})]
+
+
+def read(model: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+    syntax = known_syntax(TEMPLATES[model])
+    assert syntax is not None
+    parser = SyntaxParser(syntax, SCHEMAS)
+    found = [*map(parser.feed, parts), parser.finish()]
+    made = merged([delta for each in found for delta in each.calls])
+    return "".join(each.text for each in found), [(call.name, json.loads(call.arguments)) for call in made]
+
+
+@pytest.mark.parametrize("model", TEMPLATES)
+def test_the_template_s_own_prompt_is_shown_and_its_syntax_is_known(model: str) -> None:
+    text = replace(demo_text(), template=ChatTemplate(TEMPLATES[model], {}))
+    dialect = text.dialect
+    assert dialect is not None
+    assert (dialect.own, dialect.syntax) == (True, known_syntax(TEMPLATES[model]))
+    tools = [{"type": "function", "function": {"name": "get", "parameters": SCHEMA}}]
+    assert "You may call" not in text.render([{"role": "user", "content": "Hi"}], tools=tools)
+
+
+@pytest.mark.parametrize("model", TEMPLATES)
+def test_calls_are_read_whole_and_cut_everywhere(model: str) -> None:
+    said = TEXTS[model]
+    assert read(model, [said]) == ("", CALLS)
+    assert read(model, list(said)) == ("", CALLS)
+    for at in range(1, len(said)):
+        assert read(model, [said[:at], said[at:]]) == ("", CALLS)
+    assert read(model, ["An answer [1] in words."]) == ("An answer [1] in words.", [])
+
+
+@pytest.mark.parametrize("model", TEMPLATES)
+def test_a_grammar_binds_calls_in_the_syntax(model: str) -> None:
+    library = demo_text().tokenizer.library
+    tools = [Tool(name, schema) for name, schema in SCHEMAS.items()]
+    syntax = known_syntax(TEMPLATES[model])
+    assert syntax is not None
+    source = grammar(partial(calls, syntax), tools, partial(lark.spelled, {}), forced=True, parallel=True)
+    for text, right in ((TEXTS[model].replace("\\'X\\'", "X").replace("'X'", "X"), True), ("Hello", False)):
+        matcher = LLMatcher(LLTokenizer(library.to_str(), eos_token=[EOS]), LLMatcher.grammar_from_lark(source))
+        ids = library.encode(text, add_special_tokens=False).ids
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == right
+
+
+def test_other_templates_have_none() -> None:
+    assert known_syntax(SHOWS) is None
