@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sessions import session_name
-from kvferry.router.api.documentation import errors
+from kvferry.router.api.documentation import errors, path_parameter
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.request_context import CALL
 
@@ -33,6 +33,7 @@ def session_routes(pools: ServedModels) -> APIRouter:
         "/v1/sessions/{session_id}",
         summary="Close a session: its cached blocks are the next to be evicted",
         responses=errors(400),
+        openapi_extra=path_parameter("session_id"),
     )
     async def close(request: Request) -> SessionClosed:
         session_id = request.path_params["session_id"]

@@ -125,8 +125,8 @@ def test_newcomers_prompts_have_what_they_need_and_others_no_more_for_it() -> No
     engine.add(make_job("stream", [1, 2, 3], max_tokens=50))
     engine.step()
     engine.add(make_job("long", [5] * 200))
-    for name, length in (("new", 20), ("newer", 7)):
-        engine.add(replace(make_job(name, [6] * length), newcomer=True))
+    for name, token, length in (("new", 6, 20), ("newer", 7, 7)):
+        engine.add(replace(make_job(name, [token] * length), newcomer=True))
     counts = {part.request.key[0]: part.count for part in engine.scheduler.schedule()}
     assert counts == {"stream": 1, "new": 20, "newer": 7}
     assert engine.scheduler.budget.tokens(1, engine.request_table.running) == 27

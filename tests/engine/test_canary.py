@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.engine import canary as canary_module
-from kvferry.engine import output_tolerance
+from kvferry.engine import output_tolerance, scheduler
 from kvferry.engine.batch_planner import Part
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
@@ -359,7 +359,8 @@ def test_nobody_waits(checkpoint: Path) -> None:
     assert computed[1:] == [27, 1, 1]
 
 
-def test_it_lets_go_where_blocks_grow_short(checkpoint: Path) -> None:
+def test_it_lets_go_where_blocks_grow_short(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "ARRIVING", 1)  # all blocks may be promised at once
     pair = Pair(load(checkpoint), load(checkpoint))
     pair.ship(PROMPT)
     pair.canary.give_way()
@@ -374,7 +375,10 @@ def test_it_lets_go_where_blocks_grow_short(checkpoint: Path) -> None:
     assert [found.outcome for found in pair.decode.events if isinstance(found, CanaryChecked)] == ["dropped"]
 
 
-def test_it_is_dropped_where_it_takes_too_long_cannot_be_computed_or_has_no_room(checkpoint: Path) -> None:
+def test_it_is_dropped_where_it_takes_too_long_cannot_be_computed_or_has_no_room(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "ARRIVING", 1)  # all blocks may be promised at once
     pair = Pair(load(checkpoint), load(checkpoint))
     pair.ship(PROMPT)
     pair.clock.now += MOST_S + 1

@@ -48,7 +48,7 @@ def test_every_move_of_the_table_is_made(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Request, "move", noted)
     engine = make_engine()
     engine.add(make_job("ships", PROMPT), transfer=1, prefill_only=True)
-    engine.add(make_job("runs", PROMPT))
+    engine.add(make_job("runs", [PROMPT[0] + 1, *PROMPT[1:]]))  # it would wait for a beginning that it shared
     engine.add(make_job("awaits", PROMPT), awaits=(Awaits.GRAMMAR,))
     engine.add(make_job("hopeless", PROMPT), awaits=(Awaits.GRAMMAR,))
     for grant in ("lands", "withdrawn"):

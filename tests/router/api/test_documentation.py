@@ -99,6 +99,7 @@ async def test_every_route_is_described_and_every_error_has_its_schema() -> None
         "/targets",
         "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",
         "/v1/batches/{batch_id}/cancel", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/dashboard",
+        "/v1/sessions/{session_id}",
         "/dashboard/state", "/dashboard/view", "/v1/audio/transcriptions", "/v1/audio/translations",
     }  # fmt: skip
     for path in GENERATING:

@@ -25,7 +25,8 @@ TEMPLATE = (
 
 
 def api_of(script: Script, template: str = TEMPLATE) -> Api:
-    return Api(FakeCluster(script), replace(demo_text(), template=ChatTemplate(template, {})))
+    text = replace(demo_text(), template=ChatTemplate(template, {}), tool_call_parser="hermes")
+    return Api(FakeCluster(script), text)
 
 
 def prompts(api: Api) -> list[str]:
@@ -75,7 +76,7 @@ def test_a_call_is_shown_and_its_result_goes_back(tab: Page) -> None:
     with served(api.app) as url:
         opened(tab, url)
         set_fields(tab, tools=json.dumps(TOOL), tool_choice="required")
-        assert "1 tool" in tab.evaluate("document.getElementById('settings-sum').textContent")
+        tab.wait("document.getElementById('settings-sum').textContent.includes('1 tool')")
         asked(tab, "Weather in Oslo?")
         assert said(tab) == ["Weather in Oslo?", "Let me see."]
         shown = tab.evaluate("document.querySelector('.call').innerText")
