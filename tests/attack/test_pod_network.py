@@ -27,7 +27,7 @@ from tests.kv_transfer.raw_client import Stranger, frame
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HALF_OPEN = 200
 WORK = (
-    "/attempts/prefill", "/attempts/generate", "/attempts/move", "/attempts/cancel", "/adapters", "/role",
+    "/attempts/prefill", "/attempts/generate", "/attempts/move", "/attempts/cancel", "/adapters", "/role", "/sessions",
     "/streams/router-1", "/streams/router-1/seen", "/docs", "/openapi.json", "/redoc", "/unheard-of", "/",
     "/inference/v1/generate", "/v1/models", "/kv_event_sources", *ABORTS,
     "//attempts/cancel", "/health/../adapters", "/metrics/../role", "/health/", "/health%2f..%2fadapters",

@@ -186,7 +186,7 @@ def test_rates_of_several_models_are_not_mixed() -> None:
         (["--kv-blocks", "1000000000000"], "--kv-blocks: blocks must be from 1 to 1e.07"),
         (["--step", "-1"], "--step: step_s must be"),
         (["--itl", "nan"], "--itl: itl_s must be 0 or more"),
-        (["--eviction", "none"], "--eviction: eviction must be one of slru"),
+        (["--eviction", "none"], "--eviction: eviction must be one of value"),
         (["--plot", "/proc/none/x.svg"], "--plot: /proc/none/x.svg cannot be written"),
         (["--trace", "/proc/none"], "--trace: /proc/none cannot be read"),
         (["--calibrate", "redis://127.0.0.1:1/0"], "--calibrate: Redis: .*127.0.0.1"),
