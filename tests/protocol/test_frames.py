@@ -192,9 +192,12 @@ def test_nothing_is_leaked() -> None:
     tracemalloc.start()
     try:
         all_of_it(20)  # fills the interpreter's free lists
-        before = tracemalloc.get_traced_memory()[0]
-        all_of_it(200)
-        assert tracemalloc.get_traced_memory()[0] - before < 5000
+        grown = []
+        while not grown or (min(grown) >= 5000 and len(grown) < 10):  # earlier tests' threads may allocate meanwhile
+            before = tracemalloc.get_traced_memory()[0]
+            all_of_it(200)
+            grown.append(tracemalloc.get_traced_memory()[0] - before)
+        assert min(grown) < 5000
     finally:
         tracemalloc.stop()
 

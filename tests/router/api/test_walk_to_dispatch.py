@@ -20,6 +20,7 @@ API_HALF = {
     "router/api/bodies/reader.py",
     "router/api/bodies/generating.py",
     "router/api/bodies/structured.py",
+    "router/api/bodies/session_fields.py",
     "router/api/served_models.py",
     "router/api/generation.py",
     "router/api/sequence_stream.py",
