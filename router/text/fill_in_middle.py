@@ -80,7 +80,7 @@ def marks_of(text: TextModel, field: str) -> InfillMarks:
         if all(_is_token(text, each) for each in (form.before, form.between, form.last) if each):
             tokens = {each for each in (form.repository, form.file, *form.ends) if each and _is_token(text, each)}
             own = (form.before, form.between, form.last, form.repository, form.file, *form.ends)
-            ids = {text.tokenizer.library.token_to_id(each): each for each in own if each}
+            ids = {text.tokenizer.library.token_to_id(each) for each in own if each}
             return InfillMarks(form, frozenset(tokens), tuple(sorted(each for each in ids if each is not None)))
     raise InvalidRequest(
         f"{field} needs a model with fill-in-the-middle tokens, which the vocabulary of {text.name!r} lacks",

@@ -34,8 +34,8 @@ def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
                 "template); tool_choice 'none' answers without tools",
                 param=use.field,
             )
-        names = {tool.name: tool.parameters for tool in use.tools}
-        calls = CallParsing(text.dialect.parser, names, patient=patient, named=use.named)
+        schemas = {tool.name: tool.parameters for tool in use.tools}
+        calls = CallParsing(text.dialect.parser, schemas, patient=patient, named=use.named)
     marks = marks_of(text.dialect, text.thinking)
     return Parsing(text.thinking, calls, shown=shown, channels=text.channels, marks=marks)
 

@@ -41,7 +41,8 @@ class MessagesChat(TranslatedChat):
 
     def reasoning_budget(self, text: TextModel) -> int | None:
         """Return the budget; None if nothing can end this model's reasoning: clients send one to every model."""
-        return super().reasoning_budget(text) if limits_reasoning(text) else None
+        budget = self.thinking_token_budget
+        return budget if budget is not None and limits_reasoning(text) else None
 
 
 async def asked(call: RequestContext, body: CountBody, pools: ServedModels) -> MessagesChat:
