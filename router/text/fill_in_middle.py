@@ -74,7 +74,7 @@ class InfillMarks:
         return head + "".join(f"{file}{name}\n{text}" for name, text in files) + f"{file}{_FILE}\n"
 
 
-def marks_of(text: TextModel, field: str) -> InfillMarks:
+def infill_marks(text: TextModel, field: str) -> InfillMarks:
     """Return the model's fill-in-the-middle tokens; raise InvalidRequest, naming the field, if it has none."""
     for form in _FORMATS:
         if all(_is_token(text, each) for each in (form.before, form.between, form.last) if each):

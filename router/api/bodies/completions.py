@@ -14,7 +14,7 @@ from kvferry.protocol.sampling import SamplingParams
 from kvferry.router.api.bodies.fields import Prompt, Prompts, Top
 from kvferry.router.api.bodies.generating import BadWords, GenerationBody
 from kvferry.router.api.bodies.unsupported_fields import UnsupportedForCompletions
-from kvferry.router.text.fill_in_middle import marks_of
+from kvferry.router.text.fill_in_middle import infill_marks
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 
@@ -58,7 +58,7 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
         """Return the prompts as given, or in the model's marks around the place before the suffix."""
         if not self.suffix:
             return self.prompt
-        marks = marks_of(text, "suffix")
+        marks = infill_marks(text, "suffix")
         self._ends = marks.ends
         return [marks.prompt(prefix, self.suffix) for prefix in self.prompt]
 

@@ -13,7 +13,7 @@ from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_COUNT, SamplingParams
 from kvferry.router.api.bodies.fields import MAX_ITEMS, Integer, Name, Prompt
 from kvferry.router.api.bodies.generating import BadWords, GenerationBody
-from kvferry.router.text.fill_in_middle import marks_of
+from kvferry.router.text.fill_in_middle import infill_marks
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 from kvferry.router.text.transcript import TextOptions
@@ -51,7 +51,7 @@ class InfillBody(GenerationBody):
 
     def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
         """Return the prompt in the model's fill-in-the-middle tokens; raise InvalidRequest if it has none."""
-        marks = marks_of(text, "input_suffix")
+        marks = infill_marks(text, "input_suffix")
         self._ends = marks.ends
         files = [(each.filename, each.text) for each in self.input_extra or ()]
         return [marks.prompt(self.input_prefix + (self.prompt or ""), self.input_suffix, files)]
