@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, quantiles
 
-from kvferry.engine.visits import Visit
+from kvferry.engine.cache_use import CacheUse
 from kvferry.simulate.compare import CASES
 from kvferry.simulate.eviction import EVICTIONS, KnownBlocks
 from kvferry.simulate.machine import LARGE
@@ -79,7 +79,7 @@ class Oracle(KnownBlocks):
                 self._needed.setdefault(block_hash, []).append(now)
         self._heap: list[tuple[float, int, bytes]] = []
 
-    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def use(self, cache_use: CacheUse, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Learn nothing."""
 
     def put(self, block_id: int, *, leaf: bool) -> None:
@@ -139,7 +139,7 @@ class Replay:
     def _take(self, ask: Scenario) -> None:
         size, began = LARGE.block_size, time.process_time()
         blocks = -(-(ask.prompt_len + ask.output_len) // size)
-        here = self.pool.take(ask.number, wanted(ask), blocks, visit=ask.visit)
+        here = self.pool.take(ask.number, wanted(ask), blocks, cache_use=ask.cache_use)
         if here is not None:
             self.pool.fill(ask.number, ask.hashes)
         self.pool_s += time.process_time() - began

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from kvferry.engine import audit
 from kvferry.engine.block_contents import BlockContents
+from kvferry.engine.cache_use import CacheUse
 from kvferry.engine.eviction import ValueEviction
 from kvferry.engine.free_list import FreeList
 from kvferry.engine.index_changes import IndexChanges
 from kvferry.engine.miss_reasons import EVICTED, MissReasons
 from kvferry.engine.partial_blocks import PartialBlocks
 from kvferry.engine.ports import EvictionOrder, Holds
-from kvferry.engine.visits import Visit
 
 
 @dataclass(slots=True)
@@ -73,17 +73,17 @@ class BlockPool:
 
     def acquire(
         self, owner: Hashable, reason: str, reused: Sequence[int], fresh: int, *, keep: int = 0,
-        visit: Visit | None = None, hashes: Sequence[bytes] = (),
+        cache_use: CacheUse | None = None, hashes: Sequence[bytes] = (),
     ) -> list[int] | None:  # fmt: skip
         """Hold `reused` (fresh from `match`) and `fresh` new blocks for the owner; return their ids in order.
 
-        None, with nothing changed, if fewer than `keep` blocks would stay available. A request gives its visit and the
-        hashes of all blocks that it could have reused."""
+        None, with nothing changed, if fewer than `keep` blocks would stay available. A request gives its cache_use
+        and the hashes of all blocks that it could have reused."""
         idle = sum(block_id in self.idle for block_id in reused)
         if fresh + keep > self.available - idle:
             return None
-        if visit is not None:
-            self.idle.use(visit, reused, hashes)
+        if cache_use is not None:
+            self.idle.use(cache_use, reused, hashes)
         for block_id in reused:
             self.idle.remove(block_id)
         taken = [*reused, *(self._take() for _ in range(fresh))]

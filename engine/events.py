@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from kvferry.engine.cache_use import IdleStats
 from kvferry.engine.request import Key
-from kvferry.engine.visits import IdleStats
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.messages import TokenDelta
 from kvferry.protocol.process_names import NodeName

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain as joined
 from itertools import islice
 
+from kvferry.engine.cache_use import CacheUse, IdleStats, Pause
 from kvferry.engine.idle_chain import AgedChains, IdleChain
 from kvferry.engine.return_rates import ReturnClasses, ReturnRates
-from kvferry.engine.visits import IdleStats, Pause, Visit
 from kvferry.protocol.labels import IDLE_KINDS, SESSION_RETURNS
 
 REMEMBERED = 4
@@ -65,44 +65,44 @@ class ValueEviction:
 
     # Requests.
 
-    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in the visit."""
-        now, visit.prompt = self._tick(), len(hashes)
+    def use(self, cache_use: CacheUse, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in cache_use."""
+        now, cache_use.prompt = self._tick(), len(hashes)
         found = [self._chains[block_id] for block_id in reused]
         idle = Counter([chain for chain, block_id in zip(found, reused, strict=True) if block_id in self._idle])
         for chain, blocks in idle.items():
             if chain is not None:
                 chain.returned(now, blocks)
         gone = [*self._returned_late(now, hashes[len(reused) :])]
-        before = self._sessions.get(visit.session) if visit.session else None
+        before = self._sessions.get(cache_use.session) if cache_use.session else None
         if before is None:
             before = next((chain for chain in joined(reversed(gone), reversed(found)) if chain is not None), None)
             if before is not None and len(found) + len(gone) < CONTINUES * before.prompt:
                 before = None
         if before is None:
-            visit.turns, visit.shared = 0, len(reused)
+            cache_use.turns, cache_use.shared = 0, len(reused)
             for block_id in reused:
                 self._shares[block_id] += 1
             return
-        visit.turns, visit.shared = before.turns + 1, min(before.shared, len(reused))
+        cache_use.turns, cache_use.shared = before.turns + 1, min(before.shared, len(reused))
         kept, partial, lost = SESSION_RETURNS
         is_whole = len(found) >= min(before.prompt, len(hashes)) - 1
         self.stats.returns[kept if is_whole else partial if len(found) > before.shared else lost] += 1
 
-    def rest(self, visit: Visit, block_ids: Sequence[int]) -> None:
+    def rest(self, cache_use: CacheUse, block_ids: Sequence[int]) -> None:
         """Class the blocks of a request that ends, before they are `put`."""
         if not block_ids:
             return
-        own = self._left(visit, PAUSED, visit.turns, len(block_ids) - visit.shared)
+        own = self._left(cache_use, PAUSED, cache_use.turns, len(block_ids) - cache_use.shared)
         shared, shares = own, -1
-        for block_id in islice(block_ids, visit.shared):
+        for block_id in islice(block_ids, cache_use.shared):
             if self._shares[block_id] != shares:
                 shares = self._shares[block_id]
-                shared = self._left(visit, SHARED, shares, visit.shared)
+                shared = self._left(cache_use, SHARED, shares, cache_use.shared)
             self._chains[block_id] = shared
-        for block_id in islice(block_ids, visit.shared, None):
+        for block_id in islice(block_ids, cache_use.shared, None):
             self._chains[block_id] = own
-        for names, name in ((self._sessions, visit.session), (self._requests, visit.request_id)):
+        for names, name in ((self._sessions, cache_use.session), (self._requests, cache_use.request_id)):
             if name:
                 names[name] = own
                 names.move_to_end(name)
@@ -199,12 +199,14 @@ class ValueEviction:
             chain.gone -= 1
             yield chain
 
-    def _left(self, visit: Visit, kind: str, times: int, blocks: int) -> IdleChain:
+    def _left(self, cache_use: CacheUse, kind: str, times: int, blocks: int) -> IdleChain:
         """Return a chain of the class for what a request left; `blocks` of it weigh as one chain."""
-        rates = self._rates(visit.tenant, kind, times, visit.pause + visit.retention if kind == PAUSED else "")
+        rates = self._rates(
+            cache_use.tenant, kind, times, cache_use.pause + cache_use.retention if kind == PAUSED else ""
+        )
         return IdleChain(
-            visit.tenant, kind, rates, self._clock(), 1 / max(1, blocks), visit.prompt, visit.shared, visit.turns,
-            visit.retention,
+            cache_use.tenant, kind, rates, self._clock(), 1 / max(1, blocks), cache_use.prompt, cache_use.shared,
+            cache_use.turns, cache_use.retention,
         )  # fmt: skip
 
     def _rates(self, tenant: str, kind: str, times: int, detail: str = "") -> ReturnRates:

@@ -13,7 +13,7 @@ from kvferry.engine.return_rates import BINS, ENDS, ReturnRates
 class IdleChain:
     """Blocks that one request left and that have the same class.
 
-    tenant, kind  of its class, and the class's return rates; retention: as in Visit
+    tenant, kind  of its class, and the class's return rates; retention: as in CacheUse
     at            time at which the request left them, in seconds; since: until which time they are counted
     unit          weight of one block in the rates: its share of what the request left
     prompt        blocks of the request's prompt; shared: the leading ones that several sessions use

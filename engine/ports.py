@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from kvferry.engine.visits import IdleStats, Pause, Visit
+from kvferry.engine.cache_use import CacheUse, IdleStats, Pause
 
 REQUEST = "request"
 """Reason: a running request reads or writes the block."""
@@ -54,10 +54,10 @@ class EvictionOrder(Protocol):
 
     def __contains__(self, block_id: int) -> bool: ...
 
-    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in the visit."""
+    def use(self, cache_use: CacheUse, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in cache_use."""
 
-    def rest(self, visit: Visit, block_ids: Sequence[int]) -> None:
+    def rest(self, cache_use: CacheUse, block_ids: Sequence[int]) -> None:
         """Learn which blocks a request that ends leaves; they are `put` once nothing else uses them."""
 
     def pause(self, request_id: str, reason: Pause) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvferry.engine.cache_use import CacheUse
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.ports import GRANT, REQUEST
 from kvferry.engine.request_states import MOVES, Awaits, State
 from kvferry.engine.sampler import SampleRow
-from kvferry.engine.visits import Visit
 from kvferry.kernels.lora import Adapter
 from kvferry.protocol.hashing import chain
 from kvferry.protocol.messages import Job, TokenLogprobs
@@ -83,7 +83,7 @@ class Request:
     queued        time at which it was queued: on arrival or when preempted
     lacking       while queued: prompt tokens that the cache lacked when it was queued
     adapter       adapter weights that its tokens are computed with
-    visit         its session, as the eviction order sees it
+    cache_use     its session, as the eviction order sees it
     sample_row    sampling state, from the first token on
     drafts        draft proposals of its output, once it streams
     pooled        float32 [hidden], pooled state of the tokens computed so far, if it reads and draws nothing
@@ -122,12 +122,12 @@ class Request:
     pooled: torch.Tensor | None = None
     generates: bool = True
     adapter: Adapter | None = None
-    visit: Visit = field(init=False)
+    cache_use: CacheUse = field(init=False)
 
     def __post_init__(self) -> None:
         self.generates = isinstance(self.job.work, Generate)
         job = self.job
-        self.visit = Visit(job.namespace, job.session[:MAX_NAME], job.request_id, job.retention[:MAX_NAME])
+        self.cache_use = CacheUse(job.namespace, job.session[:MAX_NAME], job.request_id, job.retention[:MAX_NAME])
         self.token_ids = list(self.job.token_ids)
         self.extend_hashes()
 

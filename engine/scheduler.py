@@ -93,7 +93,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a request that finished or is dropped, and release its blocks except those that the link may touch."""
         self.request_table.leave(request)
-        self.pool.idle.rest(request.visit, request.block_ids[: request.registered])
+        self.pool.idle.rest(request.cache_use, request.block_ids[: request.registered])
         if request.grant is None:
             self.pool.release(*request.holder, request.block_ids)
         if request.state is State.DONE:
@@ -102,7 +102,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and queue it first, to be recomputed."""
         assert request.transfer is None, "a request that transfers its blocks must hold all of them from the start"
-        self.pool.idle.rest(request.visit, request.block_ids[: request.registered])
+        self.pool.idle.rest(request.cache_use, request.block_ids[: request.registered])
         self.pool.release(*request.holder, request.block_ids)
         request.block_ids = []
         request.computed_len = request.registered = 0
@@ -191,7 +191,7 @@ class Scheduler:
         reused = self.pool.match(request.reusable_hashes)
         tail = self._tail(request, len(reused) * self.block_size)
         block_ids = self.pool.acquire(
-            *request.holder, reused, self._blocks_of(request) - len(reused), keep=kept, visit=request.visit,
+            *request.holder, reused, self._blocks_of(request) - len(reused), keep=kept, cache_use=request.cache_use,
             hashes=request.reusable_hashes,
         )  # fmt: skip
         if block_ids is None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvferry.engine.cache_use import IdleStats
 from kvferry.engine.events import Stepped
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.speculation import Speculation
 from kvferry.engine.step_slices import Slice
-from kvferry.engine.visits import IdleStats
 
 
 class StepStats:

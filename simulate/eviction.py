@@ -10,9 +10,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvferry.engine.cache_use import CacheUse
 from kvferry.engine.eviction import ValueEviction
 from kvferry.engine.ports import EvictionOrder
-from kvferry.engine.visits import Visit
 from kvferry.simulate.choices import check_known
 from kvferry.simulate.segmented_lru import PROTECTED, SegmentedLru, WithoutSessions
 
@@ -87,7 +87,7 @@ class Gdsf(KnownBlocks):
         self._heap: list[tuple[float, int, int]] = []
         self._age, self._entered = 0.0, 0
 
-    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def use(self, cache_use: CacheUse, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Count another use of each block."""
         for block in reused:
             key = self._hash(block)
@@ -149,7 +149,7 @@ class S3Fifo(KnownBlocks):
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._most_small = max(1, pool.num_blocks // SMALL)
 
-    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def use(self, cache_use: CacheUse, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Count another use of each block, up to MOST_USES."""
         for block in reused:
             key = self._hash(block)

@@ -48,7 +48,7 @@ class Grants:
         while self._asking and streams + len(self.held) < self._machine.max_num_seqs:
             run, granted = self._asking[0]
             blocks = blocks_for(run.ask.prompt_len + run.ask.output_len, size)
-            here = memory.take(run, run.ask.hashes[: run.length // size], blocks, visit=run.ask.visit)
+            here = memory.take(run, run.ask.hashes[: run.length // size], blocks, cache_use=run.ask.cache_use)
             if here is None:
                 return
             self._asking.popleft()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.cache_use import CacheUse
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import REQUEST
-from kvferry.engine.visits import Visit
 from kvferry.simulate.eviction import EVICTIONS, order_of
 
 COPY_KEPT = 4
@@ -23,25 +23,27 @@ class Memory(BlockPool):
         super().__init__(num_blocks, Ledger(num_blocks))
         self.idle = order_of(eviction, self, clock)
         self._chains: dict[Hashable, list[int]] = {}
-        self._visits: dict[Hashable, Visit] = {}
+        self._uses: dict[Hashable, CacheUse] = {}
 
     def found(self, hashes: Sequence[bytes]) -> int:
         """Return the number of leading blocks that are in the pool."""
         return len(self.match(hashes))
 
     def take(
-        self, owner: Hashable, hashes: Sequence[bytes], blocks: int, *, keep: int = 0, visit: Visit | None = None
+        self, owner: Hashable, hashes: Sequence[bytes], blocks: int, *, keep: int = 0, cache_use: CacheUse | None = None
     ) -> int | None:
         """Hold a chain of `blocks` blocks; return how many of `hashes` were found, or None without enough blocks.
 
-        keep: blocks that must stay available. visit: the request's, unless these are copies."""
+        keep: blocks that must stay available. cache_use: the request's, unless these are copies."""
         reused = self.match(hashes)[:blocks]
-        chain = self.acquire(owner, REQUEST, reused, blocks - len(reused), keep=keep, visit=visit, hashes=hashes)
+        chain = self.acquire(
+            owner, REQUEST, reused, blocks - len(reused), keep=keep, cache_use=cache_use, hashes=hashes
+        )
         if chain is None:
             return None
         self._chains[owner] = chain
-        if visit is not None:
-            self._visits[owner] = visit
+        if cache_use is not None:
+            self._uses[owner] = cache_use
         return len(reused)
 
     def fill(self, owner: Hashable, hashes: Sequence[bytes]) -> None:
@@ -56,9 +58,9 @@ class Memory(BlockPool):
     def give(self, owner: Hashable) -> None:
         """Release the owner's chain, if it has one."""
         if (chain := self._chains.pop(owner, None)) is not None:
-            if (visit := self._visits.pop(owner, None)) is not None:
+            if (cache_use := self._uses.pop(owner, None)) is not None:
                 findable = (place for place, block_id in enumerate(chain) if self._blocks[block_id].hash is None)
-                self.idle.rest(visit, chain[: next(findable, len(chain))])
+                self.idle.rest(cache_use, chain[: next(findable, len(chain))])
             self.release(owner, REQUEST, chain)
 
     def copy(self, owner: Hashable, hashes: Sequence[bytes]) -> bool:

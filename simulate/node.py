@@ -160,7 +160,7 @@ class Node:
             start = run.here * size
         else:
             wanted, blocks = run.ask.hashes[: (run.length - 1) // size], blocks_for(run.length, size)
-            found = self.memory.take(run, wanted, blocks, visit=run.ask.visit)
+            found = self.memory.take(run, wanted, blocks, cache_use=run.ask.cache_use)
             if found is None:
                 return False
             start = found * size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kvferry.engine.visits import Pause, Visit
+from kvferry.engine.cache_use import CacheUse, Pause
 
 N = TypeVar("N")
 """Type of node."""
@@ -33,9 +33,9 @@ class Scenario:
     calls_tool: bool = False
 
     @property
-    def visit(self) -> Visit:
+    def cache_use(self) -> CacheUse:
         """Return its use of a pool's cached blocks; the pool recognises the session by its prefix."""
-        return Visit(pause=Pause.TOOL if self.calls_tool else Pause.ANSWERED)
+        return CacheUse(pause=Pause.TOOL if self.calls_tool else Pause.ANSWERED)
 
 
 @dataclass(slots=True, eq=False)

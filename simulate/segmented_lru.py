@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvferry.engine.visits import IdleStats, Pause, Visit
+from kvferry.engine.cache_use import CacheUse, IdleStats, Pause
 
 PROTECTED = 20
 """One of this many blocks of a pool may be idle and protected because it was found again."""
@@ -17,7 +17,7 @@ class WithoutSessions:
     def __init__(self) -> None:
         self.stats = IdleStats()
 
-    def rest(self, visit: Visit, block_ids: Sequence[int]) -> None:
+    def rest(self, cache_use: CacheUse, block_ids: Sequence[int]) -> None:
         """Do nothing."""
 
     def pause(self, request_id: str, reason: Pause) -> None:
@@ -53,7 +53,7 @@ class SegmentedLru(WithoutSessions):
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._once or block_id in self._again
 
-    def use(self, visit: Visit, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def use(self, cache_use: CacheUse, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
         self._found.update(reused)
 
     def put(self, block_id: int, *, leaf: bool) -> None:

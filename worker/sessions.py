@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import Request
 
+from kvferry.engine.cache_use import Pause
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.visits import Pause
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sessions import MAX_NOTES, SessionNotes
 from kvferry.runtime.http import read_message

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.cache_use import CacheUse
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import REQUEST
-from kvferry.engine.visits import Visit
 from kvferry.protocol.hashing import chain
 from kvferry.protocol.index_rows import GROUP, rows_of
 from kvferry.protocol.layout import blocks_for
@@ -26,7 +26,7 @@ def run_through(pool: BlockPool, owner: str, token_ids: list[int]) -> list[int] 
     hashes = chain(b"root", token_ids, BS)
     reused = pool.match(hashes)
     fresh = blocks_for(len(token_ids), BS) - len(reused)
-    blocks = pool.acquire(owner, REQUEST, reused, fresh, visit=Visit(), hashes=hashes)
+    blocks = pool.acquire(owner, REQUEST, reused, fresh, cache_use=CacheUse(), hashes=hashes)
     if blocks is None:
         return None
     for i in range(len(reused), len(hashes)):
@@ -181,7 +181,7 @@ def test_books_balance_and_changes_mirror_the_pool(
         if held and not keep:
             oldest = next(iter(held))
             if rests:
-                pool.idle.rest(Visit(), held[oldest])
+                pool.idle.rest(CacheUse(), held[oldest])
             pool.release(oldest, REQUEST, held.pop(oldest))
         if wrong < size:
             pool.forget([wrong])

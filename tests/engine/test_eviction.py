@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.cache_use import CacheUse, Pause
 from kvferry.engine.eviction import CLASSES, COPIED, REMEMBERED, SESSIONS, ValueEviction
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.ports import REQUEST
-from kvferry.engine.visits import Pause, Visit
 from kvferry.protocol.hashing import chain
 
 BS = 2
@@ -27,9 +27,9 @@ class House:
         """Run a request; return how many of its blocks were found."""
         self.asked += 1
         hashes = chain(b"root", tokens, BS)
-        reused, own = self.pool.match(hashes), Visit(tenant, session, str(self.asked), pause=reason)
+        reused, own = self.pool.match(hashes), CacheUse(tenant, session, str(self.asked), pause=reason)
         blocks = self.pool.acquire(
-            self.asked, REQUEST, reused, len(hashes) - len(reused), visit=own, hashes=hashes
+            self.asked, REQUEST, reused, len(hashes) - len(reused), cache_use=own, hashes=hashes
         )  # fmt: skip
         assert blocks is not None
         for index in range(len(reused), len(hashes)):
@@ -52,25 +52,25 @@ def test_chains_that_share_beginnings_leave_from_their_ends() -> None:
     source, now = random.Random(0), 0.0
     pool = BlockPool(20, Ledger(20))
     pool.idle = idle = ValueEviction(20, lambda: now)
-    held: dict[int, tuple[list[int], Visit]] = {}
+    held: dict[int, tuple[list[int], CacheUse]] = {}
     for number in range(3000):
         now += source.expovariate(0.5)
         tokens = [source.randrange(2) for _ in range(BS * source.randint(1, 6))]
         hashes = chain(b"root", tokens, BS)
         reused = pool.match(hashes)
-        visit = Visit(source.choice("ab"), source.choice(["", "s", "t"]), str(number))
+        cache_use = CacheUse(source.choice("ab"), source.choice(["", "s", "t"]), str(number))
         fresh = len(hashes) - len(reused)
-        blocks = pool.acquire(number, REQUEST, reused, fresh, visit=visit, hashes=hashes)
+        blocks = pool.acquire(number, REQUEST, reused, fresh, cache_use=cache_use, hashes=hashes)
         if blocks is not None:
             for index in range(len(reused), len(hashes)):
                 parent = blocks[index - 1] if index else None
                 blocks[index] = pool.register([(number, REQUEST)], blocks[index], hashes[index], parent)
-            held[number] = blocks, visit
+            held[number] = blocks, cache_use
         if held and (blocks is None or source.random() < 0.7):
             owner = source.choice(list(held))
-            blocks, visit = held.pop(owner)
+            blocks, cache_use = held.pop(owner)
             if source.random() < 0.9:
-                idle.rest(visit, blocks)
+                idle.rest(cache_use, blocks)
             pool.release(owner, REQUEST, blocks)
             if source.random() < 0.3:
                 idle.pause(str(owner), Pause.TOOL)

@@ -15,7 +15,7 @@ class Pause(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class CacheUse:
     """A request's use of cached blocks.
 
     tenant      namespace of the blocks; return rates are learned for each
