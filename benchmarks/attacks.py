@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks import attacking
 from benchmarks.attacking import answers, asking, completion, exchange, forever
 from benchmarks.load import random_prompt
+from benchmarks.media_attacks import pictures
 from benchmarks.rude_clients import garbage, leavers, readers, refused, slow
 
 WORDS = "river stone cloud market "
@@ -175,7 +176,7 @@ ATTACKS: dict[str, Callable[[int], Awaitable[None]]] = {
     "slow sockets": slow, "leavers": leavers,
     "readers": lambda port: readers(port, read=True), "no readers": lambda port: readers(port, read=False),
     "grammars": grammars, "tools": tools, "biases": biases, "stops": stops,
-    "choices": choices, "prompts": prompts, "vectors": vectors, "plain": plain,
+    "choices": choices, "prompts": prompts, "vectors": vectors, "pictures": pictures, "plain": plain,
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Measures the CPU kernels of this machine against its own limits and against the same engine on PyTorch's operations.
 
-    python benchmarks/cpu_kernels.py [--threads 2 --runs 9 --model smollm2 --only limits,dense,attention,latent,step]
+    python benchmarks/cpu_kernels.py [--threads 2 --runs 9 --model smollm2 --only limits,dense,attention,recurrent]
 
 The limits (reading memory, multiplying bfloat16 in registers) are measured by the threads that run the kernels, in the
 same rounds as everything else. The forms of one subject run in turn, medians are printed, and outputs are compared
@@ -23,12 +23,13 @@ from kvferry.protocol.work import Generate
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.cpu_latent import latent_subjects
+from benchmarks.cpu_recurrent import recurrent_subjects
 from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
 from benchmarks.overhead import bench_overhead
 from kvferry.cli.bootstrap import set_threads
 from kvferry.runtime.limits import available_cores
 
-SECTIONS = ("limits", "dense", "attention", "latent", "step", "engine", "overhead")
+SECTIONS = ("limits", "dense", "attention", "latent", "recurrent", "step", "engine", "overhead")
 ROWS = (1, 4, 8, 16, 64, 512)
 DECODES = ((1, 128), (1, 2048), (8, 384), (32, 384))
 PREFILLS = (128, 512, 2048)
@@ -138,6 +139,12 @@ def bench_latent(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-unt
         report(title, limits, times, moved, work)
 
 
+def bench_recurrent(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
+    """Time recurrent layers; their states and a prompt's products count. Tests compare them with the reference."""
+    for title, run, moved, work in recurrent_subjects(ops):
+        report(title, limits, interleaved([run, limits.read, limits.multiply], runs), moved, work)
+
+
 def bench_step(engines, ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
     """Time one decode step and one prefill of the model, hidden states and logits."""
     import torch
@@ -239,6 +246,8 @@ def main() -> None:
             bench_attention(ops, limits, options.runs)
         if "latent" in wanted:
             bench_latent(ops, limits, options.runs)
+        if "recurrent" in wanted:
+            bench_recurrent(ops, limits, options.runs)
         if {"step", "engine", "overhead"} & set(wanted):
             settings = [
                 WorkerSettings(

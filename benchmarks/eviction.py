@@ -24,7 +24,8 @@ from kvferry.simulate.machine import LARGE
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.mooncake import read_trace
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.workloads import WORKLOADS, Asked
+from kvferry.simulate.trace_writer import Asked
+from kvferry.simulate.workloads import WORKLOADS
 
 ORACLE, SLRU = "oracle", "slru"
 ORDERS = ("lru", *(name for name in EVICTIONS if name != "lru"), ORACLE)

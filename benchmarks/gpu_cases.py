@@ -28,6 +28,7 @@ FILES = (
     "triton_adjust_cases.py",
     "triton_cache_cases.py",
     "triton_latent_cases.py",
+    "triton_recurrent_cases.py",
     "triton_product_cases.py",
     "triton_model_cases.py",
     "triton_ranks_cases.py",

@@ -28,6 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.gpu_latent import latent_attention
 from benchmarks.gpu_products import FORMS, product
+from benchmarks.gpu_recurrent import KINDS, PROMPTS, recurrent_layer
 from benchmarks.gpu_rows import Rows
 from benchmarks.gpu_subject import Shape, Subject, layers_for, paged_plan
 from kvferry.kernels.batch_plan import BatchPlan
@@ -42,13 +43,15 @@ class Sizes:
     """Sizes of the subjects.
 
     decodes: (sequences, length); chunks: (sequences, tokens, tokens before them); tokens: of operations other than
-    attention; copied: bytes of the copy; rows: of products with codes."""
+    attention; copied: bytes of the copy; rows: of products with codes; prompts: (sequences, tokens) of recurrent
+    layers."""
 
     decodes: tuple[tuple[int, int], ...]
     chunks: tuple[tuple[int, int, int], ...]
     tokens: tuple[int, ...]
     copied: int
     rows: tuple[int, ...]
+    prompts: tuple[tuple[int, int], ...]
 
 
 FULL = Sizes(
@@ -57,10 +60,11 @@ FULL = Sizes(
     tokens=(1, 64, 8192),
     copied=1 << 30,
     rows=(1, 16, 64, 128, 2048),
+    prompts=PROMPTS,
 )
 CACHES = {None: "", torch.int8: ", int8", FP8: ", fp8"}
 """Number formats of the pool, and their names in titles."""
-SMALL = Sizes(((2, 64),), ((1, 32, 16),), (4,), 1 << 20, (3,))
+SMALL = Sizes(((2, 64),), ((1, 32, 16),), (4,), 1 << 20, (3,), ((2, 5),))
 
 
 def attention(
@@ -180,6 +184,10 @@ def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[tuple[str, Callab
             yield f"latent decode {seqs} x {length}{CACHES[cache]}", partial(_one, made)
     for chunk in sizes.chunks:
         yield f"latent prefill {chunk}", partial(_one, partial(latent_attention, ops, shape, *chunk))
+    for kind in KINDS:
+        for seqs, tokens in (*((seqs, 1) for seqs in sorted({seqs for seqs, _ in sizes.decodes})), *sizes.prompts):
+            made = partial(recurrent_layer, ops, shape, kind, seqs, tokens)
+            yield f"{kind} {seqs} x {tokens}", partial(_one, made)
     for form in FORMS:
         for rows in sizes.rows:
             yield f"product {rows}, {form}", partial(_one, partial(product, ops, shape, form, rows))

@@ -46,7 +46,7 @@ class End:
     def __init__(self, change: dict[str, Any], cuda: bool) -> None:
         library = self.library = load()
         api = library.api
-        options = context_options("127.0.0.1", cuda=cuda) | change
+        options = context_options("127.0.0.1", gpu="cuda" if cuda else "") | change
         handled, wakes = options.pop("error handling", True), options.pop("wakeup", True)
         features = (api.Feature.TAG, api.Feature.WAKEUP) if wakes else (api.Feature.TAG,)
         self._context = api.UCXContext(options, features)

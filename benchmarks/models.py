@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks.recurrent_models import random_model
 from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.source import DEMO_MODEL, DEMO_NAME, resolve
 
@@ -35,12 +36,12 @@ def gguf_format(path: Path) -> str:
 
 
 def find_models(
-    given: Iterable[Path], quantize: Path | None, safetensors: Path | None, *, vllm: bool
+    given: Iterable[Path], quantize: Path | None, safetensors: Path | None, *, vllm: bool, shapes: Iterable[str] = ()
 ) -> dict[str, Path]:
-    """Return files by format, and the directory if vLLM needs one. Raises ConfigError.
+    """Return files by format or shape, and the directory if vLLM needs one. Raises ConfigError.
 
-    Given files are used alone; without any, the demo model and its conversions are used."""
-    models = {gguf_format(path): path for path in given}
+    Given files and random models of `shapes` are used alone; without any, the demo model and its conversions are."""
+    models = {gguf_format(path): path for path in given} | {name: random_model(name, CACHE) for name in shapes}
     if not models:
         demo = resolve(DEMO_MODEL, weights=False).path
         models = {gguf_format(demo): demo}

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from benchmarks import limits, servers, table
 from benchmarks.load import LoadError
 from benchmarks.models import SOURCE, find_models, on_path
+from benchmarks.recurrent_shapes import SHAPES
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, Subject, missing
 from benchmarks.workloads import FIGURES, WORKLOADS, Figures, Workload
 from kvferry.cli.bootstrap import set_threads
@@ -53,10 +54,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--llama-quantize", type=Path, default=on_path("llama-quantize"))
     parser.add_argument("--vllm-python", type=Path, default=os.environ.get("VLLM_PYTHON"))
     parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="model files instead of the demo model")
+    parser.add_argument("--random", nargs="+", default=[], choices=SHAPES, help="random recurrent models instead")
     parser.add_argument("--safetensors", type=Path, help="the same model as a directory, for vLLM")
     parser.add_argument("--output", type=Path, default=servers.ROOT / "benchmarks" / "results")
     options = parser.parse_args(arguments)
     options.only, options.subjects = options.only.split(","), options.subjects.split(",")
+    if options.random and options.subjects == ["*"]:
+        options.subjects = [f"*:{name}" for name in options.random]
     if unknown := set(options.only) - set(FIGURES):
         parser.error(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
     if options.quick:
@@ -74,6 +78,8 @@ def chosen(options: argparse.Namespace, models: dict[str, Path], installed: Inst
     """Return the requested subjects that can be measured here; print what is skipped and why."""
     found = []
     for subject in SUBJECTS:
+        if subject.model in SHAPES and subject.model not in models:
+            continue
         if not any(fnmatch(subject.name, pattern) for pattern in options.subjects):
             continue
         if reason := missing(subject, models, installed):
@@ -233,7 +239,8 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     installed = Installed(options.llama_server, options.vllm_python, options.threads)
     try:
-        models = find_models(options.gguf, options.llama_quantize, options.safetensors, vllm=bool(options.vllm_python))
+        given = options.gguf, options.llama_quantize, options.safetensors
+        models = find_models(*given, vllm=bool(options.vllm_python), shapes=options.random)
     except ConfigError as error:
         sys.exit(str(error))
     subjects = chosen(options, models, installed)

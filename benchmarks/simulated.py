@@ -34,7 +34,7 @@ from kvferry.simulate.kvferry_policy import KvferryPolicy
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.rate_probe import probed
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.workloads import hashes_of
+from kvferry.simulate.trace_writer import hashes_of
 from kvferry.simulate.world import World
 
 LENGTHS, OUTPUT = (100, 700), 8

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.models import FORMATS, SAFETENSORS, SOURCE
+from benchmarks.recurrent_shapes import SHAPES
 
 SERVING = ("start", "single", "prefill512", "prefill2048", "streams8", "streams32", "prefix8", "interference", "memory")
+STREAMS = ("start", "single", "prefill512", "streams8", "memory")
 ONE_STREAM = ("start", "single", "prefill512", "prefill2048", "memory")
 SLOTS, SLOT_TOKENS = 8, 2304
 """llama-server's concurrent requests and the context of each: the longest prompt of any workload and its output."""
@@ -53,22 +55,24 @@ class Launch:
 
 TOGETHER, APART = ("--prefill", "0", "--decode", "1"), ("--prefill", "1", "--decode", "1")
 BF16, INT8 = ("--quantization", "none"), ("--quantization", "int8")
+
 SPLIT = ("start", "single", "again", "interference", "ships", "memory")
+
+
+def _pair(name: str, workloads: tuple[str, ...]) -> tuple[Subject, Subject]:
+    """Return the subjects of one GGUF file that kvferry and llama.cpp both read."""
+    ours = Subject(f"kvferry:{name}", "kvferry", name, name, workloads, TOGETHER)
+    return ours, Subject(f"llama.cpp:{name}", "llama.cpp", name, name, workloads)
+
+
 SUBJECTS = (
     Subject("kvferry:bf16", "kvferry", "bf16", SOURCE, (*SERVING, "again"), (*BF16, *TOGETHER)),
     Subject("kvferry:bf16:1p1d", "kvferry", "bf16", SOURCE, SPLIT, (*BF16, *APART)),
     Subject("kvferry:int8", "kvferry", "bf16", SOURCE, SERVING, (*INT8, *TOGETHER)),
     Subject("llama.cpp:bf16", "llama.cpp", "bf16", "bf16", SERVING),
     Subject("vllm:bf16", "vllm", "bf16", SAFETENSORS, SERVING),
-    *(
-        subject
-        for name in FORMATS
-        if name != "bf16"
-        for subject in (
-            Subject(f"kvferry:{name}", "kvferry", name, name, args=TOGETHER),
-            Subject(f"llama.cpp:{name}", "llama.cpp", name, name),
-        )
-    ),
+    *(subject for name in FORMATS if name != "bf16" for subject in _pair(name, ONE_STREAM)),
+    *(subject for name in SHAPES for subject in _pair(name, STREAMS)),
 )
 
 

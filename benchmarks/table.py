@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import FORMATS
+from benchmarks.recurrent_shapes import SHAPES
 from benchmarks.workloads import FIGURES, Figure
 
 LIMIT = "limit"
@@ -65,6 +66,11 @@ GOALS = (
         for workload in ("prefill512", "prefill2048")
         for name in FORMATS
         if name != "bf16"
+    ),
+    *(
+        Goal(f"kvferry:{name}", workload, "tokens_per_s", f"llama.cpp:{name}", least)
+        for name in SHAPES
+        for workload, least in (("single", 1.2), ("streams8", 2), ("prefill512", 2))
     ),
     Goal(OURS, "streams8", "tokens_per_s", VLLM, 2),
     Goal(OURS, "streams32", "tokens_per_s", VLLM, 1.6),

@@ -14,7 +14,7 @@ from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 
 PREFILL_NICENESS = 5
-"""Niceness of prefill processes, which share cores with decode: running streams keep three quarters of the CPU."""
+"""Niceness of prefill and encode processes, so that running streams keep three quarters of cores that they share."""
 
 Program = Callable[[str], Sequence[str]]
 """Function from a subcommand (`router`) to the start of the command line that runs it."""
@@ -44,6 +44,6 @@ def settings_command(name: str, subcommand: str, settings: CommonSettings, progr
     argv = (*program(subcommand), *to_argv(settings, skip=skip))
     given = (settings.cores_fd, settings.weights_fd) if isinstance(settings, WorkerSettings) else ()
     shared = tuple(descriptor for descriptor in given if descriptor >= 0)
-    yields = subcommand == "prefill" and not settings.elastic  # a process cannot take its priority back
+    yields = subcommand in ("prefill", "encode") and not settings.elastic  # a process cannot take its priority back
     niceness = PREFILL_NICENESS if yields else 0
     return Command(name, argv, env, niceness=niceness, fds=shared)

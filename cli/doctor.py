@@ -10,8 +10,9 @@ from typing import Literal, TextIO
 
 from kvferry.cli import preflight
 from kvferry.cli.cpu_instructions import compiled_for, instruction_set
+from kvferry.cli.gpu_detection import gpus, loaded, unused_gpu
 from kvferry.cli.health import answers_health
-from kvferry.cli.resource_plan import UNKNOWN, gpus, needs_of, require_memory, take_seats
+from kvferry.cli.resource_plan import UNKNOWN, needs_of, require_memory, take_seats
 from kvferry.model_files.memory_needs import ModelNeeds
 from kvferry.model_files.source import ModelSource, resolve
 from kvferry.protocol.errors import ConfigError, reason
@@ -148,16 +149,16 @@ def port(settings: ServeSettings) -> Result:
 
 
 def gpu(settings: ServeSettings) -> Result:
-    """Report the GPU, if any, and its memory."""
+    """Report the GPUs, if any, and the version of CUDA or ROCm."""
     import torch
 
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return Result("ok", "gpu", f"{', '.join(names)}, CUDA {torch.version.cuda}")
+        return Result("ok", "gpu", loaded())
     if settings.device.startswith("cuda"):
-        raise ConfigError("no CUDA device; use --device cpu, or install a driver and a CUDA build of torch")
-    if torch.version.cuda is None and preflight.NVIDIA_DRIVER.exists():
-        return Result("warn", "gpu", "there is a GPU, but this torch is a CPU build", "install a CUDA build of torch")
+        raise ConfigError("no GPU; use --device cpu, or install a driver and a CUDA or ROCm build of torch")
+    if build := unused_gpu():
+        remedy = f"install a {build} build of torch"
+        return Result("warn", "gpu", f"there is a GPU, but this torch is no {build} build", remedy)
     return Result("ok", "gpu", "none; workers compute on the CPU")
 
 

@@ -76,26 +76,21 @@ def router(settings: RouterSettings) -> None:
 @settings_options(WorkerSettings, {"role": "prefill"})
 def prefill(settings: WorkerSettings) -> None:
     """Run one prefill node: computes prompts and ships their KV blocks."""
-    settings = _enter_worker(settings)
-    if settings.elastic:
-        from kvferry.elastic_worker.main import serve_elastic as serve_prefill
-    else:
-        from kvferry.prefill_worker.main import serve_prefill
-
-    _run(serve_prefill(settings))
+    _run_worker(settings)
 
 
 @kvferry.command()
 @settings_options(WorkerSettings, {"role": "decode"})
 def decode(settings: WorkerSettings) -> None:
-    """Run one decode node: receives KV blocks and generates tokens."""
-    settings = _enter_worker(settings)
-    if settings.elastic:
-        from kvferry.elastic_worker.main import serve_elastic as serve_decode
-    else:
-        from kvferry.decode_worker.main import serve_decode
+    """Run one decode node: receives KV blocks and generates tokens. With Whisper: transcribes speech."""
+    _run_worker(settings)
 
-    _run(serve_decode(settings))
+
+@kvferry.command()
+@settings_options(WorkerSettings, {"role": "encode", "elastic": False})
+def encode(settings: WorkerSettings) -> None:
+    """Run one encode node: turns images and audio of prompts into embeddings for prefill nodes."""
+    _run_worker(settings)
 
 
 @kvferry.command()
@@ -173,10 +168,8 @@ def version() -> None:
     click.echo(f"kvferry {VERSION} (wire version {WIRE_VERSION})")
 
 
-kvferry.add_command(batch)
-kvferry.add_command(top)
-kvferry.add_command(simulate)
-kvferry.add_command(plan)
+for command in (batch, top, simulate, plan):
+    kvferry.add_command(command)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -221,12 +214,14 @@ def _command_of(error: click.ClickException) -> str:
     return f"{context.info_name} " if context is not None and context.parent is not None else ""
 
 
-def _enter_worker(settings: WorkerSettings) -> WorkerSettings:
-    settings = dataclasses.replace(settings, threads=worker_threads(settings.threads, settings.tensor_parallel_size))
+def _run_worker(settings: WorkerSettings) -> None:
+    settings = dataclasses.replace(settings, threads=worker_threads(settings.threads, settings.ranks_per_host))
     set_threads(settings.threads)
     set_up_log(settings.log_level, settings.log_format)
     set_up_traces(settings.role)
-    return settings
+    from kvferry.cli.worker_mains import worker_main
+
+    _run(worker_main(settings))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

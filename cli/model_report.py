@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 from kvferry.cli.formats import kv_dtype, weight_bytes
-from kvferry.cli.resource_plan import GIB, gpus, needs_of, take_seats
+from kvferry.cli.gpu_detection import gpus
+from kvferry.cli.resource_plan import GIB, needs_of, take_seats
+from kvferry.engine.state_rows import ROWS
 from kvferry.model_files.draft_model import resolve_draft
-from kvferry.model_files.source import ModelFacts, ModelSource, read_facts
+from kvferry.model_files.memory_needs import ModelNeeds
+from kvferry.model_files.multimodal import is_multimodal, media_taken
+from kvferry.model_files.source import ModelFacts, ModelSource, read_facts, read_json
 from kvferry.model_files.unsupported_models import require_runnable
+from kvferry.protocol.layer_groups import LayerGroups
 from kvferry.protocol.settings import ServeSettings
 from kvferry.runtime.limits import available_memory
 
 MIB = 1 << 20
+_TOWERS = {"image": "images, vision tower", "audio": "audio, audio tower"}
+"""What a model takes beside text, and its tower, by modality."""
 
 
 def told(settings: ServeSettings, source: ModelSource) -> str:
     """Describe a model for the report. Raises ConfigError with the reason if it cannot run here."""
     from kvferry.engine.models.route import route_of
+    from kvferry.worker.window_layers import divides
 
     require_runnable(source)
     facts, route = read_facts(source), route_of(source, settings.model_impl)
     form = f"{source.name}, {facts.architecture} on {route.path}, {route.formats}"
     draft = resolve_draft(settings, source, weights=False)
     drafts = f"; {draft.name} drafts" if draft is not None else ""
-    return f"{form}; {_memory(settings, source, facts)}{drafts}; {source.path}"
+    memory = _memory(settings, source, facts, route.groups if divides(settings) else None)
+    return f"{form}; {memory}{drafts}{_media(source)}; {source.path}"
 
 
-def _memory(settings: ServeSettings, source: ModelSource, facts: ModelFacts) -> str:
-    """Describe the memory of one worker on the device where it would run."""
+def _media(source: ModelSource) -> str:
+    """Describe what the model sees or hears; empty for a model of text."""
+    if source.kind == "gguf":
+        return ""
+    config = read_json(source.path / "config.json")
+    if modality := media_taken(config):
+        return f"; takes {_TOWERS[modality]} of {needs_of(source).tower / 1e6:.0f}M weights"
+    return "; its text alone: images and audio are refused" if is_multimodal(config) else ""
+
+
+def _memory(settings: ServeSettings, source: ModelSource, facts: ModelFacts, groups: LayerGroups | None) -> str:
+    """Describe the memory of one worker on the device where it would run.
+
+    groups: of layers that live for different times, or None."""
     needs, found, length = needs_of(source), gpus(), facts.max_model_len
     if not needs.layers:
         return f"{length} tokens, memory unknown"
@@ -35,9 +56,23 @@ def _memory(settings: ServeSettings, source: ModelSource, facts: ModelFacts) -> 
     weights, kv = weight_bytes(settings, needs, device), needs.kv_bytes(kv_dtype(settings))
     if not kv:
         return f"weights {weights / GIB:.2f} GiB, texts of {length} tokens"
-    longest = min(settings.max_model_len or length, length)
-    room = max(0, int((has - weights) // kv))
+    longest, size, windows = min(settings.max_model_len or length, length), settings.block_size, ""
+    whole = longest * kv
+    if groups is not None:
+        kv = kv * groups.full // len(groups.windows)
+        whole = groups.blocks(longest, size) * size * kv
+        windows = f" and {groups.most_pages(size) * groups.count * size * kv / MIB:.1f} MiB for windows"
+    room = max(0, int((has - weights) * longest // whole))
     return (
-        f"weights {weights / GIB:.2f} GiB, KV {1000 * kv / MIB:.1f} MiB for 1,000 tokens, {longest * kv / GIB:.2f} GiB "
-        f"for its longest sequence of {longest} tokens; memory here holds KV of {room:,} tokens beside its weights"
+        f"weights {weights / GIB:.2f} GiB, KV {1000 * kv / MIB:.1f} MiB for 1,000 tokens{windows}, {whole / GIB:.2f} "
+        f"GiB for its longest sequence of {longest} tokens; memory here holds KV of {room:,} tokens beside its weights"
+        f"{_state(needs)}"
     )
+
+
+def _state(needs: ModelNeeds) -> str:
+    """Describe the memory of recurrent states, and what is off because of them; empty without recurrent layers."""
+    if not needs.state_bytes:
+        return ""
+    size = needs.state_bytes / MIB
+    return f"; recurrent state {size:.2f} MiB a checkpoint, {ROWS} times that a running request; no drafts, no canaries"

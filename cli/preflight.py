@@ -7,6 +7,7 @@ message names the remedy.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import importlib.util
 import os
@@ -16,13 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.model_files.memory_needs import ModelNeeds
+from kvferry.model_files.source import ModelSource
+from kvferry.model_files.speech_config import is_speech, require_decoder
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
 from kvferry.protocol.settings import ServeSettings
 from kvferry.runtime.address import family_of
 
 WORKER_PACKAGES = ("torch", "transformers", "safetensors", "ucxx")
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def free_port(host: str, port: int) -> int:
@@ -109,8 +111,28 @@ def ranks(settings: ServeSettings, needs: Sequence[ModelNeeds]) -> None:
     for each in needs:
         if settings.enable_expert_parallel and each.layers and not each.experts:
             raise ConfigError("--enable-expert-parallel: the model has no experts", param="enable_expert_parallel")
+        if each.shapes and count > 1:
+            raise ConfigError(
+                "tensor_parallel_size: Gemma 3n and Gemma 4 run on one rank", param="tensor_parallel_size"
+            )
         if each.kv_heads % count and each.planes > 1:
             raise ConfigError(
                 f"tensor_parallel_size {count} does not divide the model's K/V heads: {each.kv_heads}",
                 param="tensor_parallel_size",
             )
+
+
+def for_speech(settings: ServeSettings, sources: Sequence[ModelSource]) -> ServeSettings:
+    """Return the settings of a cluster of these models: one that transcribes speech has no prefill workers.
+
+    Its encoder would ship more bytes of keys and values than the audio has samples. Raises ConfigError."""
+    speech = [is_speech(source) for source in sources]
+    if not any(speech):
+        return settings
+    if not all(speech) and settings.prefill:
+        told = "with a model that transcribes speech beside others, --prefill must be 0: it has no prefill workers"
+        raise ConfigError(told, param="prefill")
+    if settings.encode:
+        raise ConfigError("--encode must be 0 with a model that transcribes speech: it has no prompts", param="encode")
+    require_decoder()
+    return dataclasses.replace(settings, prefill=0)

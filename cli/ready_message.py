@@ -26,12 +26,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def ready_line(url: str, model: str, api_key: str) -> str:
-    """Return the line with the cluster's URL and an example request."""
-    question = [{"role": "user", "content": "Why is the sky blue?"}]
-    body = json.dumps({"model": model, "temperature": 0.2, "messages": question})
+def ready_line(url: str, model: str, api_key: str, *, speech: bool = False) -> str:
+    """Return the line with the cluster's URL and an example request. speech: the model transcribes it."""
     key = ["-H", "Authorization: Bearer YOUR_API_KEY"] if api_key else []
-    curl = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *key, "-d", body]
+    if speech:
+        curl = ["curl", f"{url}/v1/audio/transcriptions", *key, "-F", f"model={model}", "-F", "file=@speech.wav"]
+    else:
+        question = [{"role": "user", "content": "Why is the sky blue?"}]
+        body = json.dumps({"model": model, "temperature": 0.2, "messages": question})
+        curl = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *key, "-d", body]
     return f"kvferry is ready at {url}/v1 - try: {shlex.join(curl)}"
 
 

@@ -4,7 +4,6 @@ The supervisor decides it before any worker starts, so that no worker has to gue
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import os
@@ -47,28 +46,6 @@ class WorkerPlan:
     kv_cache_gib: float = 0.0
 
 
-def gpus() -> list[int]:
-    """Return the total bytes of each GPU that CUDA_VISIBLE_DEVICES allows, in CUDA's order.
-
-    The list is empty without a GPU, or if torch cannot use one. It asks the driver, so that this process neither
-    imports torch nor takes GPU memory."""
-    if not _torch_has_cuda():
-        return []
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
-    count, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return []
-    found = []
-    for index in range(count.value):
-        if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
-            return []
-        found.append(int(size.value))
-    return found
-
-
 def needs_of(source: ModelSource) -> ModelNeeds:
     """Return the model's memory needs; UNKNOWN if its files do not show them."""
     try:
@@ -79,11 +56,12 @@ def needs_of(source: ModelSource) -> ModelNeeds:
 
 
 def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequence[int]) -> list[WorkerPlan]:
-    """Plan all workers: for each model in `needs` its prefill workers, then its decode workers.
+    """Plan all workers: for each model in `needs` its workers of each role, as in NODE_ROLES.
 
-    found: bytes of each GPU. Workers take the GPUs in turn, one GPU per rank. Workers on the same GPUs get equal pools
-    from the memory that all their weights leave. Raises ConfigError if weights and pools do not fit."""
-    models = [each for each in needs for _ in range(settings.prefill + settings.decode)]
+    An encode worker loads no decoder, and is planned as if it did. found: bytes of each GPU. Workers take the GPUs in
+    turn, one GPU per rank. Workers on the same GPUs get equal pools from the memory that all their weights leave.
+    Raises ConfigError if weights and pools do not fit."""
+    models = [each for each in needs for _ in range(settings.prefill + settings.decode + settings.encode)]
     devices = [_device(settings, index, len(found)) for index in range(len(models))]
     sharing = {
         device: [model for model, other in zip(models, devices, strict=True) if other == device] for device in devices
@@ -231,13 +209,3 @@ def _kernels_are_compiled() -> bool:
     spec = importlib.util.find_spec("kvferry.kernels")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     return any(any(Path(folder, "cpu").glob(f"_native{suffix}")) for folder in folders for suffix in EXTENSION_SUFFIXES)
-
-
-def _torch_has_cuda() -> bool:
-    """Return whether the installed torch is a CUDA build, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    for folder in (spec.submodule_search_locations if spec is not None else None) or ():
-        version = Path(folder) / "version.py"
-        if version.exists():
-            return re.search(r"^cuda\b[^=]*=\s*['\"]", version.read_text(), re.MULTILINE) is not None
-    return False

@@ -24,16 +24,19 @@ from kvferry.cli.child import Child, Command
 from kvferry.cli.child_commands import Program, kvferry_program, settings_command
 from kvferry.cli.embedded_valkey import private_folder, until_valkey_answers, valkey_command
 from kvferry.cli.engines import attached, checked_engines, engine_commands
+from kvferry.cli.gpu_detection import gpus
 from kvferry.cli.progress import Progress, log_through, progress_on
 from kvferry.cli.ready_message import overview, ready_line, stop_line
-from kvferry.cli.resource_plan import WorkerPlan, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
+from kvferry.cli.resource_plan import WorkerPlan, needs_of, on_cpu_by_model, require_memory, take_seats
 from kvferry.cli.router_commands import narrowed, router_commands
 from kvferry.cli.supervisor import Supervisor
 from kvferry.engine.shared_cores import core_lock
 from kvferry.model_files.model_name import ModelName, require_distinct, split_names
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.labels import NODE_ROLES, ROLES
 from kvferry.protocol.layout import cache_format
+from kvferry.protocol.media import TRANSCRIPTION
 from kvferry.protocol.settings import ServeSettings, WorkerSettings
 from kvferry.runtime import shared_file
 from kvferry.runtime.address import dialable, host_port, loopback
@@ -50,7 +53,7 @@ ALL_NODES_S = 10.0
 class Checked:
     """Checked settings and worker plans of a cluster, ready to start.
 
-    settings: with the router's real port. seats: for each model its prefill workers, then its decode workers."""
+    settings: with the router's real port. seats: for each model its workers of each role, as in NODE_ROLES."""
 
     settings: ServeSettings
     seats: tuple[WorkerPlan, ...]
@@ -84,6 +87,7 @@ def check(settings: ServeSettings) -> Checked:
     else:
         sources = [resolve_runnable(model, settings.load_format) for model in settings.model]
         require_distinct([ModelName(source.name, names) for source, names in zip(sources, served, strict=True)])
+        settings = preflight.for_speech(settings, sources)
         for source in sources:
             resolve_draft(settings, source)
         needs = [needs_of(source) for source in sources]
@@ -121,7 +125,8 @@ def cluster_commands(
     on_cpu = sum(seat.device == "cpu" for seat in seats)
     crowded = on_cpu > 1 and threads * settings.tensor_parallel_size * on_cpu > available_cores()
     own_host = loopback()
-    roles, left = ("prefill",) * settings.prefill + ("decode",) * settings.decode, iter(seats)
+    counts, left = {role: getattr(settings, role) for role in NODE_ROLES}, iter(seats)
+    roles = [role for role, number in counts.items() for _ in range(number)]
     numbers = {role: count() for role in roles}
     shared = [
         weights() if count > 1 and settings.tensor_parallel_size == 1 else -1
@@ -135,12 +140,14 @@ def cluster_commands(
                 model=model,
                 served_model_name=names,
                 role=role,
+                elastic=settings.elastic and role in ROLES,
                 node_id=name,
                 host=own_host,
                 port=0,
                 ssl_certfile="",
                 ssl_keyfile="",
                 ssl_ca_certs="",
+                tensor_parallel_size=1 if role == "encode" else settings.tensor_parallel_size,  # it has no decoder
                 threads=threads,
                 cores_fd=cores_fd if crowded and seat.device == "cpu" else -1,
                 weights_fd=weights_fd if seat.device == "cpu" else -1,
@@ -198,7 +205,9 @@ async def _live(
     progress.close()
     for line in overview(supervisor.children):
         progress.echo(line)
-    print(ready_line(_dialable(settings), model, settings.api_key or settings.api_keys), flush=True)
+    speech = children[-1].facts.get("task") == TRANSCRIPTION
+    key = settings.api_key or settings.api_keys
+    print(ready_line(_dialable(settings), model, key, speech=speech), flush=True)
     progress.echo(stop_line(os.getpid()))
     await asyncio.Event().wait()
 
@@ -211,7 +220,7 @@ async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
     if settings.ssl_ca_certs:
         return
     models = len(settings.model)
-    wanted = {"prefill": models * settings.prefill, "decode": models * settings.decode}
+    wanted = {role: models * getattr(settings, role) for role in NODE_ROLES}
     enough = time.monotonic() + ALL_NODES_S
     # Our own child, on this machine; its certificate may name others.
     unverified = ssl._create_unverified_context()  # noqa: S323
@@ -225,7 +234,7 @@ async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
     while True:
         try:
             nodes = json.loads(await asyncio.to_thread(ready))["nodes"]
-            if all(nodes[role] >= count for role, count in wanted.items()) or time.monotonic() > enough:
+            if all(nodes.get(role, 0) >= count for role, count in wanted.items()) or time.monotonic() > enough:
                 return
         except (OSError, http.client.HTTPException) as error:
             log.debug("the router does not answer yet: %s", error)

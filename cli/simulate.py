@@ -25,11 +25,14 @@ RATES = (
     ("block-size", "block_size", int, "tokens per KV block"),
     ("block-bytes", "block_bytes", int, "bytes of a KV block"),
     ("kv-blocks", "blocks", int, "KV blocks per node"),
+    ("page-blocks", "page_blocks", int, "KV blocks of a page of layers with windows"),
+    ("window-pages", "window_pages", int, "most such pages of a sequence"),
     ("max-num-seqs", "max_num_seqs", int, "concurrent streams per node"),
     ("kv-host-blocks", "host_blocks", int, "KV blocks in the host memory tier of a node"),
     ("host-read", "host_block_s", float, "seconds in which a block is read from there"),
     ("kv-disk-blocks", "disk_blocks", int, "KV blocks in the disk tier of a node"),
     ("disk-read", "disk_block_s", float, "seconds in which a block is read from there"),
+    ("encode-rate", "media_tokens_per_s", float, "tokens of images per second of an encode node"),
     ("overhead", "overhead_s", float, "seconds before a request's first token, other than queueing and computing"),
     (
         "beside",
@@ -144,6 +147,8 @@ def simulate(**options: Any) -> int:
 @click.option("--output", required=True, type=click.IntRange(1), help="mean tokens of an output")
 @click.option("--reuse", default=0.0, show_default=True, type=click.FloatRange(0, 0.99),
               help="share of prompt tokens that are shared")  # fmt: skip
+@click.option("--image-tokens", default=0, show_default=True, type=click.IntRange(0),
+              help="mean tokens of a prompt that stand for images, which encode nodes encode")  # fmt: skip
 @click.option(
     "--share",
     default=0.99,

@@ -1,8 +1,9 @@
-"""Scripts that requests wait for, called on connections that are kept."""
+"""Scripts that requests wait for, called on a connection of their own."""
 
 from __future__ import annotations
 
-from math import inf
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import redis.asyncio as redis
@@ -10,49 +11,61 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
 from kvferry.cluster_state.redis_client import Script
-
-MOST_KEPT = 4
-"""Most connections that a script keeps of its client's pool."""
+from kvferry.cluster_state.script_connection import ScriptConnection, packed
 
 
 class DirectScript(Script):
-    """A script whose usual call costs half of the client's.
+    """A script whose usual call costs less than the client's.
 
-    The client takes a connection from its pool for each command, checks it, and times each step; here a connection
-    stays. The caller bounds the call. After a broken connection or an error of the server, such as an unknown script,
-    the client makes the call: it knows all troubles."""
+    The client takes a connection from its pool for each command, checks it, and times each step; here one connection
+    stays and takes all calls. The caller bounds the call. After a broken connection or an error of the server, such as
+    an unknown script, the client makes the call: it knows all troubles."""
 
     def __init__(self, client: redis.Redis, text: str, timeout_s: float) -> None:
         super().__init__(client, text, timeout_s)
         self._pool: Any = client.connection_pool
-        self._kept: list[Any] = []
+        self._connection: ScriptConnection | None = None
+        self._closed: list[ScriptConnection] = []
+
+    def call(self, keys: Sequence[str], args: Sequence[bytes]) -> asyncio.Future[Any] | None:
+        """Send a call on the standing connection; return its answer to come, or None if `run` has to make it.
+
+        The answer may be ResponseError or RedisConnectionError; then `run` may make it, too."""
+        connection = self._connection
+        if connection is None:
+            return None
+        if not connection.is_usable or not self._pool.is_fresh(connection.client_connection):
+            self._drop(connection)
+            return None
+        head = (b"EVALSHA", self._script.sha.encode(), b"%d" % len(keys))
+        return connection.call(packed((*head, *(key.encode() for key in keys), *args)))
 
     async def _call(self, keys: list[str], args: list[Any]) -> Any:
+        given = [each if isinstance(each, bytes) else str(each).encode() for each in args]
         try:
-            return await self._directly(keys, args)
+            answer = self.call(keys, given)
+            if answer is None:
+                await self._open()
+                answer = self.call(keys, given)
+            if answer is not None:
+                return await answer
         except (RedisConnectionError, ResponseError):
-            return await super()._call(keys, args)
+            pass
+        return await super()._call(keys, args)
 
-    async def _directly(self, keys: list[str], args: list[Any]) -> Any:
-        connection = await self._taken()
-        is_sound = False
-        try:
-            command = connection.pack_command("EVALSHA", self._script.sha, len(keys), *keys, *args)
-            await connection.send_packed_command(command, check_health=False)
-            answer = await connection.read_response(timeout=inf)
-            is_sound = len(self._kept) < MOST_KEPT
-            return answer
-        finally:
-            if is_sound:
-                self._kept.append(connection)
-            else:
-                await self._pool.release(connection)
-
-    async def _taken(self) -> Any:
-        """Return a kept connection, or one of the pool's."""
-        while self._kept:
-            connection = self._kept.pop()
-            if connection.is_connected and self._pool.is_fresh(connection):
-                return connection
+    async def _open(self) -> None:
+        """Take a connection over from the client's pool, and return the closed ones."""
+        while self._closed:
+            closed = self._closed.pop().client_connection
+            await closed.disconnect(nowait=True)
+            await self._pool.release(closed)
+        connection = await self._pool.get_connection()
+        if self._connection is None:
+            self._connection = ScriptConnection(connection)
+        else:  # another call was faster
             await self._pool.release(connection)
-        return await self._pool.get_connection()
+
+    def _drop(self, connection: ScriptConnection) -> None:
+        connection.close()
+        self._connection = None
+        self._closed.append(connection)

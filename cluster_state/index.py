@@ -60,6 +60,9 @@ class BlockIndex(Protocol):
     async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:
         """Return how many of these rows of the node are present."""
 
+    async def holders(self, rows: Sequence[bytes], nodes: Mapping[str, int]) -> list[frozenset[str]]:
+        """Return, for each of these rows, which of `nodes` (name → live epoch) have it."""
+
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         """Return how many leading blocks of a sequence each of `nodes` (name → live epoch) holds.
 

@@ -18,7 +18,53 @@ from kvferry.protocol.layout import STORE_GROUP
 from kvferry.protocol.lease import IncompatibleLease, NodeLease
 
 
-class MemoryStore:
+class MemoryRows:
+    """Rows of a block index in one process, by key, and when each key ends.
+
+    If `available` is False, every call raises RegistryUnavailable. clock: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.available = True
+        self._clock = clock
+        self._rows: dict[bytes, dict[tuple[str, bytes], int]] = {}
+        self._ends: dict[bytes, float] = {}
+
+    async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:
+        self._reach()
+        return sum(self._epoch(row, node_id) == epoch for row in rows)
+
+    async def holders(self, rows: Sequence[bytes], nodes: Mapping[str, int]) -> list[frozenset[str]]:
+        self._reach()
+        return [frozenset(name for name, epoch in nodes.items() if self._epoch(row, name) == epoch) for row in rows]
+
+    async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
+        self._reach()
+
+        def held(node_id: str, rows: Sequence[bytes], position: int) -> bool:
+            return self._epoch(rows[position], node_id) == nodes[node_id]
+
+        chain = rows_of(hashes)
+        first = self._there(key_and_tag(chain[0])[0]) if chain else {}
+        holders = [name for (name, _), epoch in first.items() if nodes.get(name) == epoch]
+        found = {node_id: longest(len(chain), partial(held, node_id, chain)) for node_id in holders}
+        stored = [alone(each) for each in store_hashes(hashes)] if ON_STORE in nodes else ()
+        if groups := longest(len(stored), partial(held, ON_STORE, stored)):
+            found[ON_STORE] = groups * STORE_GROUP
+        return found
+
+    def _reach(self) -> None:
+        if not self.available:
+            raise RegistryUnavailable("the store is off")
+
+    def _epoch(self, row: bytes, name: str) -> int | None:
+        key, tag = key_and_tag(row)
+        return self._there(key).get((name, tag))
+
+    def _there(self, key: bytes) -> dict[tuple[str, bytes], int]:
+        return self._rows.get(key, {}) if self._ends.get(key, 0.0) > self._clock() else {}
+
+
+class MemoryStore(MemoryRows):
     """Store in one process. Implements cluster_state.registry.Registry and cluster_state.index.BlockIndex.
 
     If `available` is False, every call raises RegistryUnavailable. clock: monotonic seconds."""
@@ -30,13 +76,11 @@ class MemoryStore:
         lease_s: float = LEASE_S,
         row_ttl_s: float = ROW_TTL_S,
     ) -> None:
-        self.available = True
+        super().__init__(clock)
         self.incompatible: tuple[IncompatibleLease, ...] = ()
-        self._clock, self._lease_s, self._row_ttl_s = clock, lease_s, row_ttl_s
+        self._lease_s, self._row_ttl_s = lease_s, row_ttl_s
         self._leases: dict[str, tuple[NodeLease, float]] = {}
         self._epochs: dict[str, int] = {}
-        self._rows: dict[bytes, dict[tuple[str, bytes], int]] = {}
-        self._ends: dict[bytes, float] = {}
 
     def flush(self) -> None:
         """Delete all data."""
@@ -101,29 +145,6 @@ class MemoryStore:
             there = self._rows[key]
             self._rows[key] = {each: there[each] for each in there if there[each] >= self._least(each[0], node_id)}
 
-    async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:
-        self._reach()
-        return sum(self._epoch(row, node_id) == epoch for row in rows)
-
-    async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
-        self._reach()
-
-        def held(node_id: str, rows: Sequence[bytes], position: int) -> bool:
-            return self._epoch(rows[position], node_id) == nodes[node_id]
-
-        chain = rows_of(hashes)
-        first = self._there(key_and_tag(chain[0])[0]) if chain else {}
-        holders = [name for (name, _), epoch in first.items() if nodes.get(name) == epoch]
-        found = {node_id: longest(len(chain), partial(held, node_id, chain)) for node_id in holders}
-        stored = [alone(each) for each in store_hashes(hashes)] if ON_STORE in nodes else ()
-        if groups := longest(len(stored), partial(held, ON_STORE, stored)):
-            found[ON_STORE] = groups * STORE_GROUP
-        return found
-
-    def _reach(self) -> None:
-        if not self.available:
-            raise RegistryUnavailable("the store is off")
-
     def _live(self, node_id: str) -> NodeLease | None:
         lease, ends = self._leases.get(node_id, (None, 0.0))
         return lease if ends > self._clock() else None
@@ -134,10 +155,3 @@ class MemoryStore:
         if lease is not None:
             return lease.epoch
         return 0 if name in (own, ON_STORE) else math.inf
-
-    def _epoch(self, row: bytes, name: str) -> int | None:
-        key, tag = key_and_tag(row)
-        return self._there(key).get((name, tag))
-
-    def _there(self, key: bytes) -> dict[tuple[str, bytes], int]:
-        return self._rows.get(key, {}) if self._ends.get(key, 0.0) > self._clock() else {}

@@ -21,13 +21,21 @@ Waiting = tuple[Question, asyncio.Future[Any]]
 class QueryBatcher:
     """Batches queries. `call` takes several queries and returns as many answers, in their order.
 
+    quick: sends queries without a task and returns a future of their answers, or None if it cannot. In that case, after
+    an error of the future, and without `quick`, the batch goes through `call`.
+
     Queries made in the same iteration of the loop are sent together. A caller that is cancelled, or stops waiting after
     `limit_s` seconds, does not affect the other callers of its batch."""
 
-    def __init__(self, call: Callable[[Sequence[Question]], Awaitable[Any]], limit_s: float) -> None:
-        self._call, self._limit_s = call, limit_s
+    def __init__(
+        self,
+        call: Callable[[Sequence[Question]], Awaitable[Any]],
+        limit_s: float,
+        quick: Callable[[Sequence[Question]], asyncio.Future[Any] | None] | None = None,
+    ) -> None:
+        self._call, self._quick, self._limit_s = call, quick, limit_s
         self._waiting: list[Waiting] = []
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
 
     async def ask(self, question: Question) -> Any:
         """Return the answer to a query. Raises RegistryUnavailable, also if no answer comes in time."""
@@ -48,36 +56,60 @@ class QueryBatcher:
             while asked and (not together or size + _size(asked[0]) <= MOST_BYTES):
                 size += _size(asked[0])
                 together.append(asked.pop(0))
-            loop = asyncio.get_running_loop()
-            task = loop.create_task(self._answer(together))
-            self._calls.add(task)
-            limit = loop.call_later(self._limit_s, self._late, together, task)
-            task.add_done_callback(partial(self._over, limit))
+            quick = self._quick([question for question, _ in together]) if self._quick else None
+            if quick is None:
+                self._follow(together, asyncio.create_task(self._answer(together)))
+            else:
+                quick.add_done_callback(partial(self._quick_done, together))
+                self._follow(together, quick)
+
+    def _follow(self, asked: Sequence[Waiting], call: asyncio.Future[Any]) -> None:
+        """Give the call up after the limit."""
+        self._calls.add(call)
+        limit = asyncio.get_running_loop().call_later(self._limit_s, self._late, asked, call)
+        call.add_done_callback(partial(self._over, limit))
+
+    def _quick_done(self, asked: Sequence[Waiting], call: asyncio.Future[Any]) -> None:
+        """Pass the answers of a quick call to its callers."""
+        if call.cancelled():
+            return
+        if call.exception() is not None:
+            self._follow(asked, asyncio.create_task(self._answer(asked)))
+            return
+        self._pass(asked, call.result())
 
     async def _answer(self, asked: Sequence[Waiting]) -> None:
         """Make one call and pass each answer, or the error, to its caller.
 
         Errors are set as results, so that no future with an unretrieved exception remains."""
         try:
-            told = await self._call([question for question, _ in asked])
-            with sensible():
-                found: list[Any] = [answer for _, answer in zip(asked, told, strict=True)]
+            self._pass(asked, await self._call([question for question, _ in asked]))
         except KvferryError as error:
+            self._tell(asked, [error] * len(asked))
+
+    def _pass(self, asked: Sequence[Waiting], told: Any) -> None:
+        try:
+            with sensible():
+                found = [answer for _, answer in zip(asked, told, strict=True)]
+        except RegistryUnavailable as error:
             found = [error] * len(asked)
+        self._tell(asked, found)
+
+    def _tell(self, asked: Sequence[Waiting], found: Sequence[Any]) -> None:
         for (_, answer), each in zip(asked, found, strict=True):
             if not answer.done():
                 answer.set_result(each)
 
-    def _late(self, asked: Sequence[Waiting], task: asyncio.Task[None]) -> None:
+    def _late(self, asked: Sequence[Waiting], call: asyncio.Future[Any]) -> None:
         """Give up a call, also if the client loses its cancellation, as `wait_for` of Python 3.11 may."""
         for _, answer in asked:
             if not answer.done():
                 answer.set_result(RegistryUnavailable(f"no answer from Redis within {self._limit_s} s"))
-        task.cancel()
+        call.cancel()
 
-    def _over(self, limit: asyncio.TimerHandle, task: asyncio.Task[None]) -> None:
+    def _over(self, limit: asyncio.TimerHandle, call: asyncio.Future[Any]) -> None:
         limit.cancel()
-        self._calls.discard(task)
+        self._calls.discard(call)
 
 
 def _size(waiting: Waiting) -> int:

@@ -11,6 +11,7 @@ kvferry:<cluster>:g:<8 bytes>   hash  8 bytes, name → epoch: the same for the 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -70,7 +71,7 @@ class RedisStore:
         prefix = self._prefix
         self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", [prefix + "b:", prefix + "g:"]
         self._epochs = prefix + "epoch:"
-        self._lookups = QueryBatcher(self._longest_prefixes, lookup_s)
+        self._lookups = QueryBatcher(self._longest_prefixes, lookup_s, self._quick_prefixes)
         self._told_unreadable = False
         self._lease_ms, self._row_ttl_ms = int(lease_s * 1000), int(row_ttl_s * 1000)
         self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), LONGEST * timeout_s
@@ -83,6 +84,7 @@ class RedisStore:
         self._refresh = script(row_scripts.REFRESH)
         self._longest = DirectScript(self._client, row_scripts.LONGEST_PREFIX, timeout_s)
         self._epoch, self._present = script(redis_scripts.EPOCH), script(row_scripts.PRESENT)
+        self._holders = script(row_scripts.HOLDERS)
 
     async def close(self) -> None:
         """Close all connections. Never raises."""
@@ -156,6 +158,17 @@ class RedisStore:
         with sensible():
             return int(answer)
 
+    async def holders(self, rows: Sequence[bytes], nodes: Mapping[str, int]) -> list[frozenset[str]]:
+        if not rows or not nodes:
+            return [frozenset()] * len(rows)
+        answer = await self._holders.run(self._rows, [b"".join(rows), *nodes])
+        with sensible():
+            live = [(name, str(epoch).encode()) for name, epoch in nodes.items()]
+            return [
+                frozenset(name for (name, epoch), found in zip(live, told, strict=True) if found == epoch)
+                for told in answer
+            ]
+
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         if not hashes or not nodes:
             return {}
@@ -172,6 +185,10 @@ class RedisStore:
     async def _longest_prefixes(self, questions: Sequence[Question]) -> Any:
         """Return one answer for each question: a chain's hashes, and the hashes that stand for the store's groups."""
         return await self._longest.run(self._rows, [ON_STORE, *chain.from_iterable(questions)])
+
+    def _quick_prefixes(self, questions: Sequence[Question]) -> asyncio.Future[Any] | None:
+        """Return the same to come; None if a connection is to be made first."""
+        return self._longest.call(self._rows, (ON_STORE.encode(), *chain.from_iterable(questions)))
 
 
 def _told(rows: Sequence[bytes], name: str) -> bytes:

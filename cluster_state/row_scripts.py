@@ -111,6 +111,19 @@ return found
 """
 )
 
+# KEYS: prefix of single rows, prefix of groups. ARGV: rows without names, then names. Returns for each row the epoch
+# that each name has there, or nothing.
+HOLDERS = """
+local sub, answers = string.sub, {}
+for at = 1, #ARGV[1], 17 do
+  local key, tag, fields = KEYS[2] .. sub(ARGV[1], at + 1, at + 8), sub(ARGV[1], at + 9, at + 16), {}
+  if string.byte(ARGV[1], at) == 0 then key, tag = KEYS[1] .. sub(ARGV[1], at + 1, at + 16), '' end
+  for place = 2, #ARGV do fields[place - 1] = tag .. ARGV[place] end
+  answers[#answers + 1] = redis.call('HMGET', key, unpack(fields))
+end
+return answers
+"""
+
 # KEYS: prefix of single rows, prefix of groups. ARGV: name of the store; then for each query the hashes of a chain, and
 # the hashes that stand for the store's groups (empty unless the store is queried). Returns for each query id, epoch and
 # length of each node that holds the first block. The caller checks which epochs are live, since sending a thousand of

@@ -17,6 +17,7 @@ from kvferry.kv_transfer.sender import Sender
 from kvferry.kv_transfer.sender_ship import ShipTimeouts
 from kvferry.protocol.errors import Draining, GrantRefused, KvferryError
 from kvferry.protocol.link_messages import Copy
+from kvferry.protocol.media import media_within
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.worker.service import Base
 
@@ -44,14 +45,16 @@ GRANT_S, STALL_S = 5.0, 1.5
 class ReplicaInProgress:
     """Copy in flight.
 
-    length: full blocks of the stream when the copy was offered. upto: blocks that the buddy has after the copy.
+    length: blocks of the stream that could be copied when the copy was offered. most: blocks that the copy may have.
+    copied: blocks of the stream that the buddy has after it.
     lent_at: when blocks began to travel. took_s: seconds until all had arrived. given_up: it ended through no fault of
     the buddy."""
 
     request: Request
     buddy: DecodeTarget
     length: int
-    upto: int = 0
+    most: int
+    copied: int = 0
     lent_at: float = 0.0
     took_s: float = 0.0
     given_up: bool = False
@@ -94,32 +97,36 @@ class Replication:
         under_way = {making.request.key for making in self._making.values()}
         apart = {buddy for buddy, (until, _) in self._shunned.items() if until > now}
         for request in engine.copies.due(AT_ONCE - len(under_way), under_way, apart):
-            self._offer(request)
+            self._offer(engine, request)
 
-    def _offer(self, request: Request) -> None:
-        job, length = request.job, request.registered
+    def _offer(self, engine: Engine, request: Request) -> None:
+        job, length = request.job, engine.copies.copyable(request)
         assert job.buddy
         tokens = tuple(request.token_ids[: length * request.block_size])
-        copy = Copy(tokens, MOST, job.namespace, job.adapter, DEADLINE_S)
+        most = MOST + (engine.states.most if engine.states is not None else 0)
+        copy = Copy(tokens, most, job.namespace, job.adapter, DEADLINE_S, media_within(job.media, len(tokens)))
         with self._lock:  # the grant may come before `offer` returns
             transfer = self._sender.offer(job.buddy, copy, self, patience=self._patience)
-            self._making[transfer] = ReplicaInProgress(request, job.buddy, length)
+            self._making[transfer] = ReplicaInProgress(request, job.buddy, length, most)
 
     def _lend(self, engine: Engine, transfer: int, making: ReplicaInProgress, first: int) -> None:
         """Ship the next blocks; the buddy has those before `first`.
 
         If it now has fewer than it confirmed, it drops what it received, and the copy is aborted."""
-        request, upto = making.request, min(first + MOST, making.length)
+        request = making.request
         if request.copied is not None and first < request.copied:
             request.copied = first
             self._sender.abort(transfer, "the buddy dropped the copies")
             return
-        blocks = engine.copies.lend(transfer, request, first, upto)
-        if blocks is None:
+        chain = engine.copies.chain(request, making.length)
+        if chain is None:
             making.given_up = True
             self._sender.abort(transfer, "the stream no longer runs")
             return
-        making.upto, making.lent_at = upto, time.monotonic()
+        upto, whole = min(first + making.most, len(chain)), len(chain)
+        # Without the end of its checkpoint a copy is of no use yet: the stream is due again at once.
+        making.copied = upto if whole == making.length else making.length if upto == whole else 0
+        blocks, making.lent_at = engine.copies.lend(transfer, chain[:upto], first), time.monotonic()
         self._sender.ship(transfer, blocks)
         self._sender.commit(transfer, None)
 
@@ -151,7 +158,7 @@ class Replication:
         making.took_s = time.monotonic() - making.lent_at
 
         def done(engine: Engine) -> None:
-            making.request.copied = making.upto
+            making.request.copied = making.copied
             self._shunned.pop(making.buddy, None)
 
         self._base.engine.submit(done)

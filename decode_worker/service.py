@@ -6,13 +6,13 @@ their buddies, and migrates them while it drains. Engine, receiver and sender ca
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from kvferry.decode_worker.canary_log import CanaryLog
 from kvferry.decode_worker.grants import Grants
 from kvferry.decode_worker.migration_sender import MigrationSender
 from kvferry.decode_worker.replication import Replication
@@ -31,8 +31,10 @@ from kvferry.protocol.messages import (
     StepFrame,
     TokenDelta,
 )
+from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.http import read_message
 from kvferry.worker.endpoints import Endpoints
+from kvferry.worker.media_routes import read_attempt
 from kvferry.worker.reuse_check import audit
 from kvferry.worker.service import Base
 
@@ -57,7 +59,7 @@ class DecodeService:
 
     async def post_generate(self, request: Request) -> None:
         """Prefill an attempt locally and generate; its output goes to the router's stream."""
-        self.accept((await read_message(request, GenerateRequest)).job)
+        self.accept((await read_attempt(request, GenerateRequest)).job)
 
     def accept(self, job: Job) -> None:
         """Submit a job that is prefilled here; raise Draining unless it may begin."""
@@ -73,7 +75,7 @@ class DecodeService:
         """Ignored: the engine reports the attempts that end."""
 
     def busy(self) -> bool:
-        answers = self._scale_out is not None and self._scale_out.busy()
+        answers = self.endpoints.media.busy() or (self._scale_out is not None and self._scale_out.busy())
         return answers or bool(self._base.engine.load.open_grants) or self._departures.busy()
 
     def router_lost(self, router_id: str) -> None:
@@ -129,3 +131,33 @@ class _Output:
 
     def frame(self) -> StepFrame:
         return StepFrame(tuple(self.deltas), tuple(self.failed), deviations=tuple(self.deviations))
+
+
+log = logging.getLogger("kvferry.worker")
+
+
+class CanaryLog:
+    """Logs and counts the results of canary checks."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+        self._largest = 0.0
+
+    def differs(self, event: CanaryChecked) -> bool:
+        """Count a result; return whether the shipped blocks differ from what this node computes.
+
+        Routers must hear of a difference."""
+        self._metrics.canary.looks[event.outcome].inc()
+        if event.outcome == "dropped":
+            return False
+        self._largest = max(self._largest, event.distance)
+        self._metrics.canary.largest.set(self._largest)
+        if event.outcome == "agreed":
+            return False
+        self._metrics.canary.deviations.labels(self._metrics.role, event.sender[0]).inc()
+        log.warning(
+            "blocks that %s sent of %s (%d tokens) differ from what this node computes: distance of logits "
+            "%.3g, limit %.3g",
+            event.sender[0], event.key[0], event.tokens, event.distance, event.tolerated,
+        )  # fmt: skip
+        return True

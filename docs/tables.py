@@ -12,6 +12,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from docs.api_tables import endpoints_table, errors_table, wire_table
+from docs.families_table import families_table
 from docs.markdown import markdown_table
 from kvferry.cli.options import flag
 from kvferry.protocol.adapter_metrics import AdapterMetrics
@@ -21,6 +22,7 @@ from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.model_metrics import ModelRegistry
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+from kvferry.protocol.speech_metrics import SpeechMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
@@ -53,6 +55,12 @@ def _of_adapter() -> ModelRegistry:
     return registry
 
 
+def _of_speech() -> ModelRegistry:
+    registry = ModelRegistry()
+    SpeechMetrics(registry)
+    return registry
+
+
 def tables() -> dict[str, str]:
     """Returns all tables by name."""
     return {
@@ -64,10 +72,12 @@ def tables() -> dict[str, str]:
         "serve": settings_table(ServeSettings, CommonSettings, RouterSettings, WorkerSettings),
         "router_metrics": metrics_table(RouterMetrics().registry),
         "worker_metrics": metrics_table(WorkerMetrics("decode").registry),
+        "speech_metrics": metrics_table(_of_speech()),
         "adapter_metrics": metrics_table(_of_adapter()),
         "endpoints": endpoints_table(),
         "errors": errors_table(),
         "wire": wire_table(),
+        "families": families_table(),
     }
 
 

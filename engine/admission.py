@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.protocol.errors import Cancelled, ContextLengthExceeded, InvalidRequest, TransferFailed
 from kvferry.protocol.messages import Job
@@ -16,9 +16,18 @@ REMEMBERED_CANCELS = 8192
 class Admission:
     """Admission check that refuses jobs with a named error.
 
-    longest: most tokens of a prompt and its output. takes: kinds of work that `model` does."""
+    longest: most tokens of a prompt and its output. takes: kinds of work that `model` does. check_media: raises
+    InvalidRequest for media that the engine does not take."""
 
-    def __init__(self, longest: int, vocab_size: int, takes: tuple[type, ...], model: str) -> None:
+    def __init__(
+        self,
+        longest: int,
+        vocab_size: int,
+        takes: tuple[type, ...],
+        model: str,
+        check_media: Callable[[Job], None] = lambda job: None,
+    ) -> None:
+        self._check_media = check_media
         self._longest = longest
         self._takes, self._model = takes, model
         self._vocab_size = vocab_size
@@ -45,6 +54,7 @@ class Admission:
         if not 0 < job.prompt_len <= len(job.token_ids):
             raise InvalidRequest(f"prompt_len must be 1 to the number of tokens, got {job.prompt_len}", param="prompt")
         self.check_tokens(job.token_ids)
+        self._check_media(job)
         if isinstance(work, Generate):
             work.params.validate(self._vocab_size)
         else:

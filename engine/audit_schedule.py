@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kvferry.engine import request_table
+from kvferry.engine.auxiliary_blocks import AuxiliaryBlocks
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.canary import Canary
 from kvferry.engine.draft_model import DraftModel
@@ -69,6 +70,7 @@ class AuditedState(Protocol):
     moving: OutboundMigrations
     copies: Replicas
     canary: Canary | None
+    states: AuxiliaryBlocks | None
 
 
 def audit(engine: AuditedState) -> Iterator[None]:
@@ -77,5 +79,7 @@ def audit(engine: AuditedState) -> Iterator[None]:
     if engine.draft_model is not None:
         yield from engine.draft_model.audit(engine.request_table)
     request_table.check_integrity(engine.request_table)
+    if engine.states is not None:
+        engine.states.check(engine.request_table)
     if not (engine.request_table or engine.transfer_holds or engine.moving or engine.copies or engine.canary):
         assert engine.pool.available == engine.pool.num_blocks, "blocks leaked"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.protocol.media import media_in
 from kvferry.protocol.messages import Job
 
 
@@ -12,12 +13,14 @@ from kvferry.protocol.messages import Job
 class BlockContent:
     """Tokens of one full block, and what its hash covers besides.
 
-    parent: hash of the block before it; None: a chain's first. namespace, adapter: see `Job`."""
+    parent: hash of the block before it; None: a chain's first. namespace, adapter: see `Job`. media: hash of each
+    medium in it, and its first token's place relative to the block's."""
 
     parent: bytes | None
     token_ids: tuple[int, ...]
     namespace: str
     adapter: str
+    media: tuple[tuple[str, int], ...] = ()
 
 
 class BlockContents:
@@ -37,7 +40,8 @@ class BlockContents:
         for index in range(first, len(hashes)):
             tokens = tuple(token_ids[index * block_size : (index + 1) * block_size])
             parent = hashes[index - 1] if index else None
-            self._known[hashes[index]] = BlockContent(parent, tokens, job.namespace, job.adapter)
+            media = tuple(media_in(job.media, index * block_size, block_size)) if job.media else ()
+            self._known[hashes[index]] = BlockContent(parent, tokens, job.namespace, job.adapter, media)
 
     def forget(self, block_hash: bytes) -> None:
         """Drop a block that can no longer be found."""

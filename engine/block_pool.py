@@ -71,6 +71,10 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def has_room(self, reused: Sequence[int], fresh: int, keep: int = 0) -> bool:
+        """Return whether `acquire` could hold these blocks."""
+        return fresh + keep <= self.available - sum(block_id in self.idle for block_id in reused)
+
     def acquire(
         self, owner: Hashable, reason: str, reused: Sequence[int], fresh: int, *, keep: int = 0,
         cache_use: CacheUse | None = None, hashes: Sequence[bytes] = (),
@@ -79,8 +83,7 @@ class BlockPool:
 
         None, with nothing changed, if fewer than `keep` blocks would stay available. A request gives its cache_use
         and the hashes of all blocks that it could have reused."""
-        idle = sum(block_id in self.idle for block_id in reused)
-        if fresh + keep > self.available - idle:
+        if not self.has_room(reused, fresh, keep):
             return None
         if cache_use is not None:
             self.idle.use(cache_use, reused, hashes)
@@ -96,13 +99,13 @@ class BlockPool:
             self._let_go(block_id)
 
     def register(
-        self, holders: Sequence[tuple[Hashable, str]], block_id: int, block_hash: bytes, parent: int | None
-    ) -> int:
-        """Make a block with complete content findable; return the id of the block to use.
+        self, holders: Sequence[tuple[Hashable, str]], block_id: int, block_hash: bytes, parent: int | None, *,
+        tiers: bool = True,
+    ) -> int:  # fmt: skip
+        """Make a block with complete content findable; return the id of the block to use. tiers: see IndexChanges.
 
-        If equal content is findable already, the holds (owner, reason) move to that block, whose id is returned, so
-        that the parent of every findable block is findable, too. Blocks after a forgotten block are not made findable
-        and not exchanged: chains are held as a whole."""
+        If equal content is findable already, the holds (owner, reason) move to that block, so that every findable
+        block's parent is. Blocks after a forgotten block stay as they are: chains are held as a whole."""
         known = self._by_hash.get(block_hash)
         if not self.prefix_caching or known == block_id:
             return block_id
@@ -123,7 +126,7 @@ class BlockPool:
         self._by_hash[block_hash] = block_id
         self.registered_total += 1
         self.miss_reasons.arrived(block_hash)
-        self.changes.came(block_hash, None if parent is None else self._blocks[parent].hash)
+        self.changes.came(block_hash, None if parent is None else self._blocks[parent].hash, tiers=tiers)
         return block_id
 
     def forget(self, block_ids: Iterable[int]) -> None:
@@ -239,9 +242,7 @@ class BlockPool:
 
 
 def chain_of(pool: BlockPool, block_hash: bytes, besides: Container[bytes] = ()) -> list[tuple[bytes, int]]:
-    """Return (hash, block id) of a block and its ancestors, first block first; empty if it is not here.
-
-    Starts after the last block that is in `besides`."""
+    """Return (hash, block id) of a block and its ancestors after the last one in `besides`; empty if it is not here."""
     found, block_id = [], pool._by_hash.get(block_hash)
     while block_id is not None and (known := pool._blocks[block_id].hash or b"") not in besides:
         found.append((known, block_id))

@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+MAX_NAME = 64
+"""Longest name of a session or retention that is kept, in characters."""
+
 
 class Pause(StrEnum):
     """Why a session pauses: it got an answer, or its client runs a tool."""
@@ -22,7 +25,8 @@ class CacheUse:
     session     name of the session, unique among all tenants; empty: the prefix tells which session it is
     request_id  by which the router tells why the session pauses
     retention   how long the client asked to keep the prefix; another class of pauses, not a promise
-    pause       why the session pauses afterwards, if that is known by its end
+    pause       why the session pauses afterwards, if that is known by its end; tools: group of the tools that it called
+                (protocol.sessions), 0 if unknown
     prompt      full blocks of its prompt that could be reused
     turns       earlier requests of the session
     shared      leading blocks that several sessions use"""
@@ -32,6 +36,7 @@ class CacheUse:
     request_id: str = ""
     retention: str = ""
     pause: Pause = Pause.ANSWERED
+    tools: int = 0
     prompt: int = 0
     turns: int = 0
     shared: int = 0

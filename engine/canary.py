@@ -7,8 +7,8 @@ token's logits, once after its own blocks and once with the received blocks amon
 difference. For a greedy request it compares the first token, too.
 
 Transfers of a sender are checked until one agrees, and again after one that differs: the first transfers find a
-misconfigured node. Of the others a share is drawn, except those computed with an adapter. A check does not find errors
-that reach later requests by prefix reuse.
+misconfigured node. Of the others a share is drawn, except those computed with an adapter or with media. A check does
+not find errors that reach later requests by prefix reuse.
 
 Nothing waits for a check. It runs while the engine is idle, in pieces that stop between two layers when work arrives.
 If requests are present for PATIENCE_S, it runs beside the streams in small pieces for one REST-th of the time. It is
@@ -78,7 +78,8 @@ class Canary:
 
         None of these blocks has been replaced by an equal one yet. Returns whether they are checked: all are to be
         registered then, before `hold_chain`."""
-        if self._look is not None or request.adapter is not None or not self._chosen(sender):
+        skipped = request.adapter is not None or request.media is not None
+        if self._look is not None or skipped or not self._chosen(sender):
             return False
         known, size = request.computed_len, self._block_size
         landed = request.block_ids[request.first_block : blocks_for(known, size)]

@@ -11,8 +11,9 @@ import torch
 from kvferry.engine import output_tolerance
 from kvferry.engine.batch_planner import Part
 from kvferry.engine.logits_processors import edited
-from kvferry.engine.models.base import Wanted
+from kvferry.engine.models.base import Model, Wanted
 from kvferry.engine.request import Key, Request
+from kvferry.kernels.pool_views import layer_views
 from kvferry.kernels.sampling import is_greedy
 from kvferry.protocol.process_names import NodeName
 
@@ -21,6 +22,7 @@ class Computes(Protocol):
     """Runner interface of a canary check: see engine.runner.Runner."""
 
     kv: torch.Tensor
+    model: Model
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the K/V of block `source` to `target`."""
@@ -91,7 +93,8 @@ class CanaryCheck:
         if begin < upto:
             self.compared = upto
             landed = self.landed[begin - self.first : upto - self.first]
-            self._found(output_tolerance.of_blocks(runner.kv, self.own[begin:upto], landed, slots))
+            layers = layer_views(runner.kv, runner.model.info.layers, self.block_size)
+            self._found(output_tolerance.of_blocks(layers, self.own[begin:upto], landed, slots))
 
     def _mixed(self, runner: Computes) -> list[int]:
         """Return the sequence's chain with the received blocks in it.

@@ -1,12 +1,13 @@
-"""Pending cancellations, visible in the middle of a step.
+"""Attempts that end before their time: cancellations, visible in the middle of a step, and deadlines.
 
 The engine takes commands only between steps, and a step may be long."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
-from kvferry.engine.request import Key
+from kvferry.engine.request import Key, Request
 
 
 class Cancellations:
@@ -28,3 +29,22 @@ class Cancellations:
     def includes(self, keys: Iterable[Key]) -> bool:
         """Return whether all of them are leaving."""
         return bool(self._upto) and all(self._upto.get(request_id, -1) >= attempt for request_id, attempt in keys)
+
+
+LATE_S = 1.0
+"""Grace period after a deadline, which the attempt's router notices first, and interval of the check, in seconds."""
+
+
+class Deadlines:
+    """Check that ends requests whose deadline has passed."""
+
+    def __init__(self) -> None:
+        self._look_at = 0.0
+
+    def late(self, requests: Iterable[Request]) -> list[Request]:
+        """Return the requests to drop; empty if the last check was a moment ago."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return []
+        self._look_at = now + LATE_S
+        return [request for request in requests if now > request.arrived + request.job.deadline_s + LATE_S]

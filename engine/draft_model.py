@@ -15,7 +15,8 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.prefix_registration import make_findable
 from kvferry.engine.request import Key, Request
 from kvferry.engine.request_table import RequestTable
-from kvferry.engine.runner import Found, Runner
+from kvferry.engine.runner import Runner
+from kvferry.engine.sample_rows import Found
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.step_cost import StepCost
@@ -142,7 +143,7 @@ class DraftModel:
     def _open(self, stream: Request) -> DraftState:
         """Open a stream's state, reusing its cached prefix: its prompt may begin like another one."""
         params = replace(stream.job.params, logprobs=None)
-        job = replace(stream.job, token_ids=(), work=Generate(params))
+        job = replace(stream.job, token_ids=(), media=(), work=Generate(params))
         shadow = DraftState(Request(job, stream.root, stream.block_size))
         shadow.follow(stream)
         request = shadow.request

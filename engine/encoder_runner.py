@@ -10,6 +10,7 @@ from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.models.hf_encoder import EncoderModel, Text
 from kvferry.engine.pooling import Pooler, Read, read, take
+from kvferry.engine.state_memory import StateMemory
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.decoder_step import always
 from kvferry.protocol.work import Classify, Embed
@@ -25,6 +26,7 @@ class EncoderRunner:
 
     waited_s = 0.0
     launch = None
+    states: StateMemory | None = None
 
     def __init__(self, model: EncoderModel, pooler: Pooler) -> None:
         self.model = model

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from kvferry.engine.adapters import Adapters
 from kvferry.engine.admission import Admission
 from kvferry.engine.audit_schedule import audit
+from kvferry.engine.auxiliary_blocks import make_auxiliary_blocks
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.canary import Canary
 from kvferry.engine.cancellations import Cancellations
+from kvferry.engine.command_errors import answering
 from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.events import Event, Failed, ReservationFailed
 from kvferry.engine.grammars import Grammars
+from kvferry.engine.load import current_load
+from kvferry.engine.media.encoder import EmbeddingSource, MediaEncoder
+from kvferry.engine.media.media_requests import MediaRequests
 from kvferry.engine.migration import OutboundMigrations, widen
 from kvferry.engine.replication import Replicas
 from kvferry.engine.request import Key, Request, key_of
@@ -29,14 +32,12 @@ from kvferry.engine.shared_cores.newcomer_priority import NewcomerPriority
 from kvferry.engine.speculation import Speculation
 from kvferry.engine.step import Stepper
 from kvferry.engine.transfer_holds import TransferHolds
-from kvferry.protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
+from kvferry.protocol.errors import Cancelled, GrantRefused, KvferryError
 from kvferry.protocol.hashing import root_hash
 from kvferry.protocol.lease import Load
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.process_names import NOBODY, NodeName
 from kvferry.protocol.work import Embed, Generate
-
-log = logging.getLogger("kvferry.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class EngineConfig:
     """Settings of an engine. fingerprint: root of the block hashes. max_model_len: most tokens of prompt and output.
 
     takes: kinds of work that the model does. shares_cores: prompts of grants are computed on this engine's cores.
-    drafts: most speculative tokens of a stream per step."""
+    drafts: most speculative tokens of a stream per step. state_stride: see `StateCheckpoints`."""
 
     fingerprint: str
     block_size: int
@@ -53,30 +54,44 @@ class EngineConfig:
     takes: tuple[type, ...] = (Generate, Embed)
     shares_cores: bool = False
     drafts: int = 0
+    state_stride: int = 0
 
 
 class Engine:
     """Compute side of a node."""
 
     def __init__(
-        self, config: EngineConfig, runner: StepRunner, pool: BlockPool, draft_model: DraftModel | None = None
+        self,
+        config: EngineConfig,
+        runner: StepRunner,
+        pool: BlockPool,
+        draft_model: DraftModel | None = None,
+        encoder: MediaEncoder | None = None,
+        embeddings: EmbeddingSource | None = None,
     ) -> None:
         self.config, self.runner, self.pool, self.draft_model = config, runner, pool, draft_model
         self.request_table = RequestTable()
-        self.scheduler = Scheduler(pool, self.request_table, config.block_size, config.limits, runner.copy_block)
+        rows = config.limits.max_num_batched_tokens
+        self.states = make_auxiliary_blocks(runner, pool, config.block_size, rows, config.state_stride)
+        self.media = MediaRequests(encoder, embeddings, lambda key: self.resume(key, Awaits.MEDIA), self.fail)
+        self.scheduler = Scheduler(
+            pool, self.request_table, config.block_size, config.limits, runner.copy_block, self.states, self.media
+        )
+        self.prefixes = self.scheduler.blocks.prefixes
         self.events: list[Event] = []
-        self.longest = min(config.max_model_len, pool.num_blocks * config.block_size)
+        room = pool.num_blocks if self.states is None else self.states.longest
+        self.longest = min(config.max_model_len, room * config.block_size)
         self.transfer_holds = holds = TransferHolds(pool)
         self.cancellations = cancelled = Cancellations()
         self.newcomer_priority = NewcomerPriority(self.request_table, shares=config.shares_cores)
         info = runner.model.info
         self.grammars = Grammars(runner.masks, lambda key: self.resume(key, Awaits.GRAMMAR), self.fail)
         self.canary: Canary | None = None
-        self._admission = Admission(self.longest, info.vocab_size, config.takes, info.name)
+        self._admission = Admission(self.longest, info.vocab_size, config.takes, info.name, self.media.check)
         self.adapters = Adapters()
         self.moving = OutboundMigrations(pool, self.scheduler, self.longest, self.events)
-        self.copies = Replicas(pool, self.request_table)
-        speculation = Speculation(pool, config.drafts, config.limits.max_num_batched_tokens, draft_model)
+        self.copies = Replicas(pool, self.request_table, self.states)
+        speculation = Speculation(self.scheduler.blocks, config.drafts, rows, draft_model)
         self.request_table.left = speculation.forget
         self.stepper = Stepper(self.scheduler, runner, holds, cancelled, self.longest, self.events, speculation)
 
@@ -95,7 +110,7 @@ class Engine:
         `transfer_holds.ship_quiet`. It starts once `resume` was called for everything in `awaits`."""
         if self.request_table.find(key_of(job)):
             return
-        with self._answering(lambda error: self._refuse(job, error)):
+        with answering(lambda error: self._refuse(job, error)):
             self._admission.check(job)
             request = self._request(job)
             request.transfer, request.first_block, request.prefill_only = transfer, first_block, prefill_only
@@ -106,7 +121,7 @@ class Engine:
         """Queue an attempt whose prompt arrives by a grant. A Reserved or ReservationFailed event answers.
 
         Its blocks stay held until `start` or `transfer_holds.grant_quiet`."""
-        with self._answering(lambda error: self._refuse_grant(grant, error)):
+        with answering(lambda error: self._refuse_grant(grant, error)):
             self._admission.check(job)
             if self.request_table.find(key_of(job)):
                 raise GrantRefused(f"attempt {job.attempt} of {job.request_id} is already running")
@@ -128,11 +143,13 @@ class Engine:
         self.scheduler.land(request)
         request.computed_len = len(request.token_ids)
         self.pool.tails.note(request)
-        with self._answering(lambda error: self._refuse(request.job, error)):
+        with answering(lambda error: self._refuse(request.job, error)):
             room = len(request.block_ids) * self.config.block_size
             self._admission.check_first(request.job, first.token_ids, covered, room)
             request.token_ids.extend(first.token_ids)
             request.computed_len = covered or request.computed_len
+            if self.states is not None:
+                self.states.arrived(request)
             checked = self.canary is not None and self.canary.landed(request, sender)
             self.stepper.register(request, whole=shared or checked)
             if self.canary is not None:
@@ -190,36 +207,12 @@ class Engine:
 
     def load(self) -> Load:
         """Return the node's current load."""
-        here, seated = self.request_table, self.request_table.seated
-        granted = [len(r.block_ids) - r.first_block for r in seated if r.grant is not None]
-        free, cached = self.pool.free_blocks, self.pool.cached_blocks
-        return Load(
-            waiting_requests=len(here.waiting) + len(here.awaiting) - len(seated),
-            waiting_tokens=here.waiting_tokens,
-            running_requests=len(here.running) + len(seated) - len(granted),
-            free_blocks=free,
-            active_blocks=self.pool.holds.num_held - sum(granted),
-            cached_blocks=cached,
-            granted_blocks=sum(granted),
-            total_blocks=self.pool.num_blocks,
-            open_grants=len(granted),
-        )
+        return current_load(self.request_table, self.pool)
 
     def check_integrity(self) -> None:
         """Assert that all counts agree and that an idle engine holds no block."""
         for _ in audit(self):
             pass
-
-    @contextmanager
-    def _answering(self, answer: Callable[[KvferryError], None]) -> Iterator[None]:
-        """Turn any exception inside into an answer."""
-        try:
-            yield
-        except KvferryError as error:
-            answer(error)
-        except Exception as error:
-            log.exception("engine command failed")
-            answer(NodeLost(f"engine command failed: {error}"))
 
     def _refuse(self, job: Job, error: KvferryError) -> None:
         """End an attempt, which may be here, or an older one of the same name in its place."""
@@ -239,6 +232,7 @@ class Engine:
 
     def _enter(self, request: Request) -> None:
         """Queue the request; one with a grammar waits for that, too."""
+        self.media.enter(request)
         if request.job.grammar is not None:
             request.awaits.add(Awaits.GRAMMAR)
         self.scheduler.enqueue(request)

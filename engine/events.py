@@ -4,7 +4,7 @@ They are plain values, because they leave the engine thread."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.engine.cache_use import IdleStats
@@ -68,10 +68,13 @@ class ReservationFailed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """Blocks that became findable or were evicted: hashes and rows (`protocol.index_rows`) for the block index."""
+    """Blocks that became findable or were evicted: hashes and rows (`protocol.index_rows`) for the block index.
+
+    kept: hashes of blocks, findable before, that tiers are to keep from now on."""
 
     stored: Mapping[bytes, bytes]
     removed: Mapping[bytes, bytes]
+    kept: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Stepped:
     """Figures of one step.
 
     Seconds; tokens computed by phase, and output tokens made; preemptions and evictions; drafts computed and correct;
-    figures of idle blocks."""
+    figures of idle blocks; checkpoints of recurrent states saved and loaded."""
 
     seconds: float
     prefill_tokens: int
@@ -99,6 +102,8 @@ class Stepped:
     drafted: int = 0
     accepted: int = 0
     idle: IdleStats | None = None
+    saved: int = 0
+    loaded: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ REMEMBERED = 4
 """Most evicted blocks whose return is still noticed, as a multiple of the pool's blocks."""
 SESSIONS = 4096
 """Most names of sessions that are remembered, and as many of requests."""
-CLASSES = 256
+CLASSES = 1024
 """Most classes of blocks with rates of their own."""
 CONTINUES = 0.8
 """A prompt goes on with a session if it begins with at least this share of the blocks of the session's last prompt."""
@@ -55,6 +55,7 @@ class ValueEviction:
         self._sessions: OrderedDict[str, IdleChain] = OrderedDict()
         self._requests: OrderedDict[str, IdleChain] = OrderedDict()
         self._copied = IdleChain("", COPIED, self._rates("", COPIED, 0), self._ranked)
+        self._given_up = IdleChain("", CLOSED, self._rates("", CLOSED, 0), self._ranked, closed=True)
         self.stats = IdleStats()
 
     def __len__(self) -> int:
@@ -109,13 +110,23 @@ class ValueEviction:
                 if len(names) > SESSIONS:
                     names.popitem(last=False)
 
-    def pause(self, request_id: str, reason: Pause) -> None:
-        """Tell why the session of a request that ended pauses; ignored if the request is not remembered."""
+    def leave_first(self, block_ids: Sequence[int]) -> None:
+        """Let blocks that a running request gives up leave before all others, those of the last second last."""
+        now = self._clock()
+        if now > self._given_up.at + RANK_S:
+            self._given_up = IdleChain("", CLOSED, self._given_up.rates, now, closed=True)
+        for block_id in block_ids:
+            self._chains[block_id] = self._given_up
+
+    def pause(self, request_id: str, reason: Pause, tools: int = 0) -> None:
+        """Tell why the session of a request that ended pauses, and the group of the tools that it runs.
+
+        Ignored if the request is not remembered."""
         chain = self._requests.pop(request_id, None)
         if chain is not None:
             chain.settle(self._clock())
             self._aged.remove(chain)
-            chain.rates = self._rates(chain.tenant, PAUSED, chain.turns, reason + chain.retention)
+            chain.rates = self._rates(chain.tenant, PAUSED, chain.turns, reason + chain.retention, tools)
             self._enter(chain)
 
     def close(self, session: str) -> None:
@@ -177,6 +188,8 @@ class ValueEviction:
         if chain is None or not evicted:
             return
         self.stats.evicted[chain.kind] += 1
+        if chain.rates is self._given_up.rates:
+            return
         if (older := self._gone.pop(block_hash, None)) is not None:
             older.lost(self._clock())
         self._gone[block_hash] = chain
@@ -201,17 +214,18 @@ class ValueEviction:
 
     def _left(self, cache_use: CacheUse, kind: str, times: int, blocks: int) -> IdleChain:
         """Return a chain of the class for what a request left; `blocks` of it weigh as one chain."""
-        rates = self._rates(
-            cache_use.tenant, kind, times, cache_use.pause + cache_use.retention if kind == PAUSED else ""
-        )
+        detail, tools = (cache_use.pause + cache_use.retention, cache_use.tools) if kind == PAUSED else ("", 0)
+        rates = self._rates(cache_use.tenant, kind, times, detail, tools)
         return IdleChain(
             cache_use.tenant, kind, rates, self._clock(), 1 / max(1, blocks), cache_use.prompt, cache_use.shared,
             cache_use.turns, cache_use.retention,
         )  # fmt: skip
 
-    def _rates(self, tenant: str, kind: str, times: int, detail: str = "") -> ReturnRates:
-        """Return the rates of a class: kind, what else is known, and a logarithm of turns or shares."""
-        return self._classes.find(tenant, kind + detail, min(MOST_LEVEL, times.bit_length()))
+    def _rates(self, tenant: str, kind: str, times: int, detail: str = "", tools: int = 0) -> ReturnRates:
+        """Return the rates of a class: kind, what else is known, and a logarithm of turns or shares.
+
+        Chains whose tools are known are told apart by them, not by turns."""
+        return self._classes.find(tenant, kind + detail, 0 if tools else min(MOST_LEVEL, times.bit_length()), tools)
 
     def _copy(self) -> IdleChain:
         """Return the chain for blocks that no request has used; those of one second share it."""

@@ -10,7 +10,8 @@ import torch
 
 from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
 from kvferry.engine.request import Request
-from kvferry.engine.runner import Found, StepRunner
+from kvferry.engine.runner import StepRunner
+from kvferry.engine.sample_rows import Found
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.decoder_step import always
 from kvferry.protocol.errors import KvferryError, StepFailed, reason

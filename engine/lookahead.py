@@ -23,7 +23,6 @@ from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.speculation import Speculation
 from kvferry.engine.step_slices import Slice
 from kvferry.engine.suspended_steps import Batch, SuspendedStep
-from kvferry.protocol.layout import blocks_for
 
 log = logging.getLogger("kvferry.engine")
 
@@ -87,7 +86,7 @@ class Lookahead:
     def _launch(self, batch: Batch) -> None:
         """Launch the batch if it is not in flight, and the step after it; nothing if that one must not be launched."""
         launch = self._runner.launch
-        if launch is None:
+        if launch is None or self._runner.states is not None:
             return
         going = self._going(batch)
         if not going:
@@ -119,12 +118,7 @@ class Lookahead:
 
     def _grow(self, request: Request) -> bool:
         """Allocate a block for the K/V of the token that is being drawn, if one is free."""
-        missing = blocks_for(len(request.token_ids) + 1, request.block_size) - len(request.block_ids)
-        if missing > 0:
-            more = self._scheduler.pool.acquire(*request.holder, [], missing)
-            request.block_ids.extend(more or ())
-            return more is not None
-        return True
+        return self._scheduler.blocks.extend(request, len(request.token_ids) + 1)
 
 
 def _plain(part: Slice) -> bool:

@@ -45,6 +45,7 @@ class EngineLoop:
         self._self_check = AuditSchedule(lambda: audit(engine))
         engine.stepper.suspended.called = lambda: bool(self._inbox) or self._stopping
         engine.grammars.attach(lambda call: self.submit(lambda engine: call()))
+        engine.media.attach(lambda call: self.submit(lambda engine: call()))
         self._leaked = LeakDetector(engine)
         self.load = engine.load()
         self.fault: str | None = None

@@ -18,6 +18,7 @@ from kvferry.engine.request_table import pause
 from kvferry.engine.scheduler import Scheduler
 from kvferry.protocol.errors import GrantRefused, Moved, TransferFailed
 from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.media import without_data
 from kvferry.protocol.messages import Job, TokenDelta
 
 AHEAD = 64
@@ -29,12 +30,18 @@ class OutboundMigration:
     """Stream that is being migrated.
 
     job: of the other node's attempt; its tokens are those computed when the migration began. full: number of tokens
-    whose K/V is in full blocks, which are not written any more."""
+    whose K/V is in full blocks, which are not written any more. state: blocks for its recurrent state."""
 
     transfer: int
     request: Request
     job: Job
     full: tuple[int, ...]
+    state: tuple[int, ...] = ()
+
+    @property
+    def asked(self) -> int:
+        """Return how many blocks the other node was asked for, besides those of the state."""
+        return blocks_for(len(self.job.token_ids) + self.job.ahead, self.request.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,8 @@ class Stand:
     """Point at which a migrating stream is paused.
 
     first: output tokens that the migration's job lacks, at least one. covered: number of leading tokens whose K/V is in
-    blocks that the other node was asked for. rest: (index, block id) of blocks after the full ones."""
+    blocks that the other node was asked for. rest: (index, block id) of blocks after the full ones, and of those that
+    follow the chain after `covered` tokens (`engine.auxiliary_blocks`)."""
 
     first: TokenDelta
     covered: int
@@ -91,12 +99,29 @@ class OutboundMigrations:
             deadline_s=request.job.deadline_s - (time.monotonic() - request.arrived),
             fork_of="",
             newcomer=False,
+            media=without_data(request.job.media),
         )
         full = tuple(request.block_ids[: known // request.block_size])
-        move = OutboundMigration(offer(job), request, job, full)
-        self._pool.holds.hold(("ship", move.transfer), SHIP, full)
-        self._open[move.transfer], self._transfer_holds[move.transfer] = move, list(full)
+        state = self._room_for_state()
+        try:
+            move = OutboundMigration(offer(job), request, job, full, state)
+            self._pool.holds.hold(("ship", move.transfer), SHIP, (*full, *state))
+        finally:
+            self._pool.release("migration", SHIP, state)
+        self._open[move.transfer], self._transfer_holds[move.transfer] = move, [*full, *state]
+        if self._scheduler.blocks.states is not None:
+            request.pause_at = move.asked * request.block_size
         return move
+
+    def _room_for_state(self) -> tuple[int, ...]:
+        """Hold blocks for a copy of a stream's recurrent state. Raises TransferFailed if there are none."""
+        states = self._scheduler.blocks.states
+        if states is None or not states.reserved:
+            return ()
+        blocks = self._pool.acquire("migration", SHIP, [], states.reserved)
+        if blocks is None:
+            raise TransferFailed("there is no room for a copy of the stream's state")
+        return tuple(blocks)
 
     def stand(self, transfer: int) -> Stand | None:
         """Pause the stream and return where it stands.
@@ -106,18 +131,20 @@ class OutboundMigrations:
         if move is None:
             return None
         request, known = move.request, len(move.job.token_ids)
+        size, first, states = request.block_size, len(move.full), self._scheduler.blocks.states
+        covered = min(request.computed_len, move.asked * size)
         if request.state is not State.RUNNING or not streams(request):
             return None
+        if states is not None and covered < request.computed_len:
+            return None
         pause(self._request_table, request, Awaits.HANDOVER)
-        size, first = request.block_size, len(move.full)
-        asked = blocks_for(known + move.job.ahead, size)
-        covered = min(request.computed_len, asked * size)
         rest = request.block_ids[first : blocks_for(covered, size)]
-        new = [block_id for block_id in rest if block_id not in self._transfer_holds[transfer]]
+        beside = states.sent(request, move.state) if states is not None else []
+        new = [block_id for block_id in (*rest, *beside) if block_id not in self._transfer_holds[transfer]]
         self._pool.holds.hold(("ship", transfer), SHIP, new)
         self._transfer_holds[transfer] += new
         tokens = TokenDelta(*request.key, known - move.job.prompt_len, tuple(request.token_ids[known:]))
-        return Stand(tokens, covered, tuple(enumerate(rest, first)))
+        return Stand(tokens, covered, (*enumerate(rest, first), *enumerate(beside, move.asked)))
 
     def done(self, transfer: int) -> None:
         """End the stream here, unless it has ended: the other node continues it."""
@@ -130,7 +157,9 @@ class OutboundMigrations:
 
     def failed(self, transfer: int) -> None:
         """Resume the stream here: the other node does not take it."""
-        self._request_table.resume(self._open.pop(transfer).request, Awaits.HANDOVER)
+        request = self._open.pop(transfer).request
+        request.pause_at = None
+        self._request_table.resume(request, Awaits.HANDOVER)
 
     def quiet(self, transfer: int) -> None:
         """Release the migration's blocks: no send touches them any more."""
@@ -143,11 +172,9 @@ def widen(scheduler: Scheduler, request: Request) -> None:
     One that came with a single token grows like every stream. Raises GrantRefused for one that cannot run yet."""
     if request.uncomputed == 1:
         return
-    missing = blocks_for(len(request.token_ids), request.block_size) - len(request.block_ids)
-    more = scheduler.pool.acquire(*request.holder, [], missing)
-    if more is not None:
-        request.block_ids.extend(more)
-    elif request.state is State.RUNNING:
+    if scheduler.blocks.extend(request):
+        return
+    if request.state is State.RUNNING:
         scheduler.preempt(request)
     else:
         raise GrantRefused("there is no room for the tokens of the hand-over")

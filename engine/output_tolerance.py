@@ -36,13 +36,18 @@ def of_logits(own: torch.Tensor, theirs: torch.Tensor) -> float:
     return _apart(own - own.mean(), theirs - theirs.mean())
 
 
-def of_blocks(kv: torch.Tensor, own: Sequence[int], theirs: Sequence[int], slots: int) -> float:
-    """Return the largest distance between blocks of the pool `kv` [block, layer, plane, kv_head, slot, dim].
+def of_blocks(layers: Sequence[torch.Tensor], own: Sequence[int], theirs: Sequence[int], slots: int) -> float:
+    """Return the largest distance between blocks of a pool's layers [block, plane, kv_head, slot, dim].
 
     slots: number of leading slots that are compared."""
-    pairs = (as_bytes(kv)[list(ids), :, :, :, :slots].view(kv.dtype) for ids in (own, theirs))
-    one, other = (dequantise(x, torch.float32) if x.dtype in PEAKS else x.float() for x in pairs)
+    one, other = (torch.cat([_values(kv, ids, slots) for kv in layers], 1) for ids in (own, theirs))
     return K_V * max(_apart(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _values(kv: torch.Tensor, ids: Sequence[int], slots: int) -> torch.Tensor:
+    """Return the blocks' numbers in float32, [blocks, n]."""
+    x = as_bytes(kv)[list(ids), :, :, :slots].view(kv.dtype)
+    return (dequantise(x, torch.float32) if x.dtype in PEAKS else x.float()).flatten(1)
 
 
 def of_token(own: torch.Tensor, token_id: int) -> float:

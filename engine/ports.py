@@ -60,8 +60,13 @@ class EvictionOrder(Protocol):
     def rest(self, cache_use: CacheUse, block_ids: Sequence[int]) -> None:
         """Learn which blocks a request that ends leaves; they are `put` once nothing else uses them."""
 
-    def pause(self, request_id: str, reason: Pause) -> None:
-        """Learn why the session of a request that ended pauses; ignored if the request is not remembered."""
+    def leave_first(self, block_ids: Sequence[int]) -> None:
+        """Learn which blocks a request gives up that goes on; once nothing else uses them they leave before others."""
+
+    def pause(self, request_id: str, reason: Pause, tools: int = 0) -> None:
+        """Learn why the session of a request that ended pauses; ignored if the request is not remembered.
+
+        tools: group of the tools that its output calls, 0 if unknown."""
 
     def close(self, session: str) -> None:
         """Let the blocks of a session alone leave before all others; ignored if it is not remembered."""

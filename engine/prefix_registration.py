@@ -14,8 +14,9 @@ def make_findable(pool: BlockPool, request: Request, until: int, holders: Sequen
     A block whose equal is findable already is replaced by that."""
     before = pool.registered_total
     for i in range(request.registered, until):
-        parent = request.block_ids[i - 1] if i else None
-        request.block_ids[i] = pool.register(holders, request.block_ids[i], request.hashes[i], parent)
+        parent, own = request.block_ids[i - 1] if i else None, request.block_ids[i]
+        request.block_ids[i] = pool.register(holders, own, request.hashes[i], parent)
+        request.replacements += request.block_ids[i] != own
         request.registered = i + 1
     request.written += pool.registered_total - before
     if pool.contents is not None and until and pool.match(request.hashes[until - 1 : until]):

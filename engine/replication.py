@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import nlargest
 
+from kvferry.engine.auxiliary_blocks import AuxiliaryBlocks
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.migration import streams
 from kvferry.engine.ports import GRANT, SHIP
@@ -29,10 +30,10 @@ KEPT = 4
 class Replicas:
     """Replicas in transfer: sent by transfer id, received by grant.
 
-    Owned by the engine thread."""
+    states: what is copied with the blocks of a chain's tokens; None if nothing is. Owned by the engine thread."""
 
-    def __init__(self, pool: BlockPool, request_table: RequestTable) -> None:
-        self._pool, self._request_table = pool, request_table
+    def __init__(self, pool: BlockPool, request_table: RequestTable, states: AuxiliaryBlocks | None = None) -> None:
+        self._pool, self._request_table, self._states = pool, request_table, states
         self._transfer_holds: dict[int, list[int]] = {}
         self._landing: dict[Hashable, tuple[Sequence[bytes], list[int], int]] = {}
 
@@ -55,21 +56,33 @@ class Replicas:
         """Return at most `most` streams with enough new blocks to copy, those with most first.
 
         without: streams to skip; apart: buddies to leave alone."""
-        due = [
-            r for r in self._request_table.running if _enough(r) and r.key not in without and r.job.buddy not in apart
-        ]
-        return nlargest(most, due, key=_uncopied)
+        running = self._request_table.running
+        due = [r for r in running if self._enough(r) and r.key not in without and r.job.buddy not in apart]
+        return nlargest(most, due, key=self._uncopied)
 
-    def lend(self, transfer: int, request: Request, first: int, upto: int) -> list[tuple[int, int]] | None:
-        """Hold the stream's blocks from `first` to before `upto` for a transfer; return (index, block id) of each.
+    def copyable(self, request: Request) -> int:
+        """Return how many leading blocks a copy has: all full ones, or those that it can be continued from."""
+        return request.registered if self._states is None else self._states.held(request)
 
-        They stay unchanged until `returned`. So do the blocks before them, for a chain is held as a whole. None if the
-        stream ended or lost its blocks."""
-        if self._request_table.find(request.key) is not request or request.registered < upto:
+    def chain(self, request: Request, length: int) -> list[int] | None:
+        """Return the stream's first `length` blocks with those of what goes with them.
+
+        None if the stream ended or lost any of them."""
+        if self._request_table.find(request.key) is not request or request.registered < length:
             return None
-        self._transfer_holds[transfer] = request.block_ids[:upto]
-        self._pool.holds.hold(("ship", transfer), SHIP, self._transfer_holds[transfer])
-        return list(enumerate(self._transfer_holds[transfer]))[first:]
+        if self._states is None:
+            return request.block_ids[:length]
+        names = self._states.chain(request.hashes[:length])
+        found = self._pool.match(names)
+        return found if len(found) == len(names) else None
+
+    def lend(self, transfer: int, chain: Sequence[int], first: int) -> list[tuple[int, int]]:
+        """Hold blocks of `chain` for a transfer, and return (index, block id) of those from `first` on.
+
+        They stay unchanged until `returned`. So do the blocks before `first`, for a chain is held as a whole."""
+        self._transfer_holds[transfer] = list(chain)
+        self._pool.acquire(("ship", transfer), SHIP, chain, 0)
+        return list(enumerate(chain))[first:]
 
     def give(self, transfer: int, block_ids: Sequence[int]) -> None:
         """Hold a chain that was just found here until `returned`, while it is sent to the node that asked for it."""
@@ -79,6 +92,19 @@ class Replicas:
     def returned(self, transfer: int) -> None:
         """Release the blocks of a copy: no send touches them any more."""
         self._pool.release(("ship", transfer), SHIP, self._transfer_holds.pop(transfer, []))
+
+    def _uncopied(self, request: Request) -> int:
+        """Return how many blocks are not copied yet.
+
+        A buddy that was not asked yet is assumed to have the blocks that came with the job, because it usually computed
+        them."""
+        had = request.copied if request.copied is not None else len(request.job.token_ids) // request.block_size
+        return self.copyable(request) - had
+
+    def _enough(self, request: Request) -> bool:
+        if request.job.buddy is None or not streams(request):
+            return False
+        return self._uncopied(request) >= max(LEAST, request.registered // SHARE)
 
     # Receiver.
 
@@ -97,30 +123,23 @@ class Replicas:
         self._pool.miss_reasons.note(hashes[len(here) : len(block_ids)], "not_arrived")
         return len(here), block_ids[len(here) :]
 
-    def land(self, grant: Hashable) -> tuple[int, int]:
-        """Return all its blocks are here and right: those of the chain from the first to before the second index."""
+    def land(self, grant: Hashable, *, tiers: bool = True) -> tuple[int, int]:
+        """Register all its blocks, which are here and right. tiers: whether these keep them.
+
+        Return which blocks of tokens they brought: those of the chain from the first to before the second index."""
         hashes, block_ids, first = self._landing[grant]
         for index in range(first, len(block_ids)):
-            parent = block_ids[index - 1] if index else None
-            block_ids[index] = self._pool.register([(grant, GRANT)], block_ids[index], hashes[index], parent)
+            before = index - 1 if self._states is None else self._states.parent(index, len(hashes))
+            parent = block_ids[before] if before >= 0 else None
+            block_ids[index] = self._pool.register(
+                [(grant, GRANT)], block_ids[index], hashes[index], parent, tiers=tiers
+            )
         self.quiet(grant)
-        return first, len(block_ids)
+        if self._states is None:
+            return first, len(block_ids)
+        return self._states.tokens_before(first, len(hashes)), self._states.tokens_before(len(block_ids), len(hashes))
 
     def quiet(self, grant: Hashable) -> None:
         """Release the blocks of a grant: no receive touches them any more."""
         _, block_ids, _ = self._landing.pop(grant, ((), [], 0))
         self._pool.release(grant, GRANT, block_ids)
-
-
-def _uncopied(request: Request) -> int:
-    """Return how many blocks are not copied yet.
-
-    A buddy that was not asked yet is assumed to have the blocks that came with the job, because it usually computed
-    them."""
-    had = request.copied if request.copied is not None else len(request.job.token_ids) // request.block_size
-    return request.registered - had
-
-
-def _enough(request: Request) -> bool:
-    enough = request.job.buddy is not None and _uncopied(request) >= max(LEAST, request.registered // SHARE)
-    return enough and streams(request)

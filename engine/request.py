@@ -8,19 +8,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvferry.engine.cache_use import CacheUse
+from kvferry.engine.cache_use import MAX_NAME, CacheUse
+from kvferry.engine.media.request_media import RequestMedia
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.ports import GRANT, REQUEST
 from kvferry.engine.request_states import MOVES, Awaits, State
 from kvferry.engine.sampler import SampleRow
+from kvferry.engine.state_rows import StateRows
+from kvferry.engine.window_blocks import WindowBlocks
 from kvferry.kernels.lora import Adapter
-from kvferry.protocol.hashing import chain
+from kvferry.protocol.hashing import NO_EXTRAS, chain
 from kvferry.protocol.messages import Job, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Missed
 from kvferry.protocol.work import Generate
 
-MAX_NAME = 64
-"""Longest name of a session or retention that is kept, in characters."""
 Key = tuple[str, int]
 Place = tuple[bool, int, bool, float, int]
 """Queue order: streams before prompts, retried attempts first, newcomers first, by virtual due time, by arrival."""
@@ -46,7 +47,7 @@ class Request:
     0 <= cached_len <= computed_len <= len(token_ids), once admitted. `prompt_len` (of the job) lies anywhere: a chunked
     prompt is computed up to before it, and an attempt that resumes has output in job.token_ids, which then end behind
     it. Between steps a running stream has one uncomputed token, the last drawn. A preempted request falls back to
-    computed_len 0 (then to what the cache still has), cached_len keeps its first value, and token_ids stay.
+    computed_len 0 (then to what the cache still has); cached_len and token_ids stay.
 
     In blocks of block_size tokens, with b(n) = blocks_for(n):
 
@@ -71,8 +72,12 @@ class Request:
     fetched       (first, end) of the prompt's blocks that came from another node while it awaited them
     missed        blocks that were predicted to be cached and were not (see Reuse)
     block_ids     the chain that holds the K/V, held as a whole
+    state_rows, windows  rows of its recurrent state, pages of its layers with windows, while it has blocks; or None
+    state_blocks  blocks behind its chain in which a transfer takes its state or pages to another node, or brings them
+    pause_at      computed tokens at which a stream with such blocks waits for the end of its migration, or None
     hashes        of the full blocks of token_ids, extended as it grows
     registered    how many leading blocks are findable
+    replacements  how often one of its blocks gave way to a findable one of equal content
     written       how many blocks became findable by it, whose content was nowhere in the pool before
     transfer      ship that sends its blocks (prefill), else None
     first_block   of a ship or a grant: decode holds the blocks before it
@@ -83,11 +88,10 @@ class Request:
     queued        time at which it was queued: on arrival or when preempted
     lacking       while queued: prompt tokens that the cache lacked when it was queued
     adapter       adapter weights that its tokens are computed with
+    media         images, audio and video of its prompt; None: text alone
     cache_use     its session, as the eviction order sees it
-    sample_row    sampling state, from the first token on
-    drafts        draft proposals of its output, once it streams
-    pooled        float32 [hidden], pooled state of the tokens computed so far, if it reads and draws nothing
-    """
+    sample_row, drafts  sampling state, from the first token on; draft proposals of its output, once it streams
+    pooled        float32 [hidden], pooled state of the tokens computed so far, if it reads and draws nothing"""
 
     job: Job
     root: bytes
@@ -107,8 +111,13 @@ class Request:
     fetched: tuple[tuple[int, int], ...] = ()
     missed: Missed = ()
     block_ids: list[int] = field(default_factory=list)
+    state_rows: StateRows | None = None
+    windows: WindowBlocks | None = None
+    state_blocks: list[int] = field(default_factory=list)
+    pause_at: int | None = None
     hashes: list[bytes] = field(default_factory=list)
     registered: int = 0
+    replacements: int = 0
     written: int = 0
     shipped: int = 0
     copied: int | None = None
@@ -122,6 +131,7 @@ class Request:
     pooled: torch.Tensor | None = None
     generates: bool = True
     adapter: Adapter | None = None
+    media: RequestMedia | None = None
     cache_use: CacheUse = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +139,7 @@ class Request:
         job = self.job
         self.cache_use = CacheUse(job.namespace, job.session[:MAX_NAME], job.request_id, job.retention[:MAX_NAME])
         self.token_ids = list(self.job.token_ids)
+        self.media = RequestMedia(job, self.block_size) if job.media else None
         self.extend_hashes()
 
     @property
@@ -179,13 +190,15 @@ class Request:
         return (len(self.token_ids) - 1) // self.block_size * self.block_size
 
     def parent_of(self, start: int) -> bytes:
-        """Return the hash of the full block before the block that begins at `start`: the key of partial blocks."""
-        return self.hashes[start // self.block_size - 1] if start else self.root
+        """Return the key of partial blocks that begin at `start`: the hash of the block before, and media in them."""
+        parent = self.hashes[start // self.block_size - 1] if start else self.root
+        return self.media.part_of(parent, start) if self.media is not None else parent
 
     def extend_hashes(self) -> None:
         """Hash blocks that have become full."""
         if len(self.token_ids) // self.block_size > len(self.hashes):
-            self.hashes = chain(self.root, self.token_ids, self.block_size, self.hashes)
+            extras = self.media.extras if self.media is not None else NO_EXTRAS
+            self.hashes = chain(self.root, self.token_ids, self.block_size, self.hashes, extras)
 
     def move(self, new: State) -> None:
         """Change to a state that MOVES allows."""
@@ -193,9 +206,16 @@ class Request:
         self.state = new
 
 
+def held_blocks(request: Request) -> list[int]:
+    """Return all blocks that a transfer holds, in order: those of the chain, then those of what follows it."""
+    return [*request.block_ids, *request.state_blocks] if request.state_blocks else request.block_ids
+
+
 def held_up(request: Request) -> bool:
-    """Return whether it takes no turn now: the mask of its grammar is not made."""
+    """Return whether it takes no turn now: the mask of its grammar is not made, or its migration is to end first."""
     row = request.sample_row
+    if request.pause_at is not None and request.computed_len >= request.pause_at:
+        return True
     return row is not None and row.mask is not None and row.mask.blocks
 
 

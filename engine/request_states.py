@@ -23,13 +23,14 @@ class Awaits(StrEnum):
     """Conditions that a request waits for.
 
     KV: blocks that a ship brings, or that another request here will have; GRAMMAR: its compiled grammar; FETCH: blocks
-    from a peer; TIER: blocks from a slower memory of this node; HANDOVER: another node's confirmation that it continues
-    the stream."""
+    from a peer; TIER: blocks from a slower memory of this node; MEDIA: rows of images, audio or video; HANDOVER:
+    another node's confirmation that it continues the stream."""
 
     KV = "kv"
     GRAMMAR = "grammar"
     FETCH = "fetch"
     TIER = "tier"
+    MEDIA = "media"
     HANDOVER = "handover"
 
 
@@ -42,5 +43,6 @@ MOVES: dict[State, frozenset[State]] = {
 }
 """Allowed transitions.
 
-RUNNING → WAITING is a preemption. RUNNING → AWAITING is a stream that pauses while another node takes it over. AWAITING
-→ MOVING is a grant withdrawn while the link may still write."""
+WAITING → AWAITING: rows of its media are to come first. RUNNING → WAITING is a preemption. RUNNING → AWAITING is a
+stream that pauses while another node takes it over. AWAITING → MOVING is a grant withdrawn while the link may still
+write."""

@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter
 
-from kvferry.engine.request import Key, Request, resumed, to_compute
+from kvferry.engine.request import Key, Request, held_blocks, resumed, to_compute
 from kvferry.engine.request_states import Awaits, State
 
 PLACE = attrgetter("place")
@@ -185,6 +185,13 @@ def pause(request_table: RequestTable, request: Request, awaited: Awaits) -> Non
     request_table._await(request)
 
 
+def suspend(request_table: RequestTable, place: int, awaited: Awaits) -> None:
+    """Let the request at position `place` of the queue wait for a condition before it can have blocks."""
+    request = request_table.waiting.pop(place)
+    request.awaits.add(awaited)
+    request_table._await(request)
+
+
 def expect(request_table: RequestTable, request: Request, tokens: int) -> None:
     """Update how many tokens a queued request without blocks lacks."""
     request_table._queued_tokens -= to_compute(request)
@@ -200,7 +207,7 @@ def share(request_table: RequestTable, tokens: int, prompts: int = 0) -> None:
 def arriving(request_table: RequestTable) -> int:
     """Return the blocks that are held for new prompts until those arrive by grants."""
     coming = (r for r in request_table.awaiting.values() if r.grant is not None and not resumed(r))
-    return sum(len(r.block_ids) - r.first_block for r in coming if r.block_ids)
+    return sum(len(held_blocks(r)) - r.first_block for r in coming if r.block_ids)
 
 
 def check_integrity(request_table: RequestTable) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import exp
+from operator import mul
 
 FIRST_S, GROWTH, BINS = 0.25, 2**0.5, 32
 """End of the first age bin in seconds, ratio of two ends, and number of bins; the last one begins after two hours."""
@@ -12,12 +13,15 @@ ENDS = tuple(FIRST_S * GROWTH**place for place in range(BINS - 1))
 """End of each age bin but the last, in seconds."""
 _STARTS = (0.0, *ENDS)
 _WIDTHS = tuple(end - start for start, end in zip(_STARTS, (*ENDS, 2 * ENDS[-1]), strict=True))
-MEMORY = 512.0
-"""Chains whose end was seen, after which a class counts the older ones half."""
-PRIOR = 2.0
-"""Weight of the wider class in the rates of one class, in returned chains."""
 PRIOR_S = 10.0
 """Before any observation, blocks of age a return at a rate of 1 / (a + PRIOR_S): recently used ones are worth more."""
+_FIRST = tuple(1 / (start + PRIOR_S) for start in _STARTS)
+MEMORY = 512.0
+"""Chains whose end was seen, after which a class counts the older ones half."""
+PRIOR, PRIOR_BIN = 4.0, 2.0
+"""Weights of the wider class in the rates of one class, in returns: how often its chains return, and when."""
+BESIDE = 0.5
+"""Weight of the two bins beside an age bin in its rate."""
 NEWS = 0.02
 """Values are computed anew once this share of what a class remembers has changed."""
 
@@ -57,10 +61,19 @@ class ReturnRates:
         if self._parent is not None:
             self._parent.lost(weight)
 
-    def rate(self, place: int) -> float:
-        """Return the returns per second of a chain whose age is in this bin."""
-        before = 1 / (_STARTS[place] + PRIOR_S) if self._parent is None else self._parent.rate(place)
-        return (self._returns[place] + PRIOR) / (self._exposed[place] + PRIOR / before)
+    def rates(self) -> Sequence[float]:
+        """Return the returns per second of a chain, by age bin.
+
+        Where this class has seen little it follows the wider one, times the ratio of the returns that it had to those
+        that the wider class's rates let expect: what never returned so far will hardly return later."""
+        before = _FIRST if self._parent is None else self._parent.rates()
+        expected = sum(map(mul, self._exposed, before))
+        ratio = (sum(self._returns) + PRIOR) / (expected + PRIOR)
+        found = []
+        for place, rate in enumerate(before):
+            seen, seen_s = _around(self._returns, place), _around(self._exposed, place)
+            found.append((seen + PRIOR_BIN) / (seen_s + PRIOR_BIN / (ratio * rate)))
+        return found
 
     def values(self) -> Sequence[float]:
         """Return, by age bin, the most returns per second that keeping a block of that age can give.
@@ -69,7 +82,7 @@ class ReturnRates:
         time until it returns or is given up (Gittins index). A block that returns in a minute or never is worth more
         just before that minute ends than at its beginning."""
         if not self._values or self._stale > NEWS * (1 + min(self._seen, MEMORY)):
-            self._values, self._stale = _indices([self.rate(place) for place in range(BINS)]), 0.0
+            self._values, self._stale = _indices(self.rates()), 0.0
         return self._values
 
     def _end(self, weight: float) -> None:
@@ -79,6 +92,11 @@ class ReturnRates:
             self._seen /= 2
             self._returns = [each / 2 for each in self._returns]
             self._exposed = [each / 2 for each in self._exposed]
+
+
+def _around(counts: Sequence[float], place: int) -> float:
+    """Return the count of an age bin and half of those beside it, since a bin alone sees few returns."""
+    return counts[place] + BESIDE * (sum(counts[max(0, place - 1) : place + 2]) - counts[place])
 
 
 def _indices(rates: Sequence[float]) -> tuple[float, ...]:
@@ -100,22 +118,31 @@ def _indices(rates: Sequence[float]) -> tuple[float, ...]:
 class ReturnClasses:
     """Return rates by class: tenant, kind of chain, and a level (of turns, or of sessions that share a block).
 
-    The rates of all tenants of one kind and level are those of the wider class. `most`: classes kept; a tenant whose
-    class was dropped begins again."""
+    A class that has seen little follows the class of all tenants with that kind and level, and this one the kind. A
+    class with a group follows the same class without one. `most`: classes kept; a tenant whose class was dropped begins
+    again."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._all = ReturnRates()
-        self._kinds: dict[tuple[str, int], ReturnRates] = {}
-        self._classes: OrderedDict[tuple[str, str, int], ReturnRates] = OrderedDict()
+        self._kinds: dict[str, ReturnRates] = {}
+        self._levels: dict[tuple[str, int], ReturnRates] = {}
+        self._classes: OrderedDict[tuple[str, str, int, int], ReturnRates] = OrderedDict()
 
-    def find(self, tenant: str, kind: str, level: int) -> ReturnRates:
-        """Return the rates of a class."""
-        found = self._classes.get((tenant, kind, level))
+    def find(self, tenant: str, kind: str, level: int, group: int = 0) -> ReturnRates:
+        """Return the rates of a class; group: from 1 on, a part of it."""
+        key = tenant, kind, level, group
+        found = self._classes.get(key)
         if found is None:
-            wider = self._kinds.setdefault((kind, level), ReturnRates(self._all))
-            found = self._classes[tenant, kind, level] = ReturnRates(wider)
+            wider = self.find(tenant, kind, level) if group else self._wider(kind, level)
+            found = self._classes[key] = ReturnRates(wider)
             if len(self._classes) > self._most:
                 self._classes.popitem(last=False)
-        self._classes.move_to_end((tenant, kind, level))
+        self._classes.move_to_end(key)
+        return found
+
+    def _wider(self, kind: str, level: int) -> ReturnRates:
+        """Return the rates of all tenants' chains of this kind and level."""
+        if (found := self._levels.get((kind, level))) is None:
+            wider = self._kinds.setdefault(kind, ReturnRates())
+            found = self._levels[kind, level] = ReturnRates(wider)
         return found

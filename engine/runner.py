@@ -9,21 +9,22 @@ from typing import Protocol
 import torch
 
 from kvferry.engine.batch_planner import BatchPlanner, Part, lay_out
-from kvferry.engine.draft_acceptance import Accepted, accept
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.inflight_step import InflightStep, Launch
+from kvferry.engine.media.media_inputs import MediaInputs
 from kvferry.engine.models.base import Computing, ForwardAbandoned, Model, SuspendedPass, Wanted
 from kvferry.engine.pooling import Pooler, Read, take
+from kvferry.engine.sample_rows import Found, by_slice, only_draws, sample_row, sample_rows
 from kvferry.engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
 from kvferry.engine.shared_cores.core_turns import CoreTurns
+from kvferry.engine.state_inputs import StateInputs
+from kvferry.engine.state_memory import StateMemory
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
 from kvferry.kernels.input_staging import Staging
 from kvferry.kernels.token_readback import Readback
 
-Found = Sampled | Accepted | Read | None
-"""Outcome of a slice: next token, several tokens after drafts, or a vector; None for a slice that does not sample."""
 SCORED_ROWS = 128
 """Rows of logits made at once for prompt log-probabilities (128 rows of a 128k vocabulary are 64 MiB)."""
 
@@ -36,6 +37,7 @@ class StepRunner(Protocol):
     """Runner interface of the engine."""
 
     masks: GrammarMasks
+    states: StateMemory | None
 
     @property
     def model(self) -> Computing:
@@ -66,8 +68,8 @@ class Runner:
 
     `kv` is [block, layer, plane, kv_head, slot, dim]. Grammar masks are made while the model computes.
 
-    pooler: reads vectors from prompts; shift: turns on shared cores; beside: the device runs asynchronously to the
-    host, in submission order."""
+    pooler: reads vectors from prompts; shift: turns on shared cores; states: recurrent states, None for a model without
+    recurrent layers; beside: the device runs asynchronously to the host, in submission order."""
 
     def __init__(
         self,
@@ -77,16 +79,20 @@ class Runner:
         masks: GrammarMasks | None = None,
         pooler: Pooler | None = None,
         shift: CoreTurns | None = None,
+        states: StateMemory | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
+        self.states = states
         self.masks = masks or GrammarMasks.none("this node does not support grammars")
         self._pooler, self._shift = pooler or Pooler(), shift or CoreTurns()
         inputs = torch.device("cpu") if model.fed_by_host else model.device
         self.beside = inputs.type == "cuda"
         self._block_size = block_size
         self._staging = Staging(inputs)
-        self._planner = BatchPlanner(block_size, self._staging)
+        rows = None if states is None else StateInputs(states.rows, Staging(inputs))
+        groups = 0 if model.info.groups is None else model.info.groups.count
+        self._planner = BatchPlanner(block_size, self._staging, rows, MediaInputs(Staging(inputs)), groups)
 
     @property
     def waited_s(self) -> float:
@@ -120,11 +126,11 @@ class Runner:
 
     def _run(self, slices: Sequence[Slice], wanted: Wanted, halfway: SuspendedPass | None) -> Sequence[Found]:
         token_ids, plan = self._planner.plan(slices)
-        if all(map(_only_draws, slices)):
+        if all(map(only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
-            rows = [row for s in slices for row in _sample_rows(s)]
+            rows = [row for s in slices for row in sample_rows(s)]
             drawn = self._sample(logits.values, rows, logits.best)
-            return drawn if len(rows) == len(slices) else _by_slice(slices, drawn)
+            return drawn if len(rows) == len(slices) else by_slice(slices, drawn)
         try:
             hidden = self.model.forward(token_ids, self.kv, plan, wanted, halfway)
         except ForwardAbandoned:
@@ -152,7 +158,7 @@ class Runner:
         behind: step in flight, row for row, that draws the input tokens of these slices, which the host does not know
         yet; the output that follows an undrawn token must not be used."""
         token_ids, plan = self._planner.plan(slices, None if behind is None else behind.rows)
-        rows = [_sample_row(part) for part in slices]
+        rows = [sample_row(part) for part in slices]
         if behind is not None:
             token_ids = behind.tokens[token_ids].clamp_(min=0)
             rows = [row.ahead(1, place) for row, place in zip(rows, behind.rows, strict=True)]
@@ -191,7 +197,7 @@ class Runner:
             # A plan without row counts is of decodes: one token per slice.
             chosen = torch.tensor(drawing, device=hidden.device) if plan.drawing is None else plan.drawing
             hidden = hidden[chosen]
-        rows = [_sample_row(slices[i]) for i in drawing]
+        rows = [sample_row(slices[i]) for i in drawing]
         for i, result in zip(drawing, self._sample(self.model.logits(hidden), rows), strict=True):
             drawn[i] = result
         return drawn
@@ -218,30 +224,3 @@ class Runner:
         for at in range(0, len(following), SCORED_ROWS):
             ids = following[at : at + SCORED_ROWS]
             request.prompt_logprobs.extend(score_prompt(self.model.logits(hidden[at : at + len(ids)]), ids, top))
-
-
-def _only_draws(part: Slice) -> bool:
-    """Return whether the slice is one token and only the next token is wanted."""
-    return part.decodes and part.samples and part.request.generates and not part.request.wants_prompt_logprobs
-
-
-def _sample_rows(part: Slice) -> list[SampleRow]:
-    """Return the row of a stream's next token, and of the tokens behind each draft."""
-    row = _sample_row(part)
-    return [row, *(row.ahead(place + 1) for place in range(len(part.drafts)))]
-
-
-def _by_slice(slices: Sequence[Slice], drawn: Sequence[Sampled | None]) -> list[Found]:
-    found: list[Found] = []
-    rows = iter(drawn)
-    for part in slices:
-        own = [next(rows) for _ in range(1 + len(part.drafts))]
-        found.append(accept(part.drafts, own) if part.drafts else own[0])
-    return found
-
-
-def _sample_row(part: Slice) -> SampleRow:
-    request = part.request
-    if request.sample_row is None:
-        request.sample_row = SampleRow(request.job.params, request.token_ids, request.job.prompt_len)
-    return request.sample_row

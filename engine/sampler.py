@@ -15,12 +15,11 @@ import torch
 
 from kvferry.engine.grammar_mask import GrammarMask
 from kvferry.engine.logits_processors import LogitsProcessor, edits_for
-from kvferry.engine.logprobs import score_prompt, token_logprobs
 from kvferry.kernels.logit_adjustments import Adjusted, Adjustments
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.sampling import NO_TOKEN, NoiseKeys, is_greedy
 from kvferry.protocol.messages import TokenLogprobs
-from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.sampling import MAX_LOGPROBS, SamplingParams
 
 __all__ = ["SampleRow", "Sampled", "draw_plain", "sample", "score_prompt"]
 
@@ -146,3 +145,38 @@ def _scores(
     top = [rows[i].params.logprobs or 0 for i in scored]
     entries = zip(scored, token_logprobs(raw, [max(tokens[i], 0) for i in scored], top), strict=True)
     return {i: entry for i, entry in entries if tokens[i] != NO_TOKEN}
+
+
+_ROWS_AT_ONCE = 64
+
+
+def score_prompt(logits: torch.Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Return log-probabilities of given tokens: row i of float32 logits [n, vocab] scores next_ids[i].
+
+    Each has the `top` most likely tokens beside it. Extra memory is bounded for any n."""
+    assert logits.shape[0] == len(next_ids), (logits.shape, len(next_ids))
+    scored: list[TokenLogprobs] = []
+    for start in range(0, len(next_ids), _ROWS_AT_ONCE):
+        ids = next_ids[start : start + _ROWS_AT_ONCE]
+        scored += token_logprobs(logits[start : start + len(ids)].log_softmax(dim=-1), ids, [top] * len(ids))
+    return scored
+
+
+def token_logprobs(logprobs: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
+    """Return entries for token_ids[i] in row i of `logprobs` [n, vocab], each with the top[i] most likely tokens.
+
+    top[i] is at most MAX_LOGPROBS. Rank is 1 + the number of strictly likelier tokens; ties are listed by id."""
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device)[:, None]
+    own = logprobs.gather(1, ids)
+    ranks = (logprobs > own).sum(dim=-1).add_(1).tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
+    if any(top):
+        # Fixed, because which of several equal tokens is found must not depend on other rows.
+        best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ranked = (sorted(zip(*pair, strict=True), key=lambda entry: (-entry[1], entry[0])) for pair in pairs)
+        tops = [tuple(row[:count]) for row, count in zip(ranked, top, strict=True)]
+    return [
+        TokenLogprobs(token, value, rank, row)
+        for token, value, rank, row in zip(token_ids, own.squeeze(1).tolist(), ranks, tops, strict=True)
+    ]

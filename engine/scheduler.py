@@ -18,15 +18,18 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+from kvferry.engine.auxiliary_blocks import AuxiliaryBlocks
+from kvferry.engine.block_assignment import BlockAssignment
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Budget, Limits
-from kvferry.engine.partial_blocks import PartialBlock
+from kvferry.engine.deadlock_check import require_progress
+from kvferry.engine.media.media_requests import MediaRequests
+from kvferry.engine.media.request_media import RequestMedia
 from kvferry.engine.ports import REQUEST, SHIP
-from kvferry.engine.request import Place, Request, coming, grows, held_up, junior, resumed
-from kvferry.engine.request_states import State
-from kvferry.engine.request_table import PLACE, RequestTable, arriving, share
+from kvferry.engine.request import Place, Request, coming, grows, held_blocks, held_up, junior, resumed
+from kvferry.engine.request_states import Awaits, State
+from kvferry.engine.request_table import PLACE, RequestTable, arriving, share, suspend
 from kvferry.engine.step_slices import Slice, chunks_of
-from kvferry.protocol.layout import blocks_for
 
 KEPT = 32
 """One seat and one block of KEPT are reserved for streams that arrive in the middle."""
@@ -46,13 +49,15 @@ class Scheduler:
         block_size: int,
         limits: Limits,
         copy_block: Callable[[int, int], None],
+        states: AuxiliaryBlocks | None = None,
+        media: MediaRequests | None = None,
     ) -> None:
         self.pool = pool
+        self.media = media or MediaRequests()
         self.request_table = request_table
-        self.block_size = block_size
         self.limits = limits
         self.budget = Budget(limits)
-        self._copy_block = copy_block
+        self.blocks = BlockAssignment(pool, block_size, copy_block, states)
         self.newly_admitted: list[Request] = []
         self.preempted_total = 0
         self.refused: Request | None = None
@@ -71,9 +76,15 @@ class Scheduler:
         prompts = sorted((r for r in self.request_table.running if not r.decodes), key=PLACE)
         begun = self._admit(budget, prompts)
         order = [r for r in sorted(prompts + begun, key=PLACE) if before is None or r.place < before]
-        chunks = chunks_of(order, budget, whole=self.limits.whole)
+        states = self.blocks.states
+        if states is not None:
+            order = self._proceeding(order, states)
+            decodes = [s for s in decodes if s.request.block_ids]
+        chunks = chunks_of(order, budget, whole=self.limits.whole, stop=None if states is None else states.stop)
         if before is not None and not chunks:
             return []
+        if states is not None and not (decodes or chunks):
+            require_progress(self.request_table, self.blocks)
         chunks.sort(key=lambda s: not s.decodes)
         share(self.request_table, len(decodes) + sum(s.count for s in chunks), len(order))
         return decodes + chunks
@@ -86,25 +97,22 @@ class Scheduler:
 
     def land(self, request: Request) -> None:
         """Give the request the blocks that its grant filled, and let it continue."""
-        self.pool.holds.hold(request.key, REQUEST, request.block_ids)
-        self.pool.release(*request.holder, request.block_ids)
+        self.pool.holds.hold(request.key, REQUEST, held_blocks(request))
+        self.pool.release(*request.holder, held_blocks(request))
         self.request_table.landed(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that finished or is dropped, and release its blocks except those that the link may touch."""
         self.request_table.leave(request)
-        self.pool.idle.rest(request.cache_use, request.block_ids[: request.registered])
-        if request.grant is None:
-            self.pool.release(*request.holder, request.block_ids)
+        self.blocks.release(request)
         if request.state is State.DONE:
-            request.block_ids = []
+            request.block_ids, request.state_blocks = [], []
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and queue it first, to be recomputed."""
         assert request.transfer is None, "a request that transfers its blocks must hold all of them from the start"
-        self.pool.idle.rest(request.cache_use, request.block_ids[: request.registered])
-        self.pool.release(*request.holder, request.block_ids)
-        request.block_ids = []
+        self.blocks.release(request)
+        request.block_ids, request.state_blocks = [], []
         request.computed_len = request.registered = 0
         request.prompt_logprobs.clear()
         request.pooled = None
@@ -125,17 +133,25 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """Make room for the request's next token; False if it had to give way itself."""
-        missing = self._missing(request)
-        while missing > 0:
-            more = self.pool.acquire(*request.holder, [], missing)
-            if more is not None:
-                request.block_ids.extend(more)
-                return True
-            victim = max(self.request_table.running, key=junior)
+        while not self.blocks.extend(request):
+            victims = [r for r in self.request_table.running if r.transfer is None]
+            if not victims:
+                return False
+            victim = max(victims, key=junior)
             self.preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def _proceeding(self, prompts: Sequence[Request], states: AuxiliaryBlocks) -> list[Request]:
+        """Return the prompts that have pages for a slice, after making room for one that has none."""
+        able = []
+        for request in prompts:
+            if request.block_ids:
+                self.blocks.extend(request)
+                if states.stop(request) > request.computed_len or self._grow(request):
+                    able.append(request)
+        return [r for r in able if r.block_ids]
 
     def _admit(self, budget: int, prompts: Sequence[Request]) -> list[Request]:
         """Assign blocks to queued requests while blocks last and `prompts` leave budget; return those that run now.
@@ -147,24 +163,28 @@ class Scheduler:
             return begun
         seated = self.request_table.seated
         taken = len(self.request_table.running) + len(seated)
-        kept = len(seated) + sum(grows(r) + self._missing(r) for r in self.request_table.running)
+        kept = len(seated) + sum(grows(r) + self.blocks.missing(r) for r in self.request_table.running)
         before, late = list(prompts), None
         passed = 0
         while passed < len(waiting) and taken + passed < self._seats(waiting[passed]):
             request = waiting[passed]
+            if request.media is not None and self._lacks_rows(request, request.media):
+                suspend(self.request_table, passed, Awaits.MEDIA)
+                self.media.ask(request, self.blocks.computes_from(request))
+                continue
             while before and before[0].place < request.place:
                 budget -= before.pop(0).uncomputed
             computed = chain(prompts, begun) if self.pool.prefix_caching else ()
             if request.grant is None and (budget <= 0 or coming(request, computed)):
-                kept += self._blocks_of(request)
+                kept += self.blocks.wanted(request)
                 passed += 1
                 continue
             if request.grant is not None and (late or self._crowds(request)):
-                kept, late = kept + (0 if late else self._blocks_of(request)), late or request
+                kept, late = kept + (0 if late else self.blocks.wanted(request)), late or request
                 passed += 1
                 continue
             spare = 0 if request.output_len or not taken else self.pool.num_blocks // KEPT
-            if not self._take_blocks(request, kept + spare):
+            if not self.blocks.take(request, kept + spare):
                 break
             self.request_table.admit(passed)
             taken += 1
@@ -176,48 +196,23 @@ class Scheduler:
         self.refused = next(iter(waiting[passed:]), late)
         return begun
 
+    def _lacks_rows(self, request: Request, media: RequestMedia) -> bool:
+        """Return whether a request lacks rows of media whose tokens it will compute.
+
+        It waits for no rows while its prompt is to arrive, or another one computes a beginning that they share."""
+        if request.grant is not None or not media.missing(self.blocks.computes_from(request)):
+            return False
+        return not (self.pool.prefix_caching and coming(request, self.request_table.running))
+
     def _crowds(self, request: Request) -> bool:
         """Return whether a new prompt must wait until others arrive that hold blocks already."""
         held = 0 if resumed(request) else arriving(self.request_table)
-        return 0 < held > self.pool.num_blocks // ARRIVING - self._blocks_of(request)
+        return 0 < held > self.pool.num_blocks // ARRIVING - self.blocks.wanted(request)
 
     def _seats(self, request: Request) -> int:
         """Return how many seats may be taken with this request: for streams that began elsewhere, reserved ones too."""
         most = self.limits.max_num_seqs
-        return min(most + max(1, most // KEPT), self.limits.max_num_batched_tokens) if resumed(request) else most
-
-    def _take_blocks(self, request: Request, kept: int) -> bool:
-        """Hold the request's whole chain, cached blocks first, unless fewer than `kept` blocks would stay available."""
-        reused = self.pool.match(request.reusable_hashes)
-        tail = self._tail(request, len(reused) * self.block_size)
-        block_ids = self.pool.acquire(
-            *request.holder, reused, self._blocks_of(request) - len(reused), keep=kept, cache_use=request.cache_use,
-            hashes=request.reusable_hashes,
-        )  # fmt: skip
-        if block_ids is None:
-            return False
-        request.block_ids = block_ids
-        request.computed_len = len(reused) * self.block_size
-        request.registered = len(reused)
-        if tail is not None:
-            self._copy_tail(request, tail)
-        return True
-
-    def _tail(self, request: Request, start: int) -> PartialBlock | None:
-        """Return a partial block that shares the tokens behind `start` with other forks' prompts."""
-        if not request.job.fork_of or request.grant is not None or request.job.work.whole_prompt:
-            return None
-        upto = min(start + self.block_size, len(request.token_ids) - 1)
-        return self.pool.tails.match(request.parent_of(start), request.token_ids[start:upto])
-
-    def _copy_tail(self, request: Request, tail: PartialBlock) -> None:
-        """Copy the partial block at once, before its source is reused, and cache the copy in its place."""
-        start = request.computed_len
-        target = request.block_ids[start // self.block_size]
-        if target != tail.block_id:
-            self._copy_block(tail.block_id, target)
-        request.computed_len += tail.length
-        self.pool.tails.put(request.parent_of(start), request.token_ids[start : request.computed_len], target)
+        return min(most_seats(most), self.limits.max_num_batched_tokens) if resumed(request) else most
 
     def _note_admission(self, request: Request) -> None:
         """Record the first admission; from now on the link sends from the blocks or receives into them."""
@@ -234,17 +229,13 @@ class Scheduler:
         self.newly_admitted.append(request)
         if request.transfer is not None:
             request.held_for_transfer = True
-            self.pool.holds.hold(("ship", request.transfer), SHIP, request.block_ids)
-
-    def _missing(self, request: Request) -> int:
-        """Return how many blocks it takes as soon as it is scheduled."""
-        return max(0, self._blocks_of(request) - len(request.block_ids))
-
-    def _blocks_of(self, request: Request) -> int:
-        ahead = request.job.ahead if request.grant is not None else 0
-        return blocks_for(len(request.token_ids) + ahead, self.block_size)
+            self.pool.holds.hold(("ship", request.transfer), SHIP, held_blocks(request))
 
     def _expect(self, request: Request) -> None:
         """Set how many tokens it will compute or its grant will bring."""
-        cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
-        request.lacking = len(request.token_ids) - cached
+        request.lacking = len(request.token_ids) - self.blocks.cached(request)
+
+
+def most_seats(max_num_seqs: int) -> int:
+    """Return the most requests that run at once: `max_num_seqs`, and streams in reserved seats."""
+    return max_num_seqs + max(1, max_num_seqs // KEPT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.block_assignment import BlockAssignment
 from kvferry.engine.draft_acceptance import Accepted
 from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.drafter import Drafter
@@ -18,7 +18,6 @@ from kvferry.engine.request import Request
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.step_cost import TRUST, StepCost
 from kvferry.engine.step_slices import Slice
-from kvferry.protocol.layout import blocks_for
 
 KEPT = 8
 """Drafts are not added when at most one of KEPT blocks is left."""
@@ -30,8 +29,8 @@ class Speculation:
     most: drafts per stream in a step, 0 for none; rows: tokens of a step; model: draft model, used where no n-gram
     matches."""
 
-    def __init__(self, pool: BlockPool, most: int, rows: int, model: DraftModel | None = None) -> None:
-        self._pool, self._most, self._rows = pool, most, rows
+    def __init__(self, blocks: BlockAssignment, most: int, rows: int, model: DraftModel | None = None) -> None:
+        self._blocks, self._most, self._rows = blocks, most, rows
         self._drafter = Drafter(model) if model is not None else None
         self._cost = StepCost()
         self._turn = self._drafted = self._accepted = 0
@@ -122,9 +121,6 @@ class Speculation:
 
     def _room(self, request: Request, count: int) -> int:
         """Take blocks for the drafts; return how many of `count` drafts they hold."""
-        size, known = request.block_size, len(request.token_ids)
-        missing = blocks_for(known + count, size) - len(request.block_ids)
-        if missing > 0:
-            more = self._pool.acquire(*request.holder, [], missing, keep=self._pool.num_blocks // KEPT)
-            request.block_ids.extend(more or ())
-        return min(count, len(request.block_ids) * size - known)
+        known = len(request.token_ids)
+        self._blocks.extend(request, known + count, self._blocks.pool.num_blocks // KEPT)
+        return min(count, self._blocks.room(request) - known)

@@ -8,10 +8,9 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from kvferry.engine import fault_isolation, output
-from kvferry.engine.cancellations import Cancellations
-from kvferry.engine.deadlines import Deadlines
+from kvferry.engine.cancellations import Cancellations, Deadlines
 from kvferry.engine.draft_acceptance import Accepted
-from kvferry.engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
+from kvferry.engine.events import BlocksChanged, Event, Failed, ReservationFailed
 from kvferry.engine.fault_isolation import DeviceLost, Drawn, StepFault
 from kvferry.engine.grammar_mask import GrammarMask
 from kvferry.engine.lookahead import Lookahead
@@ -27,6 +26,7 @@ from kvferry.engine.speculation import Speculation
 from kvferry.engine.step_slices import Slice
 from kvferry.engine.step_stats import StepStats
 from kvferry.engine.suspended_steps import SuspendedStep
+from kvferry.engine.transfer_events import admitted, state_to_ship, to_ship
 from kvferry.engine.transfer_holds import TransferHolds
 from kvferry.kernels.sampling import NO_TOKEN
 from kvferry.protocol.errors import DeadlineExceeded, KvferryError, ModelFailed, NodeLost, StepFailed, reason
@@ -119,9 +119,9 @@ class Stepper:
 
     def report_blocks(self) -> None:
         """Report blocks that became findable or were evicted."""
-        stored, removed = self._pool.changes.drain()
-        if stored or removed:
-            self._events.append(BlocksChanged(stored, removed))
+        (stored, removed), kept = self._pool.changes.drain(), self._pool.changes.drain_kept()
+        if stored or removed or kept:
+            self._events.append(BlocksChanged(stored, removed, kept))
 
     def _tried(self, *, further: bool) -> bool:
         try:
@@ -164,17 +164,10 @@ class Stepper:
 
     def _announce_admissions(self) -> None:
         for request in self._scheduler.newly_admitted:
-            assert request.admitted is not None
             if request.transfer is not None:
                 self._transfer_holds.ship(request)
-                self._events += _to_ship(request, request.registered)
-            if request.grant is not None:
-                blocks = tuple(request.block_ids[request.first_block :])
-                self._events.append(Reserved(request.grant, request.first_block, blocks))
-            queried = len(request.token_ids)
-            self._events.append(
-                Admitted(request.key, request.admitted - request.arrived, queried, request.cached_len or 0)
-            )
+                self._events += to_ship(request, request.registered)
+            self._events += admitted(request)
         self._scheduler.newly_admitted.clear()
 
     def _settle(self, part: Slice, found: Drawn) -> None:
@@ -197,10 +190,13 @@ class Stepper:
         held_up = sampled is None and part.samples
         # Without a mask, the last token is computed again in order to draw the next one.
         request.computed_len += part.count - held_up
+        if request.media is not None:
+            request.media.computed(request.computed_len)
         self.register(request)
+        if (states := self._scheduler.blocks.states) is not None:
+            states.advance(request, part.count - held_up)
         if request.transfer is not None:
-            complete = request.uncomputed == 0
-            self._events += _to_ship(request, len(request.block_ids) if complete else request.registered)
+            self._ship(request)
         if sampled is None:
             mask = request.sample_row.mask if request.sample_row is not None else None
             if held_up and mask is not None and mask.error is not None:
@@ -220,6 +216,19 @@ class Stepper:
             self.register(request, whole=True)
             self._scheduler.remove(request)
 
+    def _ship(self, request: Request) -> None:
+        """Announce blocks to send: full ones, and with the prompt's end all, and those of its recurrent state."""
+        if request.uncomputed:
+            self._events += to_ship(request, request.registered)
+            return
+        self._events += to_ship(request, len(request.block_ids))
+        if (states := self._scheduler.blocks.states) is not None:
+            sent = states.sent(request, request.state_blocks)
+            new = [block_id for block_id in sent if block_id not in request.state_blocks]
+            self._pool.holds.hold(("ship", request.transfer), SHIP, new)
+            request.state_blocks = sent
+            self._events += state_to_ship(request)
+
     def _commit_all(self, request: Request, tokens: Sequence[Sampled]) -> None:
         """Commit tokens as if each had its own step; this step computed the K/V of all but the last."""
         for sampled in tokens:
@@ -238,13 +247,3 @@ def _trailing(slices: Sequence[Slice]) -> list[GrammarMask]:
     """Return grammar masks to advance: of requests that continue here after a token that was drawn now."""
     rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
     return [row.mask for row in rows if row is not None and row.mask is not None and row.mask.trails]
-
-
-def _to_ship(request: Request, upto: int) -> list[Event]:
-    """Announce computed blocks before index `upto` that decode lacks and that were not announced yet."""
-    assert request.transfer is not None
-    begin = max(request.shipped, request.first_block)
-    if upto <= begin:
-        return []
-    request.shipped = upto
-    return [Computed(request.transfer, tuple((i, request.block_ids[i]) for i in range(begin, upto)))]

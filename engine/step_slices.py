@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.engine.request import Request
@@ -42,15 +42,26 @@ class Slice:
         return self.samples and self.request.generates
 
 
-def chunks_of(requests: Iterable[Request], budget: int, *, whole: bool = False) -> list[Slice]:
+def chunks_of(
+    requests: Iterable[Request],
+    budget: int,
+    *,
+    whole: bool = False,
+    stop: Callable[[Request], int] | None = None,
+) -> list[Slice]:
     """Return as much of each request, in order, as the budget allows.
 
-    whole: all of a request or nothing, and the last one may exceed the budget."""
+    whole: all of a request or nothing, and the last one may exceed the budget. stop: returns the length up to which a
+    request's slice may go. Media whose tokens attend to each other are computed whole, even beyond the budget."""
     chunks: list[Slice] = []
     for request in requests:
         if budget <= 0:
             break
-        count = request.uncomputed if whole else min(request.uncomputed, budget)
+        most = request.uncomputed if stop is None else stop(request) - request.computed_len
+        assert most > 0, f"{request.key} has nothing to compute"
+        count = most if whole else min(most, budget)
+        if request.media is not None:
+            count = request.media.whole(request.computed_len, count)
         budget -= count
         chunks.append(Slice(request, request.computed_len, count))
     return chunks

@@ -17,6 +17,7 @@ class StepStats:
     def __init__(self, scheduler: Scheduler, speculation: Speculation) -> None:
         self._scheduler, self._speculation = scheduler, speculation
         self._preempted = self._evicted = 0
+        self._checkpoints = 0, 0
         self._idle = IdleStats()
 
     def step(self, slices: Sequence[Slice], seconds: float) -> Stepped:
@@ -24,6 +25,8 @@ class StepStats:
         decodes = sum(s.streams for s in slices)
         preempted, evicted = self._scheduler.preempted_total, self._scheduler.pool.evicted_total
         drafted, accepted = self._speculation.take()
+        states = self._scheduler.blocks.states
+        checkpoints = (states.saved_total, states.loaded_total) if states is not None else (0, 0)
         told = Stepped(
             seconds,
             prefill_tokens=sum(s.count for s in slices) - decodes,
@@ -33,7 +36,9 @@ class StepStats:
             drafted=drafted,
             accepted=accepted,
             idle=self._scheduler.pool.idle.stats.since(self._idle),
+            saved=checkpoints[0] - self._checkpoints[0],
+            loaded=checkpoints[1] - self._checkpoints[1],
         )
-        self._preempted, self._evicted = preempted, evicted
+        self._preempted, self._evicted, self._checkpoints = preempted, evicted, checkpoints
         self._idle = self._scheduler.pool.idle.stats.copy()
         return told

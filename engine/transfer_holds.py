@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.ports import GRANT, QUIESCE, SHIP
-from kvferry.engine.request import Request
+from kvferry.engine.request import Request, held_blocks
 from kvferry.engine.request_states import State
 
 
@@ -33,7 +33,7 @@ class TransferHolds:
         """Release the ship's blocks: no send touches them any more."""
         request = self.ships.pop(transfer, None)
         if request is not None:
-            self._pool.release(("ship", transfer), SHIP, request.block_ids)
+            self._pool.release(("ship", transfer), SHIP, held_blocks(request))
             _came_back(request)
 
     def withdraw(self, request: Request) -> None:
@@ -46,7 +46,7 @@ class TransferHolds:
         """Release the withdrawn grant's blocks: no receive touches them any more."""
         request = self.grants.pop(grant, None)
         if request is not None:
-            self._pool.release(grant, QUIESCE, request.block_ids)
+            self._pool.release(grant, QUIESCE, held_blocks(request))
             _came_back(request)
 
 
@@ -54,4 +54,4 @@ def _came_back(request: Request) -> None:
     request.held_for_transfer = False
     if request.state is State.MOVING:
         request.move(State.DONE)
-        request.block_ids = []
+        request.block_ids, request.state_blocks = [], []

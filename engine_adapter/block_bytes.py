@@ -28,7 +28,7 @@ def block_bytes(facts: EngineFacts, per_token: int) -> int:
         named = str(config.get("dtype") or config.get("torch_dtype"))
         dtype = "float8_e4m3fn" if "fp8" in facts.arithmetic else named if named in DTYPE_BYTES else DEFAULT_DTYPE
         needs = config_needs(config)
-        return needs.planes * needs.layers * needs.kv_heads * needs.head_dim * DTYPE_BYTES[dtype] * facts.block_size
+        return needs.layout(dtype, facts.block_size).numbers * DTYPE_BYTES[dtype]
     except (ConfigError, OSError) as error:
         log.warning("the size of KV blocks is unknown, transfers count as free: set --kv-bytes-per-token (%s)", error)
         return 0

@@ -9,15 +9,15 @@ from fastapi import FastAPI, Request, Response
 from kvferry.engine_adapter.attempts import Attempts
 from kvferry.engine_adapter.handover_client import HANDOVER_PATH, OFFER_PATH
 from kvferry.engine_adapter.handovers import Handovers
-from kvferry.engine_adapter.media_routes import read_job
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.engine_adapter.prefill_attempts import PrefillAttempts
 from kvferry.protocol.errors import Cancelled, Draining, Incompatible
 from kvferry.protocol.handover_messages import IN_ROOM, Handover, HandoverOffer
-from kvferry.protocol.messages import CancelRequest, PrefillRequest
+from kvferry.protocol.messages import CancelRequest, GenerateRequest, PrefillRequest
 from kvferry.protocol.wire import pack
 from kvferry.runtime.disconnect import until_disconnect
 from kvferry.runtime.http import read_message
+from kvferry.worker.media_routes import read_attempt
 from kvferry.worker.message_stream import MEDIA_TYPE, MessageStreamResponse
 
 
@@ -39,7 +39,7 @@ class Endpoints:
 
     async def post_generate(self, request: Request) -> None:
         """Begin an attempt; its output goes to the router's stream."""
-        job = await read_job(request)
+        job = (await read_attempt(request, GenerateRequest)).job
         attempts = self._ready().attempts
         if not isinstance(attempts, Attempts):
             raise Draining(f"{self._node_id} is a prefill node now")
@@ -47,7 +47,7 @@ class Endpoints:
 
     async def post_prefill(self, request: Request) -> Response:
         """Begin an attempt; the response streams FirstToken, then ShipDone or AttemptFailed."""
-        message = await read_message(request, PrefillRequest)
+        message = await read_attempt(request, PrefillRequest)
         attempts = self._ready().attempts
         if not isinstance(attempts, PrefillAttempts):
             raise Draining(f"{self._node_id} is a decode node now")

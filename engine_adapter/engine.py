@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from kvferry.engine_adapter.media_engine import MediaEngine
+from kvferry.engine_adapter.measurable_media import MeasurableMedia
 from kvferry.engine_adapter.pooling_engine import PoolingEngine
 from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import Job, TokenLogprobs
@@ -127,7 +127,7 @@ class Engine(Protocol):
     request alone."""
 
     @property
-    def media(self) -> MediaEngine | None:
+    def media(self) -> MeasurableMedia | None:
         """Return the part that concerns media; None for an engine that takes text alone."""
         ...
 

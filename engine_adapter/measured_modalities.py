@@ -14,7 +14,7 @@ import zlib
 from typing import Any
 
 from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta
-from kvferry.engine_adapter.media_engine import MediaEngine
+from kvferry.engine_adapter.measurable_media import MeasurableMedia
 from kvferry.protocol.errors import InvalidRequest, Overloaded, StepFailed
 from kvferry.protocol.media import MODALITIES, TRANSCRIPTION
 from kvferry.protocol.sampling import SamplingParams
@@ -43,7 +43,7 @@ async def measured_modalities(engine: Engine) -> tuple[str, ...]:
     return tuple(kept)
 
 
-async def _reads(engine: Engine, media: MediaEngine, modality: str) -> bool:
+async def _reads(engine: Engine, media: MeasurableMedia, modality: str) -> bool:
     chat = json.dumps({"messages": [{"role": "user", "content": [_text(), probe(modality)]}]}).encode()
     salt, given = f"measured-{modality}-{time.time_ns()}", list[int]()
     try:
@@ -66,7 +66,7 @@ async def _reads(engine: Engine, media: MediaEngine, modality: str) -> bool:
     return tuple(given) == due
 
 
-async def _transcribes(media: MediaEngine) -> bool:
+async def _transcribes(media: MeasurableMedia) -> bool:
     """Return whether the engine answers for a tone, whatever it hears in it."""
     asked, heard = SpeechRequest(False, (("response_format", "json"),), "tone.wav", _wav()), bytearray()
     try:

@@ -16,7 +16,6 @@ from kvferry.cluster_state.seal import Seal
 from kvferry.engine_adapter.endpoints import Endpoints
 from kvferry.engine_adapter.engine import Engine
 from kvferry.engine_adapter.identity import model_name
-from kvferry.engine_adapter.media_routes import MediaRoutes
 from kvferry.engine_adapter.node_loading import NodeLoading
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.engine_adapter.role_changes import ChangingNode, RoleChanges
@@ -28,6 +27,7 @@ from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.runtime.suspend_aware_clock import LoopClock
 from kvferry.worker.address import NodeAddress
+from kvferry.worker.media_routes import MediaRoutes
 from kvferry.worker.membership import LAST_WORD_S
 
 log = logging.getLogger("kvferry.adapter")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.protocol.attention_window import first_seen
 from kvferry.protocol.layout import blocks_for
 
 
@@ -15,7 +17,7 @@ class AttentionGroup:
     """Sequences of a batch that one attention call serves: decodes of similar length, or one prefill chunk.
 
     tokens   their query tokens in the batch
-    rows     int64 [planes * count * kv_heads * blocks]  rows of `block_rows` that hold their K, then their V
+    rows     int64 [n]  rows of `block_rows` that hold their K, then their V: [planes, count, kv_heads, blocks]
     unseen   int64 or None: gathered rows beyond a sequence's end, which may hold anything
     length   positions gathered of each sequence, at most blocks * block_size
     mask     additive, of the query's dtype, [count, 1, 1, length] or [query_len, length]; None: see `causal`
@@ -32,41 +34,48 @@ class AttentionGroup:
 
 
 def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
-    """Return the layer's pool [num_blocks, planes, kv_heads, block_size, dim] as [rows, block_size * dim].
+    """Return the layer's pool [num_blocks, planes, kv_heads, block_size, dim] as rows [n, numbers] of its memory.
 
-    It shares the memory. A row is one block of one head's K or V; rows of other layers lie between. Slots and dims must
-    be dense, and outer strides multiples of a row (DESIGN, The pool in memory)."""
-    blocks, planes, heads, slots, dim = kv_layer.shape
-    sb, skv, sh, _, _ = kv_layer.stride()
-    row = slots * dim
-    assert kv_layer.stride()[3:] == (dim, 1), "slots and dims of the KV pool must be dense"
-    assert all(step % row == 0 for step in (sb, skv, sh)), "outer strides of the KV pool must be multiples of a row"
-    count = ((blocks - 1) * sb + (planes - 1) * skv + (heads - 1) * sh) // row + 1
-    return kv_layer.as_strided((count, row), (row, 1))
+    A row is one block of one head's K or V; rows of other layers lie between. Where layers of other shapes lie between,
+    a row is the largest part of that which divides all strides. Slots and dims must be dense."""
+    assert kv_layer.stride()[3:] == (kv_layer.shape[4], 1), "slots and dims of the KV pool must be dense"
+    row = kv_layer.shape[3] * kv_layer.shape[4]
+    unit = _unit(kv_layer, row)
+    last = sum((count - 1) * step for count, step in zip(kv_layer.shape[:3], kv_layer.stride()[:3], strict=True))
+    return kv_layer.as_strided(((last + row) // unit, unit), (unit, 1))
+
+
+def _unit(kv_layer: torch.Tensor, length: int) -> int:
+    """Return the largest number that divides a length and the outer strides."""
+    return math.gcd(length, *kv_layer.stride()[:3])
 
 
 class BatchIndex:
-    """Index tensors of one batch for pools of one geometry (the strides of `kv_layer`).
+    """Index tensors of one batch for pools of one geometry (shape and strides of `kv_layer`).
 
-    written: tokens whose K/V is written; None means all. write_rows: where it is written."""
+    written: tokens whose K/V is written; None means all. write_rows: where it is written, in rows of `vector` numbers,
+    a whole K or V vector or a part of it."""
 
     def __init__(self, plan: BatchPlan, kv_layer: torch.Tensor):
         self.plan = plan
-        self.strides = kv_layer.stride()
         self.device = kv_layer.device
         _, self.planes, self.kv_heads, self.block_size, self.dim = kv_layer.shape
-        row = self.block_size * self.dim
-        kv = torch.arange(self.planes, device=self.device)[:, None] * (self.strides[1] // row)
-        head = torch.arange(self.kv_heads, device=self.device) * (self.strides[2] // row)
-        self._block_step = self.strides[0] // row
-        self._kv_head_rows = kv + head
+        row, (of_block, of_plane, of_head) = self.block_size * self.dim, kv_layer.stride()[:3]
+        self._unit, self.vector = _unit(kv_layer, row), _unit(kv_layer, self.dim)
+        planes = torch.arange(self.planes, device=self.device)[:, None] * of_plane
+        starts = planes + torch.arange(self.kv_heads, device=self.device) * of_head
+        self._block_step, self._starts = of_block // self._unit, starts // self._unit
         self._groups: dict[tuple[int, torch.dtype], tuple[AttentionGroup, ...]] = {}
         self._rope: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self.written = None if bool((plan.slots >= 0).all()) else (plan.slots >= 0).nonzero().squeeze(1)
         slots = plan.slots if self.written is None else plan.slots[self.written]
-        block, slot = slots // self.block_size, slots % self.block_size
-        rows = (block * self._block_step)[None, :, None] + self._kv_head_rows[:, None, :]
-        self.write_rows = (rows * self.block_size + slot[None, :, None]).flatten(1)
+        places = slots // self.block_size * of_block + slots % self.block_size * self.dim
+        first = (places[None, :, None] + starts[:, None, :]) // self.vector
+        self.write_rows = self._whole(first, self.dim // self.vector).flatten(1)
+
+    def _whole(self, first: torch.Tensor, parts: int) -> torch.Tensor:
+        """Return the rows from `first` on that `parts` of them make up."""
+        return first if parts == 1 else first[..., None] + torch.arange(parts, device=self.device)
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, cos) and (-sin, sin) of the batch's positions, float32 [T, 1, rotary_dim].
@@ -91,7 +100,7 @@ class BatchIndex:
     def _first_block(self, seq: int, window: int) -> int:
         """Return the first block that any query token of the sequence sees."""
         computed_len = self.plan.total_lens[seq] - self.plan.query_lens[seq]
-        return max(0, computed_len - window + 1) // self.block_size if window else 0
+        return first_seen(computed_len, window) // self.block_size
 
     def _visible(self, seq: int, window: int) -> int:
         """Return the number of positions from the first visible block to the sequence's end."""
@@ -110,7 +119,8 @@ class BatchIndex:
         table = self.plan.block_table[seqs].long()
         columns = first[:, None] + torch.arange(blocks, device=self.device)
         ids = table.gather(1, columns.clamp_(max=table.shape[1] - 1))
-        return (ids[None, :, None, :] * self._block_step + self._kv_head_rows[:, None, :, None]).flatten()
+        first = ids[None, :, None, :] * self._block_step + self._starts[:, None, :, None]
+        return self._whole(first, self.block_size * self.dim // self._unit).flatten()
 
     def _decodes(self, seqs: list[int], window: int, dtype: torch.dtype) -> AttentionGroup:
         dense = seqs[-1] - seqs[0] + 1 == len(seqs)
@@ -128,7 +138,10 @@ class BatchIndex:
         position = torch.arange(max(seen), device=self.device)
         hidden = position >= ends
         if window:
-            hidden = hidden | (position < ends - window)
+            begins = [first_seen(self.plan.total_lens[s] - 1, window) for s in seqs]
+            hidden = hidden | (
+                position < torch.tensor(begins, device=self.device)[:, None] - first[:, None] * self.block_size
+            )
         mask = _additive(hidden, dtype)[:, None, None, :] if unseen is not None or window else None
         return AttentionGroup(tokens, len(seqs), rows, unseen, max(seen), mask, causal=False)
 
@@ -137,14 +150,18 @@ class BatchIndex:
         query_len, length = self.plan.query_lens[seq], self._visible(seq, window)
         first = torch.tensor([self._first_block(seq, window)], device=self.device)
         rows = self._rows(slice(seq, seq + 1), first, blocks_for(length, self.block_size))
-        causal = length == query_len and not 0 < window < length
+        until = None if self.plan.see_until is None else self.plan.see_until[start : start + query_len]
+        causal = until is None and length == query_len and not 0 < abs(window) < length
         mask: torch.Tensor | None = None
         if not causal:
             position = torch.arange(length, device=self.device)
             own = position[length - query_len :, None]
-            hidden = position > own
-            if window:
+            begin = self._first_block(seq, window) * self.block_size
+            hidden = position > (own if until is None else until[:, None] - begin)
+            if window > 0:
                 hidden = hidden | (position <= own - window)
+            elif window < 0:
+                hidden = hidden | (position + begin < (own + begin) // -window * -window)
             mask = _additive(hidden, dtype)
         return AttentionGroup(slice(start, start + query_len), 1, rows, None, length, mask, causal)
 

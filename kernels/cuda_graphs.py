@@ -15,6 +15,7 @@ import torch
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import DecoderForm
 from kvferry.kernels.decoder_step import NextLogits, OneByOne, always
+from kvferry.kernels.sequence_state import SequenceStates
 from kvferry.protocol.layout import blocks_for
 
 log = logging.getLogger("kvferry.kernels")
@@ -22,7 +23,7 @@ log = logging.getLogger("kvferry.kernels")
 CAPTURED_ROWS = (1, 2, 4, *range(8, 129, 8))
 """Captured batch sizes. Batches between them are padded; larger ones run layer by layer."""
 NOWHERE = -1
-"""Slot of a padding row: its K/V is not written."""
+"""Slot of a padding row, whose K/V is not written, and the rows of its state, which begins with zeros."""
 T = TypeVar("T")
 
 
@@ -65,23 +66,36 @@ class _Recorded:
 
 
 class _Inputs:
-    """Arrays that all graphs read, sized for the largest batch; the first `live` rows belong to the last step."""
+    """Arrays that all graphs read, sized for the largest batch; the first `live` rows belong to the last step.
 
-    def __init__(self, form: DecoderForm, block_size: int, device: torch.device) -> None:
+    states: rows of recurrent states; None for a model without recurrent layers. groups: of layers with windows."""
+
+    def __init__(
+        self,
+        form: DecoderForm,
+        block_size: int,
+        device: torch.device,
+        states: torch.Tensor | None = None,
+        groups: int = 0,
+    ) -> None:
         rows, self.longest, self.block_size = CAPTURED_ROWS[-1], len(form.cos), block_size
         self.ids, self.positions = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self.slots = torch.full((rows,), NOWHERE, dtype=torch.int64, device=device)
         self.total_len = torch.ones(rows, dtype=torch.int32, device=device)
         width = blocks_for(self.longest, block_size)
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        self.window_slots = torch.full((groups, rows), NOWHERE, dtype=torch.int64, device=device)
+        self.window_tables = torch.zeros(groups, rows, width, dtype=torch.int32, device=device)
         self.query_start = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.states = states
+        self.before, self.after = (torch.full((rows,), NOWHERE, dtype=torch.int64, device=device) for _ in range(2))
         self._live = 0
 
     def plan(self, size: int) -> BatchPlan:
         """Return the plan of a batch of this size over these arrays.
 
         Its lengths are the longest, so launches suit any."""
-        return BatchPlan(
+        plan = BatchPlan(
             positions=self.positions[:size],
             slots=self.slots[:size],
             block_table=self.table[:size],
@@ -91,7 +105,9 @@ class _Inputs:
             total_lens=(self.longest,) * size,
             num_decodes=size,
             block_size=self.block_size,
+            states=None if self.states is None else SequenceStates(self.states, self.before[:size], self.after[:size]),
         )
+        return plan.with_windows(self.window_slots[:, :size], self.window_tables[:, :size])
 
     def fill(self, token_ids: torch.Tensor, plan: BatchPlan) -> None:
         count, width = len(token_ids), min(plan.block_table.shape[1], self.table.shape[1])
@@ -100,10 +116,17 @@ class _Inputs:
             [token_ids, plan.positions, plan.slots, plan.total_len],
         )
         self.table[:count, :width].copy_(plan.block_table[:, :width])
+        for group, own in enumerate(plan.windows):
+            self.window_slots[group, :count].copy_(own.slots)
+            self.window_tables[group, :count, :width].copy_(own.block_table[:, :width])
+        if plan.states is not None:
+            torch._foreach_copy_([self.before[:count], self.after[:count]], [plan.states.before, plan.states.after])
         if count < self._live:
             gone = slice(count, self._live)
             self.positions[gone], self.slots[gone], self.total_len[gone] = 0, NOWHERE, 1
+            self.before[gone] = self.after[gone] = NOWHERE
             self.table[gone, 0] = 0
+            self.window_slots[:, gone], self.window_tables[:, gone, 0] = NOWHERE, 0
         self._live = count
 
 
@@ -140,10 +163,11 @@ class GraphStep:
 
     def _replay(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> _Recorded | None:
         """Return the step's results; None where it cannot be captured."""
-        inputs = self._inputs
-        if inputs is None or kv is not self._kv or inputs.block_size != plan.block_size:
+        inputs, states = self._inputs, None if plan.states is None else plan.states.rows
+        same = inputs is not None and kv is self._kv and inputs.states is states
+        if inputs is None or not same or inputs.block_size != plan.block_size:
             self._recorded.clear()
-            inputs = self._inputs = _Inputs(self._form, plan.block_size, kv.device)
+            inputs = self._inputs = _Inputs(self._form, plan.block_size, kv.device, states, len(plan.windows))
             self._kv = kv
         inputs.fill(token_ids, plan)
         size = CAPTURED_ROWS[bisect_left(CAPTURED_ROWS, len(token_ids))]

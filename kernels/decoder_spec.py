@@ -8,33 +8,12 @@ from typing import Protocol
 
 import torch
 
+from kvferry.kernels.activation import Activation
 from kvferry.kernels.expert_routing import Routing
+from kvferry.kernels.layer_norm import Norm
+from kvferry.kernels.linear import Linear, LinearOfHeads
 from kvferry.kernels.quantised_codes import Codes
-
-
-class Linear(Protocol):
-    """Dense layer of weight [out, in] with an optional bias [out]."""
-
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return x @ weight.T + bias of x [n, in], in `dtype` (float32, or x's own by default)."""
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows [n, in] of the weight for `ids`, int64 [n] (an embedding lookup)."""
-
-
-class StoredLinear(Linear, Protocol):
-    """Dense layer over weights that run as stored.
-
-    kinds: their forms; other forms of the same weights give other numbers."""
-
-    kinds: frozenset[str]
-
-
-class LinearOfHeads(Protocol):
-    """Dense layer for each head, of weights [heads, out, in]."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [n, heads, out] for x [n, heads, in]."""
+from kvferry.kernels.sequence_state import StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +39,7 @@ Stored = StoredRows | Codes
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """Gated MLP; gate_up is fused in that order of outputs."""
+    """Gated MLP; gate_up is fused in that order of outputs. Of experts without a gate it is up alone."""
 
     gate_up: Linear
     down: Linear
@@ -68,6 +47,19 @@ class Gated:
     def dense_layers(self) -> Iterator[Linear]:
         """Yield the dense layers."""
         yield from (self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Ungated:
+    """MLP without a gate: an activation between two dense layers."""
+
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def dense_layers(self) -> Iterator[Linear]:
+        """Yield the dense layers."""
+        yield from (self.up, self.down)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -103,20 +95,24 @@ class Experts:
     """Mixture of gated MLPs: the router [experts, hidden] chooses some for each token.
 
     each: the experts; None for one on another rank. correction: see `route`. grouped: the experts of `each` as grouped
-    products, or None. shared: an MLP for all tokens, or None. joined: combines the outputs of the experts, or parts of
-    them, on this rank, float32 [n, hidden], with those of other ranks."""
+    products, or None. shared: an MLP for all tokens, or None. shared_gate: [1, hidden], whose sigmoid multiplies the
+    outputs of `shared`, or None. joined: combines the outputs of the experts, or parts of them, on this rank, float32
+    [n, hidden], with those of other ranks."""
 
     router: Linear
     each: tuple[Gated | None, ...]
     routing: Routing
     correction: torch.Tensor | None = None
     shared: Gated | None = None
+    shared_gate: Linear | None = None
     joined: Callable[[torch.Tensor], torch.Tensor] = whole
     grouped: GroupedGated | None = None
 
     def dense_layers(self) -> Iterator[Linear]:
         """Yield the dense layers."""
         yield self.router
+        if self.shared_gate is not None:
+            yield self.shared_gate
         for mlp in (*self.each, self.shared):
             if mlp is not None:
                 yield from mlp.dense_layers()
@@ -126,19 +122,28 @@ class Experts:
 class Gqa:
     """Grouped-query attention: groups of heads share K/V heads; qkv is fused in that order of outputs.
 
-    q_norm, k_norm: [head_dim], a norm of each head before the rotation; [heads, head_dim], with weights per head;
-    [heads * head_dim], one norm over all heads; or None. rotated: applies the rotary embedding. window: the sliding
-    window, 0 for none. sinks: see Ops.paged_attention, or None. normed: replaces both norms if they span heads on other
-    ranks: of q and k [n, heads * head_dim]."""
+    gated: behind each head's query qkv has a gate, whose sigmoid multiplies the head's output. q_norm, k_norm:
+    [head_dim], a norm of each head before the rotation; [heads, head_dim], with weights per head; [heads * head_dim],
+    one norm over all heads; or None. rotated: applies the rotary embedding. window, sinks: see Ops.paged_attention.
+    tempered: queries are multiplied by the temperature of their positions. normed: replaces both norms if they span
+    heads on other ranks: of q and k [n, heads * head_dim]. v_norm: [head_dim], a norm of each V head, or None. q_scale:
+    factors [head_dim] of rotated q, or None.
+
+    A layer that reads another layer's K/V has only q in qkv; one whose V is its K before norm and rotation has q and
+    k."""
 
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     o: Linear
     rotated: bool
     window: int
     sinks: torch.Tensor | None = None
     normed: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    q_scale: torch.Tensor | None = None
+    v_norm: torch.Tensor | None = None
+    gated: bool = False
+    tempered: bool = False
 
     def dense_layers(self) -> Iterator[Linear]:
         """Yield the dense layers."""
@@ -176,35 +181,54 @@ class Latent:
         yield from (each for each in (self.q_a, self.q, self.kv_a, self.expand, self.o) if each is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerForm:
-    """One layer. input_norm, post_norm: before attention and MLP.
-
-    behind_attention, behind_mlp: norms of their outputs before the residual addition; None: there is none."""
-
-    input_norm: torch.Tensor | None
-    attention: Gqa | Latent
-    post_norm: torch.Tensor | None
-    mlp: Gated | Experts
-    behind_attention: torch.Tensor | None = None
-    behind_mlp: torch.Tensor | None = None
+class Mixer(Protocol):
+    """Recurrent mixer of a layer, beside attention or in its place (forms in `kernels.mixer_spec`)."""
 
     def dense_layers(self) -> Iterator[Linear]:
         """Yield the dense layers."""
-        yield from self.attention.dense_layers()
-        yield from self.mlp.dense_layers()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """One layer: attention, a recurrent mixer or both side by side, then an MLP; any of them may be missing.
+
+    input_norm, post_norm: before attention and mixer, and before the MLP; a layer of an MLP alone has the first.
+    behind_attention, behind_mlp: norms of their outputs before the residual addition; None: there is none. kept: the
+    residual is the output of the norm before attention, and before the MLP, times these factors; None: it is its
+    input."""
+
+    input_norm: Norm | None
+    attention: Gqa | Latent | None
+    post_norm: Norm | None
+    mlp: Gated | Ungated | Experts | None
+    behind_attention: Norm | None = None
+    behind_mlp: Norm | None = None
+    mixer: Mixer | None = None
+    kept: tuple[float, float] | None = None
+
+    @property
+    def mixes(self) -> bool:
+        """Return whether the layer looks at other tokens."""
+        return self.attention is not None or self.mixer is not None
+
+    def dense_layers(self) -> Iterator[Linear]:
+        """Yield the dense layers."""
+        for part in (self.attention, self.mixer, self.mlp):
+            if part is not None:
+                yield from part.dense_layers()
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
-    """Decoder of pre-norm layers with gated MLPs.
+    """Decoder as a backend sees it.
 
     embedding, head: [vocab, hidden]. cos, sin: see Ops.rope_and_cache. logits: float32 [T, vocab] of hidden states.
-    plain: its layers are those of Llama, which some backends compute by themselves."""
+    plain: its layers are those of Llama, but for recurrent mixers and gates of attention; some backends compute such
+    decoders by themselves. states: of its recurrent mixers."""
 
     embedding: Linear
     layers: tuple[LayerForm, ...]
-    norm: torch.Tensor
+    norm: Norm
     head: Linear
     cos: torch.Tensor
     sin: torch.Tensor
@@ -216,3 +240,4 @@ class DecoderForm:
     scale: float
     logits: Callable[[torch.Tensor], torch.Tensor]
     plain: bool
+    states: StateLayout

@@ -1,7 +1,7 @@
 """Mixture-of-experts routing: chosen experts of each token and their weights.
 
 Groups of experts: DeepSeek-V2 (2024), section 2.2; the sigmoid and the correction of its scores: DeepSeek-V3 (2024),
-section 2.1.2.
+section 2.1.2; the threshold around the best logit: SparseMixer-v2 (Liu et al. 2024), section 2.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ class Routing:
     groups, kept    only the `kept` best of that many groups of consecutive experts are considered
     judged          a group is ranked by the sum of that many of its highest scores
     factor          weights are multiplied by it
+    least           sums of weights below it count as it, if renormalised
+    tolerance       if above 0, each rank has a softmax of its own, over the logits left by the ranks before it: those
+                    that are below the best by more than this share of the larger magnitude are left out
+    on_inputs       weights multiply an expert's inputs instead of its outputs
     """
 
     chosen: int
@@ -29,6 +33,9 @@ class Routing:
     kept: int = 1
     judged: int = 1
     factor: float = 1.0
+    least: float = 1e-20
+    tolerance: float = 0.0
+    on_inputs: bool = False
 
 
 def route(
@@ -37,15 +44,31 @@ def route(
     """Return weights float32 and experts int64, [T, chosen] each, by rank, for float32 logits [T, experts].
 
     correction, float32 [experts]: added to scores for the choice of experts, not for their weights."""
+    if routing.tolerance:
+        return _rank_by_rank(logits, routing)
     scores = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
     compared = scores if correction is None else scores + correction
     if routing.kept < routing.groups:
         compared = _of_best_groups(compared, routing)
+    elif correction is None:
+        compared = logits  # large ones have equal scores
     chosen = compared.topk(routing.chosen, dim=-1).indices
     weights = scores.gather(1, chosen)
     if routing.renormalised:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=routing.least)
     return weights * routing.factor, chosen
+
+
+def _rank_by_rank(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `route` returns where each rank has a softmax of its own."""
+    weights, chosen, left = [], [], logits
+    for _ in range(routing.chosen):
+        best, expert = left.max(-1, keepdim=True)
+        far = (best - logits) / torch.maximum(logits.abs(), best) > routing.tolerance
+        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(1, expert))
+        chosen.append(expert)
+        left = left.scatter(1, expert, float("-inf"))
+    return torch.cat(weights, 1) * routing.factor, torch.cat(chosen, 1)
 
 
 def _of_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -21,9 +21,19 @@ Activated = Callable[[torch.Tensor], torch.Tensor]
 def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Tensor:
     """Return the weighted sum of each token's experts for x [T, hidden], in x's dtype."""
     weights, chosen = route(experts.router(x, torch.float32), experts.routing, experts.correction)
+    return mixed(experts, x, weights, chosen, activated)
+
+
+def mixed(
+    experts: Experts, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activated: Activated
+) -> torch.Tensor:
+    """Return what `mixture` does, for weights and experts as `route` returns them."""
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
     inputs = x.index_select(0, order // experts.routing.chosen)
+    if experts.routing.on_inputs:
+        inputs = (inputs * weights.flatten()[order, None]).to(x.dtype)
+        weights = torch.ones_like(weights)
     if experts.grouped is not None:
         outputs = _grouped(experts.grouped, inputs, pairs[order], activated)
     else:
@@ -33,7 +43,9 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
     for rank in range(1, experts.routing.chosen):
         total += outputs.index_select(0, places[:, rank]) * weights[:, rank, None]
     if (shared := experts.shared) is not None:
-        total += shared.down(activated(shared.gate_up(x)), torch.float32)
+        common = shared.down(activated(shared.gate_up(x)), torch.float32)
+        gate = experts.shared_gate
+        total += common if gate is None else common * gate(x, torch.float32).sigmoid_()
     return experts.joined(total).to(x.dtype)
 
 

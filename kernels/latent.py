@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kvferry.kernels.decoder_spec import Latent, Linear
+from kvferry.kernels.decoder_spec import Latent
+from kvferry.kernels.linear import Linear
 
 
 def absorbed(q: torch.Tensor, own: Latent) -> torch.Tensor:

@@ -33,7 +33,7 @@ class LowRank:
 
 
 Layers = tuple[Mapping[str, tuple[LowRank, ...]], ...]
-"""Additions of each decoder layer, by the name of the dense layer: qkv, o, gate_up or down."""
+"""Additions of each decoder layer, by the name of the dense layer: qkv, o, gate_up, up (without a gate) or down."""
 
 
 def on_device(layers: Layers, device: torch.device) -> Layers:

@@ -10,22 +10,17 @@ from typing import Protocol
 
 import torch
 
+from kvferry.kernels.activation import Activation
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.capabilities import Capabilities
-from kvferry.kernels.decoder_spec import (
-    DecoderForm,
-    Gated,
-    GroupedGated,
-    Latent,
-    Linear,
-    LinearOfHeads,
-    Stored,
-    StoredLinear,
-)
+from kvferry.kernels.decoder_spec import DecoderForm, Gated, GroupedGated, Latent, Stored
 from kvferry.kernels.decoder_step import OneByOne, Step
 from kvferry.kernels.gated_activation import SILU, Gate
+from kvferry.kernels.layer_norm import LayerNorm
+from kvferry.kernels.linear import Linear, LinearOfHeads, StoredLinear
 from kvferry.kernels.logit_adjustments import Adjusted
 from kvferry.kernels.lora import LowRank
+from kvferry.kernels.recurrent_ops import RecurrentOps
 from kvferry.kernels.sampling import NoiseKeys
 from kvferry.kernels.token_masks import Masks
 from kvferry.protocol.sampling import SamplingParams
@@ -51,7 +46,7 @@ class DenseOps(Protocol):
         None if this backend does not run them: then dequantise them."""
 
 
-class Ops(DenseOps, Protocol):
+class Ops(DenseOps, RecurrentOps, Protocol):
     """Operations of a decoder layer.
 
     `kv_layer` is the pool's view of one layer, [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the
@@ -82,10 +77,16 @@ class Ops(DenseOps, Protocol):
     def gate_mul(self, gate_up: torch.Tensor, gate: Gate = SILU) -> torch.Tensor:
         """Return the gate of gate and up [T, 2 * d], in this order, in float32, rounded once; returns [T, d]."""
 
+    def layer_norm(self, x: torch.Tensor, norm: LayerNorm, eps: float) -> torch.Tensor:
+        """Return the layer norm of x [..., d]: see `kernels.layer_norm`."""
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Return the activation of x [T, d], in float32, rounded once."""
+
     def rope_and_cache(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
@@ -97,7 +98,7 @@ class Ops(DenseOps, Protocol):
         q [T, heads, dim] and k [T, kv_heads, dim] are rotated by the half-split form (Su et al. 2021). cos, sin:
         float32 [max_len, rotary_dim / 2], indexed by position; None: no rotation. A rotary_dim smaller than dim leaves
         the rest unrotated. k and v are written at plan.slots unless negative. v None: the pool has one plane, and k may
-        be wider than q."""
+        be wider than q. k None: nothing is written, as another layer wrote the K/V that this one reads."""
 
     def paged_attention(
         self,
@@ -111,9 +112,9 @@ class Ops(DenseOps, Protocol):
     ) -> torch.Tensor:
         """Return causal attention [T, heads, dim] of q [T, heads, dim] over each sequence's cached K/V.
 
-        Grouped heads share a K/V head. window > 0: only the last `window` positions, the token's own included. cap > 0:
-        a score s becomes cap * tanh(s / cap). sinks, float32 [heads]: an extra score per head that takes its share of
-        the weights and adds no value."""
+        Grouped heads share a K/V head. window > 0: only the last `window` positions, the token's own included; < 0:
+        those since the last multiple of -window. cap > 0: a score s becomes cap * tanh(s / cap). sinks, float32
+        [heads]: an extra score per head that takes its share of the weights and adds no value."""
 
     def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted], drawn: torch.Tensor | None = None) -> None:
         """Adjust rows of float32 logits [n, vocab] in place; each row is named at most once.

@@ -20,17 +20,21 @@ from kvferry.kernels.torch_operations import TorchShared
 class ReferenceOps(TorchShared):
     """Implements `kernels.ops.Ops` on any device, in float32, bfloat16 and float16.
 
-    Holds the last batch's index; not thread-safe."""
+    Holds the last batch's indices, one for each geometry of layers; not thread-safe."""
 
     name = "reference"
 
     def __init__(self) -> None:
-        self._index: BatchIndex | None = None
+        self._batch: object = None
+        self._indices: dict[tuple[int, tuple[int, ...], tuple[int, ...]], BatchIndex] = {}
 
     def _prepared(self, plan: BatchPlan, kv_layer: torch.Tensor) -> BatchIndex:
-        index = self._index
-        if index is None or index.plan is not plan or index.strides != kv_layer.stride():
-            index = self._index = BatchIndex(plan, kv_layer)
+        if plan.batch is not self._batch:
+            self._batch, self._indices = plan.batch, {}
+        geometry = id(plan), kv_layer.shape[1:], kv_layer.stride()
+        index = self._indices.get(geometry)
+        if index is None:
+            index = self._indices[geometry] = BatchIndex(plan, kv_layer)
         return index
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -52,7 +56,7 @@ class ReferenceOps(TorchShared):
     def rope_and_cache(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
@@ -60,6 +64,8 @@ class ReferenceOps(TorchShared):
         plan: BatchPlan,
     ) -> torch.Tensor:
         index = self._prepared(plan, kv_layer)
+        if k is None:
+            return q if cos is None or sin is None else _rotate(q, *index.rope(cos, sin))
         if cos is not None and sin is not None:
             turn = index.rope(cos, sin)
             if q.shape[2] == k.shape[2]:
@@ -67,12 +73,11 @@ class ReferenceOps(TorchShared):
                 q, k = both[:, : q.shape[1]], both[:, q.shape[1] :]
             else:
                 q, k = _rotate(q, *turn), _rotate(k, *turn)
-        dim, dtype = kv_layer.shape[-1], kv_layer.dtype
-        slots = block_rows(as_bytes(kv_layer)).view(-1, dim)
+        dtype, slots = kv_layer.dtype, block_rows(as_bytes(kv_layer)).view(-1, index.vector)
         for rows, each in zip(index.write_rows, (k,) if v is None else (k, v), strict=True):
             each = each if index.written is None else each[index.written]
             stored = as_bytes(quantise(each, dtype)) if dtype in PEAKS else each
-            slots.index_copy_(0, rows, stored.reshape(-1, dim))
+            slots.index_copy_(0, rows, stored.reshape(-1, index.vector))
         return q
 
     def paged_attention(

@@ -9,11 +9,15 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
+from kvferry.kernels.activation import Activation, activate
 from kvferry.kernels.capabilities import Capabilities
-from kvferry.kernels.decoder_spec import DecoderForm, Gated, GroupedGated, Linear, LinearOfHeads, Stored, StoredLinear
+from kvferry.kernels.decoder_spec import DecoderForm, Gated, GroupedGated, Stored
 from kvferry.kernels.decoder_step import OneByOne, Step
+from kvferry.kernels.layer_norm import LayerNorm, layer_norm
+from kvferry.kernels.linear import Linear, LinearOfHeads, StoredLinear
 from kvferry.kernels.logit_adjustments import Adjusted
 from kvferry.kernels.lora import LowRank, add_low_rank
+from kvferry.kernels.recurrent_layers import TorchRecurrent
 from kvferry.kernels.sampling import NoiseKeys, draw
 from kvferry.kernels.token_masks import Masks
 from kvferry.protocol.sampling import SamplingParams
@@ -98,8 +102,10 @@ class TorchLinearOfHeads:
         return (x.transpose(0, 1) @ self.weight.transpose(1, 2)).transpose(0, 1)
 
 
-class TorchShared:
-    """Implements `kernels.ops.DenseOps` and sampling in PyTorch, for backends without their own."""
+class TorchShared(TorchRecurrent):
+    """Implements `kernels.ops.DenseOps`, norms, activations, recurrent layers and sampling in PyTorch.
+
+    For backends without their own."""
 
     capabilities = Capabilities()
 
@@ -117,6 +123,12 @@ class TorchShared:
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
         return None
+
+    def layer_norm(self, x: torch.Tensor, norm: LayerNorm, eps: float) -> torch.Tensor:
+        return layer_norm(x, norm.weight, norm.bias, eps)
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return activate(x, activation)
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
         add_low_rank(y, x, tokens, parts)

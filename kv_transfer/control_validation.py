@@ -20,6 +20,7 @@ from kvferry.protocol.link_messages import (
     Commit,
     CommitAck,
     Copy,
+    EmbeddingSupply,
     Fetch,
     Grant,
     GrantRequest,
@@ -27,6 +28,7 @@ from kvferry.protocol.link_messages import (
     Refusal,
     Supply,
 )
+from kvferry.protocol.media import RenderedPrompt
 from kvferry.protocol.messages import Job
 from kvferry.protocol.wire import WireError, unpack
 from kvferry.protocol.work import Generate
@@ -65,7 +67,7 @@ def _within_bounds(message: Any) -> bool:
 
 def _asked_within_bounds(asked: Any) -> bool:
     match asked:
-        case Supply(fetch=fetch, count=count, deadline_s=deadline_s):
+        case Supply(fetch, count, deadline_s) | EmbeddingSupply(fetch, count, deadline_s):
             return fetch > 0 and 0 < count <= MAX_BLOCKS and 0 <= deadline_s <= MAX_DEADLINE_S
         case Copy():
             return _copy_within_bounds(asked)
@@ -75,9 +77,11 @@ def _asked_within_bounds(asked: Any) -> bool:
 def _job_within_bounds(job: Job) -> bool:
     """Check a job. Only work that generates has blocks to ship."""
     lengths = 0 < job.prompt_len <= len(job.token_ids)
-    return (
-        isinstance(job.work, Generate) and lengths and min(job.token_ids) >= 0 and 0 <= job.deadline_s <= MAX_DEADLINE_S
-    )
+    if not (isinstance(job.work, Generate) and lengths and min(job.token_ids) >= 0):
+        return False
+    if job.media or job.rope_offset:
+        lengths = RenderedPrompt(job.token_ids[: job.prompt_len], job.media, job.rope_offset).sound
+    return lengths and 0 <= job.deadline_s <= MAX_DEADLINE_S
 
 
 def _copy_within_bounds(copy: Copy) -> bool:
@@ -85,7 +89,8 @@ def _copy_within_bounds(copy: Copy) -> bool:
 
     They are hashed as 32-bit numbers before an engine checks them."""
     tokens = bool(copy.token_ids) and 0 <= min(copy.token_ids) <= max(copy.token_ids) < 1 << 31
-    return tokens and 0 < copy.most <= MAX_BLOCKS and 0 <= copy.deadline_s <= MAX_DEADLINE_S
+    media = RenderedPrompt(copy.token_ids, copy.media).sound
+    return tokens and media and 0 < copy.most <= MAX_BLOCKS and 0 <= copy.deadline_s <= MAX_DEADLINE_S
 
 
 @cache

@@ -15,7 +15,6 @@ from kvferry.kv_transfer.block_path import BlockPath
 from kvferry.kv_transfer.checksum import Checksums, InlineChecksums
 from kvferry.kv_transfer.control_validation import read
 from kvferry.kv_transfer.link import Link, Peer
-from kvferry.kv_transfer.outbound_connections import OutboundConnections
 from kvferry.kv_transfer.ports import BlockMemory
 from kvferry.kv_transfer.send_window import SendWindow
 from kvferry.kv_transfer.transfers import Transfers
@@ -184,3 +183,22 @@ class Dock:
             self.watch()
         for endpoint, transfer in late:
             endpoint.overdue(transfer)
+
+
+class OutboundConnections:
+    """Outbound connections by address. Runs on the link thread."""
+
+    def __init__(self, link: Link):
+        self._link = link
+        self._peers: dict[str, Peer] = {}
+
+    def peer(self, address: str) -> Peer:
+        """Return the connection to the address; begin one if there is none."""
+        if address not in self._peers:
+            self._peers[address] = self._link.connect(address)
+        return self._peers[address]
+
+    def forget(self, peer: Peer) -> None:
+        """Forget a connection that is lost or being closed."""
+        for address in [a for a, known in self._peers.items() if known == peer]:
+            del self._peers[address]

@@ -17,7 +17,7 @@ from kvferry.kv_transfer.transfers import Transfers
 from kvferry.protocol import errors
 from kvferry.protocol.errors import Cancelled, DeadlineExceeded, KvferryError
 from kvferry.protocol.hashing import HASH_BYTES
-from kvferry.protocol.link_messages import Fetch, NoSupply, Supply
+from kvferry.protocol.link_messages import EmbeddingSupply, Fetch, NoSupply, Supply
 from kvferry.protocol.messages import DecodeTarget
 
 
@@ -32,9 +32,11 @@ class FetchEvents(Protocol):
 class OpenFetch:
     """A fetch in flight.
 
-    grant: set when the holder requests a grant for the blocks. deadline: of the whole fetch, on the dock's clock."""
+    events: hears of its end. grant: set when the holder requests a grant for the blocks. deadline: of the whole fetch,
+    on the dock's clock."""
 
     fetch: int
+    events: FetchEvents
     peer: Peer
     deadline: float
     grant: TransferKey | None = None
@@ -55,27 +57,37 @@ class FetchClient:
 
     takes = (NoSupply,)
 
-    def __init__(self, dock: Dock, events: FetchEvents, cancel: Callable[[TransferKey, KvferryError], None]) -> None:
-        self._dock, self._events, self._cancel = dock, events, cancel
+    def __init__(self, dock: Dock, cancel: Callable[[TransferKey, KvferryError], None]) -> None:
+        self._dock, self._cancel = dock, cancel
         self._numbers = itertools.count(1)
         self._by_grant: dict[TransferKey, OpenFetch] = {}
         self.transfers: Transfers[OpenFetch] = Transfers(dock.watch)
         dock.mount(self)
 
-    def ask(self, holder: str, asker: DecodeTarget, first: int, hashes: Sequence[bytes], patience_s: float) -> int:
+    def ask(
+        self,
+        events: FetchEvents,
+        holder: str,
+        asker: DecodeTarget,
+        first: int,
+        hashes: Sequence[bytes],
+        patience_s: float,
+        *,
+        embeddings: bool = False,
+    ) -> int:
         """Ask the node at a link address for the blocks of `hashes` from index `first` on; return the fetch number.
 
-        patience_s: seconds until the fetch fails."""
+        patience_s: seconds until the fetch fails. embeddings: see `Fetch`."""
         number = next(self._numbers)
-        fetch = Fetch(number, asker, first, b"".join(hashes), patience_s)
-        self._dock.submit(lambda: self._ask(holder, fetch))
+        fetch = Fetch(number, asker, first, b"".join(hashes), patience_s, embeddings)
+        self._dock.submit(lambda: self._ask(events, holder, fetch))
         return number
 
     def give_up(self, number: int) -> None:
         """Abandon a fetch whose result is not needed any more."""
         self._dock.submit(lambda: self._give_up(number))
 
-    def supplied(self, key: TransferKey, supply: Supply) -> bool:
+    def supplied(self, key: TransferKey, supply: Supply | EmbeddingSupply) -> bool:
         """Bind a requested grant to its fetch; return False if no fetch waits for it, or one that has a grant."""
         fetch = self.transfers.find(supply.fetch)
         if fetch is None or fetch.grant is not None or fetch.peer != key[0]:
@@ -104,7 +116,7 @@ class FetchClient:
 
     def fail(self, fetch: OpenFetch, error: KvferryError) -> None:
         self._forget(fetch)
-        self._events.unsupplied(fetch.fetch, error)
+        fetch.events.unsupplied(fetch.fetch, error)
 
     def closed(self, fetch: OpenFetch) -> None:
         """Do nothing: the fetch ended when its connection began to close."""
@@ -116,9 +128,9 @@ class FetchClient:
         else:
             self.fail(fetch, error)
 
-    def _ask(self, holder: str, fetch: Fetch) -> None:
+    def _ask(self, events: FetchEvents, holder: str, fetch: Fetch) -> None:
         peer = self._dock.dial(holder)
-        self.transfers.add(OpenFetch(fetch.transfer, peer, self._dock.clock() + fetch.deadline_s))
+        self.transfers.add(OpenFetch(fetch.transfer, events, peer, self._dock.clock() + fetch.deadline_s))
         self._dock.send(peer, fetch)
 
     def _give_up(self, number: int) -> None:

@@ -41,7 +41,7 @@ class Seal:
         self._keyed = hashlib.blake2b(key=key, digest_size=MAC_BYTES)
         self._number = 0
 
-    def next(self, header: bytes, payload: bytes) -> bytes:
+    def next(self, header: bytes, payload: bytes | bytearray | memoryview) -> bytes:
         """Return the MAC of the next frame."""
         digest = self._keyed.copy()
         digest.update(NUMBER.pack(self._number) + header)

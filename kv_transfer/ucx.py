@@ -10,7 +10,7 @@ from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
 from kvferry.kv_transfer.stream import MESSAGE
 from kvferry.kv_transfer.ucx_blocks import Post
 from kvferry.kv_transfer.ucx_connections import ConnectionTimeouts, UcxConnections
-from kvferry.kv_transfer.ucx_library import context_options, load
+from kvferry.kv_transfer.ucx_library import context_options, load, require_rocm
 from kvferry.kv_transfer.ucx_loop import UcxLoop
 from kvferry.protocol.errors import ConfigError, NodeLost
 from kvferry.runtime.address import host_port
@@ -25,7 +25,8 @@ class UcxLink:
     listen          host to listen on, by default `host`; 0.0.0.0 for all addresses of the machine
     port            0 lets the kernel choose
     transports      UCX_TLS; net_devices UCX_NET_DEVICES; empty: see ucx_library.context_options
-    cuda            add the CUDA lanes; prepare then makes the device current on the link thread
+    gpu             cuda or rocm: add the lanes of that platform; prepare then makes the device current on the link
+                    thread
     ping_interval   seconds between ALIVE frames
     silence_limit   seconds without any sign of a peer before it is lost
     connect_timeout seconds per attempt to connect, of three attempts
@@ -42,7 +43,7 @@ class UcxLink:
         listen: str | None = None,
         transports: str = "",
         net_devices: str = "",
-        cuda: bool = False,
+        gpu: str = "",
         prepare: Callable[[], None] | None = None,
         ping_interval: float = 0.4,
         silence_limit: float = 2.0,
@@ -52,8 +53,10 @@ class UcxLink:
     ):
         self._host, self._port = host, port
         self._listen = host if listen is None else listen
-        self._options = context_options(host, transports, net_devices, cuda)
+        self._options = context_options(host, transports, net_devices, gpu)
         library = load()
+        if gpu == "rocm":
+            require_rocm()
         self._loop = UcxLoop(library, self._options, prepare, self._opened, self._closing, on_fault)
         self.native_id: int | None = None
         """Native id of the link thread, once it runs."""

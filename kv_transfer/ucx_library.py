@@ -8,6 +8,7 @@ reports itself."""
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.runtime.address import is_loopback
 
 HOST_TRANSPORTS = "tcp,posix,self"
-CUDA_TRANSPORTS = "cuda_copy,cuda_ipc"
-INTERFACES = Path("/sys/class/net")
+GPU_TRANSPORTS = {"cuda": "cuda_copy,cuda_ipc", "rocm": "rocm_copy,rocm_ipc"}
+"""UCX's lanes for memory of GPUs, by platform."""
+INTERFACES, MAPPED = Path("/sys/class/net"), Path("/proc/self/maps")
 TUNNEL_TYPE = 65534
 """The kernel's type of interfaces without a link layer (ARPHRD_NONE): WireGuard's and other tunnels."""
-INSTALLED_BY = "install it with: pip install ucxx-cu13 (beside a torch that is built for CUDA 12: ucxx-cu12)"
+INSTALLED_BY = "install it with: pip install ucxx-cu13 (beside a torch that is built for CUDA 12 or ROCm: ucxx-cu12)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +50,32 @@ def load() -> UcxLibrary:
     return UcxLibrary(libucxx, Array, ".".join(map(str, ucxx.get_ucx_version())))
 
 
-def context_options(host: str, transports: str = "", net_devices: str = "", cuda: bool = False) -> dict[str, str]:
+def require_rocm() -> None:
+    """Raise ConfigError unless the loaded UCX is built with ROCm, as none on PyPI is.
+
+    Others do not know AMD's memory from the host's."""
+    folders = {Path(found).parent for found in re.findall(r"/\S*/libuct\.so\S*", MAPPED.read_text())}
+    if not any(any((folder / "ucx").glob("libuct_rocm.so*")) for folder in folders):
+        raise ConfigError(
+            "the KV pool is on a GPU of AMD, and this UCX is not built with ROCm; install a UCX of the system with "
+            "ucx-rocm (or one built --with-rocm) and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
+        )
+
+
+def context_options(host: str, transports: str = "", net_devices: str = "", gpu: str = "") -> dict[str, str]:
     """Return UCX options, without their UCX_ prefix.
 
-    transports and net_devices are UCX_TLS and UCX_NET_DEVICES. Empty transports: tcp and shared memory, with cuda also
-    the CUDA lanes. Empty net_devices: `lo` for a loopback host, the tunnel for the address of one, else
-    UCX's own choice: among all interfaces UCX would pass the tunnel by. An IPv6 host is reached over
-    IPv6 even if the machine has other addresses. POSIX_ERROR_HANDLING is set because endpoints that ask for error
+    transports and net_devices are UCX_TLS and UCX_NET_DEVICES. Empty transports: tcp and shared memory, with gpu, which
+    is cuda or rocm, also the lanes of that platform. Empty net_devices: `lo` for a loopback host, the tunnel for the
+    address of one, else UCX's own choice: among all interfaces UCX would pass the tunnel by. An IPv6 host is reached
+    over IPv6 even if the machine has other addresses. POSIX_ERROR_HANDLING is set because endpoints that ask for error
     handling otherwise get tcp only. KEEPALIVE_INTERVAL is infinite because the link itself notices when a process ends.
-    The tcp segment sizes raise a loopback stream from 1.5 to 5 GB/s. With cuda the rendezvous scheme is UCX's own
+    The tcp segment sizes raise a loopback stream from 1.5 to 5 GB/s. On GPUs the rendezvous scheme is UCX's own
     choice: between two processes on one H100 it moves blocks over cuda_ipc at 100 GB/s, and get_zcopy moves them
     through host memory at 0.8 GB/s (UCX 1.21).
 
     Raises ConfigError if transports lack tcp."""
-    chosen = transports or ",".join([HOST_TRANSPORTS, CUDA_TRANSPORTS] if cuda else [HOST_TRANSPORTS])
+    chosen = transports or ",".join([HOST_TRANSPORTS, GPU_TRANSPORTS[gpu]] if gpu else [HOST_TRANSPORTS])
     names = chosen.split(",")
     if not chosen.startswith("^") and not {"tcp", "all"} & set(names):
         raise ConfigError(

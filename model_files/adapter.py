@@ -16,6 +16,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 """Names of the same modules in families whose checkpoints hold them fused."""
+RENAMED = ("out_proj", "w1", "w3", "w2", "c_fc", "c_proj", "dense", "fc1", "fc2")
+"""Names of o_proj, gate_proj, up_proj and down_proj in LFM2, StarCoder 2 and Phi."""
 _REFUSED = {
     "use_dora": "DoRA is not supported",
     "rank_pattern": "ranks that differ by module are not supported",
@@ -75,7 +77,7 @@ def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
             raise _refused(folder, f"{why} ({name})")
     targets = config.get("target_modules")
     if isinstance(targets, list) and (
-        odd := sorted({str(name).rpartition(".")[2] for name in targets} - {*TARGETS, *FUSED})
+        odd := sorted({str(name).rpartition(".")[2] for name in targets} - {*TARGETS, *FUSED, *RENAMED})
     ):
         raise _refused(folder, f"its target {odd[0]} is not one of {', '.join(TARGETS)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvferry.protocol.errors import ConfigError
@@ -25,6 +26,18 @@ def whole_or(config: dict[str, Any], name: str, otherwise: int) -> int:
 
     Python multiplies texts and lists by numbers, too, and takes their memory. Raises ConfigError."""
     return whole(config, name) if config.get(name) else otherwise
+
+
+def number_or(config: dict[str, Any], name: str, otherwise: float) -> float:
+    """Return a field that must be a finite number of at least 0; `otherwise` if it is missing or null.
+
+    Raises ConfigError."""
+    value = config.get(name)
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"config.json: {name} must be a number of at least 0, got {value!r:.80}", param="model")
+    return float(value)
 
 
 def check_layers(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama", and with merges "gemma4").
 
 Pre-tokenizers follow llama.cpp's table of `tokenizer.ggml.pre` names (src/llama-vocab.cpp), which restates each model's
 own tokenizer.json."""
@@ -18,6 +18,10 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = (
@@ -29,14 +33,16 @@ _GPT4O = (
 )
 _GPT2 = frozenset(("gpt-2", "phi-2", "mpt", "olmo", "gigachat"))
 _DIGITS = frozenset(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"))
+_OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral")
 _SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys((*_OF_LLAMA3, "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _QWEN2),
+    "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
-_WHOLE_WORDS_FIRST = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"))
-_BOS_BY_DEFAULT = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"))
+_WHOLE_WORDS_FIRST = frozenset((*_OF_LLAMA3, "tekken"))
+_BOS_BY_DEFAULT = frozenset((*_OF_LLAMA3, "tekken"))
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -48,11 +54,11 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise ConfigError("the GGUF file has no tokenizer", param="model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata)
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         tokenizer = _sentencepiece(metadata)
     else:
         raise ConfigError(
-            f"tokenizer.ggml.model {kind!r:.80} of the GGUF file is not supported (gpt2, llama)", param="model"
+            f"tokenizer.ggml.model {kind!r:.80} of the GGUF file is not supported (gpt2, llama, gemma4)", param="model"
         )
     _add_tokens(tokenizer, metadata)
     _frame(tokenizer, metadata)
@@ -66,7 +72,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
-    if pre in ("qwen2", "deepseek-r1-qwen"):
+    if pre in ("qwen2", "qwen35", "deepseek-r1-qwen"):
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
@@ -96,17 +102,22 @@ def _isolated(*patterns: str) -> Any:
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return a SentencePiece BPE: it joins the neighbours with the highest score, so its merges are sorted by score."""
-    vocab = _vocab(metadata)
-    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores", ())
-    if len(scores) != len(tokens):
-        raise ConfigError("the GGUF file's tokenizer.ggml.scores do not match its tokens", param="model")
+    """Return a SentencePiece BPE: it joins the neighbours with the highest score, so its merges are sorted by score.
+
+    Gemma 4's come in order. Its runs of line breaks are apart from all else."""
+    vocab, tokens = _vocab(metadata), metadata["tokenizer.ggml.tokens"]
+    ordered = metadata["tokenizer.ggml.model"] == "gemma4"
+    if ordered:
+        merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    else:
+        merges = _merges_by_score(vocab, tokens, _types(metadata), metadata.get("tokenizer.ggml.scores", ()))
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
-    merges = _merges_by_score(vocab, tokens, scores, _types(metadata))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if ordered:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    if metadata.get("tokenizer.ggml.add_space_prefix", not ordered):
         steps.insert(0, normalizers.Prepend("▁"))
         undo.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)
@@ -115,8 +126,10 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _merges_by_score(
-    vocab: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
+    vocab: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
+    if len(scores) != len(tokens):
+        raise ConfigError("the GGUF file's tokenizer.ggml.scores do not match its tokens", param="model")
     ranked = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind not in (NORMAL, USER_DEFINED):
@@ -155,7 +168,7 @@ def _frame(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     """Add begin and end tokens around a text that is encoded with special tokens; the defaults are llama.cpp's."""
     kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
     parts, used = ["$A"], []
-    default_bos = kind == "llama" or pre in _BOS_BY_DEFAULT
+    default_bos = kind in ("llama", "gemma4") or pre in _BOS_BY_DEFAULT
     for name, default, place in (("bos", default_bos, 0), ("eos", False, 2)):
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):

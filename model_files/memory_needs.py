@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from kvferry.model_files.assumed_tensors import assumed_tensors, first_whole
 from kvferry.model_files.config_fields import LAYER_FIELDS, whole_or
+from kvferry.model_files.expert_fields import common_names, experts_in
 from kvferry.model_files.gguf import GGUFFile, GGUFTensor, read_gguf
+from kvferry.model_files.gguf_experts import expert_fields, layers_of, runs
+from kvferry.model_files.gguf_hybrid import hybrid_header
 from kvferry.model_files.gguf_latent import latent_fields
-from kvferry.model_files.latent import LatentSizes, latent_sizes
+from kvferry.model_files.gguf_shapes import shape_fields
+from kvferry.model_files.hybrid import GATED, hybrid_layers
+from kvferry.model_files.latent import latent_sizes
+from kvferry.model_files.layer_shapes import SHAPED, layer_shapes
 from kvferry.model_files.model_name import naming
-from kvferry.model_files.multimodal import is_multimodal, is_text, text_config
+from kvferry.model_files.multimodal import is_multimodal, is_text, media_taken, text_config
 from kvferry.model_files.quantisation import quantisation
 from kvferry.model_files.safetensors_headers import Tensor, safetensors_header, weights_of
 from kvferry.model_files.source import ModelSource, read_facts, read_json, weight_files
@@ -21,8 +28,9 @@ from kvferry.model_files.supported_decoders import DECODERS, LATENT, gguf_family
 from kvferry.model_files.supported_encoders import is_encoder
 from kvferry.model_files.weight_counts import NOWHERE, WeightCount, counted
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.layout import DTYPE_BYTES, CachedLayer, KVLayout
 
+_Sizes = TypeVar("_Sizes")
 _HALVES, _MINIMA = 2 / 32, 2 / 32
 _STORED = {
     2: 4 / 8 + _HALVES,
@@ -74,7 +82,9 @@ class ModelNeeds:
     dense: weights that multiply each token, in all layers. head: the vocabulary projection, empty if it is the
     embedding. max_model_len: in tokens. query_size: width of all query heads of one layer. cached: K and V are kept
     from step to step, as in all models but encoders. own: kvferry's decoder supports the family. experts: number in a
-    layer that has them, else 0."""
+    layer that has them, else 0. shapes: of the layers that keep K and V, where layers have shapes of their own, else
+    empty; then kv_heads and head_dim are those of the first. state_bytes: of a sequence's recurrent state. layers: with
+    attention. tower: weights of the tower for images or audio, in the model's number format."""
 
     dense: WeightCount
     embedding: WeightCount
@@ -88,6 +98,9 @@ class ModelNeeds:
     own: bool = False
     planes: int = 2
     experts: int = 0
+    shapes: tuple[CachedLayer, ...] = ()
+    state_bytes: int = 0
+    tower: int = 0
 
     @property
     def mixed(self) -> bool:
@@ -97,11 +110,12 @@ class ModelNeeds:
     @property
     def parameters(self) -> int:
         """Number of weights."""
-        return self.dense.weights + self.embedding.weights + self.head.weights
+        return self.dense.weights + self.embedding.weights + self.head.weights + self.tower
 
     def memory(self, itemsize: float, stored: str = NOWHERE) -> int:
         """Return the bytes of all weights."""
-        return round(sum(part.bytes(itemsize, stored) for part in (self.dense, self.embedding, self.head)))
+        text = sum(part.bytes(itemsize, stored) for part in (self.dense, self.embedding, self.head))
+        return round(text + self.tower * itemsize)
 
     def step_bytes(self, itemsize: float, stored: str = NOWHERE) -> float:
         """Return the bytes of weights that a step with one token reads: nearly none of an embedding that is no head."""
@@ -115,7 +129,9 @@ class ModelNeeds:
 
     def layout(self, dtype: str, block_size: int) -> KVLayout:
         """Return the layout of the model's KV blocks."""
-        return KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_size, self.planes)
+        kept = len(self.shapes) or self.layers
+        differing = self.shapes if len(set(self.shapes)) > 1 else ()
+        return KVLayout(kept, self.kv_heads, self.head_dim, dtype, block_size, self.planes, differing)
 
     def prompt_work(self, length: int) -> float:
         """Return the operations per token of a prompt: layers, causal attention, and one row of the head.
@@ -135,61 +151,49 @@ def has_experts(source: ModelSource) -> bool:
     """Return whether the model's layers hold experts, by its config."""
     if source.kind == "gguf":
         return bool(read_gguf(source.path).get("expert_count"))
-    return _experts(text_config(read_json(source.path / "config.json"))) > 0
+    return experts_in(common_names(text_config(read_json(source.path / "config.json")))) > 0
 
 
 def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_model_len: int = 0) -> ModelNeeds:
     """Return the needs of a config.json.
 
     If no tensors are given, it assumes those of a gated decoder with this config. Raises ConfigError."""
-    text = text_config(config)
-    hidden, layers, heads = (_whole(text, *names) for names in (_HIDDEN, LAYER_FIELDS, _ATTENTION_HEADS))
+    text = _read(common_names, text_config(config))
+    hidden, layers, heads = (first_whole(text, *names) for names in (_HIDDEN, LAYER_FIELDS, _ATTENTION_HEADS))
     kv_heads = whole_or(text, "num_key_value_heads", 1 if text.get("multi_query") else heads)
     head_dim, planes = whole_or(text, "head_dim", hidden // heads), 2
     query_size, attention = heads * head_dim, 2 * (heads + kv_heads) * head_dim * hidden
     if text.get("model_type") in LATENT:
-        sizes = _latent(text)
+        sizes = _read(latent_sizes, text)
         kv_heads, head_dim, planes = 1, sizes.cached, 1
         query_size, attention = heads * (sizes.head_dim + sizes.value) // 2, sizes.weights(hidden, heads)
-    share = (text.get("num_experts_per_tok") or 1) / (_experts(text) or 1)
-    dense, embedding, head = counted(tensors or _gated_decoder(text, hidden, layers, attention), share)
+    shapes = _read(layer_shapes, text) if text.get("model_type") in SHAPED else None
+    if shapes is not None:
+        kv_heads, head_dim = shapes.kv_heads[0], shapes.head_dims[0]
+        query_size, attention = (
+            heads * sum(shapes.head_dims) // layers,
+            shapes.attention_weights(hidden, heads) // layers,
+        )
+        text = text | {"intermediate_size": sum(shapes.widths) // layers}
+    hybrid = _read(hybrid_layers, text)
+    if text.get("model_type") in GATED:
+        attention += query_size * hidden
+    share = (text.get("num_experts_per_tok") or text.get("top_k_experts") or 1) / (experts_in(text) or 1)
+    dense, embedding, head = counted(tensors or assumed_tensors(text, hidden, layers, attention, hybrid), share)
     cached, own = not is_encoder(config), text.get("model_type") in DECODERS
+    state = 0
+    if hybrid is not None:
+        layers, state = hybrid.attending, DTYPE_BYTES["float32"] * sum(map(math.prod, hybrid.states))
     shape = layers, kv_heads, head_dim, query_size
-    return ModelNeeds(dense, embedding, head, *shape, max_model_len, cached, own, planes, _experts(text))
+    kept = shapes.cached if shapes is not None else ()
+    return ModelNeeds(dense, embedding, head, *shape, max_model_len, cached, own, planes, experts_in(text), kept, state)
 
 
-def _latent(text: dict[str, Any]) -> LatentSizes:
+def _read(parse: Callable[[dict[str, Any]], _Sizes], text: dict[str, Any]) -> _Sizes:
     try:
-        return latent_sizes(text)
+        return parse(text)
     except KeyError as error:
         raise ConfigError(f"config.json lacks {error.args[0]}", param="model") from error
-
-
-def _whole(config: dict[str, Any], *names: str) -> int:
-    for name in names:
-        if isinstance(config.get(name), int) and config[name] > 0:
-            return int(config[name])
-    raise ConfigError(f"config.json has no {names[0]}", param="model")
-
-
-def _experts(text: dict[str, Any]) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((int(text[name]) for name in names if isinstance(text.get(name), int)), 0)
-
-
-def _gated_decoder(text: dict[str, Any], hidden: int, layers: int, attention: int) -> Iterator[Tensor]:
-    """Yield the large tensors of a Llama-like decoder or one with experts. attention: weights of a layer."""
-    vocab, inner = _whole(text, "vocab_size"), whole_or(text, "intermediate_size", 4 * hidden)
-    yield Tensor("embed_tokens.weight", (vocab, hidden))
-    if not text.get("tie_word_embeddings", text.get("model_type") == "smollm3"):
-        yield Tensor("lm_head.weight", (vocab, hidden))
-    yield Tensor("layers.attn.weight", (layers, attention))
-    experts = _experts(text)
-    mixed = layers - whole_or(text, "first_k_dense_replace", 0) if experts else 0
-    yield Tensor("layers.mlp.weight", (layers - mixed, 3 * inner, hidden))
-    inner = whole_or(text, "moe_intermediate_size", inner)
-    yield Tensor("layers.experts.weight", (mixed, 3 * experts * inner, hidden))
-    yield Tensor("layers.shared_experts.weight", (mixed, 3 * whole_or(text, "n_shared_experts", 0) * inner, hidden))
 
 
 def _hf_needs(source: ModelSource) -> ModelNeeds:
@@ -198,14 +202,19 @@ def _hf_needs(source: ModelSource) -> ModelNeeds:
     entries = {name: entry for file in files for name, entry in safetensors_header(file).items()}
     tensors = list(weights_of(entries, quantisation(config)))
     tensors = [tensor for tensor in tensors if _runs(tensor.name, config)]
+    tower = 0
     if is_multimodal(config):
+        loaded = tensors if media_taken(config) else ()
+        tower = sum(math.prod(tensor.shape) for tensor in loaded if not is_text(tensor.name))
         tensors = [tensor for tensor in tensors if is_text(tensor.name)]
-    return config_needs(config, tensors, read_facts(source).max_model_len)
+    return replace(config_needs(config, tensors, read_facts(source).max_model_len), tower=tower)
 
 
 def _runs(name: str, config: dict[str, Any]) -> bool:
     """Return whether the layer is loaded: layers beyond the last one are heads that predict further tokens."""
     layer = _LAYER.match(name)
+    if name.startswith("mtp."):
+        return False
     return layer is None or int(layer[1]) < config.get("num_hidden_layers", math.inf)
 
 
@@ -219,16 +228,18 @@ def gguf_needs(file: GGUFFile) -> ModelNeeds:
     config = {
         "model_type": gguf_family(file),
         "hidden_size": hidden,
-        "num_hidden_layers": file.get("block_count"),
+        "num_hidden_layers": layers_of(file),
         "num_attention_heads": heads,
         "num_key_value_heads": file.get("attention.head_count_kv"),
         "head_dim": file.get("attention.key_length"),
-        "num_experts": file.get("expert_count"),
-        "num_experts_per_tok": file.get("expert_used_count"),
+        **expert_fields(file),
+        **hybrid_header(file),
         **(latent_fields(file) if gguf_family(file) in LATENT else {}),
+        **(shape_fields(file, int(layers_of(file) or 0)) if gguf_family(file) in SHAPED else {}),
     }
     tensors = [
         Tensor(tensor.name, tensor.shape, _bytes(tensor, _STORED), _bytes(tensor, _CODED))
         for tensor in file.tensors.values()
+        if runs(tensor.name, file)
     ]
     return config_needs(config, tensors, int(file.get("context_length", 0)))

@@ -1,4 +1,4 @@
-"""Task of a model (generate, embed or classify) and its pooling, from its files.
+"""Task of a model (generate, embed, classify or transcribe) and its pooling, from its files.
 
 Encoders such as BERT see the whole text at once and generate nothing. `modules.json` beside a model and the folders it
 names, in the layout of sentence-transformers, say how hidden states become one vector."""
@@ -13,6 +13,7 @@ from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import text_config
 from kvferry.model_files.source import ModelSource, read_json, read_list
+from kvferry.model_files.speech_config import SPEECH
 from kvferry.model_files.supported_encoders import is_encoder
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.work import POOLINGS
@@ -35,7 +36,7 @@ _SIGMOID = "sigmoid"
 class PoolingConfig:
     """Task of a model and how it pools.
 
-    kind        `classify`: a head over labels, and no vectors
+    kind        `classify`: a head over labels, and no vectors; `transcribe`: it writes down speech
     pooling     how hidden states become a vector (protocol.work.POOLINGS)
     normalize   vectors have length 1
     width       length of a vector, in numbers
@@ -45,7 +46,7 @@ class PoolingConfig:
     typed       token types tell the second text of a pair from the first
     """
 
-    kind: Literal["generate", "embed", "classify"] = "generate"
+    kind: Literal["generate", "embed", "classify", "transcribe"] = "generate"
     encoder: bool = False
     pooling: str = "last"
     normalize: bool = True
@@ -65,6 +66,8 @@ class PoolingConfig:
         """Return the kind of model in words, for errors."""
         if self.kind == "generate":
             return "it is a decoder, which generates and embeds"
+        if self.kind == "transcribe":
+            return "it transcribes speech; use /v1/audio/transcriptions"
         if self.kind == "embed":
             return "it is an encoder, which embeds"
         return f"it is an encoder with a head of {len(self.labels)} label{'s' * (len(self.labels) > 1)}"
@@ -87,6 +90,8 @@ def _task(source: ModelSource, pooling: str) -> PoolingConfig:
             pooling=found if pooling == "auto" else pooling, width=int(file.get("embedding_length", 0))
         )
     config = read_json(source.path / "config.json")
+    if config.get("model_type") == SPEECH:
+        return PoolingConfig("transcribe")
     if is_encoder(config) and _architecture(config).endswith(_CLASSIFIER):
         return _classifier(config)
     return _embedder(source.path, config, pooling)

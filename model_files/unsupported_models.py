@@ -9,15 +9,18 @@ from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
 from kvferry.model_files.quantisation import quantisation
 from kvferry.model_files.source import ModelSource, read_json, resolve, unweighted
+from kvferry.model_files.speech_config import SPEECH
 from kvferry.model_files.supported_decoders import LATENT
 from kvferry.model_files.supported_encoders import is_encoder
 from kvferry.protocol.errors import ConfigError
 
-_LATENT = "its latent attention (MLA) is supported only for DeepSeek V2 and V3"
-_CHUNKED = "its layers use chunked attention, which is not supported"
-_ENCODER = "it is an encoder-decoder; only decoders are supported"
+_LATENT = "its latent attention (MLA) is supported only for DeepSeek V2 and V3 and GLM-4.7-Flash"
+_ENCODER = "it is an encoder-decoder; only decoders and Whisper are supported"
 _DECODER_HEAD = "it is a decoder with a classification head; such heads are supported only on encoders"
-_COMPOSITE = "it is multimodal; only the text of Gemma 3, Mistral 3 and Qwen-VL is supported"
+_COMPOSITE = (
+    "it is multimodal; supported are Gemma 3, 3n and 4, Idefics 3, LFM2-VL, Llama 4, Mistral 3, Qwen-VL, Qwen2-Audio, "
+    "Qwen3.5 and SmolVLM"
+)
 _QUANTISED_ENCODER = "it is a quantized encoder; only decoders can be quantized"
 
 
@@ -47,13 +50,13 @@ def _kind_and_reason(source: ModelSource) -> tuple[str, str | None]:
 
 
 def _config_reason(config: dict[str, Any]) -> str | None:
+    if config.get("model_type") == SPEECH:
+        return None
     text = text_config(config)
     if config.get("is_encoder_decoder"):
         return _ENCODER
     if _classifies(config) and not is_encoder(config):
         return _DECODER_HEAD
-    if str(config.get("model_type", "")).startswith("llama4"):
-        return _CHUNKED
     if text.get("kv_lora_rank") and text.get("model_type") not in LATENT:
         return _LATENT
     if is_multimodal(config) and config.get("model_type") not in TEXT_SERVED:
@@ -76,4 +79,4 @@ def _classifies(config: dict[str, Any]) -> bool:
 def _gguf_reason(architecture: str, latent_rank: int | None) -> str | None:
     if latent_rank and architecture != "deepseek2":
         return _LATENT
-    return _CHUNKED if architecture == "llama4" else None
+    return None

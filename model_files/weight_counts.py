@@ -10,8 +10,17 @@ from kvferry.model_files.safetensors_headers import Tensor
 
 NOWHERE, ON_CPU, ON_GPU = "", "cpu", "gpu"
 """Devices whose kernels run weights as they are stored, for `WeightCount.bytes`."""
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "token_embd.weight", "word_embeddings.weight")
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "token_embd.weight",
+    "word_embeddings.weight",
+    "embeddings.weight",
+)
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_TABLES = ("embed_tokens_per_layer.weight", "per_layer_token_embd.weight")
+"""Embeddings of which a token reads one row and nothing multiplies."""
 _WIDENED = ("kv_b_proj.weight", "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight")
 """Weights of latent attention, read in two forms whose rows are no rows of the file (engine/models/latent.py)."""
 
@@ -48,8 +57,8 @@ def counted(tensors: Iterable[Tensor], expert_share: float) -> tuple[WeightCount
             continue
         part = "embedding" if _ends(tensor, _EMBEDDINGS) else "head" if _ends(tensor, _HEADS) else "dense"
         count, old = math.prod(tensor.shape), parts[part]
-        chosen = ("expert" in tensor.name and "shared_expert" not in tensor.name) or "_exps." in tensor.name
-        share = expert_share if chosen else 1.0
+        share = expert_share if _of_chosen_experts(tensor.name) else 1.0
+        share = 0.0 if _ends(tensor, _TABLES) else share
         as_stored = not _ends(tensor, _WIDENED)
         stored, coded = (tensor.stored_bytes, tensor.coded_bytes) if as_stored else (None, None)
         parts[part] = WeightCount(
@@ -61,6 +70,12 @@ def counted(tensors: Iterable[Tensor], expert_share: float) -> tuple[WeightCount
             old.coded + (0 if coded is None else count),
         )
     return parts["dense"], parts["embedding"], parts["head"]
+
+
+def _of_chosen_experts(name: str) -> bool:
+    """Return whether the tensor is of experts of which a token meets some, by its name in any kind of file."""
+    stacked = "_exps." in name or ("block_sparse_moe." in name and "put_linear." in name)
+    return stacked or ("expert" in name and "shared_expert" not in name)
 
 
 def _ends(tensor: Tensor, names: tuple[str, ...]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+from kvferry.protocol.fast_init import fast_init
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Holder
 
@@ -135,6 +136,7 @@ class Holding(NamedTuple):
     seconds: float
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Demand:
     """Request of one placement, with its constraints.
@@ -183,6 +185,7 @@ class Demand:
     patient: bool = False
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Nodes chosen for a request.

@@ -22,9 +22,9 @@ from kvferry.protocol.messages import AttemptFailed, CancelRequest, FirstToken, 
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import pack
 from kvferry.protocol.work import Generate
-from kvferry.runtime.http import read_message
 from kvferry.runtime.tracing import TRACER, Span
 from kvferry.worker.endpoints import Endpoints
+from kvferry.worker.media_routes import read_attempt
 from kvferry.worker.message_stream import MessageStreamResponse
 from kvferry.worker.reuse_check import audit
 from kvferry.worker.service import Base
@@ -56,7 +56,7 @@ class PrefillService:
 
     async def post_prefill(self, request: Request) -> Response:
         """Begin an attempt; the response streams FirstToken, then ShipDone or AttemptFailed."""
-        message = await read_message(request, PrefillRequest)
+        message = await read_attempt(request, PrefillRequest)
         self._base.require("prefill")
         answer = self._begin(message)
         return MessageStreamResponse(_drain(answer), on_close=lambda: self._abandon(answer))
@@ -67,7 +67,7 @@ class PrefillService:
                 self._fail(answer, Cancelled("the request was cancelled"))
 
     def busy(self) -> bool:
-        return bool(self._answers) or self._ships.busy()
+        return bool(self._answers) or self._ships.busy() or self.endpoints.media.busy()
 
     def router_lost(self, router_id: str) -> None:
         for answer in list(self._answers.values()):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from kvferry.engine.events import Computed, Event, Generated
 from kvferry.kv_transfer.ports import ShipStats
 from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.media import without_data
 from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.worker.endpoints import Endpoints
 from kvferry.worker.service import Base, ship_outcome
@@ -49,8 +50,9 @@ class Ships:
 
     def offer(self, target: DecodeTarget, job: Job) -> int:
         """Ask the decode node for a grant and return the transfer; the job is computed once the grant comes."""
+        asked = replace(job, media=without_data(job.media))
         with self._lock:  # the grant may come before `offer` returns
-            transfer = self.sender.offer(target, job, self)
+            transfer = self.sender.offer(target, asked, self)
             self._offers[transfer] = Offer(job)
         return transfer
 

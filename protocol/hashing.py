@@ -73,3 +73,26 @@ def _hashes(
             hashed += b"\0extras\0" + own
         parent = hashlib.sha256(hashed).digest()[:HASH_BYTES]
         yield parent
+
+
+def state_hashes(block: bytes, count: int) -> list[bytes]:
+    """Return the hashes of the `count` blocks that hold a model's recurrent state at the end of a block.
+
+    block: the hash of that block, which covers everything that the state has seen. Each is computed by itself, so the
+    last one, with which a checkpoint is whole, costs one SHA-256."""
+    return [state_hash(block, number) for number in range(count)]
+
+
+def embedding_hashes(root: bytes, item: str, count: int) -> list[bytes]:
+    """Return the hashes of the `count` blocks that hold the rows of one image, audio or video.
+
+    root: see `root_hash`, so that no tenant learns what others have sent. item: the engine's name of the content."""
+    found = [hashlib.sha256(b"kvferry-embedding\0" + root + item.encode()).digest()[:HASH_BYTES]]
+    while len(found) < count:
+        found.append(hashlib.sha256(b"kvferry-embedding\0" + found[-1]).digest()[:HASH_BYTES])
+    return found[:count]
+
+
+def state_hash(block: bytes, number: int) -> bytes:
+    """Return the hash of one of the blocks of a recurrent state: see `state_hashes`."""
+    return hashlib.sha256(b"kvferry-state\0" + block + number.to_bytes(4, "little")).digest()[:HASH_BYTES]

@@ -9,7 +9,7 @@ the block's own hash. The latter tell it from other blocks under that key, also 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 ROW_BYTES, GROUP = 17, 16
 """Bytes of a row, and blocks that share a key."""
@@ -38,6 +38,14 @@ def rows_of(hashes: Iterable[bytes]) -> list[bytes]:
         before = behind(before, block_hash)
         found.append(before)
     return found
+
+
+def row_at(chain: Callable[[int], bytes], position: int) -> bytes:
+    """Return the row of a chain's block at a position from 0 on. chain: returns the hash of a block by its position."""
+    if not position:
+        return alone(chain(0))
+    place = (position - 1) % GROUP + 1
+    return _PLACES[place] + chain(position - place + 1)[:_PART] + chain(position)[:_PART]
 
 
 def key_and_tag(row: bytes) -> tuple[bytes, bytes]:

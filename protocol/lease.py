@@ -36,7 +36,8 @@ class Rates:
 
     Prompt tokens computed per second, seconds per decode step, bytes shipped per second. Seconds to read a block from
     host memory, from disk and from the shared store; 0: not read from there. Seconds between the tokens of a stream
-    that runs alone, 0: unknown, and what each further stream adds to them."""
+    that runs alone, 0: unknown, and what each further stream adds to them. Tokens of images and audio encoded per
+    second, 0: unknown."""
 
     prefill_tokens_per_s: float = 1000.0
     step_s: float = 0.02
@@ -46,6 +47,7 @@ class Rates:
     store_block_s: float = 0.0
     alone_s: float = 0.0
     stream_s: float = 0.0
+    media_tokens_per_s: float = 0.0
 
 
 @message(50)
@@ -67,15 +69,18 @@ class Sent:
 class NodeLease:
     """Row of a node in the registry, renewed every second and gone five seconds after the last renewal.
 
-    role: prefill or decode. state: ready or draining. http_url, link_address: dialled by other processes. model: the
-    name from the model's files. served_names: names given by the settings. max_num_seqs: requests run at once, 0:
-    unknown. adapters: those that the node holds. pulse: of its threads. leaving: the node was asked to end or change
-    its role, and works on until another node is ready. sent: transfers by target node, the most bytes first. elastic:
-    the node can change its role. role_s: seconds since it last did, 0: never. pressure: decode nodes that its streams
-    would fill, 0 for prefill. engine: kind and version of the server behind an adapter, such as "vllm 0.32.0"; empty:
-    kvferry's own engine. engine_url: of that server's OpenAI API. guarantees: what an adapter measured that its engine
-    keeps (GUARANTEES). modalities: media that prompts may hold, of protocol.media.MODALITIES; `transcription`: it also
-    writes down what audio says."""
+    role: prefill, decode or encode. state: ready or draining. http_url, link_address: dialled by other processes.
+    model: the name from the model's files. served_names: names given by the settings. max_num_seqs: requests run at
+    once, 0: unknown. adapters: those that the node holds. pulse: of its threads. leaving: the node was asked to end or
+    change its role, and works on until another node is ready. sent: transfers by target node, the most bytes first.
+    elastic: the node can change its role. role_s: seconds since it last did, 0: never. pressure: decode nodes that its
+    streams would fill, 0 for prefill. engine: kind and version of the server behind an adapter, such as "vllm 0.32.0";
+    empty: kvferry's own engine. engine_url: of that server's OpenAI API. guarantees: what an adapter measured that its
+    engine keeps (GUARANTEES). modalities: media that prompts may hold, of protocol.media.MODALITIES; `transcription`:
+    it also writes down what audio says. state_blocks: blocks of a checkpoint of its model's recurrent state, 0 without
+    recurrent layers; state_stride: blocks from one regular checkpoint to the next. Where layers have windows, both are
+    of pages instead, and window_pages is the most pages that a sequence needs, else 0. media_row_bytes: of what an
+    encoder makes of one token of an image, kept in blocks; 0: nothing is."""
 
     node_id: str
     role: str
@@ -103,6 +108,10 @@ class NodeLease:
     engine_url: str = ""
     guarantees: tuple[str, ...] = ()
     modalities: tuple[str, ...] = ()
+    state_blocks: int = 0
+    state_stride: int = 0
+    media_row_bytes: int = 0
+    window_pages: int = 0
 
     @property
     def target(self) -> DecodeTarget:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta
 from kvferry.protocol.process_names import NOBODY, NodeName
 from kvferry.protocol.wire import message
@@ -17,13 +18,15 @@ class Copy:
     """Request to a stream's buddy to keep the KV of these tokens, in full blocks.
 
     most: it takes at most so many of the blocks that it lacks. namespace, adapter: parts of the root of their hashes,
-    as in a Job."""
+    as in a Job. media: of the tokens, without data. With recurrent layers, the tokens end at a checkpoint, whose blocks
+    follow theirs."""
 
     token_ids: tuple[int, ...]
     most: int
     namespace: str = ""
     adapter: str = ""
     deadline_s: float = 600.0
+    media: tuple[MediaItem, ...] = ()
 
 
 @message(56, checked=True)
@@ -33,19 +36,33 @@ class Fetch:
 
     Answered on the same connection by a GrantRequest for a Supply, or by NoSupply. transfer: number chosen by the
     asker. asker: the node as the target of a grant. hashes: of a prompt's leading blocks, in order; the asker has the
-    first `first`. deadline_s: seconds after which the asker no longer waits."""
+    first `first`. deadline_s: seconds after which the asker no longer waits. embeddings: the blocks hold the rows of
+    one image, audio or video; all or none of them are sent, for an EmbeddingSupply."""
 
     transfer: int
     asker: DecodeTarget
     first: int
     hashes: bytes
     deadline_s: float
+    embeddings: bool = False
 
 
 @message(57, checked=True)
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """Answer to a fetch: the first `count` of its blocks are held, and are sent once they are granted."""
+    """Answer to a fetch: the first `count` of its blocks are held, and are sent once they are granted.
+
+    With recurrent layers, the last of them are those of the checkpoint at which the prefix ends."""
+
+    fetch: int
+    count: int
+    deadline_s: float = 600.0
+
+
+@message(78, checked=True)
+@dataclass(frozen=True, slots=True)
+class EmbeddingSupply:
+    """Answer to a fetch of embeddings: all `count` blocks are held, and are sent once they are granted."""
 
     fetch: int
     count: int
@@ -62,7 +79,7 @@ class NoSupply:
     message: str
 
 
-Asked = Job | Copy | Supply
+Asked = Job | Copy | Supply | EmbeddingSupply
 """Contents of a grant request."""
 
 
@@ -84,8 +101,8 @@ class GrantRequest:
 class Grant:
     """Decode → prefill: receives are posted for prompt blocks first_block … first_block + block_count - 1.
 
-    Decode already holds the earlier blocks (`cached_len` = first_block * block_size tokens). `nonce` separates the tags
-    of connections."""
+    Decode already holds the earlier blocks (`cached_len` = first_block * block_size tokens). With recurrent layers, the
+    state's blocks follow the prompt's. `nonce` separates the tags of connections."""
 
     transfer: int
     first_block: int

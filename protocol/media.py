@@ -16,6 +16,8 @@ TRANSCRIPTION = "transcription"
 """Entry in a lease's modalities: the engine writes down what is said in audio."""
 MAX_ITEMS, MAX_ITEM_BYTES = 64, 48 * 2**20
 """Largest number of media of a prompt, and of their bytes together, which travel in one message."""
+MAX_PIXELS = 2**25
+"""Largest number of pixels of one image: 33.5 million."""
 
 
 _BYTES, _BIN_32 = struct.Struct(">BI"), 0xC6
@@ -48,20 +50,26 @@ class RenderRequest:
     chat        JSON of messages, tools and variables of the template, with media as data URLs
     adapter     id of the LoRA adapter; empty: none
     deadline_s  seconds left for the request when the message was sent
+    template    chat template in place of the model's own; empty: the model's
     """
 
     chat: bytes
     adapter: str = ""
     deadline_s: float = 600.0
+    template: str = ""
 
 
 @message(66, checked=True)
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """Node → router: a prompt's tokens and its media in order of their offsets."""
+    """Node → router: a prompt's tokens and its media in order of their offsets.
+
+    rope_offset: what is added to the places of tokens behind the last medium to get their rotary positions; 0 unless
+    media take fewer positions than tokens."""
 
     token_ids: tuple[int, ...]
     media: tuple[MediaItem, ...]
+    rope_offset: int = 0
 
     @property
     def sound(self) -> bool:
@@ -72,12 +80,45 @@ class RenderedPrompt:
                 return False
             end = item.offset + item.length
         size = sum(len(item.data) for item in self.media)
-        return end <= len(self.token_ids) and len(self.media) <= MAX_ITEMS and size <= MAX_ITEM_BYTES
+        within = end <= len(self.token_ids) and -end <= self.rope_offset <= 0
+        return within and len(self.media) <= MAX_ITEMS and size <= MAX_ITEM_BYTES
+
+
+@message(76, checked=True)
+@dataclass(frozen=True, slots=True)
+class EncodeRequest:
+    """Router → encode node, `POST /attempts/encode`: have the rows of these media ready for other nodes to fetch.
+
+    Answered by Encoded. Their data follow as in a job, see `with_data`.
+
+    root        of the block hashes of the request, see `hashing.root_hash`
+    deadline_s  seconds left for the request when the message was sent
+    """
+
+    root: bytes
+    media: tuple[MediaItem, ...]
+    deadline_s: float = 600.0
+
+
+@message(77, checked=True)
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Encode node → router: the rows of all media are in its blocks; it computed those of `computed` media."""
+
+    computed: int
 
 
 def without_data(items: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
     """Return the media as they are inside a message."""
     return tuple(replace(item, data=b"") for item in items)
+
+
+def media_within(items: Sequence[MediaItem], length: int) -> tuple[MediaItem, ...]:
+    """Return the parts of media that lie in a prompt's first `length` tokens, without data.
+
+    Extras of its blocks are the same: they depend on where media begin."""
+    inside = (item for item in items if item.offset < length)
+    return tuple(replace(each, length=min(each.length, length - each.offset), data=b"") for each in inside)
 
 
 def with_data(message: bytes, items: Sequence[MediaItem]) -> bytes:
@@ -111,3 +152,9 @@ def block_extras(media: Sequence[MediaItem], block_size: int) -> Mapping[int, by
         for number in range(item.offset // block_size, (item.offset + item.length - 1) // block_size + 1):
             keys.setdefault(number, []).append((item.hash, item.offset - number * block_size))
     return {number: extras_of(each) for number, each in keys.items()}
+
+
+def media_in(media: Sequence[MediaItem], start: int, count: int) -> list[tuple[str, int]]:
+    """Return hash and place, relative to `start`, of the media that have a part in `count` tokens from `start` on."""
+    inside = (item for item in media if item.offset < start + count and start < item.offset + item.length)
+    return [(item.hash, item.offset - start) for item in inside]

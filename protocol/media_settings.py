@@ -1,4 +1,4 @@
-"""Settings of routers about images, audio and video in requests."""
+"""Settings about images, audio and video in requests."""
 
 from __future__ import annotations
 
@@ -17,3 +17,21 @@ class MediaSettings(CommonSettings):
         "hosts from which a router fetches images, audio and video that requests name by URL, separated by commas; "
         "empty: requests must hold them as data URLs. Addresses that are not public are refused",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeMediaSettings(CommonSettings):
+    """Settings of own nodes about media in prompts."""
+
+    limit_mm_per_prompt: str = setting(
+        "",
+        'most images, audios and videos of a prompt, as a JSON object such as {"image": 4}; 0 turns one off; '
+        "default: as many as the model and the router take",
+    )
+    language_model_only: bool = setting(
+        False, "load no tower for images or audio: prompts hold text alone, and the tower takes no memory"
+    )
+    mm_processor_cache_gb: float = setting(
+        0.25, "GB of the model's representations of images and audio that each node keeps for prompts to come; 0: none",
+        least=0, most=2**20,
+    )  # fmt: skip

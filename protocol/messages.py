@@ -1,7 +1,6 @@
 """Messages between the router and its nodes.
 
-All carry (request_id, attempt), which makes every step idempotent. Durations are seconds; no message has a timestamp.
-"""
+All carry (request_id, attempt), which makes every step idempotent. Durations are seconds; none has a timestamp."""
 
 from __future__ import annotations
 
@@ -61,19 +60,19 @@ class Job:
     fork_of           request_id of a request whose token_ids these begin with: where its blocks are, they are shared,
                       and the common part of its last block is copied; empty: none
     trace             W3C `traceparent` of the attempt; empty: none
-    ahead             of a migrating stream: output tokens beyond token_ids for which blocks are granted, too, since it
-                      runs until it pauses
+    ahead             of a migrating stream: output tokens beyond token_ids for which blocks are granted, too
     buddy             node to which a stream's full blocks are replicated while it runs (see Copy); None: none
-    newcomer          its tenant has used less of the nodes than others with running requests; it goes before theirs
-                      until its first token
+    newcomer          its tenant has used less of the nodes than others with running requests: its prompt goes first
     predicted         (tokens, epoch): leading tokens that the router expects in the cache of the computing node or
                       fetched to it, and that process's epoch
     holder            node from which the computing node may fetch leading blocks of the prompt; None: none
+    encoder           node from which it may fetch the rows of its media; None: it encodes them itself
     media             images, audio and video of the prompt in order, for nodes whose lease has their modalities
     failures          attempts of the request that failed or were refused before, for which it goes ahead of others; a
                       second attempt beside one that runs has none
     session           name of the client's session (see protocol.sessions); empty: none
-    retention         how long the client asks to keep the prompt's blocks, such as 1h; empty: nothing asked"""
+    retention         how long the client asks to keep the prompt's blocks, such as 1h; empty: none.
+                      rope_offset: see RenderedPrompt"""
 
     request_id: str
     attempt: int
@@ -95,6 +94,8 @@ class Job:
     failures: int = 0
     session: str = ""
     retention: str = ""
+    rope_offset: int = 0
+    encoder: DecodeTarget | None = None
 
     @property
     def params(self) -> SamplingParams:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.protocol import labels
 from kvferry.protocol.batch_metrics import BatchMetrics
+from kvferry.protocol.encode_metrics import EncodeMetrics
 from kvferry.protocol.journal_metrics import JournalMetrics
 from kvferry.protocol.loop_metrics import LoopMetrics
 from kvferry.protocol.model_metrics import ModelMetrics, live_nodes
@@ -67,7 +68,11 @@ class RouterMetrics:
             registry=r,
         )
         self.placements = Counter(
-            "kvferry_placements", "Attempts placed, by kind: remote, local.", ["kind"], registry=r
+            "kvferry_placements",
+            "Attempts started, by where the prompt is computed: remote (a prefill node), local (the decode node). A "
+            "request starts one, and one more after each failure and for each hedge; migrations compute no prompt.",
+            ["kind"],
+            registry=r,
         )
         self.placement_regret = Counter(
             "kvferry_placement_regret_seconds",
@@ -146,6 +151,7 @@ class RouterMetrics:
             ["tenant", "outcome"],
             registry=r,
         )
+        self.encodes = EncodeMetrics(r, LATENCY_BUCKETS)
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
         self.loop = LoopMetrics(r)
         self.journals = JournalMetrics(r)
@@ -165,7 +171,7 @@ class RouterMetrics:
         """Return the metrics of one model."""
         self.scaling.exist(model)
         self.reuse.of(model)
-        _exist(self.nodes, labels.ROLES, labels.NODE_STATES, (model,))
+        _exist(self.nodes, labels.NODE_ROLES, labels.NODE_STATES, (model,))
         return ModelMetrics(
             ttft=self.ttft.labels(model),
             itl=self.itl.labels(model),

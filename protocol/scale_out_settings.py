@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.protocol.node_settings import NodeSettings
 from kvferry.protocol.setting import setting
+from kvferry.protocol.speech_settings import SpeechSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleOutSettings(NodeSettings):
+class ScaleOutSettings(SpeechSettings):
     """Settings of vLLM's API of token ids, KV events and metric names on a node of our own."""
 
     enable_scale_out: bool = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -9,6 +10,8 @@ from kvferry.protocol.wire import message
 
 NAME_BYTES = 12
 """Bytes of a session's name on the wire, written as hexadecimal digits."""
+TOOL_GROUPS = 64
+"""Groups of tools whose pauses a node learns apart, for each tenant."""
 MAX_NOTES = 1024
 """Most requests and most sessions in one message."""
 
@@ -20,12 +23,24 @@ def session_name(tenant: str, given: str) -> str:
     return blake2b(f"{len(tenant)}:{tenant}{given}".encode(), digest_size=NAME_BYTES).hexdigest() if given else ""
 
 
+def tool_group(names: Collection[str]) -> int:
+    """Return the group of tools, from 1 to TOOL_GROUPS; 0 if no name is given.
+
+    Different tools may share a group, so that names of clients take no memory on nodes."""
+    if not names:
+        return 0
+    found = blake2b("\0".join(sorted(set(names))).encode(), digest_size=4).digest()
+    return 1 + int.from_bytes(found, "big") % TOOL_GROUPS
+
+
 @message(69, checked=True)
 @dataclass(frozen=True, slots=True)
 class SessionNotes:
     """Router → any node, `POST /sessions`: what the router knows of sessions whose blocks the node may have.
 
-    tools: ids of ended requests whose output calls tools; closed: names of sessions that their clients closed."""
+    tools: ids of ended requests whose output calls tools; groups: of these tools, one for each id; closed: names of
+    sessions that their clients closed."""
 
     tools: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
     closed: tuple[str, ...] = ()

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.protocol.batch_settings import BatchSettings
+from kvferry.protocol.host_settings import HostSettings
 from kvferry.protocol.layout import CACHE_DTYPES
+from kvferry.protocol.media_settings import NodeMediaSettings
 from kvferry.protocol.node_settings import LocalSettings
 from kvferry.protocol.resume_settings import ResumeSettings
-from kvferry.protocol.scale_out_settings import ScaleOutSettings
 from kvferry.protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
@@ -109,8 +110,8 @@ class RouterSettings(BatchSettings, ResumeSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(ScaleOutSettings):
-    """Settings of `kvferry prefill` and `kvferry decode`."""
+class WorkerSettings(HostSettings, NodeMediaSettings):
+    """Settings of `kvferry prefill`, `kvferry decode` and `kvferry encode`."""
 
     model: str = setting(DEMO, MODEL)
     link_port: int = setting(0, "port for KV transfer; 0 lets the kernel choose", least=0, most=65535)
@@ -137,13 +138,6 @@ class WorkerSettings(ScaleOutSettings):
         choices=("auto", "none", "int8"),
     )
     threads: int = setting(0, "CPU compute threads per rank; 0: all cores, in equal parts", least=0)
-    tensor_parallel_size: int = setting(
-        1,
-        "ranks per node: processes, one per GPU where there are GPUs, each with a part of every layer and KV block",
-        least=1,
-        most=64,
-        short="-tp",
-    )
     enable_expert_parallel: bool = setting(False, "give each rank whole experts instead of a part of each")
     block_size: int = setting(16, "tokens per KV block", least=1)
     kv_cache_gib: float = setting(
@@ -241,6 +235,9 @@ class ServeSettings(RouterSettings, WorkerSettings, LocalSettings):
     port: int = setting(8000, "HTTP port of the router", least=0, most=65535)
     prefill: int = setting(1, "prefill processes of each model; 0: decode nodes prefill locally", least=0)
     decode: int = setting(1, "decode processes per model", least=1)
+    encode: int = setting(
+        0, "processes per model that encode images and audio; 0: the nodes that compute prompts do", least=0
+    )
     share_weights: bool = setting(True, "one copy of a model's weights for all of its workers on a CPU")
     queue_timeout: float = setting(15.0, QUEUE_TIMEOUT, least=0)
     redis_url: str = setting("", "Redis or Valkey to use; empty: start an embedded Valkey server")

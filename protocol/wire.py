@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgpack
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError
+from kvferry.protocol.fast_init import fast_init
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -72,7 +73,7 @@ def message(code: int, *, checked: bool = False) -> Any:
         _READ[cls] = attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, n) for n in names)
         if checked:
             _CHECKED.add(cls)
-        return cls
+        return fast_init(cls) if cls.__dataclass_params__.frozen else cls  # type: ignore[attr-defined]
 
     return register
 

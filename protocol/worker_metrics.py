@@ -7,11 +7,13 @@ from prometheus_client import Counter, Gauge, Histogram
 from kvferry.protocol import labels
 from kvferry.protocol.canary_metrics import CanaryMetrics
 from kvferry.protocol.fetch_metrics import FetchMetrics
+from kvferry.protocol.media_metrics import MediaMetrics
 from kvferry.protocol.metrics import LATENCY_BUCKETS, STEP_BUCKETS
 from kvferry.protocol.model_metrics import ModelRegistry
 from kvferry.protocol.scaling_metrics import NodeScaling
 from kvferry.protocol.session_metrics import SessionMetrics
 from kvferry.protocol.speculation_metrics import SpeculationMetrics
+from kvferry.protocol.state_metrics import StateMetrics
 from kvferry.protocol.tier_metrics import TierMetrics
 
 
@@ -118,6 +120,7 @@ class WorkerMetrics:
         )
         self.fetches, self.tiers = FetchMetrics(role, r), TierMetrics(role, r)
         self.canary, self.speculation = CanaryMetrics(role, r), SpeculationMetrics(role, r)
+        self.states, self.media = StateMetrics(role, r), MediaMetrics(role, r)
         self.scaling, self.sessions = NodeScaling(role, r), SessionMetrics(role, r)
         self.account_violations = counter("kvferry_account_violations", "Prompts with wrong reuse accounting: a bug.")
         self.lease_renewals = counters(

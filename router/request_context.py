@@ -8,10 +8,13 @@ import time
 from dataclasses import dataclass, field
 from math import inf
 
+from kvferry.protocol.fast_init import fast_init
+
 CALL = "kvferry.call"
 """Key of the RequestContext in a request's ASGI scope."""
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
     """What an answer's ids, times and tokens depend on besides the request's body.
@@ -57,6 +60,7 @@ NO_RESUME = ResumeHeaders()
 """Of clients that resume nothing."""
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """Context of a client's request; times are seconds of this process's monotonic clock.
@@ -93,3 +97,14 @@ class RequestContext:
     def has_targets(self) -> bool:
         """Return whether its tenant has targets that concern it."""
         return self.first_by < inf or self.itl_s < inf
+
+
+def drawn_seed(call: RequestContext, request_id: str) -> int:
+    """Return the seed of one of a call's requests whose body gives none: another one for each prompt."""
+    seed = call.identity.seed
+    return seed if request_id == call.id else random.Random(f"{seed} {request_id}").getrandbits(63)  # noqa: S311
+
+
+def request_names(call: RequestContext, prompts: int) -> list[str]:
+    """Return the ids of the requests that a call with that many prompts makes."""
+    return [call.id] if prompts == 1 else [f"{call.id}-p{number}" for number in range(prompts)]

@@ -58,13 +58,15 @@ class Connection(asyncio.Protocol):
         """Made for the first bytes of an answer, and used again: it takes more memory than all else here."""
         self.headers: dict[str, str] = {}
 
-    async def exchange(self, request: bytes, silence_s: float | None, opened: Told, deliver: Told) -> None:
+    async def exchange(
+        self, request: bytes, silence_s: float | None, opened: Told, deliver: Told, reading: Told = None
+    ) -> None:
         """Send a request and read its answer to the end.
 
-        Calls `opened` when the server accepts and `deliver` for every message. Raises the error of a refusal, a
-        callback's exception, OSError (including TimeoutError) if the connection breaks or is silent for `silence_s`,
-        and HttpParserError if the answer is not HTTP. After an error or a cancel the connection is closed and calls
-        nothing more."""
+        Calls `reading` with the transport, whose reading may be paused, `opened` when the server accepts, and `deliver`
+        for every message. Raises the error of a refusal, a callback's exception, OSError (including TimeoutError) if
+        the connection breaks or is silent for `silence_s`, and HttpParserError if the answer is not HTTP. After an
+        error or a cancel the connection is closed and calls nothing more."""
         self._silence_s, self._opened, self._deliver = silence_s, opened, deliver
         self._parser = httptools.HttpResponseParser(self)
         self.headers = {}
@@ -74,6 +76,8 @@ class Connection(asyncio.Protocol):
         self._heard = self._clock()
         if self._transport.is_closing():
             self._end(ConnectionResetError("the connection was closed"))
+        elif reading is not None:
+            reading(self._transport)
         self._transport.write(request)
         self._watch()
         error: BaseException | None = asyncio.CancelledError()

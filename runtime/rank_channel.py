@@ -7,16 +7,32 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
+from typing import Protocol
+
+
+class Line(Protocol):
+    """Two-way stream of messages: a pipe within a host, a socket between hosts."""
+
+    def send_bytes(self, message: bytes | memoryview, /) -> None:
+        """Send a message. Raises OSError."""
+
+    def recv_bytes(self) -> bytes | bytearray:
+        """Return the next message. Raises OSError, or EOFError if the other end is closed."""
+
+    def close(self) -> None:
+        """Close this end."""
 
 
 class RankChannels:
     """Channels of rank 0 to all other ranks.
 
-    Not thread-safe. Its methods raise OSError or EOFError if another rank is gone."""
+    Not thread-safe. Its methods raise OSError or EOFError if another rank is gone.
 
-    def __init__(self, others: int) -> None:
+    others: ranks of this host beside rank 0. remote: lines to the ranks of other hosts, which come after those."""
+
+    def __init__(self, others: int, remote: Sequence[Line] = ()) -> None:
         pairs = [Pipe() for _ in range(others)]
-        self._ours: Sequence[Connection] = [ours for ours, _ in pairs]
+        self._ours: Sequence[Line] = [*(ours for ours, _ in pairs), *remote]
         self._theirs = [theirs for _, theirs in pairs]
 
     def give(self, other: int) -> int:
@@ -33,7 +49,11 @@ class RankChannels:
         for line in self._ours:
             line.send_bytes(message)
 
-    def hear(self, other: int) -> bytes:
+    def tell_one(self, other: int, message: bytes | memoryview) -> None:
+        """Send a message to one other rank."""
+        self._ours[other].send_bytes(message)
+
+    def hear(self, other: int) -> bytes | bytearray:
         """Receive the next message that a rank sent by `RankChannel.say`."""
         return self._ours[other].recv_bytes()
 
@@ -53,19 +73,21 @@ class RankChannels:
 
 
 class RankChannel:
-    """Channel of another rank to rank 0, over an inherited descriptor.
+    """Channel of another rank to rank 0, over an inherited descriptor or another line.
 
     Its methods raise OSError or EOFError if rank 0 is gone."""
 
-    def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)
-        self._line = Connection(descriptor)
+    def __init__(self, line: int | Line) -> None:
+        if isinstance(line, int):
+            os.set_inheritable(line, False)
+            line = Connection(line)
+        self._line: Line = line
 
-    def hear(self) -> bytes:
+    def hear(self) -> bytes | bytearray:
         """Receive the next message of rank 0."""
         return self._line.recv_bytes()
 
-    def say(self, message: bytes) -> None:
+    def say(self, message: bytes | memoryview) -> None:
         """Send a message to rank 0."""
         self._line.send_bytes(message)
 

@@ -61,10 +61,13 @@ def calibrated(leases: Sequence[NodeLease], machine: Machine) -> Machine:
         ship_bytes_per_s=_median(lease.rates.ship_bytes_per_s for lease in prefills),
         block_size=first.block_size,
         block_bytes=first.block_bytes,
-        blocks=max(1, int(_median(lease.load.total_blocks for lease in leases))),
+        blocks=max(1, int(_median(lease.load.total_blocks for lease in (*decodes, *prefills)))),
+        page_blocks=first.state_blocks if first.window_pages else 0,
+        window_pages=first.window_pages,
         max_num_seqs=first.max_num_seqs or machine.max_num_seqs,
         host_block_s=_read_s(prefills, lambda rates: rates.host_block_s) or machine.host_block_s,
         disk_block_s=_read_s(prefills, lambda rates: rates.disk_block_s) or machine.disk_block_s,
+        media_tokens_per_s=_encode_rate(leases) or machine.media_tokens_per_s,
     )
 
 
@@ -75,3 +78,10 @@ def _median(values: Iterable[float]) -> float:
 def _read_s(leases: Sequence[NodeLease], block_s: Callable[[Rates], float]) -> float:
     """Return the median seconds to read a block, over the nodes that have this tier; 0 if none has."""
     return _median([each for lease in leases if (each := block_s(lease.rates))] or [0.0])
+
+
+def _encode_rate(leases: Sequence[NodeLease]) -> float:
+    """Return the median rate of nodes that have encoded, of encode nodes if one has; 0 if none has."""
+    known = [lease for lease in leases if lease.rates.media_tokens_per_s]
+    encoders = [lease for lease in known if lease.role == "encode"] or known
+    return _median([lease.rates.media_tokens_per_s for lease in encoders] or [0.0])

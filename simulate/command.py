@@ -16,7 +16,7 @@ from kvferry.simulate.mooncake import read_trace
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.workloads import Asked
+from kvferry.simulate.trace_writer import Asked
 from kvferry.simulate.world import Loss
 
 LOADS = (1e-6, 1e6)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.layout import blocks_for
 from kvferry.simulate.choices import check_known
 from kvferry.simulate.fleet import Shape
 from kvferry.simulate.kvferry_policy import KvferryPolicy
@@ -19,7 +18,8 @@ from kvferry.simulate.policy import Policy
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal, figures
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.workloads import WORKLOADS, Asked
+from kvferry.simulate.trace_writer import Asked
+from kvferry.simulate.workloads import WORKLOADS
 from kvferry.simulate.world import Loss, World
 
 OURS = "kvferry"
@@ -48,6 +48,7 @@ CASES: Mapping[str, Case] = {
     "chat": Case("chat", 120),
     "agents": Case("agents", 70),
     "tool-agents": Case("tool-agents", 24),
+    "several-tools": Case("several-tools", 24),
     "bursts": Case("bursts", 32),
     "documents": Case("documents", 1.3),
     "mixed-models": Case("mixed-models", 60),
@@ -96,7 +97,7 @@ def _quiet_routers() -> Iterator[None]:
 def check_fits(trace: Sequence[Scenario], shape: Shape) -> None:
     """Raise ConfigError where a request of the trace fits no node."""
     for ask in trace:
-        needed = blocks_for(ask.prompt_len + ask.output_len, shape.machine.block_size)
+        needed = shape.machine.blocks_for(ask.prompt_len + ask.output_len)
         if needed > shape.machine.blocks:
             raise ConfigError(
                 f"request {ask.number} needs {needed} KV blocks and a node has {shape.machine.blocks}", param="blocks"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from kvferry.protocol.layout import blocks_for
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.scenario import Run
@@ -47,7 +46,7 @@ class Grants:
         size = self._machine.block_size
         while self._asking and streams + len(self.held) < self._machine.max_num_seqs:
             run, granted = self._asking[0]
-            blocks = blocks_for(run.ask.prompt_len + run.ask.output_len, size)
+            blocks = self._machine.blocks_for(run.ask.prompt_len + run.ask.output_len)
             here = memory.take(run, run.ask.hashes[: run.length // size], blocks, cache_use=run.ask.cache_use)
             if here is None:
                 return

@@ -8,7 +8,6 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.placement.rejections import TargetMissed, too_late
 from kvferry.placement.types import Demand
 from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
-from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.dispatch.background_calls import BackgroundCalls
 from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
@@ -95,7 +94,7 @@ class KvferryPolicy:
         decode = nodes[placement.decode.node_id]
         self._taken[ask.model] += 1
         uncached = max(0, run.length - placement.cached_len)
-        blocks = blocks_for(run.length + 1, decode.machine.block_size)
+        blocks = decode.machine.blocks_for(run.length + 1)
         booked = [self._entry(decode).promise(0 if prefill else uncached, blocks, _nobody)]
         if prefill:
             booked.insert(0, self._entry(prefill).promise(uncached, 0, _nobody))

@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import HASH_BYTES
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.workloads import hashes_of
+from kvferry.simulate.trace_writer import hashes_of
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 ID_TOKENS = 512

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvferry.protocol.labels import OWN_TIERS
-from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import Rates
 from kvferry.simulate.clock import Clock
 from kvferry.simulate.cores import Cores
@@ -159,7 +158,7 @@ class Node:
         if run.decode is self:
             start = run.here * size
         else:
-            wanted, blocks = run.ask.hashes[: (run.length - 1) // size], blocks_for(run.length, size)
+            wanted, blocks = run.ask.hashes[: (run.length - 1) // size], self.machine.blocks_for(run.length)
             found = self.memory.take(run, wanted, blocks, cache_use=run.ask.cache_use)
             if found is None:
                 return False

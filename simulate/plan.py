@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.layout import blocks_for
 from kvferry.simulate.compare import OURS, check_span, simulated
 from kvferry.simulate.fleet import Shape
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.workloads import Asked, Writer
+from kvferry.simulate.trace_writer import Asked, Writer
 
 BUSY = 0.7
 """Share of its time that a prefill node computes in the first guess; beyond it queues grow."""
@@ -31,19 +30,38 @@ class Need:
     """Load to plan for. Raises ConfigError for a field out of bounds.
 
     rate: requests per second. prompt, output: mean tokens. reuse: share of a prompt's tokens that are a shared prefix.
-    share: share of the requests that must meet the goal."""
+    share: share of the requests that must meet the goal. image_tokens: mean tokens of a prompt's images."""
 
     rate: float
     prompt: int
     output: int
     reuse: float = 0.0
     share: float = 0.99
+    image_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < math.inf:
             raise ConfigError(f"rate must be above 0, not {self.rate}", param="rate")
         if not 0 <= self.reuse < 1:
             raise ConfigError(f"reuse must be from 0 to less than 1, not {self.reuse}", param="reuse")
+
+
+def encoding(need: Need, machine: Machine, goal: Goal) -> tuple[int, Goal]:
+    """Return the number of encode nodes, and what is left of the goal once a request's images are encoded.
+
+    Encode nodes are busy for BUSY of their time; a request waits for them as in a queue with random arrivals and equal
+    service times (M/D/1, Pollaczek and Khinchine). Raises ConfigError if that alone takes longer than the goal."""
+    if not need.image_tokens:
+        return 0, goal
+    encode_s = need.image_tokens / machine.media_tokens_per_s
+    count = max(1, math.ceil(need.rate * encode_s / BUSY))
+    load = need.rate * encode_s / count
+    first_s = encode_s * (1 + load / (2 * (1 - load)))
+    if first_s >= goal.ttft_s:
+        raise ConfigError(
+            f"the images of one request take {first_s:.3g} s, the goal is {goal.ttft_s:.3g} s", param="ttft"
+        )
+    return count, replace(goal, ttft_s=goal.ttft_s - first_s)
 
 
 def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
@@ -66,7 +84,7 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
             param="itl",
         )
     by_step = (goal.itl_s - machine.step_s) / each_s if each_s else math.inf
-    by_blocks = machine.blocks // blocks_for(need.prompt + need.output, machine.block_size)
+    by_blocks = machine.blocks // machine.blocks_for(need.prompt + need.output)
     if by_blocks < 1:
         raise ConfigError("one request needs more KV blocks than a node has", param="blocks")
     streams = min(machine.max_num_seqs, by_blocks, by_step)
@@ -114,7 +132,7 @@ def checks(
     enough."""
     trace = trace_of(need, requests, seed, machine.block_size)
     check_span(trace, "rate")
-    longest = max(blocks_for(ask.prompt_len + ask.output_len, machine.block_size) for ask in trace)
+    longest = max(machine.blocks_for(ask.prompt_len + ask.output_len) for ask in trace)
     if longest > machine.blocks:
         raise ConfigError(
             f"a prompt with its output needs {longest} KV blocks and a node has {machine.blocks}", param="blocks"
@@ -173,9 +191,13 @@ def plan_command(
     ttft: float,
     ttft_ktoken: float,
     itl: float,
+    image_tokens: int = 0,
 ) -> int:
     """Run `kvferry plan` and print the result. Raises ConfigError."""
-    need, goal = Need(rate, prompt, output, reuse, share), Goal(ttft, ttft_ktoken, itl)
+    need = Need(rate, prompt, output, reuse, share, image_tokens)
+    encode, goal = encoding(need, machine, Goal(ttft, ttft_ktoken, itl))
+    if encode:
+        say(f"{encode} encode nodes, which leave {goal.ttft_s:.3g} s for the prompt")
     say("first estimate: {} prefill and {} decode nodes".format(*guess(need, machine, goal)))
     found: tuple[int, int, Figures] | None = None
     for found in checks(need, machine, goal, requests, seed, say):
@@ -186,5 +208,5 @@ def plan_command(
             f"ITL p99 {between_ms:.0f} ms"
         )
     assert found is not None
-    say(f"\n{found[0]} prefill and {found[1]} decode nodes")
+    say(f"\n{found[0]} prefill and {found[1]} decode nodes" + (f", and {encode} encode nodes" if encode else ""))
     return 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kvferry.engine.cache_use import CacheUse, Pause
+from kvferry.protocol.sessions import tool_group
 
 N = TypeVar("N")
 """Type of node."""
@@ -20,7 +21,7 @@ class Scenario:
     hashes      of the full blocks of its prompt and its output
     after       number of an earlier request, for a client that waits for its answer; -1: none
     session     key that a client would send for session affinity
-    calls_tool  its output is a tool call"""
+    tool        name of the tool that its output calls; empty: none"""
 
     number: int
     at: float
@@ -30,12 +31,12 @@ class Scenario:
     after: int = -1
     session: str = ""
     model: str = "m"
-    calls_tool: bool = False
+    tool: str = ""
 
     @property
     def cache_use(self) -> CacheUse:
         """Return its use of a pool's cached blocks; the pool recognises the session by its prefix."""
-        return CacheUse(pause=Pause.TOOL if self.calls_tool else Pause.ANSWERED)
+        return CacheUse(pause=Pause.TOOL, tools=tool_group((self.tool,))) if self.tool else CacheUse()
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,10 @@ class WithoutSessions:
     def rest(self, cache_use: CacheUse, block_ids: Sequence[int]) -> None:
         """Do nothing."""
 
-    def pause(self, request_id: str, reason: Pause) -> None:
+    def leave_first(self, block_ids: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def pause(self, request_id: str, reason: Pause, tools: int = 0) -> None:
         """Do nothing."""
 
     def close(self, session: str) -> None:

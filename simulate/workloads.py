@@ -2,96 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.hashing import HASH_BYTES
 from kvferry.simulate.scenario import Scenario
-
-Piece = tuple[str, int]
-"""Piece of text: an identifier of its content, and its length in tokens."""
-
-
-def hashes_of(pieces: Sequence[Piece], block_size: int) -> tuple[bytes, ...]:
-    """Return the hashes of the full blocks of consecutive pieces."""
-    found: list[bytes] = []
-    parent, part, room = b"", "", block_size
-    for name, tokens in pieces:
-        at = 0
-        while tokens - at >= room:
-            part += f"{name}:{at}+{room};"
-            at += room
-            parent = blake2b(parent + part.encode(), digest_size=HASH_BYTES).digest()
-            found.append(parent)
-            part, room = "", block_size
-        if at < tokens:
-            part += f"{name}:{at}+{tokens - at};"
-            room -= tokens - at
-    return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Parameters of a workload: number of requests, arrivals per second, seed and block size. Raises ConfigError."""
-
-    count: int
-    rate: float
-    seed: int = 0
-    block_size: int = 64
-
-    def __post_init__(self) -> None:
-        if self.count < 1 or not self.rate > 0:
-            raise ConfigError("a trace needs at least one request and a rate above 0", param="rate")
-
-
-class Writer:
-    """Collects a trace, with random times and lengths."""
-
-    def __init__(self, asked: Asked, name: str) -> None:
-        self.asked, self.rng = asked, random.Random(f"{asked.seed}/{name}")
-        self.trace: list[Scenario] = []
-
-    @property
-    def full(self) -> bool:
-        """Return whether the trace has all requests."""
-        return len(self.trace) >= self.asked.count
-
-    def times(self, rate: float) -> Iterator[float]:
-        """Yield random arrival times in seconds, as a Poisson process."""
-        now = 0.0
-        while True:
-            now += self.rng.expovariate(rate)
-            yield now
-
-    def length(self, median: int, spread: float = 0.6, least: int = 8) -> int:
-        """Draw a log-normal text length."""
-        return max(least, int(self.rng.lognormvariate(0.0, spread) * median))
-
-    def ask(
-        self, at: float, prompt: Sequence[Piece], output: int, *, after: int = -1, session: str = "",
-        calls_tool: bool = False,
-    ) -> Piece:  # fmt: skip
-        """Add a request and return its output as a piece."""
-        number = len(self.trace)
-        said = (f"out{number}", output)
-        hashes = hashes_of([*prompt, said], self.asked.block_size)
-        length = sum(tokens for _, tokens in prompt)
-        name = session or f"s{number}"
-        self.trace.append(Scenario(number, at, length, output, hashes, after, name, calls_tool=calls_tool))
-        return said
-
-    def talk(self, at: float, context: list[Piece], turns: int, said: int, output: int, pause_s: float) -> None:
-        """Add a conversation whose client waits for each answer, then for `pause_s` on average."""
-        session, after = f"s{len(self.trace)}", -1
-        for turn in range(turns):
-            context.append((f"{session}t{turn}", self.length(said)))
-            number = len(self.trace)
-            answer = self.ask(at, context, self.length(output, least=4), after=after, session=session)
-            context.append(answer)
-            at, after = self.rng.expovariate(1 / pause_s), number
+from kvferry.simulate.tool_agents import several_tools, tool_agents
+from kvferry.simulate.trace_writer import Asked, Writer
 
 
 def low_sharing(asked: Asked) -> list[Scenario]:
@@ -149,41 +65,6 @@ def _talks(
     return writer.trace
 
 
-def tool_agents(asked: Asked) -> list[Scenario]:
-    """Return a trace of agents of 12 applications, whose tools take 1 to 60 s, beside requests that come once.
-
-    A task takes 4 to 20 tool calls and ends with an answer; two of five users then go on, after 90 s on average. Three
-    of ten requests are not part of a task."""
-    writer = Writer(asked, "tool-agents")
-    once, tasks = asked.count * 3 // 10, asked.rate * 0.7 / 20
-    for at in writer.times(tasks):
-        if len(writer.trace) >= asked.count - once:
-            break
-        _agent(writer, at)
-    last = max(ask.at for ask in writer.trace if ask.after < 0)
-    for _ in range(once):
-        prompt = (f"once{len(writer.trace)}", writer.length(2500))
-        writer.ask(writer.rng.random() * last, [prompt], writer.length(200))
-    return writer.trace
-
-
-def _agent(writer: Writer, at: float) -> None:
-    rng, session, after, app = writer.rng, f"s{len(writer.trace)}", -1, writer.rng.randrange(12)
-    context = [(f"app{app}", 3000 + 500 * app), (f"{session}task", writer.length(600))]
-    while True:
-        for _ in range(rng.randint(4, 20)):
-            number = len(writer.trace)
-            call = writer.ask(at, context, writer.length(90), after=after, session=session, calls_tool=True)
-            context += [call, (f"{session}result{number}", writer.length(700))]
-            after, at = number, min(60.0, max(1.0, rng.lognormvariate(1.6, 1.0)))
-        number = len(writer.trace)
-        answer = writer.ask(at, context, writer.length(250), after=after, session=session)
-        if rng.random() < 0.6:
-            return
-        context += [answer, (f"{session}more{number}", writer.length(80))]
-        after, at = number, rng.expovariate(1 / 90)
-
-
 def bursts(asked: Asked) -> list[Scenario]:
     """Return a trace in which two of ten seconds have six tenths of the requests; requests share prefixes."""
     writer = Writer(asked, "bursts")
@@ -227,6 +108,7 @@ WORKLOADS: Mapping[str, Callable[[Asked], list[Scenario]]] = {
     "chat": chat,
     "agents": agents,
     "tool-agents": tool_agents,
+    "several-tools": several_tools,
     "bursts": bursts,
     "documents": documents,
     "mixed-models": mixed_models,

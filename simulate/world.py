@@ -167,7 +167,7 @@ class World:
         assert prefill is not None
         assert decode is not None
         machine = decode.machine
-        blocks = max(0, blocks_for(run.length, machine.block_size) - run.here)
+        blocks = max(0, machine.blocks_for(run.length) - run.here)
         block_s = machine.block_bytes / machine.ship_bytes_per_s
         free = max(run.begun_s, prefill.link_free, decode.link_free) + blocks * block_s
         prefill.link_free = decode.link_free = free

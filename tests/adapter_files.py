@@ -35,7 +35,10 @@ def save_adapter(
     tensors = {}
     for index, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]
         for target in targets:
-            weight = layer.get_submodule(module_of(target)).weight
+            module = dict(layer.named_modules()).get(module_of(target))
+            if module is None:  # of a layer that reads another layer's K/V
+                continue
+            weight = module.weight
             name = f"base_model.model.model.layers.{index}.{module_of(target)}"
             tensors[f"{name}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=numbers) * size
             tensors[f"{name}.lora_B.weight"] = torch.randn(weight.shape[0], rank, generator=numbers) * size

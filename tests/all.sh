@@ -2,26 +2,30 @@
 # What `make test` runs: linters and all tests, so that two cores always have something to do.
 #   tests/all.sh PYTHON LOGS LINT...    Python of the environment, an existing folder for logs, command of the linters
 #
+# first     in a fresh clone, pytest's rewritten tests: otherwise each of the processes below makes all of them
 # linters   at idle priority, from the beginning
 # beside    tests that only compute and time nothing: the same, until the end; most of their time is what clusters leave
 # tests without clusters, in five processes, which mostly wait, the longest files first (tests/longest.py)
 # clusters  three at a time: they mostly wait; then, one by one, those that tests/alone.py names
 #
+# Long matrices run in a short form (tests/short_form.py), all of them in `make test-matrix`.
 # A pytest that still runs after 40 minutes tells where each of its threads is, and ends.
 set -uo pipefail
 python=$1 logs=$2
 shift 2
 
 engine() { printf 'tests/engine/test_%s.py ' "$@"; }
-BESIDE="tests/kernels tests/virtual tests/simulate $(engine local_parity adapters adapters_gguf hf_packed models models_cpu \
-  models_gguf models_quantised ranks ranks_adapters ranks_apart ranks_experts ranks_invariant sampler)"
+BESIDE="tests/kernels tests/virtual tests/simulate $(engine local_parity adapters adapters_gguf encoders hf hf_packed models \
+  models_cpu models_dense_families models_gguf models_gguf_dense models_gguf_experts models_gguf_gemma models_gguf_hybrid \
+  models_hybrid models_latent models_mixtures models_multimodal models_quantised models_shaped ranks ranks_adapters \
+  ranks_apart ranks_experts ranks_invariant sampler vision_models window_models window_pages)"
 CLUSTERS="tests/cluster tests/chaos tests/clients tests/attack"
 SELECTED="not clients and not images and not engines"
 idle="nice -n 19"
 command -v chrt > /dev/null && idle="chrt --idle 0"
 failed=0
 KVFERRY_TEST_RUN=$(mktemp -d) # tests/once_a_run.py
-export KVFERRY_TEST_RUN PYTHONUNBUFFERED=1
+export KVFERRY_TEST_RUN KVFERRY_TEST_SHORT=1 PYTHONUNBUFFERED=1
 bounded="timeout --foreground --signal=ABRT --kill-after=30 2400"
 
 # shellcheck disable=SC2086
@@ -41,12 +45,19 @@ job() {
 }
 
 # shellcheck disable=SC2086
+job lint $idle "$@" & lint=$!
+trap 'kill $lint 2> /dev/null; rm -rf "$KVFERRY_TEST_RUN"' EXIT
+trap 'exit 130' INT TERM
+# shellcheck disable=SC2046,SC2086
+if [ ! -d tests/__pycache__ ]; then
+  "$python" -m pytest --collect-only -qq $CLUSTERS $BESIDE > "$logs/collected-beside.log" 2>&1 & half=$!
+  "$python" -m pytest --collect-only -qq $(printf -- '--ignore=%s ' $CLUSTERS $BESIDE) > "$logs/collected.log" 2>&1
+  wait $half
+fi
+# shellcheck disable=SC2086
 job beside $idle "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 3000 -o faulthandler_timeout=3100 \
   $BESIDE & beside=$!
-# shellcheck disable=SC2086
-job lint $idle "$@" & lint=$!
 trap 'kill $beside $lint 2> /dev/null; rm -rf "$KVFERRY_TEST_RUN"' EXIT
-trap 'exit 130' INT TERM
 
 # shellcheck disable=SC2086
 run -n 5 --dist loadfile --no-loadscope-reorder $(printf -- '--ignore=%s ' $CLUSTERS $BESIDE)

@@ -11,8 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequ
 from functools import cache
 from typing import Any
 
+import fastapi.routing
 import httpx
 import uvicorn
+from fastapi.utils import create_model_field
 from starlette.types import ASGIApp
 
 from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
@@ -37,26 +39,22 @@ from kvferry.router.batch.batches import Batches
 from kvferry.router.batch.redis_store import cluster_files
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dispatch.cluster import RouterCluster
-from kvferry.router.dispatch.interface import (
-    Cluster,
-    ClusterInfo,
-    Enough,
-    Fork,
-    Output,
-    RenderedMedia,
-    RequestSpec,
-    Route,
-)
+from kvferry.router.dispatch.interface import Cluster, ClusterInfo, Enough, Fork, Output, RequestSpec, Route
 from kvferry.router.dispatch.pending_requests import PendingRequests
+from kvferry.router.dispatch.prompt_media import RenderedMedia
 from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_model
 from kvferry.router.text.text_model import TextModel
 from kvferry.runtime.rejection_throttle import RejectionThrottle
 from tests.memory_responses import MemoryResponses
+from tests.shared_verdicts import share_verdicts
 
 EOS = 2
 Script = Callable[[RequestSpec], Sequence[Output | KvferryError]]
+fastapi.routing.create_model_field = cache(create_model_field)  # type: ignore[attr-defined]
+"""What FastAPI makes of the types of answers: once a process, not again for the application of each
+test, of which it takes a quarter."""
 
 
 @cache
@@ -74,7 +72,7 @@ class FakeDispatch:
         self.route: Route | None = None
         self.fork: Fork | None = None
         self.cancelled = asyncio.Event()
-        self.enough = self.called_tool = False
+        self.enough, self.called_tools = False, set[str]()
         self.yielded = self.heard = 0
         self._listener: Callable[[Output], None] | None = None
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
@@ -100,8 +98,8 @@ class FakeDispatch:
     def listen(self, listener: Callable[[Output], None] | None) -> None:
         self._listener = listener
 
-    def calls_tool(self) -> None:
-        self.called_tool = True
+    def calls_tools(self, names: Collection[str]) -> None:
+        self.called_tools = set(names)
 
     async def cancel(self, *, enough: bool = False) -> None:
         self.enough = enough
@@ -269,6 +267,7 @@ def app_of(
     settings = settings or RouterSettings()
     tenant_registry = TenantRegistry(settings)
     pools = ServedModels(pool_of(text, cluster, metrics, settings, tenant_registry))
+    share_verdicts(pools.first.checker, text)
     board = board or unwatched(metrics)
     return create_app(
         settings, pools, metrics, tenant_registry, kept, batches, board, None, throttle, ownership, journals

@@ -120,7 +120,8 @@ def browser(profile: Path) -> Iterator[Page]:
     to_browser, from_browser = os.pipe(), os.pipe()
     argv = [
         CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        "--disable-background-networking", "--no-proxy-server", f"--user-data-dir={profile}", "--remote-debugging-pipe",
+        "--disable-background-networking", "--no-proxy-server", "--use-fake-device-for-media-stream",
+        "--use-fake-ui-for-media-stream", f"--user-data-dir={profile}", "--remote-debugging-pipe",
     ]  # fmt: skip
     shell = ["bash", "-c", f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}', "bash", *argv]
     process = subprocess.Popen(

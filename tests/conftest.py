@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests.alone import mark
 from tests.crowded import SecondTries, send_at_once
 from tests.longest import begin_first
+from tests.short_form import shorten
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -46,8 +47,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before -m selects."""
+    config.hook.pytest_deselected(items=shorten(items))
     mark(items)
     begin_first(items)
     tries = SecondTries()

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any, Self
 
 import uvicorn
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -22,7 +23,7 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.adapters import AdapterName, ChangeAdapter
 from kvferry.protocol.errors import KvferryError, StreamGone, TransferFailed
 from kvferry.protocol.lease import Load, NodeLease
-from kvferry.protocol.media import RenderRequest, joined, with_data, without_data
+from kvferry.protocol.media import Encoded, EncodeRequest, RenderRequest, joined, with_data, without_data
 from kvferry.protocol.messages import (
     AttemptFailed,
     CancelRequest,
@@ -92,7 +93,8 @@ class FakeWorker:
     hangs). A decode node crashes after `crash_after` deltas, and answers attempts with `refusal` if there is one. A
     prompt that begins with the token DEADLY crashes anyone who runs it, a decode node after a moment. Streams are
     handed over after `move_wait_s`, which is told `move_lag_s` later, unless `move_refusals` has an answer. Prompts
-    with media are answered with the first of `prompts`: a message, an error or CRASH."""
+    with media are answered with the first of `prompts`: a message, an error or CRASH. Requests to encode are answered
+    with the first of `encodings`, which may be SILENCE, too, or as asked."""
 
     node_id: str
     role: str
@@ -118,6 +120,9 @@ class FakeWorker:
     store: MemoryStore | None = None
     prompts: list[Any] = field(default_factory=list)
     rendered: list[RenderRequest] = field(default_factory=list)
+    render_s: float = 0.0
+    encodings: list[Any] = field(default_factory=list)
+    encoded: list[EncodeRequest] = field(default_factory=list)
 
     async def start(self) -> None:
         self._queues: dict[str, asyncio.Queue[StepFrame | None]] = {}
@@ -132,6 +137,7 @@ class FakeWorker:
             HttpRoute("/attempts/cancel", self._cancel, methods=["POST"]),
             HttpRoute("/sessions", self._sessions, methods=["POST"]),
             HttpRoute("/attempts/render", self._render, methods=["POST"]),
+            HttpRoute("/attempts/encode", self._encode, methods=["POST"]),
             HttpRoute("/attempts/move", self._move, methods=["POST"]),
             HttpRoute("/adapters", self._change_adapter, methods=["POST"]),
             HttpRoute("/streams/{router}", self._stream),
@@ -213,8 +219,9 @@ class FakeWorker:
                 return
 
     async def _prefill(self, request: Request) -> Response:
-        message = unpack(await request.body())
+        message, *datas = FrameReader().feed(await request.body())
         assert isinstance(message, PrefillRequest)
+        message = replace(message, job=replace(message.job, media=joined(message.job.media, datas)))
         self.prefills.append(message)
         if self.refusal:
             return _error(self.refusal)
@@ -265,13 +272,27 @@ class FakeWorker:
         assert isinstance(message, RenderRequest)
         self.rendered.append(message)
         answer = self.prompts.pop(0)
+        await asyncio.sleep(self.render_s)
         if answer == CRASH:
             self.crash()
+        if answer == SILENCE:
+            await asyncio.sleep(60)
         if isinstance(answer, KvferryError):
             return _error(answer)
         media = getattr(answer, "media", ())
         message = pack(replace(answer, media=without_data(media)) if media else answer)
         return Response(with_data(message, media))
+
+    async def _encode(self, request: Request) -> Response:
+        message, *datas = FrameReader().feed(await request.body())
+        assert isinstance(message, EncodeRequest)
+        self.encoded.append(replace(message, media=joined(message.media, datas)))
+        answer = self.encodings.pop(0) if self.encodings else Encoded(len(message.media))
+        if answer == CRASH:
+            self.crash()
+        if answer == SILENCE:
+            await asyncio.sleep(60)
+        return _error(answer) if isinstance(answer, KvferryError) else Response(pack(answer))
 
     async def _move(self, request: Request) -> Response:
         message = unpack(await request.body())
@@ -447,8 +468,15 @@ class Bench:
         return self.cluster.start(RequestSpec(call, "r", tuple(prompt), Generate(params), **spec))
 
     def rungs(self) -> dict[str, int]:
-        (retries,) = self.metrics.retries.collect()
-        return {s.labels["rung"]: int(s.value) for s in retries.samples if s.name.endswith("_total") and s.value}
+        return self._counted(self.metrics.retries, "rung")
+
+    def placements(self) -> dict[str, int]:
+        return self._counted(self.metrics.placements, "kind")
+
+    @staticmethod
+    def _counted(counter: Counter, label: str) -> dict[str, int]:
+        (family,) = counter.collect()
+        return {s.labels[label]: int(s.value) for s in family.samples if s.name.endswith("_total") and s.value}
 
 
 def ids(outputs: Sequence[Output]) -> list[int]:
@@ -470,3 +498,8 @@ def prefill(node_id: str = "p1", **fields: Any) -> FakeWorker:
 
 def decode(node_id: str = "d1", **fields: Any) -> FakeWorker:
     return FakeWorker(node_id, "decode", **fields)
+
+
+def encode(node_id: str = "e1", **fields: Any) -> FakeWorker:
+    changes = {"modalities": ("image",), **fields.pop("changes", {})}
+    return FakeWorker(node_id, "encode", changes=changes, **fields)

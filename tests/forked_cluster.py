@@ -21,48 +21,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tests.chaos.zygote import IMPORT_S, IMPORTED, LIBC, PR_SET_PDEATHSIG, Forked, adopt_orphans, fork_for_requests
+from tests.forked_process import ForkedProcess
 
 ROOT = Path(__file__).parents[1]
 PR_SET_NAME = 15
 TITLE_BYTES = 8192
 """Room for the command line that a forked process shows in `ps`."""
-
-
-class ForkedServe:
-    """A forked `kvferry serve`: what tests use of a Popen."""
-
-    def __init__(self, pid: int, stdout: IO[str], stderr: IO[str]) -> None:
-        self.pid, self.stdout, self.stderr = pid, stdout, stderr
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
-        until = time.monotonic() + timeout if timeout is not None else float("inf")
-        while (status := self.poll()) is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("kvferry serve", timeout or 0.0)
-            time.sleep(0.01)
-        return status
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
@@ -78,7 +45,7 @@ class ForkServer:
         self._socket.settimeout(IMPORT_S)
         assert self._socket.recv(16) == b"imported", "the process to fork from did not start"
 
-    def serve(self, words: Sequence[str], env: dict[str, str]) -> ForkedServe:
+    def serve(self, words: Sequence[str], env: dict[str, str]) -> ForkedProcess:
         """Run `kvferry serve` with these words."""
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         asked = {"words": words, "env": env, "parent": os.getpid()}
@@ -88,7 +55,7 @@ class ForkServer:
         adopt_orphans(before)
         os.close(out_end)
         os.close(err_end)
-        return ForkedServe(pid, os.fdopen(out), os.fdopen(err))
+        return ForkedProcess(pid, os.fdopen(out), os.fdopen(err))
 
 
 @functools.cache
@@ -165,7 +132,7 @@ def _run(argv: list[str], env: dict[str, str], stdout: int, stderr: int) -> None
     os.dup2(stderr, 2)
     os.environ.clear()
     os.environ.update(env)
-    _show(argv)
+    show(argv)
     sys.argv = ["kvferry", *argv[argv.index("-m") + 2 if "-m" in argv[:3] else 1 :]]
     try:
         importlib.import_module("kvferry.cli.main").main()
@@ -173,9 +140,9 @@ def _run(argv: list[str], env: dict[str, str], stdout: int, stderr: int) -> None
         os._exit(4)
 
 
-def _show(argv: list[str]) -> None:
-    """Show this command line in /proc, where an exec would put it."""
-    LIBC.prctl(PR_SET_NAME, b"kvferry", 0, 0, 0)
+def show(argv: Sequence[str], name: bytes = b"kvferry") -> None:
+    """Show this command line in /proc, where an exec would put it. name: of the process."""
+    LIBC.prctl(PR_SET_NAME, name, 0, 0, 0)
     after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(after_name[45]), int(after_name[46])
     text = b"\0".join(word.encode() for word in argv)

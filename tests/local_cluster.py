@@ -23,14 +23,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.protocol.lease import NodeLease
-from tests.forked_cluster import ForkedServe, fork_server
+from tests.forked_cluster import fork_server
+from tests.forked_process import ForkedProcess
 from tests.waiting import wait_for
 
 START_S = 120.0
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 MODEL = "SmolLM2-135M-Instruct"
-Served = subprocess.Popen[str] | ForkedServe
+Served = subprocess.Popen[str] | ForkedProcess
 
 
 @dataclass

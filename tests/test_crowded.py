@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.crowded import send_at_once
+from tests import crowded
+from tests.crowded import in_time, send_at_once
 
 PAIRS = 50
 DELAYED_S = 0.04
@@ -56,3 +57,11 @@ def test_this_process_does_not_wait(pytestconfig: pytest.Config) -> None:
     if sock is None:
         pytest.skip("no other process runs tests")
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(("seconds", "busy", "fine"), [(1.9, False, True), (2.0, False, False), (2.1, True, True)])
+def test_what_takes_long_is_late_unless_others_want_the_cores(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, busy: bool, fine: bool
+) -> None:
+    monkeypatch.setattr(crowded, "crowded", lambda: busy)
+    assert in_time(seconds, 2.0) is fine

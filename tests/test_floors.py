@@ -25,7 +25,9 @@ FLOORS = {
     "cluster_state": 2,
     "worker": 3,
     "prefill_worker": 4,
+    "encode_worker": 4,
     "decode_worker": 4,
+    "speech_worker": 4,
     "engine_adapter": 4,
     "router": 4,
     "elastic_worker": 5,
@@ -45,7 +47,7 @@ TORCHLESS = [
     "endpoint_picker",
     "simulate",
 ]
-WORKERS = ["torch", "transformers", "safetensors", "ucxx", "libucx", "triton", "accelerate", "numpy", "gguf"]
+WORKERS = ["torch", "transformers", "safetensors", "ucxx", "libucx", "triton", "accelerate", "numpy", "gguf", "PIL"]
 """What a router's environment lacks."""
 TRANSFORMERS_DOOR = Path("engine/models/hf.py")
 

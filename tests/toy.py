@@ -14,6 +14,7 @@ from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
+from kvferry.engine.media.encoder import EmbeddingSource, MediaEncoder
 from kvferry.engine.models.base import ForwardAbandoned, Model, ModelInfo, SuspendedPass, Wanted
 from kvferry.engine.runner import Runner
 from kvferry.kernels.batch_plan import BatchPlan
@@ -110,12 +111,15 @@ def make_engine(
     masks: GrammarMasks | None = None,
     drafts: int = 0,
     runs: type[Runner] = Runner,
+    model: ToyModel | None = None,
+    encoder: MediaEncoder | None = None,
+    embeddings: EmbeddingSource | None = None,
 ) -> Engine:
     """An engine around the toy model with small limits."""
     kv = torch.full((num_blocks, 1, 2, 1, block_size, 1), -1.0)
     config = EngineConfig(FINGERPRINT, block_size, 256, Limits(budget, beside, seqs), drafts=drafts)
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=caching)
-    return Engine(config, runs(ToyModel(), kv, block_size, masks), pool)
+    return Engine(config, runs(model or ToyModel(), kv, block_size, masks), pool, None, encoder, embeddings)
 
 
 def make_job(name: str, token_ids: list[int], max_tokens: int = 8, *, attempt: int = 0, **params: object) -> Job:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -18,9 +18,11 @@ import kvferry.worker.node as node_module
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.decode_worker.service import DecodeService
 from kvferry.elastic_worker.service import ElasticService
+from kvferry.encode_worker.service import EncodeService
 from kvferry.engine.engine import Engine
 from kvferry.engine.runner import Runner
 from kvferry.prefill_worker.service import PrefillService
+from kvferry.protocol.media import with_data, without_data
 from kvferry.protocol.messages import (
     AttemptFailed,
     CancelRequest,
@@ -37,13 +39,14 @@ from kvferry.protocol.stream_messages import Seen
 from kvferry.protocol.wire import FrameReader, pack
 from kvferry.runtime.signals import StopSignal
 from kvferry.worker.engine_parts import EngineParts
+from kvferry.worker.media_loading import NodeMedia
 from kvferry.worker.node import Ending, Node
 from kvferry.worker.runtime import WorkerRuntime
 from tests.toy import FINGERPRINT, ToyModel, make_engine
 from tests.waiting import until
 
 PATIENCE_S = 15.0
-SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}
+SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService, "encode": EncodeService}
 """Of nodes that keep their role."""
 
 
@@ -142,7 +145,10 @@ class Worker:
         tables += [mounted.fetches._asker.transfers, mounted.supplies._giving]
         if not self.link_lost:
             tables += [mounted.arrivals._open, mounted.sender.transfers, mounted.arrivals.receiver.transfers]
+        if mounted.embeddings is not None:
+            tables += [mounted.embeddings._open, mounted.embeddings._coming]
         halves: list[Any] = [service.prefill, service.decode] if isinstance(service, ElasticService) else [service]
+        halves = [half for half in halves if not isinstance(half, EncodeService)]
         for half in halves:
             prefills = isinstance(half, PrefillService)
             tables += [half._answers, half._ships._offers] if prefills else [half._buddies._making]
@@ -234,11 +240,11 @@ class Router:
         return any(d.request_id == request_id and d.finish_reason for d in self.deltas)
 
     async def _post(self, worker: Worker, path: str, message: Any) -> httpx.Response:
-        return await self._http.post(f"{worker.node.face.url}/attempts/{path}", content=pack(message))
+        return await self._http.post(f"{worker.node.face.url}/attempts/{path}", content=_packed(message))
 
     async def _read_answer(self, answer: Answer, request: PrefillRequest) -> None:
         url = f"{self.prefill.node.face.url}/attempts/prefill"
-        async with self._http.stream("POST", url, content=pack(request)) as response:
+        async with self._http.stream("POST", url, content=_packed(request)) as response:
             answer.status = response.status_code
             if response.status_code != 200:
                 await response.aread()
@@ -267,11 +273,20 @@ class Router:
                     await self._http.post(f"{url}/seen", content=pack(Seen(self.seen)))
 
 
-def of_toy(engine: Engine) -> EngineParts:
-    """All that is assembled around an engine of the toy model."""
-    layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
+def _packed(message: Any) -> bytes:
+    """A message as a router sends it, with its media's data behind it."""
+    job = getattr(message, "job", None)
+    if job is None or not job.media:
+        return pack(message)
+    return with_data(pack(replace(message, job=replace(job, media=without_data(job.media)))), job.media)
+
+
+def of_toy(engine: Engine, media: NodeMedia | None = None) -> EngineParts:
+    """All that is assembled around an engine of a toy model."""
+    info = engine.runner.model.info
+    layout = info.layout(ToyModel.dtype, engine.config.block_size)
     kv = cast(Runner, engine.runner).kv
-    return EngineParts(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+    return EngineParts(engine, kv, info, layout, FINGERPRINT, engine.longest, media=media)
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,7 @@
 """Pools of a node's ranks, one per device, presented as one pool to the link and the tiers.
 
-Whole blocks pass through rows of host memory. Each rank reads or writes its own part of a row."""
+Whole blocks pass through rows of host memory. Each rank of this host reads or writes its own part of a row; ranks of
+other hosts exchange theirs over their lines (`worker.hosts.remote_parts`)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from kvferry.kv_transfer.ports import BlockMemory
 from kvferry.protocol.errors import reason
 from kvferry.runtime.limits import available_memory
 from kvferry.runtime.rank_channel import RankChannel, RankChannels
+from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import GIB, MEMORY_MARGIN
 from kvferry.worker.segments import Move, Segments
 from kvferry.worker.shared_rows import SharedRows
@@ -35,10 +37,19 @@ class DeviceRankPool(BlockMemory):
 
     Calls raise DeviceLost once a rank has failed to move its part, or once host memory for the link's rows has run out:
     it is then unknown which parts moved. `lost` says why. The node must end then; link and tiers survive the exception.
-    """
 
-    def __init__(self, own: Segments, rows: SharedRows, lines: RankChannels, others: int, block_bytes: int) -> None:
-        self._own, self._rows, self._lines, self._others = own, rows, lines, others
+    others: all ranks but this one. remote: parts of those that run on other hosts."""
+
+    def __init__(
+        self,
+        own: Segments,
+        rows: SharedRows,
+        lines: RankChannels,
+        others: int,
+        block_bytes: int,
+        remote: Sequence[RemotePart] = (),
+    ) -> None:
+        self._own, self._rows, self._lines, self._others, self._remote = own, rows, lines, others, remote
         self._block_bytes = block_bytes
         self._lock, self.lost = threading.Lock(), ""
         self._numbers: dict[int, int] = {}
@@ -122,8 +133,15 @@ class DeviceRankPool(BlockMemory):
             raise DeviceLost(self.lost)
         try:
             self._lines.tell(pickle.dumps(call))
+            rows = [self._rows[number] for number in call.rows] if isinstance(call, Move) else []
+            if isinstance(call, Move) and not call.out:
+                for part in self._remote:
+                    part.send(rows)
             found = _do(call, self._own, self._rows)
             answers = [self._lines.hear(other).decode() for other in range(self._others)]
+            if isinstance(call, Move) and call.out and not any(answers):
+                for part in self._remote:
+                    part.receive(rows)
         except Exception as error:
             self.lost = f"blocks no longer reach all ranks: {reason(error)}"
             raise DeviceLost(self.lost) from error
@@ -151,7 +169,7 @@ def _do(call: int | Move, own: Segments, rows: SharedRows) -> Sequence[int]:
     """Execute one call: a number grows the shared rows by so many, a Move copies this rank's part."""
     if isinstance(call, int):
         return rows.grow(call)
-    own.move(call)
+    own.move(call, rows)
     return ()
 
 

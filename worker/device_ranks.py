@@ -10,15 +10,16 @@ import torch
 from kvferry.engine.models.base import Model
 from kvferry.engine.ranks.device_group import DeviceGroup
 from kvferry.engine.ranks.group import Group
+from kvferry.engine.ranks.meeting import FileMeeting, Meeting
 from kvferry.engine.ranks.sharded_model import ShardedModel
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.runtime.rank_channel import RankChannels
 from kvferry.worker.device_rank_pool import DeviceRankPool
+from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import available_bytes, make_pool
 from kvferry.worker.rank_memory import RankMemory
-from kvferry.worker.ranks import Ranks
-from kvferry.worker.segments import Segments
+from kvferry.worker.ranks import MOVES, Ranks
+from kvferry.worker.segments import RankPart, Segments
 from kvferry.worker.shared_rows import SharedRows
 
 
@@ -28,19 +29,15 @@ class DeviceRanks(Ranks):
     device: rank 0's; the other ranks use the devices after it. Raises OSError, ConfigError."""
 
     def __init__(self, settings: WorkerSettings, device: torch.device) -> None:
-        ranks = settings.tensor_parallel_size
-        self._moves = RankChannels(ranks - 1)
-        self._meeting_fd = os.memfd_create("meeting", os.MFD_CLOEXEC)
-        self._joined = DeviceGroup(0, ranks, device, self._meeting_fd)
         super().__init__(settings, device)
-        os.close(self._meeting_fd)
         self._moves.given()
 
     def lead(self, model: Model) -> ShardedModel:
         """Wait for all ranks to load their shards, then connect the device group. Raises ConfigError."""
         led = super().lead(model)
-        self._told(b"")  # all have loaded: connect has a deadline that loading could exceed
-        self._joined.connect()
+        # All have loaded: connect has a deadline that loading could exceed.
+        self._told(self._meeting.where)
+        self._joined.connect(self._meeting.where)
         return led
 
     def available(self, layout: KVLayout, beside: int) -> float:
@@ -57,8 +54,9 @@ class DeviceRanks(Ranks):
         kv = make_pool(layout.of_rank(ranks), blocks, self.device)
         self._told(pickle.dumps((layout, blocks)))
         rows = SharedRows(self._pool_fd, layout.block_bytes)
-        own = Segments(kv, layout, 0, ranks, rows)
-        self.pool = DeviceRankPool(own, rows, self._moves, ranks - 1, layout.block_bytes)
+        own, first = Segments(kv, layout, 0, ranks), self._settings.ranks_per_host
+        remote = [RemotePart(RankPart.of(layout, rank, ranks), self._moves, rank - 1) for rank in range(first, ranks)]
+        self.pool = DeviceRankPool(own, rows, self._moves, ranks - 1, layout.block_bytes, remote)
         return kv
 
     def close(self) -> None:
@@ -68,7 +66,14 @@ class DeviceRanks(Ranks):
         self._joined.close()
 
     def _group(self, memory: RankMemory) -> Group:
+        self._moves = self._channels(MOVES)
+        self._meeting = self._met()
+        self._joined = DeviceGroup(0, self._settings.tensor_parallel_size, self.device, self._meeting)
         return self._joined
 
+    def _met(self) -> Meeting:
+        """Return where the device groups of all ranks meet."""
+        return FileMeeting(os.memfd_create("meeting", os.MFD_CLOEXEC))
+
     def _given(self, rank: int) -> tuple[int, ...]:
-        return (*super()._given(rank), self._moves.give(rank - 1), self._meeting_fd)
+        return (*super()._given(rank), self._moves.give(rank - 1), *self._meeting.inherited)

@@ -12,6 +12,7 @@ from kvferry.engine.ledger import Ledger
 from kvferry.engine.models.base import Model
 from kvferry.engine.runner import Runner
 from kvferry.engine.shared_cores.core_turns import CoreTurns
+from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import KVLayout
 from kvferry.worker.pool_memory import make_pool
 
@@ -42,6 +43,11 @@ def make_draft(
     The pool has as many blocks as the target model's, so it holds the same tokens."""
     if model is None or layout is None:
         return None
+    if model.info.state_floats:
+        raise ConfigError(
+            f"{model.info.name} has recurrent layers, which a draft model must not have: they cannot take a token back",
+            param="speculative_model",
+        )
     runner = Runner(model, make_pool(layout, num_blocks, model.device), layout.block_size)
     log.info("draft model %s, %.2f GiB of KV blocks", model.info.name, num_blocks * layout.block_bytes / GIB)
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=prefix_caching)

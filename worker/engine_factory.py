@@ -31,14 +31,25 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.adapters import read_first
 from kvferry.worker.draft_factory import draft_layout, make_draft
+from kvferry.worker.encode_factory import assemble_encode_node
 from kvferry.worker.encoder_factory import assemble_encoder
 from kvferry.worker.engine_parts import EngineParts, arithmetic
 from kvferry.worker.grammar_masks import make_masks
 from kvferry.worker.invariance import require_batch_invariance
 from kvferry.worker.kv_format import kv_format
+from kvferry.worker.media_loading import load_media
 from kvferry.worker.model import load
-from kvferry.worker.pool_memory import GIB, make_pool, pool_blocks
+from kvferry.worker.pool_memory import GIB, available_bytes, make_pool, pool_blocks
 from kvferry.worker.rank_launcher import start_ranks
+from kvferry.worker.recurrent_states import (
+    drafts_of,
+    make_states,
+    require_no_ranks,
+    require_room,
+    rows_bytes,
+    state_requests,
+)
+from kvferry.worker.window_layers import divide, longest_chain, pool_tokens
 
 log = logging.getLogger("kvferry.worker")
 
@@ -50,7 +61,11 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         torch.cuda.set_device(device)
         refuse_expandable_segments(os.environ)
     source = resolve_runnable(settings.model, settings.load_format)
+    if settings.role == "encode":
+        return assemble_encode_node(settings, source, device, progress)
     task = read_task(source, "last")
+    if task.kind == "transcribe":
+        raise ConfigError("a model that transcribes speech has decode nodes alone: kvferry decode", param="model")
     if task.encoder:
         if settings.load_format == "dummy":
             raise ConfigError("dummy weights are supported for decoders only", param="load_format")
@@ -59,42 +74,52 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=graphs)
     decodes = settings.role == "decode" or settings.elastic
     drafting = resolve_draft(settings, source) if decodes else None
-    ranks = start_ranks(settings, device)
+    ranks = start_ranks(settings, device, source.revision)
     model = load(
         settings, source, device, ops, progress, settings.weights_fd, ranks.part if ranks is not None else None
     )
     if ranks is not None:
         model = ranks.lead(model)
+    else:
+        divide(settings, model)
+    require_no_ranks(settings, model.info)
+    media = load_media(settings, source, model.dtype, device)
     if settings.batch_invariant:
         require_batch_invariance(model)
-    small = load(settings, drafting, device, ops) if drafting is not None else None
+    drafts = drafts_of(settings, model.info)
+    small = load(settings, drafting, device, ops) if drafting is not None and drafts else None
     kv_dtype = kv_format(settings, model, small)
     dtype = kv_dtype or model.dtype
     layout = model.info.layout(dtype, settings.block_size)
     small_layout = draft_layout(small, settings.block_size, kv_dtype)
     beside = small_layout.block_bytes if small_layout is not None else 0
-    available = ranks.available(layout, beside) if ranks is not None else None
+    available = ranks.available(layout, beside) if ranks is not None else available_bytes(device)
+    with_states = state_requests(settings, model.info, available)
+    available -= rows_bytes(model.info, with_states)
     num_blocks = pool_blocks(settings, layout.block_bytes + beside, device, available)
     kv = ranks.make_pool(layout, num_blocks) if ranks is not None else make_pool(layout, num_blocks, device)
-    max_model_len = longest_sequence(settings, model.info, num_blocks)
-    fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     limits = step_limits(settings, device, ops.instruction_set if isinstance(ops, CpuOps) else "")
+    room = longest_chain(layout, num_blocks - require_room(model.info, layout, num_blocks), limits)
+    max_model_len = longest_sequence(settings, model.info, room)
+    fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops), model.info.state_floats)
     shares = settings.cores_fd >= 0 and device.type == "cpu"
     config = EngineConfig(
         fingerprint, settings.block_size, max_model_len, limits,
-        shares_cores=shares and decodes, drafts=settings.num_speculative_tokens,
+        shares_cores=shares and decodes, drafts=drafts,
     )  # fmt: skip
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
     pooler = Pooler(load_dense(source, task.dense, device))
     masks = make_masks(source, model.info.vocab_size)
     shift = CoreTurns(CoreLock(settings.cores_fd), settings.itl_target_ms / 1000) if shares else None
-    runner = Runner(model, kv, settings.block_size, masks, pooler, shift)
+    states = make_states(model.info, with_states, kv, device)
+    runner = Runner(model, kv, settings.block_size, masks, pooler, shift, states)
     draft = make_draft(
         small, small_layout, num_blocks, prefix_caching=settings.enable_prefix_caching,
         chunk=limits.max_num_batched_tokens // 4, vocab_size=model.info.vocab_size, shift=shift,
     )  # fmt: skip
-    engine = Engine(config, runner, pool, draft)
-    if decodes and settings.canary_rate:
+    encoding = (media.encoder, media.embeddings) if media is not None else (None, None)
+    engine = Engine(config, runner, pool, draft, *encoding)
+    if decodes and settings.canary_rate and engine.states is None:
         tolerated = tolerance(model.dtype, dtype, exact=settings.batch_invariant)
         engine.canary = Canary(
             pool, engine.request_table, runner, engine.events,
@@ -104,7 +129,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     for _, adapter in adapters:
         engine.adapters.put(adapter)
     log.info(
-        "%s in %s on %s, %d %s KV blocks of %d tokens (%.2f GiB), ops %s",
+        "%s in %s on %s, %d %s KV blocks of %d tokens (%.2f GiB, %d tokens), ops %s",
         model.info.name,
         "+".join([str(model.dtype).removeprefix("torch."), *model.info.revision.split("+")[1:]]),
         device,
@@ -112,15 +137,18 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         layout.dtype,
         settings.block_size,
         num_blocks * layout.block_bytes / GIB,
+        pool_tokens(layout, num_blocks, max_model_len),
         f"{ops.name} ({ops.instruction_set}, {ops.threads} threads)" if isinstance(ops, CpuOps) else ops.name,
     )
     names = tuple(name for name, _ in adapters)
     eos = read_facts(source).eos_token_ids if settings.enable_scale_out else ()
-    return EngineParts(engine, kv, model.info, layout, fingerprint, max_model_len, names, ranks, eos)
+    return EngineParts(engine, kv, model.info, layout, fingerprint, max_model_len, names, ranks, eos, media)
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name; auto: CUDA if a GPU is available, else the CPU. Raises ConfigError."""
+    """Return the device of that name; auto: a GPU if torch has one, else the CPU. Raises ConfigError.
+
+    torch calls GPUs of AMD cuda, too."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -128,7 +156,7 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}", param="device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is available; use --device cpu", param="device")
+        raise ConfigError("torch finds no GPU; use --device cpu", param="device")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise ConfigError(f"there is no {name}; the last GPU is cuda:{last}", param="device")

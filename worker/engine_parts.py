@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.engine.engine import Engine
+from kvferry.engine.media.local_embeddings import LocalEmbeddings
 from kvferry.engine.models.base import Computing, ModelInfo
 from kvferry.kernels.cpu import CpuOps
 from kvferry.kernels.ops import Ops
@@ -14,8 +15,10 @@ from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.device_rank_pool import DeviceRankPool
+from kvferry.worker.media_loading import NodeMedia
 from kvferry.worker.pool_memory import GIB
 from kvferry.worker.ranks import Ranks
+from kvferry.worker.window_layers import pool_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class EngineParts:
     """Engine that is ready to run, and what the node announces about it.
 
     kv: the pool of this process. ranks: the other ranks, if several compute the model. eos_token_ids: tokens that end
-    an output by themselves; known with --enable-scale-out only, since routers name them otherwise."""
+    an output by themselves; known with --enable-scale-out only, since routers name them otherwise. media: what encodes
+    images and audio; None: prompts hold text alone."""
 
     engine: Engine
     kv: torch.Tensor
@@ -34,6 +38,25 @@ class EngineParts:
     adapters: tuple[AdapterName, ...] = ()
     ranks: Ranks | None = None
     eos_token_ids: tuple[int, ...] = ()
+    media: NodeMedia | None = None
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Return the media that prompts may hold."""
+        return self.media.modalities if self.media is not None else ()
+
+    @property
+    def embeddings(self) -> LocalEmbeddings | None:
+        """Return the rows of media that this node encodes; None if prompts hold text alone."""
+        return self.media.embeddings if self.media is not None else None
+
+    @property
+    def media_row_bytes(self) -> int:
+        """Return the bytes of a row that the encoder makes; 0 unless rows are kept in blocks."""
+        encoder = self.engine.media.encoder
+        return (
+            0 if encoder is None or self.apart is not None else encoder.width * self.engine.runner.model.dtype.itemsize
+        )
 
     @property
     def apart(self) -> DeviceRankPool | None:
@@ -49,7 +72,8 @@ def describe(parts: EngineParts) -> dict[str, str]:
     threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
     on_cpu, ranks = parts.kv.device.type == "cpu", parts.ranks.part.group.ranks if parts.ranks is not None else 1
     times = f"{ranks} x " if ranks > 1 else ""
-    gib, tokens = pool.num_blocks * parts.layout.block_bytes / GIB, pool.num_blocks * parts.layout.block_size
+    gib = pool.num_blocks * parts.layout.block_bytes / GIB
+    tokens = pool_tokens(parts.layout, pool.num_blocks, parts.max_model_len)
     return {
         "model": parts.info.name,
         "device": f"cpu, threads: {times}{threads}" if on_cpu else f"{times}{parts.kv.device}",

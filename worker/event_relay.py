@@ -63,6 +63,8 @@ class EventRelay:
             (m.speculation.accepted, event.accepted),
             (m.preemptions, event.preempted),
             (m.evictions, event.evicted),
+            (m.states.checkpoints["saved"], event.saved),
+            (m.states.checkpoints["loaded"], event.loaded),
         ):
             if count:
                 counter.inc(count)

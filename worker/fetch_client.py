@@ -20,19 +20,10 @@ from kvferry.engine.request_states import Awaits
 from kvferry.engine.request_table import expect
 from kvferry.kv_transfer.fetch import FetchClient
 from kvferry.kv_transfer.ports import TransferKey
-from kvferry.protocol.errors import (
-    BlocksCorrupt,
-    Cancelled,
-    DeadlineExceeded,
-    Draining,
-    GrantRefused,
-    KvferryError,
-    NotFound,
-    TransferFailed,
-    reason,
-)
-from kvferry.protocol.link_messages import Asked, Commit, Supply
-from kvferry.protocol.messages import DecodeTarget, Holder, Job
+from kvferry.protocol.errors import Cancelled, KvferryError
+from kvferry.protocol.link_messages import EmbeddingSupply, Supply
+from kvferry.protocol.messages import Holder, Job
+from kvferry.worker.block_fetches import BlockFetches
 from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base
 
@@ -42,18 +33,6 @@ TURNS = 4
 """Fetches that a request may await beyond the expected number, because blocks get evicted or fetches cancelled."""
 LEAST_S, SLOWNESS = 1.0, 2.0
 """Time limit of a piece: at least LEAST_S, and SLOWNESS times the time to compute it here."""
-SHUN_S = 5.0
-"""Seconds for which a holder is not asked after it was late, lost, or sent corrupt blocks."""
-OUTCOMES: tuple[tuple[type[KvferryError], str], ...] = (
-    (NotFound, "lacking"),
-    (GrantRefused, "refused"),
-    (Draining, "refused"),
-    (DeadlineExceeded, "late"),
-    (BlocksCorrupt, "corrupt"),
-    (KvferryError, "lost"),
-)
-"""Metric label of a failed fetch: that of the first class that its error is an instance of."""
-NODE_FAULTS = ("late", "corrupt", "lost")
 
 
 @dataclass(slots=True, eq=False)
@@ -74,20 +53,14 @@ class PendingFetch:
     others: list[PendingFetch] = field(default_factory=list)
 
 
-class PrefixFetcher:
-    """Client side of prefix fetches: requests blocks from holders and places them in the pool.
+class PrefixFetcher(BlockFetches):
+    """Client side of prefix fetches: requests blocks from holders and places them in the pool, on the engine thread."""
 
-    Implements `kv_transfer.fetch.FetchEvents`, and `kv_transfer.ports.GrantEvents` for supplies. Runs on the engine
-    thread unless stated."""
-
-    def __init__(self, base: Base, arrivals: GrantDispatch) -> None:
-        self._base, self._arrivals = base, arrivals
-        self._asker = FetchClient(base.dock, self, arrivals.receiver.cancel)
-        arrivals.take(Supply, self)
+    def __init__(self, base: Base, arrivals: GrantDispatch, asker: FetchClient) -> None:
+        super().__init__(base, arrivals, asker, Supply)
         self._waiting: dict[Key, PendingFetch] = {}
         self._open: dict[int, PendingFetch] = {}
         self._coming: dict[bytes, PendingFetch] = {}
-        self._shunned: dict[DecodeTarget, float] = {}
 
     def add(self, engine: Engine, job: Job, **how: Any) -> None:
         """Add a job to the engine; if it names a holder, first fetch the blocks that this node lacks."""
@@ -117,21 +90,23 @@ class PrefixFetcher:
         if self._gone(engine, fetching):
             return
         hashes = request.reusable_hashes[: holder.blocks]
-        here = len(engine.pool.match(hashes))
+        here = engine.prefixes.count(hashes)
         fetching.turns += 1
-        shunned = self._shunned.get(holder.node, 0.0) > time.monotonic()
-        if here == len(hashes) or shunned or fetching.turns > TURNS + len(hashes) // PIECE:
+        piece = PIECE if engine.states is None else len(hashes)  # a checkpoint comes with all blocks before it
+        if here == len(hashes) or self._shuns(holder.node) or fetching.turns > TURNS + len(hashes) // PIECE:
             self._go_on(engine, fetching)
         elif leader := self._coming.get(hashes[here]):
             leader.others.append(fetching)
         else:
-            self._ask(engine, fetching, here, hashes[: here + PIECE])
+            self._ask(engine, fetching, here, hashes[: here + piece])
 
     def _ask(self, engine: Engine, fetching: PendingFetch, here: int, hashes: Sequence[bytes]) -> None:
         engine.pool.miss_reasons.note(hashes[here:], "not_arrived")
         fetching.missing, fetching.hashes, fetching.asked_at = hashes[here], hashes, time.monotonic()
         patience_s = self._patience_s((len(hashes) - here) * fetching.request.block_size)
-        fetching.number = self._asker.ask(fetching.holder.node.link_address, self._here, here, hashes, patience_s)
+        fetching.number = self._asker.ask(
+            self, fetching.holder.node.link_address, self._base.target, here, hashes, patience_s
+        )
         self._open[fetching.number] = self._coming[fetching.missing] = fetching
 
     def _gone(self, engine: Engine, fetching: PendingFetch) -> bool:
@@ -147,7 +122,7 @@ class PrefixFetcher:
         if self._gone(engine, fetching):
             return
         del self._waiting[request.key]
-        found = len(engine.pool.match(request.reusable_hashes)) * request.block_size
+        found = engine.prefixes.count(request.reusable_hashes) * request.block_size
         expect(engine.request_table, request, len(request.token_ids) - found)
         engine.resume(request.key, Awaits.FETCH)
 
@@ -162,18 +137,11 @@ class PrefixFetcher:
             for other in self._closed(fetching, "cancelled"):
                 self._next(engine, other)
 
-    def _grant(self, engine: Engine, key: TransferKey, supply: Supply) -> None:
-        """Reserve blocks for a supply, or refuse it."""
-        try:
-            fetching = self._open.get(supply.fetch)
-            if fetching is None:
-                raise Cancelled("these blocks are no longer wanted")
-            hashes = fetching.hashes[: supply.count]
-            self._arrivals.receiver.granted(key, *engine.copies.reserve(key, hashes, len(hashes)))
-        except Exception as error:
-            known = error if isinstance(error, KvferryError) else TransferFailed(reason(error))
-            self._arrivals.refuse(key, known)
-            self._base.dock.submit(lambda: self.failed(key, known))
+    def _hashes(self, engine: Engine, supply: Supply | EmbeddingSupply) -> Sequence[bytes]:
+        fetching = self._open.get(supply.fetch)
+        if fetching is None:
+            raise Cancelled("these blocks are no longer wanted")
+        return engine.prefixes.supplied(fetching.hashes, supply.count)
 
     def _landed(self, engine: Engine, key: TransferKey, number: int | None) -> None:
         """Register arrived blocks, even if no request awaits them any more, and continue the requests."""
@@ -182,19 +150,16 @@ class PrefixFetcher:
             fetching = self._open[number]
             self._base.metrics.fetches.seconds.inc(time.monotonic() - fetching.asked_at)
             for each in (fetching, *self._closed(fetching, "done")):
-                own = len(engine.pool.match(each.request.reusable_hashes))
+                own = engine.prefixes.count(each.request.reusable_hashes)
                 each.request.fetched += ((blocks[0], min(blocks[1], own)),)
-                self._next(engine, each)
+                (self._next if engine.states is None else self._go_on)(engine, each)
 
     def _failed(self, engine: Engine, number: int, error: KvferryError) -> None:
         """End a failed fetch; requests with the same holder compute, others fetch from their own."""
         if number not in self._open:
             return
-        fetching, outcome = self._open[number], next(name for kind, name in OUTCOMES if isinstance(error, kind))
-        if outcome in NODE_FAULTS:
-            now = time.monotonic()
-            self._shunned = {holder: until for holder, until in self._shunned.items() if until > now}
-            self._shunned[fetching.holder.node] = now + SHUN_S
+        fetching = self._open[number]
+        outcome = self._blame(fetching.holder.node, error)
         for each in (fetching, *self._closed(fetching, outcome)):
             if each.holder.node != fetching.holder.node:
                 self._next(engine, each)
@@ -208,38 +173,5 @@ class PrefixFetcher:
         others, fetching.others, fetching.number = fetching.others, [], 0
         return others
 
-    @property
-    def _here(self) -> DecodeTarget:
-        """Return this node as the target of a grant."""
-        base = self._base
-        return DecodeTarget(base.dock.name[0], base.epoch, base.dock.link.address, base.parts.fingerprint)
-
     def _patience_s(self, tokens: int) -> float:
         return max(LEAST_S, SLOWNESS * tokens / max(self._base.rates.rates.prefill_tokens_per_s, 1.0))
-
-    # Called on the link thread.
-
-    def reserve(self, key: TransferKey, asked: Asked) -> None:
-        assert isinstance(asked, Supply)
-        if self._asker.supplied(key, asked):
-            self._base.engine.submit(lambda engine: self._grant(engine, key, asked))
-        else:
-            self._arrivals.refuse(key, Cancelled("these blocks are not wanted"))
-
-    def ready(self, key: TransferKey, commit: Commit) -> None:
-        number, fetches = self._asker.ended(key), self._base.metrics.fetches
-        fetches.blocks["fetched"].inc(commit.block_count)
-        fetches.bytes["fetched"].inc(commit.block_count * self._base.parts.layout.block_bytes)
-        self._base.engine.submit(lambda engine: self._landed(engine, key, number))
-
-    def failed(self, key: TransferKey, error: KvferryError) -> None:
-        """End the fetch; its blocks stay held until `quiet`."""
-        number = self._asker.ended(key)
-        if number is not None:
-            self.unsupplied(number, error)
-
-    def quiet(self, key: TransferKey) -> None:
-        self._base.engine.submit(lambda engine: engine.copies.quiet(key))
-
-    def unsupplied(self, fetch: int, error: KvferryError) -> None:
-        self._base.engine.submit(lambda engine: self._failed(engine, fetch, error))

@@ -10,7 +10,7 @@ from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.ports import ShipStats
 from kvferry.kv_transfer.sender import Sender
 from kvferry.protocol.errors import Draining, GrantRefused, KvferryError, NotFound
-from kvferry.protocol.link_messages import Fetch, Supply
+from kvferry.protocol.link_messages import EmbeddingSupply, Fetch, Supply
 from kvferry.worker.service import Base
 
 AT_ONCE = 16
@@ -31,13 +31,14 @@ class PrefixSupplier:
     # On the engine thread.
 
     def _give(self, engine: Engine, peer: Peer, fetch: Fetch) -> None:
-        here = engine.pool.match(split(fetch.hashes))
-        if len(here) <= fetch.first:
+        here, kept = _found(engine, fetch)
+        if kept <= fetch.first:
             self._giver.deny(peer, fetch, NotFound("these blocks are no longer cached here"))
         elif len(self._giving) >= AT_ONCE:
             self._giver.deny(peer, fetch, GrantRefused(f"{AT_ONCE} other nodes are already fetching blocks"))
         else:
-            supply = Supply(fetch.transfer, len(here), fetch.deadline_s)
+            kind = EmbeddingSupply if fetch.embeddings else Supply
+            supply = kind(fetch.transfer, len(here), fetch.deadline_s)
             with self._lock:  # the grant may come before `offer` returns
                 transfer = self._sender.offer(fetch.asker, supply, self, peer)
                 self._giving[transfer] = list(enumerate(here))
@@ -78,3 +79,12 @@ class PrefixSupplier:
 
     def quiet(self, transfer: int) -> None:
         self._base.engine.submit(lambda engine: self._quiet(engine, transfer))
+
+
+def _found(engine: Engine, fetch: Fetch) -> tuple[list[int], int]:
+    """Return the ids of the blocks to send, and how many of the fetch's hashes they have."""
+    hashes = split(fetch.hashes)
+    if not fetch.embeddings:
+        return engine.prefixes.chain(hashes)
+    here = engine.pool.match(hashes)
+    return (here, len(here)) if len(here) == len(hashes) else ([], 0)

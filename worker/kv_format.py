@@ -20,10 +20,14 @@ def kv_format(settings: WorkerSettings, *models: Model | None) -> torch.dtype | 
         return None
     dtype: torch.dtype = getattr(torch, found)
     for model in models:
-        if model is not None and model.info.head_dim % (unit := model.ops.capabilities.unit):
+        if model is None:
+            continue
+        unit = model.ops.capabilities.unit
+        if any(dim % unit for dim in model.info.head_dims):
+            dims = " and ".join(map(str, sorted(model.info.head_dims)))
             raise ConfigError(
                 f"kv_cache_dtype {name} needs head dims that are multiples of {unit} on {model.ops.name} kernels; "
-                f"those of {model.info.name} are {model.info.head_dim}",
+                f"those of {model.info.name} are {dims}",
                 param="kv_cache_dtype",
             )
     return dtype

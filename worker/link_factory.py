@@ -22,6 +22,13 @@ LINK_NICENESS = 10
 They yield to computing."""
 
 
+def platform_of(device: torch.device) -> str:
+    """Return the platform of the device's memory: cuda, rocm, or "" for a CPU."""
+    if device.type != "cuda":
+        return ""
+    return "cuda" if torch.version.hip is None else "rocm"
+
+
 class LinkParts:
     """Factory of a node's link and dock.
 
@@ -42,7 +49,7 @@ class LinkParts:
             listen=settings.host,
             transports=settings.ucx_transports,
             net_devices=settings.ucx_net_devices,
-            cuda=self._kv.device.type == "cuda",
+            gpu=platform_of(self._kv.device),
             prepare=self._enter_link,
             terms=HandshakeTerms(self._face.secrets.links, {"checksums": checksums}),
             on_fault=lambda fault: on_fault(),

@@ -27,12 +27,16 @@ from kvferry.worker.engine_factory import assemble
 from kvferry.worker.engine_parts import EngineParts, describe
 from kvferry.worker.kv_events.config import read_kv_events_config
 from kvferry.worker.membership import new_epoch, withdraw_now
+from kvferry.worker.ranks import Ranks
 from kvferry.worker.rates import warm_up
 from kvferry.worker.runtime import WorkerRuntime
 from kvferry.worker.service import MakeService
 from kvferry.worker.tier_opening import OpenTiers, open_tiers
 
 log = logging.getLogger("kvferry.worker")
+
+LEAVING_S = 0.5
+"""Seconds between two looks whether another host of the node is asked to stop."""
 
 
 class Ending(Enum):
@@ -93,11 +97,12 @@ class Node:
         return ending
 
     async def _live(self, loaded: WorkerRuntime, asked: asyncio.Task[bool], stop: StopSignal) -> Ending:
-        """Join and serve until asked to stop or broken, then drain or abandon the node."""
+        """Join and serve until this or another host is asked to stop, or broken; then drain or abandon the node."""
         broken = asyncio.create_task(loaded.broken.wait())
-        joining = asyncio.create_task(self._join(loaded))
-        await asyncio.wait({asked, broken}, return_when=asyncio.FIRST_COMPLETED)
+        joining, leaving = asyncio.create_task(self._join(loaded)), asyncio.create_task(_left(loaded.parts.ranks))
+        await asyncio.wait({asked, broken, leaving}, return_when=asyncio.FIRST_COMPLETED)
         joining.cancel()
+        leaving.cancel()
         if not broken.done() and await _first(asyncio.create_task(loaded.drain(stop)), broken):
             broken.cancel()
             return Ending.DRAINED
@@ -147,7 +152,8 @@ class Node:
 
     def _build(self) -> tuple[EngineParts, Rates, OpenTiers]:
         parts = assemble(self._settings, self._on_progress)
-        return parts, warm_up(parts.engine), open_tiers(self._settings, parts)
+        rates = Rates() if self._settings.role == "encode" else warm_up(parts.engine)
+        return parts, rates, open_tiers(self._settings, parts)
 
     def _on_progress(self, share: float) -> None:
         self._progress = share
@@ -177,6 +183,14 @@ def _first_name(settings: WorkerSettings) -> str:
     """Return the first name that the settings give the model; empty if they give none."""
     (names,) = split_names(settings.served_model_name, 1)
     return names[0] if names else ""
+
+
+async def _left(ranks: Ranks | None) -> None:
+    """Return once another host of the node is asked to stop; never without other ranks."""
+    if ranks is None:
+        await asyncio.Event().wait()
+    while ranks is not None and not ranks.leaving:  # noqa: ASYNC110 - told by another thread
+        await asyncio.sleep(LEAVING_S)
 
 
 async def _first(work: asyncio.Task[None], other: asyncio.Task[bool]) -> bool:

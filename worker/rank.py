@@ -1,7 +1,7 @@
 """Process of a rank other than 0: loads its shard of the model and follows rank 0 until that ends.
 
 Arguments: the rank, then file descriptors of its channel, of the ranks' shared memory and of the blocks' memory. If
-each rank has its own pool, a second channel and the rendezvous file follow."""
+each rank has its own pool, a second channel follows, and the rendezvous file unless there are several hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ import torch
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.ranks.calls import follow
 from kvferry.engine.ranks.device_group import DeviceGroup, device_of
+from kvferry.engine.ranks.meeting import FileMeeting, Meeting, TcpMeeting
 from kvferry.engine.ranks.rank_assignment import RankAssignment
 from kvferry.engine.ranks.rank_worker import RankWorker
 from kvferry.engine.ranks.shared_group import SharedGroup
@@ -30,6 +33,7 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.log import set_up_log
 from kvferry.runtime.rank_channel import RankChannel
 from kvferry.worker import device_rank_pool
+from kvferry.worker.hosts import remote_parts
 from kvferry.worker.model import load
 from kvferry.worker.pool_memory import available_bytes, make_pool
 from kvferry.worker.rank_memory import RankMemory, shared_pool
@@ -47,14 +51,20 @@ def compute(
 ) -> None:
     """Load the shard, join the group and compute until rank 0 ends.
 
-    moves, meeting_fd: given if each rank has its own pool. Raises OSError or EOFError when rank 0 has ended."""
-    settings: WorkerSettings = pickle.loads(line.hear())  # noqa: S301 - from a rank of this node, over its own socket
+    moves: given if each rank has its own pool; meeting_fd: as well, on the host of rank 0 alone. Raises OSError or
+    EOFError when rank 0 has ended."""
+    settings: WorkerSettings = pickle.loads(line.hear())  # noqa: S301 - from a rank of this node, over its own line
     set_up_log(settings.log_level, settings.log_format)
-    ranks, device = settings.tensor_parallel_size, device_of(rank, torch.device(settings.device))
+    ranks = settings.tensor_parallel_size
+    device = device_of(rank % settings.ranks_per_host, torch.device(settings.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     memory = RankMemory(memory_fd, ranks)
-    group = DeviceGroup(rank, ranks, device, meeting_fd) if moves else SharedGroup(rank, memory.places, line.meet)
+    group = (
+        DeviceGroup(rank, ranks, device, _meeting(settings, meeting_fd))
+        if moves is not None
+        else SharedGroup(rank, memory.places, line.meet)
+    )
     try:
         decoder = _decoder(settings, device, RankAssignment(group, settings.enable_expert_parallel))
     except ConfigError as error:
@@ -63,16 +73,21 @@ def compute(
     threading.Thread(target=_live, args=(memory.signs, rank), daemon=True).start()
     line.say(pickle.dumps(("", available_bytes(device))))
     if isinstance(group, DeviceGroup):
-        line.hear()  # rank 0 reports that all ranks have loaded
-        group.connect()
+        group.connect(bytes(line.hear()))  # once all ranks have loaded
     layout, blocks = _pool_of(line)
     if moves is None:
         kv = make_pool(layout, blocks, device, partial(shared_pool, pool_fd))
     else:
         kv = make_pool(layout.of_rank(ranks), blocks, device)
-        rows = SharedRows(pool_fd, layout.block_bytes)
-        threading.Thread(target=_move, args=(moves, Segments(kv, layout, rank, ranks, rows), rows), daemon=True).start()
+        rows = None if settings.node_rank else SharedRows(pool_fd, layout.block_bytes)
+        threading.Thread(target=_move, args=(moves, Segments(kv, layout, rank, ranks), rows), daemon=True).start()
     follow(RankWorker(decoder, group), kv, line.hear)
+
+
+def _meeting(settings: WorkerSettings, meeting_fd: int) -> Meeting:
+    if settings.nnodes > 1:
+        return TcpMeeting(settings.own_address)
+    return FileMeeting(meeting_fd)
 
 
 def _decoder(settings: WorkerSettings, device: torch.device, part: RankAssignment) -> Decoder:
@@ -83,12 +98,15 @@ def _decoder(settings: WorkerSettings, device: torch.device, part: RankAssignmen
     return decoder
 
 
-def _move(line: RankChannel, own: Segments, rows: SharedRows) -> None:
-    """Move block parts for rank 0's DeviceRankPool.
+def _move(line: RankChannel, own: Segments, rows: SharedRows | None) -> None:
+    """Move block parts for rank 0's DeviceRankPool. rows: those of rank 0's host; None on another one.
 
     Any other error ends the process, because rank 0 would wait for answers for ever."""
     try:
-        device_rank_pool.follow(line, own, rows)
+        if rows is None:
+            remote_parts.follow(line, own)
+        else:
+            device_rank_pool.follow(line, own, rows)
     except (OSError, EOFError):
         log.debug("the first rank has exited")
     except BaseException:
@@ -112,14 +130,11 @@ def _live(signs: np.ndarray, rank: int) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Run the rank, then exit without finalizing the interpreter and torch."""
-    rank, descriptor, memory_fd, pool_fd, *apart = map(int, sys.argv[1:])
+def run(rank: int, work: Callable[[], None]) -> NoReturn:
+    """Compute, then exit without finalizing the interpreter and torch."""
     status = 0
     try:
-        compute(
-            rank, RankChannel(descriptor), memory_fd, pool_fd, *((RankChannel(apart[0]), apart[1]) if apart else ())
-        )
+        work()
     except (OSError, EOFError):
         log.debug("the first rank has exited")
     except Exception:
@@ -127,6 +142,13 @@ def main() -> None:
         status = 1
     logging.shutdown()
     os._exit(status)
+
+
+def main() -> None:
+    """Run a rank on the host of rank 0."""
+    rank, descriptor, memory_fd, pool_fd, *apart = map(int, sys.argv[1:])
+    moves = RankChannel(apart.pop(0)) if apart else None
+    run(rank, lambda: compute(rank, RankChannel(descriptor), memory_fd, pool_fd, moves, *apart))
 
 
 if __name__ == "__main__":

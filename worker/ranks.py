@@ -29,6 +29,9 @@ from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.pool_memory import available_bytes, make_pool
 from kvferry.worker.rank_memory import RankMemory, make_memory, shared_pool
 
+CALLS, MOVES = "calls", "moves"
+"""Purposes of a channel to another rank: calls of the model, and moves of parts of blocks."""
+
 
 class Ranks:
     """Other ranks of a node: their processes, channels and heartbeats.
@@ -41,21 +44,23 @@ class Ranks:
     def __init__(self, settings: WorkerSettings, device: torch.device) -> None:
         ranks = settings.tensor_parallel_size
         memory_fd, self._pool_fd = make_memory(ranks)
-        memory, self._lines = RankMemory(memory_fd, ranks), RankChannels(ranks - 1)
-        self.device, self.part = device, RankAssignment(self._group(memory), settings.enable_expert_parallel)
+        memory = RankMemory(memory_fd, ranks)
+        self.device, self._settings, self._signs = device, settings, memory.signs
+        self._lines = self._channels(CALLS)
+        self.part = RankAssignment(self._group(memory), settings.enable_expert_parallel)
         self._available: list[int] = []
-        self._signs = memory.signs
-        self._processes = [self._started(rank, memory_fd) for rank in range(1, ranks)]
+        self._processes = [self._started(rank, memory_fd) for rank in range(1, settings.ranks_per_host)]
         os.close(memory_fd)
         self._lines.given()
-        self._lines.tell(pickle.dumps(replace(settings, device=str(device))))
+        for rank in range(1, ranks):
+            self._lines.tell_one(rank - 1, pickle.dumps(self._settings_of(rank)))
 
     def lead(self, model: Model) -> ShardedModel:
         """Return the model that the engine computes with, once all ranks have loaded their shards.
 
         Raises ConfigError."""
         assert isinstance(model, Decoder)
-        for rank, _ in enumerate(self._processes, 1):
+        for rank in range(1, self._settings.tensor_parallel_size):
             try:
                 wrong, available = pickle.loads(self._lines.hear(rank - 1))  # noqa: S301
             except (OSError, EOFError):
@@ -99,12 +104,25 @@ class Ranks:
                 return f"rank {rank} ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
         return (self.pool is not None and self.pool.lost) or None
 
+    @property
+    def leaving(self) -> bool:
+        """Return whether another host was asked to stop, so that the node should drain."""
+        return False
+
     def close(self) -> None:
         """Kill the other ranks' processes, whatever they do."""
         self._lines.close()
         for process in self._processes:
             process.kill()
             process.wait()
+
+    def _channels(self, purpose: str) -> RankChannels:
+        """Return channels to all other ranks."""
+        return RankChannels(self._settings.tensor_parallel_size - 1)
+
+    def _settings_of(self, rank: int) -> WorkerSettings:
+        """Return the settings with which another rank computes."""
+        return replace(self._settings, device=str(self.device))
 
     def _group(self, memory: RankMemory) -> Group:
         return SharedGroup(0, memory.places, self._lines.meet)

@@ -11,7 +11,9 @@ from kvferry.engine.events import Stepped
 from kvferry.engine.request import Request
 from kvferry.engine.runner import StepRunner
 from kvferry.engine.sampler import SampleRow
+from kvferry.engine.state_rows import ROWS, StateRows
 from kvferry.engine.step_slices import Slice
+from kvferry.engine.window_blocks import WindowBlocks
 from kvferry.protocol.errors import ConfigError, reason
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import Rates
@@ -48,6 +50,7 @@ class RateMeter:
         self._prefill = seed.prefill_tokens_per_s
         self._step = seed.step_s
         self._ship = seed.ship_bytes_per_s
+        self._media, self._encodes = seed.media_tokens_per_s, False
         self.itl_s = self.alone_s = seed.step_s
         self._streams = StreamRates(seed.step_s)
 
@@ -55,7 +58,8 @@ class RateMeter:
     def rates(self) -> Rates:
         """Return the current rates."""
         alone_s, stream_s = self._streams.alone_s, self._streams.stream_s
-        return Rates(self._prefill, self._step, self._ship, alone_s=alone_s, stream_s=stream_s)
+        own = self._prefill, self._step, self._ship
+        return Rates(*own, alone_s=alone_s, stream_s=stream_s, media_tokens_per_s=self._media)
 
     def stepped(self, step: Stepped) -> None:
         """Learn from an engine step.
@@ -78,6 +82,14 @@ class RateMeter:
         if seconds > 0 and num_bytes:
             self._ship += WEIGHT * (num_bytes / seconds - self._ship)
 
+    def encoded(self, tokens: int, seconds: float) -> None:
+        """Learn from an image or audio of so many tokens that was encoded in `seconds`. On the encoder's thread.
+
+        The first one does not count: its calls allocate and compile."""
+        if self._encodes and seconds > 0:
+            self._media += (WEIGHT if self._media else 1.0) * (tokens / seconds - self._media)
+        self._encodes = True
+
 
 def warm_up(engine: Engine) -> Rates:
     """Measure rates with prefill chunks and decode steps on the unused pool.
@@ -92,6 +104,11 @@ def warm_up(engine: Engine) -> Rates:
     job = Job("warm-up", 0, (1,) * (longest + 1), longest, Generate(SamplingParams(temperature=0.0)), "")
     request = Request(job, b"", bs)
     request.block_ids = list(range(blocks_for(longest + 1, bs)))
+    if (groups := engine.runner.model.info.groups) is not None:
+        ids = [block_id for block_id in request.block_ids for _ in range(groups.count)]
+        request.windows = WindowBlocks(0, groups.count, ids)
+    elif engine.states is not None:
+        request.state_rows = StateRows(tuple(range(ROWS)))
 
     def run(start: int, count: int) -> float:
         began = time.monotonic()

@@ -9,6 +9,7 @@ from kvferry.kv_transfer.ports import TransferKey
 from kvferry.protocol.errors import KvferryError, TransferFailed, reason
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.link_messages import Asked, Commit, Copy
+from kvferry.protocol.media import block_extras
 from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base
 
@@ -33,7 +34,8 @@ class ReplicaStore:
         try:
             self._base.require_ready()
             root = root_hash(self._base.parts.fingerprint, asked.namespace, asked.adapter)
-            hashes = chain(root, asked.token_ids, self._base.parts.layout.block_size)
+            size = self._base.parts.layout.block_size
+            hashes = chain(root, asked.token_ids, size, extras=block_extras(asked.media, size))
         except KvferryError as error:
             self._arrivals.refuse(key, error)
         else:
@@ -53,7 +55,8 @@ class ReplicaStore:
 
     def _grant(self, engine: Engine, key: TransferKey, hashes: Sequence[bytes], most: int) -> None:
         try:
-            self._arrivals.receiver.granted(key, *engine.copies.reserve(key, hashes, most))
+            chain = hashes if engine.states is None else engine.states.chain(hashes)
+            self._arrivals.receiver.granted(key, *engine.copies.reserve(key, chain, most))
         except Exception as error:
             known = error if isinstance(error, KvferryError) else TransferFailed(reason(error))
             self._arrivals.refuse(key, known)

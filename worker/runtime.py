@@ -59,20 +59,16 @@ class WorkerRuntime:
         make_service: MakeService,
         last_resort: Callable[[str], None] | None,
     ) -> None:
-        self.draining = False
+        self.draining, self.broken = False, asyncio.Event()
         self.roles = Roles(settings.role, settings.role)
         (self._served_names,) = split_names(settings.served_model_name, 1)
-        self.broken = asyncio.Event()
         self._epoch = parts.engine.pool.miss_reasons.epoch = epoch
         self._settings, self._face, self._metrics, self.parts = settings, face, metrics, parts
         self._loop = asyncio.get_running_loop()
         self._rates, self._outflow = RateMeter(seed), TransferStats()
         self._clock, linking = LoopClock(), LinkParts(settings, face, parts.kv, parts.apart)
         self.engine = EngineLoop(
-            parts.engine,
-            lambda events: news.take(events),
-            linking.enter_thread,
-            lambda fault: self._break(),
+            parts.engine, lambda events: news.take(events), linking.enter_thread, lambda fault: self._break()
         )
         self._tiers, self.link = tiers, linking.link(self._break)
         self._streams = RouterStreams(
@@ -106,8 +102,8 @@ class WorkerRuntime:
             settings, parts.engine.runner.model, self.engine, parts.adapters, lambda: self._membership.announce()
         )
         face.app.post("/adapters", status_code=202)(self._adapters.post_change)
-        budget = parts.engine.config.limits.max_num_batched_tokens
-        self.vitals = ThreadVitals(self.engine, self.link, self._clock, budget, self._rates, parts.ranks)
+        watched = parts.engine.config.limits.max_num_batched_tokens, self._rates, parts.ranks, parts.embeddings
+        self.vitals = ThreadVitals(self.engine, self.link, self._clock, *watched)
         self._watchdog = Watchdog(
             self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
         )
@@ -171,19 +167,22 @@ class WorkerRuntime:
             rates=self._tiers.paced(self._rates.rates),
             served_names=self._served_names,
             adapters=self._adapters.held,
+            modalities=self.parts.modalities,
             max_num_seqs=self._settings.max_num_seqs,
             pulse=self.vitals.pulse,
             sent=self._outflow.told(),
             elastic=self._settings.elastic,
             role_s=self.roles.role_s,
             pressure=pressure_now(self.roles.now, self._settings, self.engine.load, self._rates, self.engine.waits_s),
+            state_blocks=states.num_blocks if (states := self.parts.engine.states) is not None else 0,
+            state_stride=states.stride if states is not None else 0,
+            media_row_bytes=self.parts.media_row_bytes,
+            window_pages=self.parts.layout.window_pages,
         )
 
     @property
     def absence(self) -> str:
-        """Return why routers cannot find the node; empty if they can.
-
-        The node still takes work from routers that know it."""
+        """Return why routers that do not know the node cannot find it; empty if they can."""
         return "" if self._membership.held else self._membership.trouble or "its lease has lapsed"
 
     async def join(self) -> None:
@@ -197,7 +196,7 @@ class WorkerRuntime:
         nothing new, lets running work finish or move, leaves the cluster and stops."""
         may_wait = stop.patience(self._settings.drain_timeout)
         await self.role_change.stop()
-        if not self._settings.respawned:
+        if not self._settings.respawned and self.roles.now != "encode":  # the others do an encode node's work
             await self._membership.relief(lambda: may_wait() and self._streams.followed)
         self.draining = True
         log.info("%s drains%s", self._face.node_id, ", in a hurry" if stop.hurry.is_set() else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,59 +27,89 @@ class Move:
     out: bool
 
 
-class Segments:
-    """One rank's parts of the pool's blocks, copied to and from rows of whole blocks.
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Place of one rank's part within a whole block.
 
-    kv: the pool of `rank`. layout: of whole blocks. Used by one thread at a time.
+    planes: stretches of the part, one for each layer's K or V. parts: ranks that share a plane; 1 where all ranks have
+    the same bytes. index: of this rank among them. plane_bytes: length of a stretch. brings: whether this rank is the
+    one that gives these bytes."""
+
+    planes: int
+    parts: int
+    index: int
+    plane_bytes: int
+    brings: bool
+
+    @staticmethod
+    def of(layout: KVLayout, rank: int, ranks: int) -> RankPart:
+        """Return the part of a rank in blocks of this layout."""
+        shared = layout.of_rank(ranks) == layout
+        planes, parts = layout.num_layers * layout.planes, 1 if shared else ranks
+        plane_bytes = layout.block_bytes // (planes * parts)
+        return RankPart(planes, parts, 0 if shared else rank, plane_bytes, brings=rank == 0 or not shared)
+
+    def within(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the part of a row of a whole block, as a view uint8 [planes, plane_bytes]."""
+        return row.view(self.planes, self.parts, self.plane_bytes)[:, self.index]
+
+    def runs(self, count: int) -> Iterator[slice]:
+        """Divide so many blocks into runs whose parts are copied at once."""
+        most = max(1, STAGED // (self.planes * self.plane_bytes))
+        return (slice(first, min(first + most, count)) for first in range(0, count, most))
+
+
+class Segments:
+    """One rank's parts of the pool's blocks, copied to and from host memory. Used by one thread at a time.
+
+    kv: the pool of `rank`. layout: of whole blocks.
 
     A part is scattered in stretches over its row. The parts of several blocks are therefore gathered on both sides and
     cross in one copy, through pinned memory for a GPU. No copy waits for engine steps: the steps that computed a source
     block have ended, and no step uses a target block yet. All copies are done on return."""
 
-    def __init__(self, kv: torch.Tensor, layout: KVLayout, rank: int, ranks: int, rows: SharedRows) -> None:
-        shared = layout.of_rank(ranks) == layout
-        planes, parts = layout.num_layers * layout.planes, 1 if shared else ranks
-        self._whole = (planes, parts, layout.block_bytes // (planes * parts))
-        self._part, self._brings = 0 if shared else rank, rank == 0 or not shared
-        self._own = kv.view(torch.uint8).view(len(kv), planes, -1)
-        self._rows, self._beside = rows, Beside(kv.device)
+    def __init__(self, kv: torch.Tensor, layout: KVLayout, rank: int, ranks: int) -> None:
+        self.part = RankPart.of(layout, rank, ranks)
+        self._own = kv.view(torch.uint8).view(len(kv), self.part.planes, -1)
+        self._beside = Beside(kv.device)
         self._staged = self._own.new_empty(0)
 
-    def move(self, move: Move) -> None:
-        """Copy the parts. Raises IndexError for a block that does not exist.
+    def move(self, move: Move, rows: SharedRows) -> None:
+        """Copy the parts between the pool and rows. Raises IndexError for a block that does not exist."""
+        self.check(move)
+        views = [self.part.within(rows[number]) for number in move.rows]
+        for run in self.part.runs(len(views)):
+            if not move.out:
+                self.bring(torch.stack(views[run], out=self.room(len(views[run]))), move.blocks[run])
+            elif self.part.brings:
+                for part, view in zip(self.take(move.blocks[run]), views[run], strict=True):
+                    view.copy_(part)
+
+    def check(self, move: Move) -> None:
+        """Raise IndexError for a block that does not exist.
 
         On a GPU an index out of range would otherwise lose the device."""
         if wrong := [block for block in move.blocks if not 0 <= block < len(self._own)]:
             raise IndexError(f"there is no block {wrong[0]}")
-        rows = [self._rows[number].view(self._whole)[:, self._part] for number in move.rows]
-        most = max(1, STAGED // self._own[0].nbytes)
-        for first in range(0, len(rows), most):
-            blocks, some = move.blocks[first : first + most], rows[first : first + most]
-            if not move.out:
-                self._bring(some, blocks)
-            elif self._brings:
-                self._take(blocks, some)
 
-    def _take(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        staged = self._room(len(blocks))
+    def take(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Return the blocks' parts in host memory, uint8 [count, planes, plane_bytes], valid until the next call."""
+        staged = self.room(len(blocks))
         with self._beside():
             staged.copy_(self._own[self._index(blocks)], non_blocking=True)
-        for part, row in zip(staged, rows, strict=True):
-            row.copy_(part)
+        return staged
 
-    def _bring(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> None:
-        staged = self._room(len(blocks))
-        for part, row in zip(staged, rows, strict=True):
-            part.copy_(row)
+    def bring(self, staged: torch.Tensor, blocks: Sequence[int]) -> None:
+        """Copy parts in host memory, as `take` returns them, into the blocks."""
         with self._beside():
             self._own.index_copy_(0, self._index(blocks), staged.to(self._own.device, non_blocking=True))
 
-    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64).to(self._own.device)
-
-    def _room(self, count: int) -> torch.Tensor:
-        """Return host memory [count, planes, bytes] for parts, valid until the next call; it grows on demand."""
+    def room(self, count: int) -> torch.Tensor:
+        """Return host memory [count, planes, plane_bytes] for parts, valid until the next call; it grows on demand."""
         if len(self._staged) < count:
             shape, pinned = (count, *self._own.shape[1:]), self._own.device.type == "cuda"
             self._staged = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
         return self._staged[:count]
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64).to(self._own.device)

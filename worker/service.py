@@ -14,7 +14,7 @@ from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.ports import ShipStats
 from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.errors import BlocksCorrupt, Cancelled, DeadlineExceeded, KvferryError
-from kvferry.protocol.messages import CancelRequest
+from kvferry.protocol.messages import CancelRequest, DecodeTarget
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.worker.engine_parts import EngineParts
@@ -79,6 +79,11 @@ class Base:
     call_soon: Callable[[Callable[[], None]], None]
     keyed: set[str] = field(default_factory=set)
     adapters: Callable[[], Sequence[AdapterName]] = tuple
+
+    @property
+    def target(self) -> DecodeTarget:
+        """Return this node as the target of a grant."""
+        return DecodeTarget(self.dock.name[0], self.epoch, self.dock.link.address, self.parts.fingerprint)
 
     def require(self, role: str) -> None:
         """Raise Draining unless new work of this role may begin.

@@ -28,7 +28,7 @@ log = logging.getLogger("kvferry.worker")
 HEARTBEAT_S = 0.4
 """Seconds between heartbeats; a router takes a stream for broken after 0.8 s without a frame."""
 STANDS_S, HURRIED_S = 0.7, 0.1
-"""Seconds after which a still engine counts as standing, and seconds between heartbeats from then on.
+"""Seconds after which a still engine or link counts as standing, and seconds between heartbeats from then on.
 
 Routers soon begin requests of such a node elsewhere as well, and clients wait meanwhile."""
 ABSENT_S, FROZEN_S = 2.5, 5.0
@@ -193,7 +193,8 @@ class RouterStreams:
                 self._lose(router_id, "is frozen" if kept.reader else "stays away")
             elif kept.reader is not None and kept.reader.empty():
                 kept.reader.put_nowait(self._heartbeat(kept))
-        period_s = HURRIED_S if self._pulse().engine_s > STANDS_S else HEARTBEAT_S
+        pulse = self._pulse()
+        period_s = HURRIED_S if max(pulse.engine_s, pulse.link_s) > STANDS_S else HEARTBEAT_S
         self._timer = asyncio.get_running_loop().call_later(period_s, self._beat) if self._routers else None
 
     def _heartbeat(self, kept: Kept) -> bytes:

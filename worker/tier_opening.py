@@ -73,6 +73,12 @@ def open_tiers(settings: WorkerSettings, parts: EngineParts) -> OpenTiers:
     for name in ("kv_host_gib", "kv_disk_path", "kv_remote_url"):
         if getattr(settings, name):
             _require_cached(settings, parts, name)
+    if parts.info.state_floats and settings.kv_remote_url:
+        raise ConfigError(
+            f"kv_remote_url is not supported for {parts.info.name}, which has recurrent layers: the shared store keeps "
+            "whole groups of blocks, and a checkpoint of a state seldom ends with one; use kv_disk_path",
+            param="kv_remote_url",
+        )
     memory = parts.apart or PoolMemory(parts.kv)
     copies = memory.copies()
     host = _open_host(settings, parts, copies) if settings.kv_host_gib else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engine.engine import Engine
@@ -15,12 +14,12 @@ from kvferry.engine.events import BlocksChanged, Event, Failed
 from kvferry.engine.request import Key, Request, key_of
 from kvferry.engine.request_states import Awaits
 from kvferry.engine.request_table import expect
-from kvferry.kv_transfer.tiers.local import LocalTier
 from kvferry.protocol.errors import GrantRefused, KvferryError
 from kvferry.protocol.messages import Job
 from kvferry.worker.fetch_client import PrefixFetcher
 from kvferry.worker.remote_writes import RemoteWrites
 from kvferry.worker.service import Base
+from kvferry.worker.tier_sources import Grant, Reading, Source, local_source
 from kvferry.worker.tier_writes import TierWrites
 from kvferry.worker.write_batches import WriteBatches, later
 
@@ -34,41 +33,6 @@ LEAST_S, SLOWNESS = 1.0, 2.0
 """Time limit of a read: at least LEAST_S, and SLOWNESS times the time to compute its blocks."""
 
 
-@dataclass(slots=True, eq=False)
-class Reading:
-    """Request that awaits reads, and the number of reads so far."""
-
-    request: Request
-    job: Job
-    turns: int = 0
-
-
-Done = Callable[[KvferryError | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Read interface of a tier.
-
-    seconds: time to read so many blocks. read: reads a chain from an index to its end into blocks; False: not now."""
-
-    name: str
-    seconds: Callable[[int], float]
-    read: Callable[[Sequence[bytes], int, Sequence[Any], Done], bool]
-
-
-def _source(tier: LocalTier[Any]) -> Source:
-    return Source(tier.name, tier.seconds, lambda hashes, at, into, done: tier.read(hashes[at:], into, done))
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Reservation of pool blocks that a source is to fill."""
-
-    source: Source
-    number: int
-
-
 class Tiers:
     """Tier reads and writes of a node, between its service and its engine. On the engine thread unless stated."""
 
@@ -80,7 +44,7 @@ class Tiers:
         self._coming: dict[bytes, tuple[Grant, list[Reading]]] = {}
         self._late: set[Grant] = set()
         self._writes: list[WriteBatches] = []
-        self._local = [(tier, _source(tier)) for tier in base.tiers.local]
+        self._local = [(tier, local_source(tier)) for tier in base.tiers.local]
         self._writes += [TierWrites(base, tier, transfers) for tier in base.tiers.local]
         if (remote := self._remote) is not None:
             self._writes.append(RemoteWrites(base, remote, transfers))
@@ -112,24 +76,24 @@ class Tiers:
         if self._gone(engine, reading):
             return
         hashes = reading.request.reusable_hashes
-        here = len(engine.pool.match(hashes))
+        here = engine.prefixes.count(hashes)
         reading.turns += 1
         if here == len(hashes) or reading.turns > TURNS + len(hashes) // PIECE:
             self._go_on(engine, reading)
         elif coming := self._coming.get(hashes[here]):
             coming[1].append(reading)
-        elif found := self._here(reading.request, here):
-            source, count = found
-            self._read(engine, reading, source, hashes[: here + count], hashes[here])
+        elif found := self._here(engine, reading.request):
+            source, chain = found
+            self._read(engine, reading, source, chain, hashes[here])
         elif not self._looked_for(reading, here):
             self._go_on(engine, reading)
 
-    def _here(self, request: Request, first: int) -> tuple[Source, int] | None:
-        """Return the fastest local tier worth reading from, and how many blocks it has from `first` on."""
-        wanted = request.reusable_hashes[first : first + PIECE]
+    def _here(self, engine: Engine, request: Request) -> tuple[Source, Sequence[bytes]] | None:
+        """Return the fastest local tier worth reading from, and the chain that the pool has after the read."""
         for tier, source in self._local:
-            if (count := tier.run(wanted)) and self._worth(source, count, request):
-                return source, count
+            found = engine.prefixes.readable(request.reusable_hashes, tier.run, PIECE)
+            if found.saved and self._worth(source, found.missing, found.saved * request.block_size):
+                return source, found.chain
         return None
 
     def _looked_for(self, reading: Reading, here: int) -> bool:
@@ -142,7 +106,7 @@ class Tiers:
             return False
         hashes = request.reusable_hashes
         most = len(hashes) - here
-        if not self._worth(self._of_remote, most, request):
+        if not self._worth(self._of_remote, most, most * request.block_size):
             return False
         patience_s = min(LEAST_S, self._computed_s(most * request.block_size) / PATIENT)
         done = self._base.engine.submit
@@ -160,15 +124,16 @@ class Tiers:
         upto = first + count if count else 0
         if here < upto and (coming := self._coming.get(hashes[here])):
             coming[1].append(reading)
-        elif here < upto and self._worth(self._of_remote, upto - here, request):
+        elif here < upto and self._worth(self._of_remote, upto - here, (upto - here) * request.block_size):
             self._read(engine, reading, self._of_remote, hashes[:upto], hashes[here])
         else:
             self._go_on(engine, reading)
 
-    def _worth(self, source: Source, blocks: int, request: Request) -> bool:
+    def _worth(self, source: Source, blocks: int, tokens: int) -> bool:
+        """Return whether reading so many blocks takes less time than computing so many tokens."""
         if not blocks or any(each.source is source for each in self._late):
             return False
-        return source.seconds(blocks) < self._computed_s(blocks * request.block_size)
+        return source.seconds(blocks) < self._computed_s(tokens)
 
     def _read(self, engine: Engine, reading: Reading, source: Source, hashes: Sequence[bytes], missing: bytes) -> None:
         grant = Grant(source, next(self._numbers))
@@ -241,7 +206,7 @@ class Tiers:
             return
         del self._waiting[request.key]
         if reading.turns > 1:
-            found = len(engine.pool.match(request.reusable_hashes)) * request.block_size
+            found = engine.prefixes.count(request.reusable_hashes) * request.block_size
             expect(engine.request_table, request, len(request.token_ids) - found)
         self._fetches.begin(engine, reading.job)
         engine.resume(request.key, Awaits.TIER)

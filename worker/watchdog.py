@@ -7,8 +7,10 @@ import logging
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvferry.engine.loop import EngineLoop
+from kvferry.engine.media.local_embeddings import LocalEmbeddings
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.messages import Pulse
 from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, held_up_s
@@ -19,11 +21,11 @@ log = logging.getLogger("kvferry.worker")
 
 LOOK_S = 0.1
 """Seconds between two checks of the threads."""
-ENGINE_S, LINK_S, LOOP_S, RANK_S = 15.0, 3.0, 5.0, 3.0
+ENGINE_S, LINK_S, LOOP_S, RANK_S, MEDIA_S = 15.0, 3.0, 5.0, 3.0, 300.0
 """Seconds without progress after which a thread counts as hanging.
 
 The engine gets longer if its turns are usually long. The link's rounds take milliseconds. Another rank sends ten
-heartbeats a second.
+heartbeats a second. The encoder of media may take minutes for a large image on few cores.
 
 Only time in which the watchdog itself was awake counts, so threads survive a suspended machine or process. For the
 link, which yields to all other threads, time without a core does not count either. An engine step that waits for cores
@@ -68,7 +70,8 @@ class ThreadVitals:
 
     A pulse holds the usual time of a step of as many tokens as the present one; `fault` uses that of a full step.
 
-    budget: maximum tokens of a step. ranks: the other ranks, each a process. Only the watchdog calls `look`."""
+    budget: maximum tokens of a step. ranks: the other ranks, each a process. embeddings: the encoder of media. Only the
+    watchdog calls `look`."""
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class ThreadVitals:
         budget: int,
         rates: RateMeter,
         ranks: Ranks | None = None,
+        embeddings: LocalEmbeddings | None = None,
     ) -> None:
         self._engine, self._link, self._budget, self._rates, self._ranks = engine, link, budget, rates, ranks
         self._clock = SuspendAwareClock()
@@ -86,13 +90,14 @@ class ThreadVitals:
             "link": Watched(lambda: link.heartbeat, lambda: held_up_s(link.native_id)),
             "loop": Watched(lambda: loop.ticks),
         }
+        self._encoder = Watched(lambda: embeddings.mark if embeddings is not None else None)
         signs = ranks.signs if ranks is not None else []
         self._others = [Watched(lambda i=i: self._ranks.signs[i]) for i, _ in enumerate(signs)]  # type: ignore
 
     def look(self) -> None:
         """Check every thread and rank once."""
         self._clock.tick()
-        for each in (*self._threads.values(), *self._others):
+        for each in (*self._threads.values(), *self._others, self._encoder):
             each.look(self._clock.now())
 
     @property
@@ -127,10 +132,25 @@ class ThreadVitals:
             return f"an iteration of the link thread has taken {pulse.link_s:.0f} s"
         if pulse.loop_s > LOOP_S:
             return f"the asyncio loop has not moved for {pulse.loop_s:.0f} s"
+        if self._encoder.still_s > MEDIA_S:
+            return f"the encoder of media has worked on one item for {self._encoder.still_s:.0f} s"
         for rank, other in enumerate(self._others, 1):
             if other.still_s > RANK_S:
                 return f"rank {rank} has not moved for {other.still_s:.0f} s"
         return None
+
+
+class Vitals(Protocol):
+    """Progress of a process's threads."""
+
+    def look(self) -> None:
+        """Check every thread once."""
+        ...
+
+    @property
+    def fault(self) -> str | None:
+        """Return why the process must end; None: no fault."""
+        ...
 
 
 class Watchdog:
@@ -143,7 +163,7 @@ class Watchdog:
 
     def __init__(
         self,
-        vitals: ThreadVitals,
+        vitals: Vitals,
         on_fault: Callable[[], None],
         last: Callable[[str], None],
         *,

@@ -52,13 +52,15 @@ class WriteBatches:
 
     def take(self, event: BlocksChanged) -> None:
         """Queue new blocks for writing, and drop retracted ones from the tier."""
-        miss_reasons = self._base.parts.engine.pool.miss_reasons
+        pool = self._base.parts.engine.pool
+        miss_reasons, aside = pool.miss_reasons, pool.changes.aside
         wrong = [each for each in event.removed if miss_reasons.reason(each) == "retracted"]
         if wrong:
             self._drops.drop(wrong)
         lost = [each for each in event.removed if self._fresh.pop(each, None) is not None]
         self._ways["lost"].inc(len(lost))
-        self._fresh.update(dict.fromkeys(event.stored, time.monotonic()))
+        new = [*(each for each in event.stored if each not in aside), *event.kept]
+        self._fresh.update(dict.fromkeys(new, time.monotonic()))
         self._look_again()
 
     def _look_again(self) -> None:

@@ -13,18 +13,21 @@ from kvferry.engine.models.base import Computing
 from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.interleaved import half_split
+from kvferry.engine.models.tensor_names import renamed
 from kvferry.engine.ranks.adapters import BY_INPUT, ShardedAdapter, joined_layers
 from kvferry.engine.ranks.shard import Shard
 from kvferry.engine.ranks.sharded_model import ShardedModel
 from kvferry.engine.ranks.weights import Cut
 from kvferry.kernels.lora import Adapter, LowRank, on_device
 from kvferry.model_files.adapter import WEIGHTS, AdapterFiles
+from kvferry.model_files.multimodal import text_name
 from kvferry.protocol.errors import ConfigError
 
-_TENSOR = re.compile(
-    r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight"
-)
+_TENSOR = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight")
+_PREFIX = "base_model.model."
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+"""Targets that only layers with attention have."""
 _Layer = defaultdict[str, list[LowRank]]
 
 
@@ -69,13 +72,15 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
         raise _misfit(files, "adapters need kvferry's own decoder, not transformers (--model-impl kvferry)")
     if model.config.latent is not None:
         raise _misfit(files, f"adapters of latent attention, as {model.info.name} has it, are not supported")
-    sites = _sites(model.config)
     count = model.config.num_layers
     found: list[list[_Layer]] = [[defaultdict(list) for _ in range(count)] for _ in range(ranks)]
-    for (index, target), (down, up) in sorted(_pairs(files).items()):
+    for (index, target), (down, up) in sorted(_pairs(files, model.config.model_type).items()):
         if index >= count:
             raise _misfit(files, f"it adapts layer {index}, and {model.info.name} has {count}")
+        sites = _layer_sites(model.config, index)
         site = sites.get(target)
+        if site is not None and target in ATTENTION and not _attends(model.config, index):
+            raise _misfit(files, f"it adapts {target} of layer {index}, which has no attention in {model.info.name}")
         if site is None:
             raise _misfit(files, f"its target {target} is not one of {', '.join(sites)}")
         wanted, given = site.shapes(files.rank, ranks), (tuple(down.shape), tuple(up.shape))
@@ -96,9 +101,20 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
         raise _misfit(files, f"it does not fit the memory of {model.device}") from error
 
 
+def _layer_sites(config: DecoderConfig, index: int) -> dict[str, _Site]:
+    """Return the sites of a layer. One that reads another layer's K/V has none for them; one whose V is K's has K's."""
+    if (shapes := config.shapes) is None:
+        return _sites(config)
+    width, dim, heads = shapes.widths[index], shapes.head_dims[index], shapes.kv_heads[index]
+    own = replace(config, intermediate_size=width, head_dim=dim, num_kv_heads=heads, experts=None)
+    lacking = ("k_proj", "v_proj") if shapes.shares(index) else ("v_proj",) * (not shapes.own_values[index])
+    return {target: site for target, site in _sites(own).items() if target not in lacking}
+
+
 def _sites(config: DecoderConfig) -> dict[str, _Site]:
     hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     attention = {"o_proj": _Site("o", 0, q, (hidden,), config.factors.residual)}
+    q *= 1 + config.family.gated
     mlp = {"down_proj": _Site("down", 0, inner, (hidden,), config.factors.residual)}
     if config.family.fused:
         attention["qkv_proj"] = _Site("qkv", 0, hidden, (q, kv, kv))
@@ -108,18 +124,27 @@ def _sites(config: DecoderConfig) -> dict[str, _Site]:
             "k_proj": _Site("qkv", q, hidden, (kv,)),
             "v_proj": _Site("qkv", q + kv, hidden, (kv,)),
         }
-    if config.family.fused or config.family.fused_mlp:
+    if config.activation is not None:
+        mlp["up_proj"] = _Site("up", 0, hidden, (inner,))
+    elif config.family.fused or config.family.fused_mlp:
         mlp["gate_up_proj"] = _Site("gate_up", 0, hidden, (inner, inner))
     else:
         mlp |= {
             "gate_proj": _Site("gate_up", 0, hidden, (inner,)),
             "up_proj": _Site("gate_up", inner, hidden, (inner,)),
         }
-    return attention | ({} if config.experts else mlp)
+    sites = attention | ({} if config.experts else mlp)
+    if (own := config.multipliers) is not None:
+        sites = {target: replace(site, factor=site.factor * own.of(target)) for target, site in sites.items()}
+    return sites
 
 
-def _pairs(files: AdapterFiles) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
-    """Return a and B by layer and target."""
+def _attends(config: DecoderConfig, index: int) -> bool:
+    return config.hybrid is None or config.hybrid.attends(index)
+
+
+def _pairs(files: AdapterFiles, model_type: str) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
+    """Return A and B by layer and target."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -128,10 +153,13 @@ def _pairs(files: AdapterFiles) -> dict[tuple[int, str], tuple[torch.Tensor, tor
     except (SafetensorError, OSError) as error:
         raise _misfit(files, f"cannot read {WEIGHTS}: {error}") from error
     found: defaultdict[tuple[int, str], dict[str, torch.Tensor]] = defaultdict(dict)
+    ours = renamed(model_type)
     for name, tensor in tensors.items():
-        match = _TENSOR.fullmatch(name)
+        match = _TENSOR.fullmatch(own := ours(text_name(name.removeprefix(_PREFIX))))
         if match is None and ".experts." in name:
             raise _misfit(files, f"it holds {name}, and adapters of experts are not supported")
+        if match is None and ".mixer." in own:
+            raise _misfit(files, f"it holds {name}, and adapters of recurrent layers are not supported")
         if match is None:
             raise _misfit(files, f"it holds {name}, which is not a low-rank part of an attention or MLP layer")
         found[int(match[1]), match[2]][match[3]] = tensor

@@ -11,7 +11,8 @@ import torch
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import NextLogits, always
 from kvferry.kernels.ops import Ops
-from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.layer_groups import LayerGroups
+from kvferry.protocol.layout import CachedLayer, KVLayout
 
 Wanted = Callable[[], bool]
 
@@ -42,10 +43,13 @@ class ForwardAbandoned(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts of a model. num_layers, num_kv_heads, head_dim and planes: see `KVLayout`.
+    """Facts of a model. num_layers, num_kv_heads, head_dim, planes and layers: see `KVLayout`.
+
+    Layers without K/V of their own do not count.
 
     revision: names the exact weights and the forms they run in (part of the fingerprint). max_model_len: the model's
-    own limit in tokens."""
+    own limit in tokens. state_floats: float32 numbers of a sequence's recurrent state; 0 without recurrent layers.
+    groups: of layers that live for different times, each with blocks of its own; None: a block has all layers."""
 
     name: str
     revision: str
@@ -55,11 +59,21 @@ class ModelInfo:
     vocab_size: int
     max_model_len: int
     planes: int = 2
+    state_floats: int = 0
+    layers: tuple[CachedLayer, ...] = ()
+    groups: LayerGroups | None = None
+
+    @property
+    def head_dims(self) -> frozenset[int]:
+        """Return the dims of the layers' vectors in the cache."""
+        return frozenset(layer.head_dim for layer in self.layers) or frozenset((self.head_dim,))
 
     def layout(self, dtype: torch.dtype, block_size: int) -> KVLayout:
         """Return the layout of the model's KV blocks."""
         name = str(dtype).removeprefix("torch.")
-        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, name, block_size, self.planes)
+        layers = self.num_layers if self.groups is None else self.groups.full
+        shape = layers, self.num_kv_heads, self.head_dim
+        return KVLayout(*shape, name, block_size, self.planes, self.layers, self.groups)
 
 
 class Computing(Protocol):
@@ -89,7 +103,7 @@ class Model(Computing, Protocol):
     ) -> torch.Tensor:
         """Return hidden states [T, hidden] after the final norm, of token_ids int64 [T]; write the tokens' K/V.
 
-        They go into the pool `kv` [block, layer, plane, kv_head, slot, dim]. Prompts ask between layers whether they
+        They go into the pool `kv`, in the shape of `KVLayout`. Prompts ask between layers whether they
         are still wanted; if not, it raises Unwanted, with K/V of some layers written. If that has `halfway`, a pass of
         all or some of these tokens can continue from there."""
 

@@ -5,46 +5,73 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engine.models.experts_config import ExpertsConfig, parse_experts, unsupported_routing
-from kvferry.engine.models.families import FAMILIES, LLAMA, Family
-from kvferry.engine.models.rope_config import ROPE_KINDS, RopeConfig, mscale, parse_rope, rope_dicts, rope_kind
+import torch
+
+from kvferry.engine.models.altup_config import AltUpConfig, parse_altup
+from kvferry.engine.models.dense_families import LLAMA
+from kvferry.engine.models.experts_config import ExpertsConfig, parse_experts
+from kvferry.engine.models.factors import UNCAPPED, UNSCALED, Caps, Factors, parse_caps, parse_factors, parse_residuals
+from kvferry.engine.models.families import FAMILIES
+from kvferry.engine.models.family import Family
+from kvferry.engine.models.multipliers import Multipliers, parse_multipliers
+from kvferry.engine.models.rope_config import RopeConfig, parse_rope, rope_dicts
+from kvferry.engine.models.unsupported_configs import UNGATED, unsupported
 from kvferry.engine.models.windows import rotations_and_windows
-from kvferry.model_files.config_fields import check_layers, whole, whole_or
+from kvferry.kernels import gated_activation
+from kvferry.kernels.activation import Kind
+from kvferry.model_files.config_fields import check_layers, number_or, whole, whole_or
+from kvferry.model_files.expert_fields import common_names
+from kvferry.model_files.hybrid import HybridLayers, hybrid_layers
 from kvferry.model_files.latent import LatentSizes, latent_sizes
-from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.layer_shapes import LayerShapes, layer_shapes
+from kvferry.model_files.recurrent import Shapes
 from kvferry.protocol.errors import ConfigError
-
-SILU, GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
-"""Names of activations. Gemma's first checkpoints call GELU by tanh gelu."""
+from kvferry.protocol.layout import CachedLayer
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
-    """Constant factors of a family: of embeddings, residual additions and logits.
+class Temperature:
+    """Factor of a query at a position: 1 + scale * ln(1 + floor((position + ahead) / span)). span: in positions."""
 
-    attention: in place of 1 / sqrt(head_dim), unless 0."""
+    scale: float
+    span: int
+    ahead: int = 0
 
-    embedding: float = 1.0
-    attention: float = 0.0
-    residual: float = 1.0
-    logits: float = 1.0
+    def table(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return the factors of the first positions, float32 [length]."""
+        spans = (torch.arange(length) + self.ahead) // self.span
+        return (1 + self.scale * torch.log1p(spans.float())).to(device)
 
 
-@dataclass(frozen=True, slots=True)
-class Caps:
-    """Soft caps: attention scores and logits x become cap * tanh(x / cap); 0: no cap."""
+def parse_temperature(config: dict[str, Any]) -> Temperature | None:
+    """Return Llama 4's settings, of its layers that do not rotate; None without. Raises ConfigError."""
+    if not config.get("attn_temperature_tuning", True):
+        return None
+    scale = config.get("attn_scale", 0.1)
+    if not isinstance(scale, int | float):
+        raise ConfigError(f"config.json: attn_scale must be a number, got {scale!r:.80}", param="model")
+    return Temperature(float(scale), whole_or(config, "floor_scale", 8192), ahead=1)
 
-    attention: float = 0.0
-    logits: float = 0.0
+
+def rope_temperature(rope: dict[str, Any], original: int) -> Temperature | None:
+    """Return Ministral 3's settings, from those of its rotation; None without. original: context before stretching.
+
+    Raises ConfigError."""
+    scale = number_or(rope, "llama_4_scaling_beta", 0.0)
+    return Temperature(scale, original) if scale else None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """Configuration of a decoder. rotated[i]: layer i applies rope.
 
-    windows[i]: its sliding window, 0 for full attention. local_rope: of layers with a window, if different. experts: of
-    layers that have them, or None. latent: sizes of attention over a latent, or None; then head_dim and num_kv_heads
-    describe queries only."""
+    windows[i]: its window, see `protocol.attention_window`. local_rope: of layers with a window, if different. experts:
+    of layers that have them, or None. latent: sizes of attention over a latent, or None; then head_dim and num_kv_heads
+    describe queries only. shapes: of layers that differ, or None; then head_dim, num_kv_heads and intermediate_size are
+    those of the first. altup: of Gemma 3n, or None. temperature: of queries in all layers, or in those that do not
+    rotate, or None. hybrid: which layers have recurrent mixers, or None. residuals: factors of residuals that are
+    outputs of norms, of attention, mixers and MLPs, or None. activation: of MLPs without a gate, or None. parallel:
+    attention and MLP are added together."""
 
     model_type: str
     vocab_size: int
@@ -64,23 +91,59 @@ class DecoderConfig:
     rotated: tuple[bool, ...]
     windows: tuple[int, ...]
     family: Family = LLAMA
-    factors: Factors = Factors()
+    factors: Factors = UNSCALED
     local_rope: RopeConfig | None = None
     experts: ExpertsConfig | None = None
-    caps: Caps = Caps()
+    caps: Caps = UNCAPPED
     latent: LatentSizes | None = None
+    shapes: LayerShapes | None = None
+    altup: AltUpConfig | None = None
+    hybrid: HybridLayers | None = None
+    multipliers: Multipliers | None = None
+    temperature: Temperature | None = None
+    residuals: tuple[float, float, float] | None = None
+    activation: Kind | None = None
+    parallel: bool = False
+    head_bias: bool = False
 
     @property
     def plain(self) -> bool:
-        """Return whether its layers are those of Llama: one RMS norm before each part, SiLU, one rotation, no caps."""
-        family = self.family
-        own = (family.norm_behind, family.gelu, family.wide_qk_norm, family.capped, family.centred, family.sinks)
-        return not any((*own, self.local_rope, self.experts, self.latent))
+        """Return whether its layers are those of Llama, but for recurrent mixers: see `Family.plain`."""
+        others = (self.local_rope, self.experts, self.shapes, self.residuals, self.parallel, self.caps.qkv)
+        return self.family.plain and not any(others)
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """Return the cache shape of a token in each layer: K/V heads, their dim, planes."""
-        return (self.num_kv_heads, self.head_dim, 2) if self.latent is None else (1, self.latent.cached, 1)
+    def cached(self) -> tuple[CachedLayer, ...]:
+        """Return the cache shape of each layer that writes K/V."""
+        if self.shapes is not None:
+            return self.shapes.cached
+        latent = self.latent
+        each = CachedLayer(self.num_kv_heads, self.head_dim) if latent is None else CachedLayer(1, latent.cached, 1)
+        return (each,) * self.cached_layers
+
+    @property
+    def cached_layers(self) -> int:
+        """Return the number of layers with K/V."""
+        return self.num_layers if self.hybrid is None else self.hybrid.attending
+
+    def kept(self, index: int) -> tuple[float, float] | None:
+        """Return the factors of a layer's residuals that are outputs of norms (see `LayerForm`); None: others are."""
+        if self.residuals is None or self.hybrid is None:
+            return None
+        attention, mixer, mlp = self.residuals
+        return (mixer if self.hybrid.recurs(index) else attention), mlp
+
+    @property
+    def states(self) -> Shapes:
+        """Return the shapes of a sequence's recurrent state over all layers."""
+        return () if self.hybrid is None else self.hybrid.states
+
+    @property
+    def gate(self) -> gated_activation.Gate:
+        """Return the activation of its MLPs."""
+        if self.experts is not None and self.experts.gate is not None:
+            return self.experts.gate
+        return gated_activation.GELU if self.family.gelu else gated_activation.SILU
 
     @property
     def q_size(self) -> int:
@@ -93,41 +156,13 @@ class DecoderConfig:
         return self.num_kv_heads * self.head_dim
 
 
-def unsupported(config: dict[str, Any]) -> str | None:
-    """Return why kvferry's decoder cannot run this config.json (transformers may still); None: it can."""
-    if config.get("model_type") not in FAMILIES:
-        return f"architecture {config.get('model_type')!r:.80} is not one of {', '.join(FAMILIES)}"
-    family = FAMILIES[config["model_type"]]
-    if (stored := config.get("quantization_config")) and (quantisation(config) is None) != family.stacked:
-        return f"quantisation {stored.get('quant_method', 'unnamed')!r:.80} of a checkpoint of {config['model_type']}"
-    act = config.get("hidden_activation") or config.get("hidden_act", "")
-    if act not in ("", *(GELU if family.gelu else SILU)):
-        return f"activation {act!r:.80}"
-    names = ["use_bidirectional_attention", "clip_qkv"]
-    if not family.capped:
-        names += ["attn_logit_softcapping", "final_logit_softcapping"]
-    if family.latent:
-        names.append("mlp_bias")
-    for name in names:
-        if config.get(name):
-            return name
-    if family.experts is not None and (routing := unsupported_routing(config, family.experts)) is not None:
-        return routing
-    for rope in rope_dicts(config, family):
-        if any(isinstance(value, dict) for value in rope.values()):
-            return "rope parameters that differ between layers"
-        if rope_kind(rope) not in ROPE_KINDS:
-            return f"rope scaling {rope_kind(rope)!r:.80}"
-    return None
-
-
 def parse_config(config: dict[str, Any]) -> DecoderConfig:
     """Return the DecoderConfig of a config.json. Raises ConfigError naming what is unsupported or missing."""
     reason = unsupported(config)
     if reason is not None:
         raise ConfigError(f"kvferry's own decoder does not support {reason}", param="model")
     try:
-        return _parse(config)
+        return _parse(common_names(config))
     except KeyError as error:
         raise ConfigError(f"config.json lacks {error.args[0]}", param="model") from error
 
@@ -139,65 +174,54 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
     )
     check_layers(layers)
     latent = latent_sizes(config) if family.latent else None
+    shapes = layer_shapes(config) if family.shaped else None
     head_dim = latent.head_dim if latent else whole_or(config, "head_dim", family.head_dim or hidden_size // heads)
-    bias = bool(config.get("attention_bias", family.attention_bias))
+    of_qkv, of_output, of_mlp = family.biases
+    bias = bool(config.get(of_qkv, family.attention_bias))
     rotated, windows = rotations_and_windows(config, layers, family)
-    turned = latent.rotated if latent else head_dim
-    rope, *local = [parse_rope(config, each, family, turned) for each in rope_dicts(config, family)]
+    turned = [latent.rotated if latent else head_dim] * 2
+    if shapes is not None:
+        windows = tuple(whole(config, "sliding_window") if slides else 0 for slides in shapes.sliding)
+        turned = [shapes.rotated(slides, head_dim) for slides in (False, True)]
+    ropes = zip(rope_dicts(config, family), turned, strict=False)
+    rope, *local = [parse_rope(config, each, family, dims) for each, dims in ropes]
     return DecoderConfig(
         model_type=config["model_type"],
         vocab_size=whole(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=whole(config, "intermediate_size"),
+        intermediate_size=whole(config, "intermediate_size") if shapes is None else shapes.widths[0],
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=whole_or(config, "num_key_value_heads", heads),
         head_dim=head_dim,
-        norm_eps=config.get("layer_norm_eps", 1e-5) if family.centred else config.get("rms_norm_eps", 1e-6),
+        norm_eps=number_or(config, *family.eps),
         tie_embeddings=bool(config.get("tie_word_embeddings", family.tie_embeddings)),
-        qkv_bias=family.qkv_bias or bias,
-        o_bias=bias and family.o_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=bool(config.get("use_qk_norm")) if family.own_qk_norm else family.qk_norm,
+        qkv_bias=bool(config.get("qkv_bias", family.qkv_bias)) or bias,
+        o_bias=family.o_bias and bool(config.get(of_output, bias if of_output == of_qkv else False)),
+        mlp_bias=bool(config.get(of_mlp, family.mlp_bias)),
+        qk_norm=bool(config.get(family.qk_norm_option, family.qk_norm)),
+        head_bias=bool(config.get(family.head_bias_option, family.head_bias)),
         rope=rope,
         local_rope=local[0] if local else None,
         rotated=rotated,
         windows=windows,
         family=family,
-        factors=Factors(attention=_latent_scale(latent, rope)) if latent else _factors(config, family, hidden_size),
+        factors=parse_factors(config, family, hidden_size, latent, rope),
         experts=parse_experts(config, family, layers),
-        caps=_caps(config, family),
+        caps=parse_caps(config, family),
         latent=latent,
+        shapes=shapes,
+        altup=parse_altup(config, layers) if family.streams else None,
+        hybrid=hybrid_layers(config),
+        multipliers=parse_multipliers(config),
+        temperature=_temperature(config, family, rope),
+        residuals=parse_residuals(config),
+        activation=UNGATED[config.get("hidden_act") or family.activation] if family.activation else None,
+        parallel=family.parallel or (family.parallel_option and bool(config.get("use_parallel_residual"))),
     )
 
 
-def _factors(config: dict[str, Any], family: Family, hidden_size: int) -> Factors:
-    if not family.factors:
-        scalar = config.get("query_pre_attn_scalar") or 0
-        return Factors(
-            embedding=hidden_size**0.5 if family.embedding_root else 1.0,
-            attention=scalar and scalar**-0.5,
-            logits=float(config.get("logit_scale", family.logit_scale)),
-        )
-    return Factors(
-        embedding=float(config.get("embedding_multiplier", 1.0)),
-        attention=float(config.get("attention_multiplier", 1.0)),
-        residual=float(config.get("residual_multiplier", 1.0)),
-        logits=1.0 / float(config.get("logits_scaling", 1.0)),
-    )
-
-
-def _latent_scale(sizes: LatentSizes, rope: RopeConfig) -> float:
-    """Return the scale of scores: with scaled rope, YaRN's attention factor applies to queries and keys as a whole.
-
-    That includes the dims that are not rotated."""
-    factor = mscale(rope.factor, rope.mscale_all_dim) if rope.kind != "default" and rope.mscale_all_dim else 1.0
-    return float(sizes.head_dim**-0.5 * factor**2)
-
-
-def _caps(config: dict[str, Any], family: Family) -> Caps:
-    """Return the caps. Gemma 2's defaults apply if the config has none; null means no cap."""
-    if not family.capped:
-        return Caps()
-    attention, logits = config.get("attn_logit_softcapping", 50.0), config.get("final_logit_softcapping", 30.0)
-    return Caps(float(attention or 0.0), float(logits or 0.0))
+def _temperature(config: dict[str, Any], family: Family, rope: RopeConfig) -> Temperature | None:
+    if family.chunked:
+        return parse_temperature(config)
+    return rope_temperature(rope_dicts(config, family)[0], rope.original_max_len) if family.tempered else None

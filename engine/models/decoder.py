@@ -1,31 +1,39 @@
 """Decoder of the Llama family and its relatives, driven by its config.
 
-It stacks embedding, layers of attention and gated MLP or experts with their norms, and a final norm."""
+It stacks embedding, layers of attention or recurrent mixers and gated MLP or experts, and a final norm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 
 import torch
 
 from kvferry.engine.models.base import ForwardAbandoned, Model, ModelInfo, SuspendedPass, Wanted
 from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.decoder_form import activation_of, decoder_form, layer_places
+from kvferry.engine.models.latent_attention import latent_attention
+from kvferry.engine.models.layer_inputs import Inputs
+from kvferry.engine.models.media_inputs import embedded
+from kvferry.engine.models.mixers import Mixers
 from kvferry.engine.models.parameters import Parameters
+from kvferry.engine.models.rotations import Rotations, Tables, axes_of
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_spec import DecoderForm, Experts, Latent, Linear
-from kvferry.kernels.decoder_step import Halted, NextLogits, always
+from kvferry.kernels.decoder_spec import Experts, Latent, Ungated
+from kvferry.kernels.decoder_step import Halted, NextLogits, Step, always
 from kvferry.kernels.experts import mixture
-from kvferry.kernels.gated_activation import GELU, SILU, Gate
-from kvferry.kernels.layer_norm import layer_norm
+from kvferry.kernels.layer_norm import LayerNorm, Norm
+from kvferry.kernels.linear import Linear
 from kvferry.kernels.ops import Ops
+from kvferry.kernels.pool_views import layer_view
+from kvferry.kernels.sequence_state import StateLayout
+from kvferry.protocol.layer_groups import LayerGroups
 
 
 class Decoder(Model):
     """Implements `engine.models.base.Model`.
 
-    rope: cos and sin, float32 [longest sequence, rotary_dim / 2]. local: those of layers with a window, if different.
-    """
+    rope: tables of rotation. local: those of layers with a window, if different."""
 
     resumable = True
 
@@ -34,39 +42,28 @@ class Decoder(Model):
         config: DecoderConfig,
         info: ModelInfo,
         parameters: Parameters,
-        rope: tuple[torch.Tensor, torch.Tensor],
+        rope: Tables,
         ops: Ops,
-        local: tuple[torch.Tensor, torch.Tensor] | None = None,
+        local: Tables | None = None,
     ):
         self.config = config
         self.info = info
-        self.dtype = parameters.norm.dtype
-        self.device = parameters.norm.device
+        weight = parameters.norm.weight if isinstance(parameters.norm, LayerNorm) else parameters.norm
+        self.dtype, self.device = weight.dtype, weight.device
         self.parameters = parameters
-        self._rope, self._local = rope, local or rope
+        self._rotations = Rotations(rope, local, axes_of(config.rope, self.device))
+        self._temperatures = config.temperature.table(len(rope[0]), self.device) if config.temperature else None
         self.ops = ops
-        self._activated = partial(ops.gate_mul, gate=_gate(config))
+        self._activated = activation_of(config, ops)
+        self._mixers = Mixers(ops, StateLayout(config.states))
+        self._groups, self._cached = layer_places(parameters, info)
         self._scale = config.factors.attention or config.head_dim**-0.5
-        self._step = ops.record(self._form(), self._one_by_one)
+        self._step = ops.record(decoder_form(config, parameters, rope, self._scale, self.logits), self._one_by_one)
 
-    def _form(self) -> DecoderForm:
-        config, parameters = self.config, self.parameters
-        return DecoderForm(
-            embedding=parameters.embedding,
-            layers=parameters.layers,
-            norm=parameters.norm,
-            head=parameters.head,
-            cos=self._rope[0],
-            sin=self._rope[1],
-            hidden=config.hidden_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            eps=config.norm_eps,
-            scale=self._scale,
-            logits=self.logits,
-            plain=config.plain,
-        )
+    def divide(self, groups: LayerGroups) -> None:
+        """Give groups of layers blocks of their own; before the layout of the pool is asked for."""
+        self.info = replace(self.info, groups=groups)
+        self._groups, self._cached = layer_places(self.parameters, self.info)
 
     def forward(
         self,
@@ -76,7 +73,8 @@ class Decoder(Model):
         wanted: Wanted = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
-        if self._step is not None and halfway is None and not plan.adapted and self._step.takes(plan, kv):
+        plan = self._rotations.placed(plan)
+        if self._step is not None and halfway is None and self._recorded(self._step, plan, kv):
             try:
                 return self._step(token_ids, kv, plan, wanted)
             except Halted as halted:
@@ -92,32 +90,84 @@ class Decoder(Model):
         wanted: Wanted = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
-        layers = self.parameters.layers
-        if halfway is None:
-            residual = self.parameters.embedding.rows(token_ids)
-            halfway = SuspendedPass(0, self._normed(residual, layers[0].input_norm), residual)
-        first, x, residual = halfway.layer, halfway.x, halfway.residual
-        for index, layer in enumerate(layers[first:], first):
-            if index > first and not wanted():
+        inputs = self._layer_inputs(token_ids)
+        halfway = halfway or self._begun(token_ids, plan)
+        return self._layers(halfway, len(self.parameters.layers), kv, plan, inputs, wanted).x
+
+    def _layers(
+        self, begin: SuspendedPass, end: int, kv: torch.Tensor, plan: BatchPlan, inputs: Inputs, wanted: Wanted
+    ) -> SuspendedPass:
+        """Return the pass before layer `end`, or with hidden states as x. Raises ForwardAbandoned."""
+        x, residual = begin.x, begin.residual
+        for index in range(begin.layer, end):
+            if index > begin.layer and not wanted():
                 raise ForwardAbandoned(SuspendedPass(index, x, residual))
-            attended = self._attention(index, x, kv[:, index], plan)
-            if self.config.family.parallel:
-                x = attended + self._mlp(index, x, plan)
-            else:
-                x, residual = self._added(attended, residual, layer.behind_attention, layer.post_norm)
-                x = self._mlp(index, x, plan)
-            following = layers[index + 1].input_norm if index + 1 < len(layers) else self.parameters.norm
-            x, residual = self._added(x, residual, layer.behind_mlp, following)
-        return x
+            x, residual = self._through(index, x, residual, kv, plan, inputs)
+        return SuspendedPass(max(begin.layer, end), x, residual)
+
+    def _layer_inputs(self, token_ids: torch.Tensor) -> Inputs:
+        """Return what each layer reads of the tokens beside its own input."""
+        return None
+
+    def _begun(self, token_ids: torch.Tensor, plan: BatchPlan) -> SuspendedPass:
+        """Return the pass before the first layer."""
+        residual = embedded(self.parameters.embedding, token_ids, plan.media)
+        return SuspendedPass(0, self._normed(residual, self.parameters.layers[0].input_norm), residual)
+
+    def _through(
+        self, index: int, x: torch.Tensor, residual: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, inputs: Inputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next layer's x, or after the last one the hidden states, and residual. inputs: `_layer_inputs`."""
+        x, residual, behind = self._layer(index, x, residual, kv, plan)
+        if plan.media is not None:
+            residual = plan.media.added(residual, index)
+        return self._added(x, residual, behind, self._following(index))
+
+    def _following(self, index: int) -> Norm | None:
+        """Return the norm of the input of what follows a layer: another layer, or the head."""
+        layers = self.parameters.layers
+        return layers[index + 1].input_norm if index + 1 < len(layers) else self.parameters.norm
+
+    def _layer(
+        self, index: int, x: torch.Tensor, residual: torch.Tensor, kv: torch.Tensor, plan: BatchPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, Norm | None]:
+        """Return the layer's last output, the residual to which it is added, and the norm that comes before that."""
+        layer = self.parameters.layers[index]
+        residual = x * layer.kept[0] if layer.kept else residual
+        if not layer.mixes:
+            return self._mlp(index, x, plan), residual, layer.behind_mlp
+        mixed = self._mixed(index, x, kv, plan)
+        if layer.mlp is None:
+            return mixed, residual, layer.behind_attention
+        if self.config.parallel:
+            return mixed + self._mlp(index, x, plan), residual, layer.behind_mlp
+        x, residual = self._added(mixed, residual, layer.behind_attention, layer.post_norm)
+        residual = x * layer.kept[1] if layer.kept else residual
+        return self._mlp(index, x, plan), residual, layer.behind_mlp
+
+    def _mixed(self, index: int, x: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """Return the sum of the layer's attention and recurrent mixer, whichever it has."""
+        layer = self.parameters.layers[index]
+        plan = plan.of_group(self._groups[index])
+        if layer.mixer is None:
+            return self._attention(index, x, self._view(kv, index, plan), plan)
+        mixed = self._mixers(layer.mixer, x, plan, lambda linear, name, x: self._dense(linear, index, name, x, plan))
+        if layer.attention is None:
+            return mixed
+        return mixed + self._attention(index, x, self._view(kv, index, plan), plan)
+
+    def _view(self, kv: torch.Tensor, index: int, plan: BatchPlan) -> torch.Tensor:
+        """Return the K/V that a layer reads, in the pool."""
+        return layer_view(kv, self._cached[index], self.info.layers, plan.block_size)
 
     def _added(
-        self, x: torch.Tensor, residual: torch.Tensor, behind: torch.Tensor | None, before: torch.Tensor | None
+        self, x: torch.Tensor, residual: torch.Tensor, behind: Norm | None, before: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the output of attention or MLP to the residual; return the next input and the new residual.
 
         behind: norm of that output. before: norm of the next input."""
         x = self._normed(x, behind)
-        if before is not None and not self.config.family.centred:
+        if isinstance(before, torch.Tensor):
             return self.ops.add_rms_norm(x, residual, before, self.config.norm_eps)
         residual = residual + x
         return self._normed(residual, before), residual
@@ -127,9 +177,15 @@ class Decoder(Model):
         return (logits / cap).tanh_().mul_(cap) if cap else logits
 
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
-        if self._step is not None and not plan.adapted and self._step.takes(plan, kv):
+        plan = self._rotations.placed(plan)
+        if self._step is not None and self._recorded(self._step, plan, kv):
             return self._step.logits(token_ids, kv, plan)
         return super().next_logits(token_ids, kv, plan)
+
+    def _recorded(self, step: Step, plan: BatchPlan, kv: torch.Tensor) -> bool:
+        """Return whether the recorded step computes the batch."""
+        tempered = self.config.temperature is not None and max(plan.total_lens) > self.config.temperature.span
+        return plan.media is None and not plan.adapted and not tempered and step.takes(plan, kv)
 
     def dense_layers(self) -> Iterator[Linear]:
         """Yield all of them, the vocabulary projection last."""
@@ -147,11 +203,17 @@ class Decoder(Model):
 
     def _attention(self, index: int, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         config, ops, own = self.config, self.ops, self.parameters.layers[index].attention
+        assert own is not None
         if isinstance(own, Latent):
-            return self._latent_attention(own, x, kv_layer, plan)
-        sizes = [config.q_size, config.kv_size, config.kv_size]
+            return latent_attention(own, x, kv_layer, plan, self.ops, self._rotations.rope, self._scale)
+        sizes, gate = [config.q_size * (1 + own.gated), config.kv_size, config.kv_size], None
         qkv = self._dense(own.qkv, index, "qkv", x, plan)
+        if bound := config.caps.qkv:
+            qkv.clamp_(-bound, bound)
         q, k, v = torch.split(qkv, sizes, dim=1)
+        if own.gated:
+            q, gate = q.view(len(x), -1, 2, config.head_dim).unbind(2)
+            q = q.flatten(1)
         if own.normed is not None:
             q, k = own.normed(q, k)
         elif config.family.wide_qk_norm:
@@ -159,36 +221,30 @@ class Decoder(Model):
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in (q, k, v))
         if not config.family.wide_qk_norm:
             q, k = self._normed(q, own.q_norm), self._normed(k, own.k_norm)
-        cos, sin = (self._local if own.window else self._rope) if own.rotated else (None, None)
+        cos, sin = self._rotations.tables(plan, windowed=own.window != 0) if own.rotated else (None, None)
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
+        if own.q_scale is not None:
+            q = q * own.q_scale
+        if own.tempered and self._temperatures is not None:
+            q = (q * self._temperatures[plan.positions][:, None, None]).to(q.dtype)
         out = ops.paged_attention(q, kv_layer, plan, self._scale, own.window, config.caps.attention, own.sinks)
+        out = out if gate is None else ops.sigmoid_mul(out, gate)
         return self._dense(own.o, index, "o", out.flatten(1), plan)
-
-    def _latent_attention(self, own: Latent, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        ops, made_of = self.ops, x
-        if own.q_a is not None and own.q_norm is not None:
-            made_of = ops.rms_norm(own.q_a(x), own.q_norm, own.eps)
-        q = own.q(made_of).view(len(x), -1, own.rotated + own.plain)
-        key, latent = torch.split(own.kv_a(x), [own.rotated, own.rank], 1)
-        cached = torch.cat((key, ops.rms_norm(latent, own.kv_norm, own.eps)), 1)
-        q = ops.rope_and_cache(q, cached[:, None], None, *self._rope, kv_layer, plan)
-        own.awaited()
-        return own.o(ops.latent_attention(q, kv_layer, plan, self._scale, own).flatten(1))
 
     def _mlp(self, index: int, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         mlp = self.parameters.layers[index].mlp
+        assert mlp is not None
         if isinstance(mlp, Experts):
             return mixture(mlp, x, self._activated)
+        if isinstance(mlp, Ungated):
+            inner = self.ops.activate(self._dense(mlp.up, index, "up", x, plan), mlp.activation)
+            return self._dense(mlp.down, index, "down", inner, plan)
         inner = self._activated(self._dense(mlp.gate_up, index, "gate_up", x, plan))
         return self._dense(mlp.down, index, "down", inner, plan)
 
-    def _normed(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         if norm is None:
             return x
-        return (layer_norm if self.config.family.centred else self.ops.rms_norm)(x, norm, self.config.norm_eps)
-
-
-def _gate(config: DecoderConfig) -> Gate:
-    if config.experts is not None and config.experts.gate is not None:
-        return config.experts.gate
-    return GELU if config.family.gelu else SILU
+        if isinstance(norm, LayerNorm):
+            return self.ops.layer_norm(x, norm, self.config.norm_eps)
+        return self.ops.rms_norm(x, norm, self.config.norm_eps)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.kernels.decoder_spec import Linear, Stored, StoredRows
+from kvferry.kernels.decoder_spec import Stored, StoredRows
+from kvferry.kernels.linear import Linear, Scaled
 from kvferry.kernels.ops import Ops
 
 
@@ -21,12 +22,17 @@ class DenseForms:
         self._ops = ops
         self.kept: set[str] = set()
 
-    def of_rows(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None) -> Linear | None:
-        """Build a layer from stored rows [.., columns]; None where the operations do not run them."""
+    def of_rows(
+        self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None, factor: float = 1.0
+    ) -> Linear | None:
+        """Build a layer from stored rows [.., columns]; None where the operations do not run them.
+
+        factor: multiplies the layer's results."""
         packed = self._ops.packed(parts, columns, bias)
-        if packed is not None:
-            self.kept |= packed.kinds
-        return packed
+        if packed is None:
+            return None
+        self.kept |= packed.kinds
+        return packed if factor == 1.0 else Scaled(packed, factor)
 
     def of_weight(self, weight: torch.Tensor, bias: torch.Tensor | None, peaks: torch.Tensor | None = None) -> Linear:
         """Build a layer from a contiguous weight [out, in]; bfloat16 where it is to become int8."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from kvferry.model_files.source import weight_files
 from kvferry.protocol.errors import ConfigError
 
 
-def open_directory(path: Path, quantised: Quantisation | None = None) -> FileWeights | QuantisedWeights:
+def open_directory(
+    path: Path, quantised: Quantisation | None = None, renamed: Callable[[str], str] = text_name
+) -> FileWeights | QuantisedWeights:
     """Open its safetensors, or else its pytorch_model*.bin. quantised: how, if its config says so.
 
-    The text's tensors of a multimodal checkpoint get the names of a text-only one."""
+    renamed: gives each tensor's name for readers. Without it the text's tensors of a multimodal checkpoint get the
+    names of a text-only one."""
     files = weight_files(path)
     safe = files and files[0].suffix == ".safetensors"
-    tensors = SafetensorsWeights(files) if safe else TorchWeights(files)
+    tensors = SafetensorsWeights(files, renamed) if safe else TorchWeights(files, renamed)
     return tensors if quantised is None else QuantisedWeights(tensors, quantised)
 
 
@@ -42,15 +46,24 @@ class FileWeights(PlainWeights):
     def read(self, name: str, out: torch.Tensor) -> None:
         tensor = self.find(name)
         if tensor is None:
-            raise missing(name)
+            tensor = self._of_parts(name, len(out) if out.dim() > 1 else 0)
         check_shape(name, tuple(tensor.shape), tuple(out.shape))
         out.copy_(tensor)
+
+    def _of_parts(self, name: str, count: int) -> torch.Tensor:
+        """Return tensors that a checkpoint numbers in place of this one, as StableLM's norms of heads, together."""
+        stem, _, kind = name.rpartition(".")
+        parts = (self.find(f"{stem}.{index}.{kind}") for index in range(count))
+        found = [part for part in itertools.takewhile(lambda part: part is not None, parts) if part is not None]
+        if not found:
+            raise missing(name)
+        return torch.stack(found)
 
 
 class SafetensorsWeights(FileWeights):
     """Memory-mapped .safetensors files; each shard's own header lists its tensors. Implements `FileWeights`."""
 
-    def __init__(self, files: list[Path]):
+    def __init__(self, files: list[Path], renamed: Callable[[str], str] = text_name):
         from safetensors import SafetensorError, safe_open
 
         self._handles: dict[str, tuple[Any, str]] = {}
@@ -59,7 +72,7 @@ class SafetensorsWeights(FileWeights):
                 handle: Any = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"cannot read {file}: {error}; download it again", param="model") from error
-            self._handles.update({text_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
+            self._handles.update({renamed(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
 
     def find(self, name: str) -> torch.Tensor | None:
         if name not in self._handles:
@@ -78,12 +91,12 @@ class SafetensorsWeights(FileWeights):
 class TorchWeights(FileWeights):
     """Read pytorch_model*.bin files without running code from them. Implements `FileWeights`."""
 
-    def __init__(self, files: list[Path]):
+    def __init__(self, files: list[Path], renamed: Callable[[str], str] = text_name):
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
             try:
                 tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-                self._tensors.update({text_name(name): tensor for name, tensor in tensors.items()})
+                self._tensors.update({renamed(name): tensor for name, tensor in tensors.items()})
             except (OSError, RuntimeError, ValueError, EOFError) as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise ConfigError(f"cannot read {file}: {reason}", param="model") from error

@@ -26,8 +26,9 @@ class DummyWeights(PlainWeights):
         self._numbers = whole.to(torch.float32).mul_(_SPREAD / 127)
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        if out.dim() == 1:
-            out.fill_(0.0 if name.endswith("bias") else 1.0 - self._config.family.norm_offset)
+        if out.dim() <= 1:
+            offset = 0.0 if ".mixer." in name else self._config.family.norm_offset
+            out.fill_(0.0 if name.endswith("bias") else 1.0 - offset)
             return
         flat = out.view(-1)
         begin, rounds = crc32(name.encode()) % _PERIOD, len(flat) // _PERIOD

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from kvferry.engine.models.dense_forms import DenseForms
-from kvferry.kernels.decoder_spec import Linear, StoredRows
+from kvferry.kernels.decoder_spec import StoredRows
+from kvferry.kernels.linear import Linear
 from kvferry.kernels.torch_operations import TorchLinear
 
 StoredAs = Callable[[torch.Tensor], StoredRows | None]

@@ -8,19 +8,26 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvferry.engine.models.base import Model, ModelInfo
-from kvferry.engine.models.config import DecoderConfig, parse_config, unsupported
+from kvferry.engine.models.config import DecoderConfig, parse_config
 from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.models.decoder_info import decoder_info
 from kvferry.engine.models.directory import FileWeights, open_directory
 from kvferry.engine.models.dummy_weights import DummyWeights
 from kvferry.engine.models.families import FAMILIES
+from kvferry.engine.models.gemma3n import Gemma3nDecoder, Gemma3nLoader
+from kvferry.engine.models.gemma4 import Gemma4Decoder, Gemma4Loader
 from kvferry.engine.models.gguf_config import parse_gguf
+from kvferry.engine.models.gguf_hybrid import gguf_weights
 from kvferry.engine.models.heap_trim import trim_heap
+from kvferry.engine.models.multipliers import MultipliedWeights
 from kvferry.engine.models.parameters import ParameterLoader, Parameters, Progress
 from kvferry.engine.models.reader import Peaks, TensorReader, whole_rows
 from kvferry.engine.models.rope import rope_tables, stretched
 from kvferry.engine.models.shared_weights import one_copy
 from kvferry.engine.models.stacked import StackedWeights
-from kvferry.engine.models.weights import GGUFWeights, Weights
+from kvferry.engine.models.tensor_names import renamed
+from kvferry.engine.models.unsupported_configs import unsupported
+from kvferry.engine.models.weights import Weights
 from kvferry.engine.ranks.layers import joined
 from kvferry.engine.ranks.rank_assignment import RankAssignment
 from kvferry.engine.ranks.shard import FLAG
@@ -32,6 +39,7 @@ from kvferry.model_files.memory_needs import has_experts
 from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import is_multimodal, text_config
 from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.recurrent import StateSpaceSizes
 from kvferry.model_files.source import ModelSource, read_facts, read_json
 from kvferry.model_files.supported_decoders import gguf_family, own_alone
 from kvferry.model_files.unsupported_models import require_runnable
@@ -40,6 +48,11 @@ from kvferry.protocol.errors import ConfigError, reason
 log = logging.getLogger("kvferry.models")
 
 IMPLEMENTATIONS = ("auto", "kvferry", "transformers")
+OWN_LAYERS: dict[str, tuple[type[Decoder], type[ParameterLoader]]] = {
+    "gemma3n_text": (Gemma3nDecoder, Gemma3nLoader),
+    "gemma4_text": (Gemma4Decoder, Gemma4Loader),
+}
+"""Decoders and loaders of families whose layers are more than a row of `FAMILIES` tells."""
 
 
 def load_model(
@@ -123,6 +136,18 @@ def _load(
     return decoder
 
 
+def read_info(source: ModelSource, impl: str, max_model_len: int) -> ModelInfo | None:
+    """Return the facts of our own decoder with plain weights, without reading these.
+
+    None for a model in another form, whose facts show only when its weights are read."""
+    opened = _open_as(source, impl, "auto")
+    if opened is None or source.kind == "gguf" or quantisation(read_json(source.path / "config.json")) is not None:
+        return None
+    length = min(max_model_len or opened.max_model_len, opened.max_model_len)
+    long = ("longrope",) if stretched(opened.config.rope, length) else ()
+    return decoder_info(source, opened.config, opened.max_model_len, long)
+
+
 def auto_dtype(device: torch.device, compiled: bool) -> torch.dtype:
     """Return bfloat16 on a GPU, on our compiled CPU kernels, and on a CPU that multiplies it natively; else float32.
 
@@ -166,11 +191,13 @@ def _open_directory(source: ModelSource, must: bool, dummy: bool) -> OpenedModel
     parsed = parse_config(config)
     if dummy:
         return OpenedModel(parsed, DummyWeights(parsed), length)
-    weights = open_directory(source.path, quantisation(whole))
+    weights = open_directory(source.path, quantisation(whole), renamed(parsed.model_type))
     if multimodal:
         parsed = replace(parsed, tie_embeddings=not weights.holds("lm_head.weight"))
-    if parsed.family.stacked and isinstance(weights, FileWeights):
-        return OpenedModel(parsed, StackedWeights(weights), length)
+    if parsed.multipliers and parsed.hybrid and isinstance(parsed.hybrid.sizes, StateSpaceSizes):
+        return OpenedModel(parsed, MultipliedWeights(weights, parsed.multipliers, parsed.hybrid.sizes), length)
+    if (names := parsed.family.experts) and names.stack and isinstance(weights, FileWeights):
+        return OpenedModel(parsed, StackedWeights(weights, names, names.stack), length)
     return OpenedModel(parsed, weights, length)
 
 
@@ -180,8 +207,7 @@ def _open_gguf(source: ModelSource, must: bool) -> OpenedModel | None:
     if not must and (family is None or not family.gguf):
         return None
     config = parse_gguf(file)
-    permuted = FAMILIES[config.model_type].gguf_permuted
-    weights = GGUFWeights(file, (config.num_heads, config.num_kv_heads) if permuted else None)
+    weights = gguf_weights(file, config)
     return OpenedModel(config, weights, read_facts(source).max_model_len, weights.rope_divisors())
 
 
@@ -198,6 +224,7 @@ def _load_decoder(
     part: RankAssignment | None,
 ) -> Decoder:
     config, weights = opened.config, opened.weights
+    build, load = OWN_LAYERS.get(config.model_type, (Decoder, ParameterLoader))
     peaks: Peaks = whole_rows
     if part is not None:
         weights = ShardWeights(weights, config, part.shard)
@@ -205,7 +232,7 @@ def _load_decoder(
 
     def read() -> tuple[Parameters, list[str]]:
         reader = TensorReader(config, weights, device, dtype, ops, quantization, peaks)
-        return ParameterLoader(reader, progress).load(), sorted(reader.kept)
+        return load(reader, progress).load(), sorted(reader.kept)
 
     if weights_fd >= 0 and isinstance(ops, CpuOps) and dtype == torch.bfloat16:
         form = f"{source.path} {source.revision} {config} {quantization}"
@@ -216,17 +243,8 @@ def _load_decoder(
         parameters = joined(parameters, part.group, opened.config)
     length = min(max_model_len or opened.max_model_len, opened.max_model_len)
     long = ("longrope",) if stretched(config.rope, length) else ()
-    kv_heads, dim, planes = opened.config.cached
-    info = ModelInfo(
-        name=source.name,
-        revision="+".join((source.revision, *kept, *long)),
-        num_layers=opened.config.num_layers,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        planes=planes,
-        vocab_size=opened.config.vocab_size,
-        max_model_len=opened.max_model_len,
-    )
-    rope = rope_tables(config.rope, length, device, opened.rope_divisors)
+    info = decoder_info(source, opened.config, opened.max_model_len, (*kept, *long))
+    turned = length if any(config.rotated) else 1
+    rope = rope_tables(config.rope, turned, device, opened.rope_divisors)
     local = rope_tables(config.local_rope, length, device) if config.local_rope else None
-    return Decoder(config, info, parameters, rope, ops, local)
+    return build(config, info, parameters, rope, ops, local)

@@ -6,12 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from kvferry.engine.models.families import ExpertNames
+from kvferry.engine.models.family import ExpertNames
 from kvferry.engine.models.interleaved import half_split
-from kvferry.engine.models.latent import read_latent
+from kvferry.engine.models.mixer_parameters import read_mixer
 from kvferry.engine.models.reader import TensorReader
-from kvferry.kernels.decoder_spec import Experts, Gated, Gqa, Latent, LayerForm, Linear
+from kvferry.kernels.activation import Activation, Kind
+from kvferry.kernels.decoder_spec import (
+    Experts,
+    Gated,
+    Gqa,
+    Latent,
+    LayerForm,
+    Mixer,
+    Ungated,
+)
+from kvferry.kernels.layer_norm import LayerNorm, Norm
+from kvferry.kernels.linear import Linear
+from kvferry.model_files.hybrid import HybridLayers
+from kvferry.model_files.latent import LatentSizes
 
 Progress = Callable[[float], None]
 
@@ -22,7 +36,7 @@ class Parameters:
 
     embedding: Linear
     layers: tuple[LayerForm, ...]
-    norm: torch.Tensor
+    norm: Norm
     head: Linear
 
 
@@ -47,10 +61,15 @@ class ParameterLoader:
         self._report(config.num_layers)
         of_logits = config.factors.logits / scale if tied else config.factors.logits
         norm = reader.norm("model.norm", config.hidden_size, of_logits)
-        head = embedding if tied else reader.linear([("lm_head.weight", config.vocab_size)], config.hidden_size)
+        head = embedding if tied else self._head()
         if self._progress is not None:
             self._progress(1.0)
         return Parameters(embedding, tuple(layers), norm, head)
+
+    def _head(self) -> Linear:
+        config, reader = self._config, self._reader
+        bias = reader.stack([("lm_head.bias", config.vocab_size)], None) if config.head_bias else None
+        return reader.linear([("lm_head.weight", config.vocab_size)], config.hidden_size, bias)
 
     def _report(self, layers_done: int) -> None:
         if self._progress is not None:
@@ -62,66 +81,101 @@ class ParameterLoader:
         before, behind = family.norm_before, family.norm_behind
         before_mlp, behind_attention, behind_mlp = family.names_behind
         before_mlp = before_mlp if behind else "post_attention_layernorm"
+        hybrid = config.hybrid
+        attends, has_mlp = hybrid is None or hybrid.attends(index), hybrid is None or hybrid.has_mlp(index)
+        second = before and not config.parallel and (hybrid is None or not hybrid.single)
         return LayerForm(
             input_norm=reader.norm(f"{prefix}.input_layernorm", hidden) if before else None,
-            attention=self._attention(index, f"{prefix}.self_attn"),
-            post_norm=reader.norm(f"{prefix}.{before_mlp}", hidden) if before and not family.parallel else None,
-            mlp=self._mlp(index, prefix),
+            attention=self._attention(index, f"{prefix}.self_attn") if attends else None,
+            post_norm=reader.norm(f"{prefix}.{before_mlp}", hidden) if second else None,
+            mlp=self._mlp(index, prefix) if has_mlp else None,
+            mixer=self._mixer(index, hybrid) if hybrid and hybrid.recurs(index) else None,
             behind_attention=reader.norm(f"{prefix}.{behind_attention}", hidden) if behind else None,
             behind_mlp=reader.norm(f"{prefix}.{behind_mlp}", hidden) if behind else None,
+            kept=config.kept(index),
         )
+
+    def _mixer(self, index: int, hybrid: HybridLayers) -> Mixer:
+        part = len(hybrid.sizes.states) * sum(map(hybrid.recurs, range(index)))
+        return read_mixer(self._reader, hybrid.sizes, index, part)
 
     def _attention(self, index: int, prefix: str) -> Gqa | Latent:
         config, reader = self._config, self._reader
         if config.latent is not None:
             return read_latent(reader, config.latent, prefix)
         hidden, kv = config.hidden_size, config.kv_size
-        qkv = [("q_proj", config.q_size), ("k_proj", kv), ("v_proj", kv)]
+        qkv = [("q_proj", config.q_size * (1 + config.family.gated)), ("k_proj", kv), ("v_proj", kv)]
         if config.family.fused:
             qkv = [("qkv_proj", config.q_size + 2 * kv)]
+        q_norm = self._norm_of_heads(index, f"{prefix}.q_norm", config.num_heads)
+        k_norm = self._norm_of_heads(index, f"{prefix}.k_norm", config.num_kv_heads)
+        q_scale = None
+        if config.family.norms_rotated and isinstance(q_norm, torch.Tensor) and isinstance(k_norm, torch.Tensor):
+            # A rotation keeps the length of a vector, so only the norms' weights wait for it; those of k go to q.
+            q_scale = (q_norm.float() * k_norm.float()).to(reader.dtype)
+            q_norm = k_norm = torch.ones_like(q_norm)
         return Gqa(
             qkv=reader.dense(prefix, qkv, hidden, config.qkv_bias),
-            q_norm=self._norm_of_heads(f"{prefix}.q_norm", config.num_heads) if config.qk_norm else None,
-            k_norm=self._norm_of_heads(f"{prefix}.k_norm", config.num_kv_heads) if config.qk_norm else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
             o=reader.dense(prefix, [("o_proj", hidden)], config.q_size, config.o_bias, config.factors.residual),
             rotated=config.rotated[index],
             window=config.windows[index],
             sinks=reader.float32(f"{prefix}.sinks", config.num_heads) if config.family.sinks else None,
+            q_scale=q_scale,
+            gated=config.family.gated,
+            tempered=config.temperature is not None and (config.family.tempered or not config.rotated[index]),
         )
 
-    def _norm_of_heads(self, name: str, heads: int) -> torch.Tensor:
+    def _norm_of_heads(self, index: int, name: str, heads: int) -> Norm | None:
         family, dim = self._config.family, self._config.head_dim
+        if not self._config.qk_norm or (family.chunked and not self._config.rotated[index]):
+            return None
+        if family.chunked:  # without weights, a norm before the rotation is the same as one behind it
+            return self._reader.ones(dim)
         if not family.own_qk_norm:
-            return self._reader.norm(name, heads * dim if family.wide_qk_norm else dim)
+            return self._reader.rms_norm(name, heads * dim if family.wide_qk_norm else dim)
         out = self._reader.stack([(f"{name}.weight", heads)], dim)
         if family.interleaved:
             half_split(out.view(-1), dim, self._config.rope.dim)
-        return out
+        return LayerNorm(out)
 
-    def _mlp(self, index: int, prefix: str) -> Gated | Experts:
+    def _mlp(self, index: int, prefix: str) -> Gated | Ungated | Experts:
         config, reader = self._config, self._reader
         experts, names = config.experts, config.family.experts
         if experts is None or names is None or not experts.layers[index]:
+            if config.activation is not None:
+                return self._ungated(f"{prefix}.mlp", config.activation)
             parts = ("gate_up_proj",) if config.family.fused or config.family.fused_mlp else ("gate_proj", "up_proj")
-            return self._gated(f"{prefix}.mlp", parts, "down_proj", config.intermediate_size)
-        name = f"{prefix}.{names.router}"
-        router = self._router(name, names, experts.count)
-        shared = (names.gate, names.up), names.down, experts.shared
+            return self._gated(f"{prefix}.{config.family.mlp}", parts, "down_proj", self._width(index))
+        router = self._router(f"{prefix}.{names.router}", names, experts.count)
+        parts, biased = (names.gate, names.up) if config.activation is None else (names.up,), names.biased
         each = tuple(
-            self._gated(f"{prefix}.{names.experts}.{each}", (names.gate, names.up), names.down, experts.size)
+            self._gated(f"{prefix}.{names.experts}.{each}", parts, names.down, experts.size, biased)
             if each in experts.held
             else None
             for each in range(experts.count)
         )
         grouped = reader.ops.grouped(each)
+        shared = self._gated(f"{prefix}.{names.shared}", parts, names.down, experts.shared) if experts.shared else None
+        gate = (
+            reader.stack([(f"{prefix}.{names.shared_gate}.weight", 1)], config.hidden_size)
+            if names.shared_gate
+            else None
+        )
         return Experts(
             router=router,
             each=each if grouped is None else grouped.each,
             grouped=grouped,
             routing=experts.routing,
-            correction=reader.float32(f"{name}.e_score_correction_bias", experts.count) if names.sigmoid else None,
-            shared=self._gated(f"{prefix}.{names.shared}", *shared) if experts.shared else None,
+            correction=self._correction(f"{prefix}.{names.correction}", names, experts.count),
+            shared=shared,
+            shared_gate=None if gate is None or shared is None else reader.ops.linear(gate),
         )
+
+    def _width(self, index: int) -> int:
+        """Return the width of a layer's MLP."""
+        return self._config.intermediate_size
 
     def _router(self, name: str, names: ExpertNames, count: int) -> Linear:
         reader, hidden = self._reader, self._config.hidden_size
@@ -130,12 +184,59 @@ class ParameterLoader:
         bias = reader.stack([(f"{name}.bias", count)], None) if names.biased else None
         return reader.ops.linear(reader.stack([(f"{name}.weight", count)], hidden), bias)
 
-    def _gated(self, prefix: str, parts: tuple[str, ...], down: str, inner: int) -> Gated:
-        """Load an MLP. parts: names of gate and up, or of both in one tensor. inner: its width."""
-        hidden, experts = self._config.hidden_size, self._config.family.experts
-        bias = self._config.mlp_bias if experts is None else experts.biased
-        gate_up = [(part, 2 * inner // len(parts)) for part in parts]
+    def _ungated(self, prefix: str, kind: Kind) -> Ungated:
+        config, reader = self._config, self._reader
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        activation = Activation(kind)
+        if kind == "xielu":
+            positive, negative = (float(F.softplus(reader.float32(f"{prefix}.act_fn.alpha_{s}", 1))) for s in "pn")
+            beta, bound = (float(reader.float32(f"{prefix}.act_fn.{name}")) for name in ("beta", "eps"))
+            activation = Activation(kind, positive, beta + negative, beta, bound)
+        return Ungated(
+            up=reader.dense(prefix, [("up_proj", inner)], hidden, bias),
+            down=reader.dense(prefix, [("down_proj", hidden)], inner, bias, config.factors.residual),
+            activation=activation,
+        )
+
+    def _correction(self, name: str, names: ExpertNames, count: int) -> torch.Tensor | None:
+        if not names.correction:
+            return None
+        return self._reader.float32(name, *((1, count) if names.correction_row else (count,))).view(-1)
+
+    def _gated(self, prefix: str, parts: tuple[str, ...], down: str, inner: int, bias: bool | None = None) -> Gated:
+        """Load an MLP. parts: names of gate and up, of both in one tensor, or of up alone. inner: its width.
+
+        bias: has biases; None: the config says."""
+        hidden = self._config.hidden_size
+        bias = self._config.mlp_bias if bias is None else bias
+        outputs = inner if self._config.activation is not None else 2 * inner
+        gate_up = [(part, outputs // len(parts)) for part in parts]
         return Gated(
             gate_up=self._reader.dense(prefix, gate_up, hidden, bias),
             down=self._reader.dense(prefix, [(down, hidden)], inner, bias, self._config.factors.residual),
         )
+
+
+def read_latent(reader: TensorReader, sizes: LatentSizes, prefix: str) -> Latent:
+    """Read the attention whose tensors have this prefix. Raises ConfigError as its reader does."""
+    config, bias = reader.config, reader.config.qkv_bias
+    hidden, heads = config.hidden_size, config.num_heads
+    each = sizes.plain + sizes.value
+    made = reader.stack([(f"{prefix}.kv_b_proj.weight", heads * each)], sizes.rank)
+    of_k, of_v = torch.split(made.view(heads, each, sizes.rank), [sizes.plain, sizes.value], 1)
+    ranked, name = sizes.query_rank, "q_b_proj" if sizes.query_rank else "q_proj"
+    return Latent(
+        q_a=reader.dense(prefix, [("q_a_proj", ranked)], hidden, bias) if ranked else None,
+        q_norm=reader.rms_norm(f"{prefix}.q_a_layernorm", ranked) if ranked else None,
+        q=reader.dense(prefix, [(name, config.q_size)], ranked or hidden, False),
+        kv_a=reader.dense(prefix, [("kv_a_proj_with_mqa", sizes.cached)], hidden, bias),
+        kv_norm=reader.rms_norm(f"{prefix}.kv_a_layernorm", sizes.rank),
+        expand=reader.ops.linear(made),
+        absorb=reader.ops.linear_of_heads(of_k.transpose(1, 2)),
+        up_v=reader.ops.linear_of_heads(of_v),
+        o=reader.dense(prefix, [("o_proj", hidden)], heads * sizes.value, config.o_bias),
+        rotated=sizes.rotated,
+        plain=sizes.plain,
+        rank=sizes.rank,
+        value=sizes.value,
+    )

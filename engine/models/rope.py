@@ -3,7 +3,8 @@
 linear: Chen et al. 2023. llama3: the frequency-wise scaling of Llama 3.1. yarn: Peng et al. 2023. longrope: Ding et al.
 2024; if sequences may be longer than the original length, all use the factors of long contexts, because cached keys
 cannot follow a sequence that becomes long. dynamic: its frequencies depend on the current length, too, so the model is
-served up to its original length, where dynamic equals default."""
+served up to its original length, where dynamic equals default. proportional (Gemma 4): pairs of dims span the head, and
+only the first of them rotate."""
 
 from __future__ import annotations
 
@@ -32,6 +33,9 @@ def rope_tables(
 def _frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
     """Return inverse frequencies, float32 [dim / 2], and the factor of cos and sin."""
     plain = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
+    if rope.kind == "proportional":
+        plain[int(rope.turning * rope.dim // 2) :] = 0.0
+        return plain / rope.factor, 1.0
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":
@@ -39,7 +43,7 @@ def _frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
     if rope.kind == "yarn":
         return _yarn(plain, rope), _yarn_attention(rope)
     if rope.kind == "longrope":
-        return _longrope(plain, rope, length), _longrope_attention(rope)
+        return _longrope(plain, rope, length), _longrope_attention(rope, length)
     return plain, 1.0
 
 
@@ -92,8 +96,12 @@ def _longrope(plain: torch.Tensor, rope: RopeConfig, length: int) -> torch.Tenso
     return plain / torch.tensor(factors)
 
 
-def _longrope_attention(rope: RopeConfig) -> float:
-    """Return the paper's factor of attention, whatever the length served: the weights were trained with it."""
+def _longrope_attention(rope: RopeConfig, length: int) -> float:
+    """Return the paper's factor of attention, whatever the length served: the weights were trained with it.
+
+    Phi-MoE's config has one for each of both lengths."""
+    if (own := rope.long_mscale if stretched(rope, length) else rope.short_mscale) is not None:
+        return own
     if rope.attention_factor is not None:
         return rope.attention_factor
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_len)) if rope.factor > 1 else 1.0

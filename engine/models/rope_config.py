@@ -6,24 +6,34 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engine.models.families import Family
+from kvferry.engine.models.family import Family
+from kvferry.model_files.config_fields import number_or
 from kvferry.protocol.errors import ConfigError
 
 SLIDING = "sliding_attention"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SHAPED_KINDS = (*ROPE_KINDS, "proportional")
+"""Kinds of rope, and those of families whose layers have shapes of their own: there a partial rotation leaves gaps."""
+
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0}
+"""Gemma 4's rope of layers without a window, unless the config says."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding settings.
 
-    kind: one of ROPE_KINDS. original_max_len: the context before stretching. The other fields belong to the kinds that
-    name them, with Hugging Face's meanings and defaults."""
+    kind: one of SHAPED_KINDS. dim: of the heads, so far as they are paired for rotation. turning: share of these pairs
+    that rotate, the first ones. original_max_len: the context before stretching. sections: how many frequencies time,
+    height and width turn (M-RoPE); empty: one position turns all. interleaved: the three take turns from the first
+    frequency on, and time has the rest; else their frequencies lie one behind the other. The other fields belong to the
+    kinds that name them, with Hugging Face's meanings and defaults."""
 
     theta: float
     dim: int
     original_max_len: int
     kind: str = "default"
+    turning: float = 1.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -35,6 +45,10 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    short_mscale: float | None = None
+    long_mscale: float | None = None
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
@@ -49,6 +63,10 @@ def rope_dicts(config: dict[str, Any], family: Family) -> list[dict[str, Any]]:
     given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not family.two_ropes:
         return [{**scaling, **given}]
+    if family.shaped:
+        full = PROPORTIONAL if config["model_type"] == "gemma4_text" else {}
+        local = {"rope_theta": config.get("rope_local_base_freq") or 10000.0}
+        return [given.get("full_attention") or scaling or full, local | (given.get(SLIDING) or {})]
     if "full_attention" in given:
         return [given["full_attention"], given[SLIDING]]
     theta = config.get("rope_local_base_freq") or (10000.0 if family.gelu else config.get("rope_theta"))
@@ -71,13 +89,35 @@ def parse_rope(config: dict[str, Any], rope: dict[str, Any], family: Family, hea
     longest = config["max_position_embeddings"]
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
     optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
-    given = {name: rope[name] for name in (*optional, "mscale_all_dim", "truncate") if rope.get(name) is not None}
+    others = ("mscale_all_dim", "truncate", "short_mscale", "long_mscale")
+    given = {name: rope[name] for name in (*optional, *others) if rope.get(name) is not None}
     given |= {name: tuple(rope[name]) for name in ("short_factor", "long_factor") if rope.get(name)}
+    kind = rope_kind(rope)
+    gaps = kind == "proportional"
+    dim = head_dim if gaps else int(head_dim * partial)
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or family.theta)
+    if family.ntk_alpha and kind == "dynamic" and (alpha := number_or(rope, "alpha", 0.0)) and dim > 2:
+        # The base is stretched once and for all (NTK-aware scaling): no frequency depends on the length of a sequence.
+        theta, kind = theta * alpha ** (dim / (dim - 2)), "default"
     return RopeConfig(
-        theta=float(rope.get("rope_theta") or config.get("rope_theta") or family.theta),
-        dim=int(head_dim * partial),
+        theta=theta,
+        dim=dim,
+        turning=partial if gaps else 1.0,
         original_max_len=original,
-        kind=rope_kind(rope),
+        kind=kind,
+        sections=_sections(rope, dim),
+        interleaved=bool(rope.get("mrope_interleaved")),
         factor=float(rope.get("factor") or longest / original),
         **given,
     )
+
+
+def _sections(rope: dict[str, Any], dim: int) -> tuple[int, ...]:
+    """Return the sections of M-RoPE, which text alone does not need. Raises ConfigError."""
+    found = rope.get("mrope_section") or ()
+    whole = isinstance(found, list | tuple) and all(isinstance(each, int) and each >= 0 for each in found)
+    if not whole or (found and (len(found) != 3 or sum(found) != dim // 2)):
+        raise ConfigError(
+            f"rope: mrope_section must be three numbers of sum {dim // 2}, got {found!r:.40}", param="model"
+        )
+    return tuple(found)

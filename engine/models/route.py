@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from kvferry.engine.models.config import parse_config, unsupported
+from kvferry.engine.models.config import parse_config
 from kvferry.engine.models.dequantise import BLOCKS, CODED, PLAIN, stored_bytes
 from kvferry.engine.models.families import FAMILIES
 from kvferry.engine.models.gguf_config import parse_gguf
 from kvferry.engine.models.hf import gguf_architectures, language_models
+from kvferry.engine.models.layer_lifetimes import groups_of
+from kvferry.engine.models.unsupported_configs import unsupported
 from kvferry.model_files.gguf import GGUFFile, gguf_parts, read_gguf
 from kvferry.model_files.memory_needs import has_experts
 from kvferry.model_files.multimodal import text_config
@@ -18,6 +20,7 @@ from kvferry.model_files.source import ModelSource, read_json
 from kvferry.model_files.supported_decoders import gguf_family, own_alone
 from kvferry.model_files.supported_encoders import is_encoder
 from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layer_groups import LayerGroups
 
 OWN, ENCODER = "kvferry's own decoder", "an encoder of transformers"
 TRANSFORMERS = "transformers modules around kvferry's attention and dense layers"
@@ -25,11 +28,12 @@ TRANSFORMERS = "transformers modules around kvferry's attention and dense layers
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Implementation that runs a model. formats: of its weights, as stored."""
+    """Implementation that runs a model. formats: of its weights, as stored. groups: of its layers, see `groups_of`."""
 
     family: str
     path: str
     formats: str
+    groups: LayerGroups | None = None
 
 
 def route_of(source: ModelSource, impl: str = "auto") -> Route:
@@ -51,8 +55,7 @@ def _directory(source: ModelSource, impl: str) -> Route:
         return Route(family, ENCODER, formats)
     reason, alone = unsupported(config), own_alone(whole)
     if impl != "transformers" and (reason is None or impl == "kvferry" or alone):
-        parse_config(config)
-        return Route(family, OWN, formats)
+        return Route(family, OWN, formats, groups_of(parse_config(config)))
     if alone is not None:
         raise ConfigError(f"{alone} runs only on kvferry's own decoder", param="model_impl")
     if stored is not None and has_experts(source):
@@ -79,8 +82,7 @@ def _gguf(file: GGUFFile, impl: str) -> Route:
     formats = "GGUF of " + " and ".join(names.get(kind) or str(PLAIN[kind]).removeprefix("torch.") for kind in kinds)
     family = FAMILIES.get(gguf_family(file))
     if impl != "transformers" and ((family is not None and family.gguf) or impl == "kvferry"):
-        parse_gguf(file)
-        return Route(file.architecture, OWN, formats)
+        return Route(file.architecture, OWN, formats, groups_of(parse_gguf(file)))
     if len(gguf_parts(file.path)) > 1:
         raise ConfigError("split GGUF files run only on kvferry's own decoder", param="model")
     if file.architecture not in gguf_architectures():

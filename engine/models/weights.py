@@ -3,62 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from kvferry.engine.models.dequantise import BLOCKS, CODED, dequantise, stored_bytes
+from kvferry.engine.models.gguf_names import fused_in, gguf_name, header_entry, parts_of
 from kvferry.engine.models.mxfp4 import RUN, codes_of_blocks
 from kvferry.kernels.decoder_spec import Stored, StoredRows
 from kvferry.model_files.gguf import GGUFFile, GGUFTensor
 from kvferry.protocol.errors import ConfigError
 
-_GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_GGUF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-}
-_GGUF_EXPERTS = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
-    "w1": "ffn_gate_exps",
-    "w3": "ffn_up_exps",
-    "w2": "ffn_down_exps",
-}
-"""Tensors that hold all experts of a layer."""
-_GGUF_OWN = {("gpt-oss", "ffn_norm"): "post_attention_norm"}
-"""Names that only some architectures use."""
-_GGUF_PARAMETERS = {"self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.((.+)\.(weight|bias)|.+)")
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -95,7 +51,10 @@ class GGUFWeights:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        parts = [self._file.tensors.get(part) for part in _parts_of(name)]
+        if (entry := header_entry(name)) is not None:
+            out.fill_(self._of_header(*entry))
+            return
+        parts = [self._file.tensors.get(part) for part in parts_of(name)]
         if parts and None not in parts:
             self._join([part for part in parts if part is not None], out)
             return
@@ -120,14 +79,41 @@ class GGUFWeights:
         return StoredRows(BLOCKS[tensor.type], self._ordered(name, tensor).view(shape[0], -1).clone())
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
-        stored, expert = _gguf_name(name, self._file.architecture)
+        stored, expert = gguf_name(name, self._file.architecture)
         tensor = self._file.tensors.get(stored)
         if tensor is None:
-            raise missing(f"{stored} ({name})")
+            return self._find_fused(name, stored, shape)
         if expert is not None:
             tensor = _part(tensor, expert)
-        check_shape(stored, tensor.shape, shape)
+        flat = shape[1:] if shape[0] == 1 else shape  # converters drop a dimension of one
+        check_shape(stored, tensor.shape, flat if tensor.shape == flat else shape)
         return tensor
+
+    def _find_fused(self, name: str, stored: str, shape: tuple[int, ...]) -> GGUFTensor:
+        """Return q, k or v where the file has one tensor of all three."""
+        where, part = fused_in(name) or ("", "")
+        tensor = self._file.tensors.get(where)
+        if tensor is None:
+            raise missing(f"{stored} ({name})")
+        rows = tensor.shape[0]
+        first = 0 if part == "q" else rows - shape[0] * (2 if part == "k" else 1)
+        if rows < shape[0] or first < 0:
+            check_shape(where, tensor.shape, (shape[0] * 3, *shape[1:]))
+        found = replace(
+            tensor,
+            shape=(shape[0], *tensor.shape[1:]),
+            offset=tensor.offset + first * stored_bytes(tensor.type, math.prod(tensor.shape[1:])),
+        )
+        check_shape(where, found.shape, shape)
+        return found
+
+    def _of_header(self, key: str, layer: int) -> float:
+        """Return a layer's entry of a list in the header, or the one number for all layers."""
+        found = self._file.metadata.get(key)
+        value = found[layer] if isinstance(found, list) and layer < len(found) else found
+        if not isinstance(value, int | float):
+            raise ConfigError(f"{self._file.path.name}: {key} has no number for layer {layer}", param="model")
+        return float(value)
 
     def _ordered(self, name: str, tensor: GGUFTensor) -> torch.Tensor:
         """Return the tensor's stored bytes, rows in our order, valid until the next call."""
@@ -170,27 +156,6 @@ def half_split_rows(rows: torch.Tensor, heads: int) -> None:
     Each head goes from the interleaved order (0, d/2, 1, d/2 + 1, ...) to the half-split order (0, 1, ..., d - 1)."""
     for head in rows.view(heads, -1, rows.shape[1]):
         head.copy_(head.view(-1, 2, rows.shape[1]).transpose(0, 1).reshape(head.shape))
-
-
-def _gguf_name(name: str, architecture: str) -> tuple[str, int | None]:
-    """Return the tensor's name in a file and, where it holds the tensors of many experts, which of them."""
-    if (expert := _EXPERT.fullmatch(name)) is not None:
-        return f"blk.{expert[1]}.{_GGUF_EXPERTS[expert[3]]}.{expert[4]}", int(expert[2])
-    layer = _LAYER.fullmatch(name)
-    if layer is None:
-        return _GGUF_TOP[name], None
-    if layer[2] in _GGUF_PARAMETERS:
-        return f"blk.{layer[1]}.{_GGUF_PARAMETERS[layer[2]]}", None
-    own = _GGUF_LAYER[layer[3]]
-    return f"blk.{layer[1]}.{_GGUF_OWN.get((architecture, own), own)}.{layer[4]}", None
-
-
-def _parts_of(name: str) -> list[str]:
-    """Return the names under which newer files keep a tensor in two."""
-    layer = _LAYER.fullmatch(name)
-    if layer is None or layer[2] != "self_attn.kv_b_proj.weight":
-        return []
-    return [f"blk.{layer[1]}.attn_{part}_b.weight" for part in "kv"]
 
 
 def _part(tensor: GGUFTensor, index: int) -> GGUFTensor:

@@ -17,7 +17,7 @@ from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
 from kvferry.kernels.lora import Adapter, Layers
 
-Hear = Callable[[], bytes]
+Hear = Callable[[], bytes | bytearray]
 """Callable that returns the next message of rank 0; it raises OSError or EOFError once rank 0 is gone."""
 GO_ON, STOP = b"1", b"0"
 """Answers that rank 0 sends between two layers to ranks that ask whether to continue."""

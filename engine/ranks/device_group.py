@@ -1,9 +1,7 @@
 """Collective operations of ranks with a device each, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
-The ranks rendezvous over an unlinked file: every process with its descriptor is a member. A rank has a group object of
-its own and uses no process-wide registry, so a process may be a rank of several nodes. torch opens the file by its
-descriptor's number and writes to it again when a group ends. A group therefore keeps a duplicate descriptor that stays
-open longer: otherwise torch would write to any file that was given the same number, or fail where it is no file."""
+A rank has a group object of its own and uses no process-wide registry, so a process may be a rank of several nodes.
+`engine.ranks.meeting` is where ranks find each other."""
 
 from __future__ import annotations
 
@@ -14,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvferry.engine.ranks.meeting import Meeting
 from kvferry.engine.ranks.shard import FLAG
 from kvferry.protocol.errors import ConfigError, reason
+from kvferry.runtime.address import is_loopback
 
 _dist: Any = dist  # torch's process groups have no type stubs
 PATIENCE = timedelta(seconds=120)
 """Longest wait for another rank, at the rendezvous and within a step; the group fails afterwards."""
-LOOPBACK = "127.0.0.1"
 
 
 def device_of(rank: int, first: torch.device) -> torch.device:
@@ -36,23 +35,18 @@ class DeviceGroup:
 
     apart = True
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, meeting_fd: int) -> None:
-        """Create an unconnected group.
-
-        meeting_fd: descriptor of a file that all ranks share, empty before the first one connects. It may be closed at
-        once.
-
-        Raises OSError if the descriptor cannot be duplicated."""
+    def __init__(self, rank: int, ranks: int, device: torch.device, meeting: Meeting) -> None:
+        """Create an unconnected group, which owns its meeting."""
         self.rank, self.ranks = rank, ranks
-        self._device, self._meeting_fd = device, os.dup(meeting_fd)
+        self._device, self._meeting = device, meeting
         self._backend: Any = None
 
-    def connect(self) -> None:
+    def connect(self, where: bytes = b"") -> None:
         """Return once all ranks are connected and a test sum is right.
 
-        Raises ConfigError if they are not connected in time."""
+        where: what rank 0's meeting says of itself. Raises ConfigError if they are not connected in time."""
         try:
-            store = _dist.FileStore(f"/proc/self/fd/{self._meeting_fd}", self.ranks)
+            store = self._meeting.store(self.rank, self.ranks, where, PATIENCE)
             self._backend = self._nccl(store) if self._device.type == "cuda" else self._gloo(store)
             found = self.sum(torch.full((3,), 1.0 + self.rank, device=self._device)).tolist()
         except Exception as error:
@@ -64,11 +58,11 @@ class DeviceGroup:
     def close(self) -> None:
         """Close the connections.
 
-        Must not be called while an operation is running. An abandoned group leaves its descriptor open. NCCL's
+        Must not be called while an operation is running. An abandoned group leaves its meeting open. NCCL's
         communicator ends with the process, because ending it may wait for ranks that are gone."""
         if self._backend is not None and self._device.type == "cpu":
             self._backend = None
-            os.close(self._meeting_fd)
+            self._meeting.close()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self._backend.allreduce([x]).wait()
@@ -83,16 +77,19 @@ class DeviceGroup:
         """Do nothing: each rank writes shared heads' K/V into a pool of its own."""
 
     def _gloo(self, store: Any) -> Any:
-        """Return a gloo backend that listens on loopback only."""
+        """Return a gloo backend that listens on the meeting's address only."""
         kind = _dist.ProcessGroupGloo
         options = kind._Options()
-        options._devices = [kind.create_device(hostname=LOOPBACK)]
+        options._devices = [kind.create_device(hostname=self._meeting.address)]
         options._timeout = PATIENCE
         return kind(store, self.rank, self.ranks, options)
 
     def _nccl(self, store: Any) -> Any:
-        """Return an NCCL backend; its bootstrap listens on loopback unless the environment says otherwise."""
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        """Return an NCCL backend; where all ranks are on one host, its bootstrap listens on loopback.
+
+        The environment may say otherwise."""
+        if is_loopback(self._meeting.address):
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         kind = _dist.ProcessGroupNCCL
         options = kind.Options()
         options._timeout = PATIENCE

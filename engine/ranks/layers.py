@@ -9,7 +9,8 @@ import torch
 from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.parameters import Parameters
 from kvferry.engine.ranks.group import Group
-from kvferry.kernels.decoder_spec import Experts, Gated, Gqa, Latent, Linear
+from kvferry.kernels.decoder_spec import Experts, Gated, Gqa, Latent, Ungated
+from kvferry.kernels.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +96,21 @@ def joined(parameters: Parameters, group: Group, config: DecoderConfig) -> Param
     return Parameters(embedding, layers, parameters.norm, head)
 
 
-def _joined_heads(attention: Gqa | Latent, group: Group, config: DecoderConfig) -> Gqa | Latent:
+def _joined_heads(attention: Gqa | Latent | None, group: Group, config: DecoderConfig) -> Gqa | Latent:
     """Replace the cache write of latent attention, where rank 0 writes what all heads share."""
+    assert attention is not None, "shards have no recurrent layers"
     o = Summed(attention.o, group)
     if isinstance(attention, Latent):
         return replace(attention, o=o, awaited=group.written)
     q_norm, k_norm = attention.q_norm, attention.k_norm
-    if not config.family.wide_qk_norm or q_norm is None or k_norm is None:
+    if not config.family.wide_qk_norm or not (isinstance(q_norm, torch.Tensor) and isinstance(k_norm, torch.Tensor)):
         return replace(attention, o=o)
     return replace(attention, o=o, normed=ShardedNorm(q_norm, k_norm, config.norm_eps, group))
 
 
-def _joined(mlp: Gated | Experts, group: Group) -> Gated | Experts:
+def _joined(mlp: Gated | Ungated | Experts | None, group: Group) -> Gated | Ungated | Experts:
     """Sum the experts' outputs over ranks once they are back in token order."""
+    assert mlp is not None, "shards have no recurrent layers"
     if isinstance(mlp, Experts):
         return replace(mlp, joined=group.sum)
     return replace(mlp, down=Summed(mlp.down, group))

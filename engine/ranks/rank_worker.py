@@ -45,9 +45,12 @@ class RankWorker:
         put = self._staging.put([each.numpy() for each in (*small, *tokens)])
         ids, positions, slots, table, query_start, total_len, *tokens = put
         adapted = tuple(replace(each, tokens=own) for each, own in zip(plan.adapted, tokens, strict=True))
+        device, rope, until = self.decoder.device, plan.rope_positions, plan.see_until
         return ids, replace(
             plan, positions=positions, slots=slots, block_table=table, query_start=query_start, total_len=total_len,
-            adapted=adapted,
+            adapted=adapted, media=plan.media and plan.media.to(device),
+            rope_positions=None if rope is None else rope.to(device),
+            see_until=None if until is None else until.to(device),
         )  # fmt: skip
 
     def brought(self, halfway: SuspendedPass) -> SuspendedPass:

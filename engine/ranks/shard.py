@@ -30,6 +30,12 @@ class Shard:
         """Return the rank's own decoder config: fewer heads, a narrower MLP and fewer words.
 
         Raises ConfigError naming what cannot be divided."""
+        if config.shapes is not None:
+            raise ConfigError(f"{FLAG}: {config.model_type} runs on one rank", param=FLAG)
+        if config.hybrid is not None:
+            raise ConfigError(
+                f"{FLAG}: {config.model_type} has recurrent layers, which run on one rank only", param=FLAG
+            )
         if self.whole_experts and config.experts is None:
             raise ConfigError(f"{BY_EXPERT}: {config.model_type} has no experts", param=BY_EXPERT)
         experts = config.experts and self._of_experts(config.experts)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvferry.engine_adapter.form_data import form_data
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 from kvferry.protocol.media import MAX_ITEM_BYTES, MediaItem, RenderedPrompt
@@ -19,13 +19,15 @@ TRANSCRIBE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
 class VllmMedia:
-    """Media of one vLLM server. Implements `media_engine.MediaEngine`. model: returns the name of its base model."""
+    """Media of one vLLM server. Implements `MeasurableMedia`. model: returns the name of its base model."""
 
     def __init__(self, http: EngineHttp, model: Callable[[], str]) -> None:
         self._http, self._model = http, model
 
-    async def render(self, chat: bytes, adapter: str = "") -> RenderedPrompt:
-        """Return the prompt that vLLM makes of a chat. Raises InvalidRequest if its media become too large."""
+    async def render(self, chat: bytes, adapter: str = "", template: str = "") -> RenderedPrompt:
+        """Return the prompt that vLLM makes of a chat, with the template that it was started with.
+
+        Raises InvalidRequest if its media become too large."""
         asked = with_fields(chat, model=adapter or self._model(), max_tokens=1)
         told = await self._http.post(f"{CHAT}/render", asked, None)
         try:
@@ -82,3 +84,21 @@ async def with_features(body: bytes, items: Sequence[MediaItem]) -> bytes:
     tensors = b",".join(b'"%s":["%s"]' % (name.encode(), b'","'.join(each)) for name, each in datas.items())
     told = json.dumps({"mm_hashes": hashes, "mm_placeholders": ranges}).encode()
     return b'%s,"features":%s,"kwargs_data":{%s}}}' % (body[:-1], told[:-1], tensors)
+
+
+def form_data(fields: Iterable[tuple[str, str]], filename: str, file: bytes) -> tuple[bytes, str]:
+    """Return the body of a form with these fields and a file named `file`, and its content type."""
+    boundary = secrets.token_hex(16)
+    parts = [f'--{boundary}\r\ncontent-disposition: form-data; name="{_quoted(name)}"\r\n\r\n{value}\r\n'
+             for name, value in fields]  # fmt: skip
+    parts.append(
+        f'--{boundary}\r\ncontent-disposition: form-data; name="file"; filename="{_quoted(filename)}"\r\n'
+        "content-type: application/octet-stream\r\n\r\n"
+    )
+    body = b"".join(("".join(parts).encode(), file, f"\r\n--{boundary}--\r\n".encode()))
+    return body, f"multipart/form-data; boundary={boundary}"
+
+
+def _quoted(text: str) -> str:
+    """Return a text for a header, as browsers write it."""
+    return text.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")

@@ -29,6 +29,11 @@ class Kernels:
     ) -> None: ...
     def gate_mul(self, gate_up: Tensor, out: Tensor, slope: float, cubic: float, limit: float, offset: float) -> None:
         """The constants are those of kernels.gated_activation.Gate."""
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float) -> None: ...
+    def activate(
+        self, x: Tensor, out: Tensor, which: int, positive: float, negative: float, beta: float, bound: float
+    ) -> None:
+        """The index in kernels.activation.KINDS, and the constants of kernels.activation.Activation."""
     def rope_and_cache(
         self,
         q: Tensor,
@@ -66,6 +71,7 @@ class Kernels:
         window: int,
         cap: float,
         sinks: Tensor | None,
+        see_until: Tensor | None,
         out: Tensor,
     ) -> None:
         """Of a cache of one plane V are the last dims of each vector, as many as `out` has."""
@@ -83,6 +89,53 @@ class Kernels:
     ) -> None:
         """Latent attention of one sequence's query tokens in the expanded form (kernels.latent). span: of so many
         positions K and V are held at a time, for as many heads as take up to `bytes`, one at least."""
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        states: Tensor,
+        lens: list[int],
+        before: Tensor,
+        after: Tensor,
+        silu: bool,
+        out: Tensor,
+    ) -> None:
+        """As kernels.recurrent_ops.RecurrentOps. lens: query tokens of each sequence; before, after: its rows of the
+        states."""
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        lens: list[int],
+        before: Tensor,
+        after: Tensor,
+        out: Tensor,
+    ) -> None: ...
+    def state_space(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        states: Tensor,
+        lens: list[int],
+        before: Tensor,
+        after: Tensor,
+        out: Tensor,
+    ) -> None: ...
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool, out: Tensor
+    ) -> None: ...
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None: ...
+    def time_steps(self, x: Tensor, bias: Tensor, low: float, high: float, out: Tensor) -> None: ...
+    def delta_gates(self, rates: Tensor, rate: Tensor, bias: Tensor, decay: Tensor, beta: Tensor) -> None: ...
     def pack(self, parts: list[tuple[str, Tensor]], inputs: int, bias: Tensor | None) -> Packed: ...
     def pack_into(self, descriptor: int) -> None:
         """What is packed from now on lies in this empty file; -1: in memory of this process. MemoryError where `pack`
@@ -116,6 +169,50 @@ class Kernels:
     def multiply(self, rounds: int) -> int:
         """Multiply in registers with all threads; the number of floating point operations done."""
 
+class Mixer:
+    """A recurrent mixer of a recorded step (kernels.mixer_spec).
+
+    state: numbers of a row of the states before its own."""
+
+    @staticmethod
+    def short_conv(inputs: Packed, conv: Tensor, bias: Tensor | None, out: Packed, state: int) -> Mixer: ...
+    @staticmethod
+    def delta(
+        inputs: Packed,
+        rates: Packed,
+        conv: Tensor,
+        decay: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        out: Packed,
+        k_heads: int,
+        v_heads: int,
+        k_dim: int,
+        v_dim: int,
+        eps: float,
+        state: int,
+    ) -> Mixer: ...
+    @staticmethod
+    def scan(
+        inputs: Packed,
+        conv: Tensor,
+        bias: Tensor | None,
+        decay: Tensor,
+        skip: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        out: Packed,
+        heads: int,
+        dim: int,
+        groups: int,
+        numbers: int,
+        norm_first: bool,
+        low: float,
+        high: float,
+        eps: float,
+        state: int,
+    ) -> Mixer: ...
+
 class Step:
     """A decoder recorded for decodes and chunks of prompts: `max_rows` tokens, of them `max_decodes` decodes."""
 
@@ -133,6 +230,8 @@ class Step:
         eps: float,
         scale: float,
         batch_invariant: bool,
+        gated: bool,
+        factors: tuple[float, float],
         max_rows: int,
         max_decodes: int,
     ) -> None: ...
@@ -148,7 +247,22 @@ class Step:
         down: Packed,
         rotated: bool,
         window: int,
-    ) -> None: ...
+        activation: tuple[int, float, float, float, float],
+        factors: tuple[float, float],
+    ) -> None:
+        """The activation is that of `activate`; gate_up holds no gate then. -1: a SiLU gate. factors: of
+        the results of o and of down."""
+    def add_mixer(
+        self,
+        input_norm: Tensor,
+        post_norm: Tensor,
+        mixer: Mixer,
+        gate_up: Packed,
+        down: Packed,
+        activation: tuple[int, float, float, float, float],
+        factors: tuple[float, float],
+    ) -> None:
+        """A layer with a recurrent mixer in place of attention."""
     def bind(
         self,
         tokens: Tensor,
@@ -164,6 +278,8 @@ class Step:
     ) -> None:
         """The batch of the runs that follow, whose arrays may be changed between them where all are decodes, and where
         they write: hidden states, or logits where `out` is float32."""
+    def bind_states(self, states: Tensor, before: Tensor, after: Tensor) -> None:
+        """The rows of states that the batch's sequences read and write, which may be changed between runs."""
     def run(self, first: int, last: int) -> list[int]:
         """Layers [first, last), the next ones of the batch. Where the largest of each row's logits lies, -1 for a row
         with a NaN or where it is no finite number."""

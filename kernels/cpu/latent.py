@@ -46,5 +46,5 @@ def attend_prompts(
             kernels.expanded(weights, part, kv_layer, blocks, total_len, scale, _SPAN, _BYTES, out[tokens])
         else:
             summed = torch.empty(*part.shape[:2], own.rank, dtype=q.dtype)
-            kernels.prefill(absorbed(part, own), kv_layer, blocks, total_len, scale, 0, 0.0, None, summed)
+            kernels.prefill(absorbed(part, own), kv_layer, blocks, total_len, scale, 0, 0.0, None, None, summed)
             out[tokens] = own.up_v(summed)

@@ -7,17 +7,20 @@ from dataclasses import replace
 
 import torch
 
+from kvferry.kernels.activation import KINDS, Activation
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.capabilities import Capabilities
 from kvferry.kernels.cpu import latent
 from kvferry.kernels.cpu.extension import extension, instruction_set
 from kvferry.kernels.cpu.packed_layers import PackedLayers
+from kvferry.kernels.cpu.recurrent import CpuRecurrent
 from kvferry.kernels.cpu.step import CpuStep, record
 from kvferry.kernels.decoder_spec import DecoderForm, Latent
 from kvferry.kernels.decoder_step import OneByOne
 from kvferry.kernels.gated_activation import SILU, Gate
 from kvferry.kernels.gumbel_noise import row_key
 from kvferry.kernels.latent import absorbed
+from kvferry.kernels.layer_norm import LayerNorm
 from kvferry.kernels.quantised_cache import FP8
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.sampling import NoiseKeys, is_greedy
@@ -33,7 +36,7 @@ Scoring = tuple[float, int, float, torch.Tensor | None]
 """Scale, window, cap and sinks of `Ops.paged_attention`."""
 
 
-class CpuOps(PackedLayers, TorchShared):
+class CpuOps(CpuRecurrent, PackedLayers, TorchShared):
     """Implements `kernels.ops.Ops` on the compiled kernels in float32 and bfloat16.
 
     Owns a team of threads; not thread-safe.
@@ -55,7 +58,7 @@ class CpuOps(PackedLayers, TorchShared):
             raise RuntimeError("kvferry was installed without its CPU extension")
         kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
         super().__init__(kernels, native.row_bytes)
-        self._step_type = native.Step
+        self._step_types = native.Step, native.Mixer
         self._reference, self._of_prefills = ReferenceOps(), ReferenceOps()
         self._batch_invariant = batch_invariant
         self._prefills: tuple[BatchPlan, BatchPlan] | None = None
@@ -72,7 +75,7 @@ class CpuOps(PackedLayers, TorchShared):
         return found
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> CpuStep | None:
-        return record(self._step_type, self.kernels, form, self._batch_invariant)
+        return record(*self._step_types, self.kernels, form, self._batch_invariant)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dtype not in _DTYPES:
@@ -99,21 +102,41 @@ class CpuOps(PackedLayers, TorchShared):
         self.kernels.gate_mul(gate_up, out, gate.slope, gate.cubic, gate.limit, gate.offset)
         return out
 
+    def layer_norm(self, x: torch.Tensor, norm: LayerNorm, eps: float) -> torch.Tensor:
+        if x.dtype not in _DTYPES or x.dim() != 2 or norm.weight.dim() != 1:
+            return super().layer_norm(x, norm, eps)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self.kernels.layer_norm(x, norm.weight, norm.bias, out, eps)
+        return out
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        if x.dtype not in _DTYPES:
+            return super().activate(x, activation)
+        x, own = x.contiguous(), activation
+        out = torch.empty_like(x)
+        self.kernels.activate(x, out, KINDS.index(own.kind), own.positive, own.negative, own.beta, own.bound)
+        return out
+
     def rope_and_cache(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         kv_layer: torch.Tensor,
         plan: BatchPlan,
     ) -> torch.Tensor:
-        if v is None or not _native(q, kv_layer) or q.shape[2] > _MAX_HEAD_DIM:
+        if not _native(q, kv_layer) or q.shape[2] > _MAX_HEAD_DIM or (k is not None and v is None):
             return self._reference.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
+        slots = plan.slots
+        if k is None or v is None:
+            k = v = q[:, : kv_layer.shape[2]]
+            slots = torch.full_like(slots, -1)
         q, k, v = (part if part.stride()[1:] == (part.shape[2], 1) else part.contiguous() for part in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
-        self.kernels.rope_and_cache(q, k, v, cos, sin, kv_layer, plan.positions, plan.slots, out)
+        self.kernels.rope_and_cache(q, k, v, cos, sin, kv_layer, plan.positions, slots, out)
         return out
 
     def paged_attention(
@@ -197,7 +220,8 @@ class CpuOps(PackedLayers, TorchShared):
         for seq in range(plan.num_decodes, plan.num_seqs):
             end = start + plan.query_lens[seq]
             blocks, total_len = plan.block_table[seq], plan.total_lens[seq]
-            self.kernels.prefill(q[start:end], kv_layer, blocks, total_len, *scoring, out[start:end])
+            until = None if plan.see_until is None else plan.see_until[start:end]
+            self.kernels.prefill(q[start:end], kv_layer, blocks, total_len, *scoring, until, out[start:end])
             start = end
 
     def _prefill_part(self, plan: BatchPlan) -> BatchPlan:
@@ -211,6 +235,7 @@ class CpuOps(PackedLayers, TorchShared):
                 block_table=plan.block_table[count:],
                 query_start=plan.query_start[count:] - count,
                 total_len=plan.total_len[count:],
+                see_until=None if plan.see_until is None else plan.see_until[count:],
                 query_lens=plan.query_lens[count:],
                 total_lens=plan.total_lens[count:],
                 num_decodes=0,

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.cpu.coded_layers import packable, rows_of
-from kvferry.kernels.decoder_spec import Linear, LinearOfHeads, Stored, StoredRows
+from kvferry.kernels.decoder_spec import Stored, StoredRows
+from kvferry.kernels.linear import Linear, LinearOfHeads
 from kvferry.kernels.quantised_codes import Codes
 from kvferry.kernels.torch_operations import TorchLinear, TorchLinearOfHeads
 
@@ -24,7 +25,7 @@ _PANEL = 32
 
 
 class PackedLinear:
-    """Implements `kernels.decoder_spec.StoredLinear` for bfloat16 x [n, in] over stored rows [.., in].
+    """Implements `kernels.linear.StoredLinear` for bfloat16 x [n, in] over stored rows [.., in].
 
     BF16 is multiplied as it is. For all other kinds x is quantised to int8 per row and 32 inputs. A row's result does
     not depend on the other rows."""

@@ -10,10 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
+from kvferry.kernels.activation import Activation
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.capabilities import Capabilities
 from kvferry.kernels.cuda_graphs import Capture, CudaCapture, GraphStep
-from kvferry.kernels.decoder_spec import DecoderForm, Experts, Gated, GroupedGated, Latent, Stored
+from kvferry.kernels.decoder_spec import (
+    DecoderForm,
+    Experts,
+    Gated,
+    GroupedGated,
+    Latent,
+    Stored,
+)
 from kvferry.kernels.decoder_step import OneByOne, Step
 from kvferry.kernels.gated_activation import SILU, Gate
 from kvferry.kernels.gpu_weight_layout import form_of_stored, laid_together
@@ -26,18 +34,20 @@ from kvferry.kernels.torch_operations import TorchShared, grouped_by_torch
 from kvferry.kernels.triton import elementwise, rope
 from kvferry.kernels.triton.coded_linear import CodedLinear
 from kvferry.kernels.triton.decode import decode
+from kvferry.kernels.triton.device_features import on_amd
 from kvferry.kernels.triton.latent_batch import LatentBatch
 from kvferry.kernels.triton.logit_adjustments import Adjuster
 from kvferry.kernels.triton.prefill import prefill
+from kvferry.kernels.triton.recurrent import TritonRecurrent
 from kvferry.kernels.triton.sampling import draw
 from kvferry.kernels.triton.split_kv import Division
-from kvferry.kernels.triton.tile_sizes import Tile, decode_tile, fills, prefill_tile, spare_parts
+from kvferry.kernels.triton.tile_sizes import Tile, amd_tile, decode_tile, fills, prefill_tile, spare_parts
 from kvferry.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Facts of a layer that decide its launches. coded: K/V is in 8 bits."""
+    """Facts of a layer that decide its launches. coded: K/V is in 8 bits. amd: on a GPU of AMD."""
 
     heads: int
     kv_heads: int
@@ -45,6 +55,7 @@ class Shape:
     element_bytes: int
     window: int
     coded: bool
+    amd: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +72,19 @@ def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
     """Plan the launches of a batch and shape. Called once for both; reads only Python ints of the plan."""
     group = shape.heads // shape.kv_heads
     tile = decode_tile(group, shape.dim, shape.element_bytes)
+    tile = amd_tile(tile, shape.element_bytes) if shape.amd else tile
     division = None
     if plan.num_decodes:
         total_len = plan.total_len[: plan.num_decodes]
         division = Division(total_len, tile.keys, spare_parts(shape.kv_heads, processors), shape.window)
     max_rows = max(plan.query_lens[plan.num_decodes :], default=0) * group
-    tall = fills(max_rows, shape.kv_heads, processors)
+    tall = not shape.amd and fills(max_rows, shape.kv_heads, processors)
     of_chunks = prefill_tile(max_rows, shape.dim, shape.element_bytes, coded=shape.coded, tall=tall)
+    of_chunks = amd_tile(of_chunks, shape.element_bytes) if shape.amd else of_chunks
     return Launch(tile, division, of_chunks, max_rows)
 
 
-class TritonOps(TorchShared):
+class TritonOps(TritonRecurrent, TorchShared):
     """Implements `kernels.ops.Ops` on Triton kernels, in float32, bfloat16 and float16, accumulating in float32.
 
     Holds the last batch's launches; not thread-safe. `processors`: multiprocessors to fill; None: those of the device.
@@ -85,7 +98,7 @@ class TritonOps(TorchShared):
         self._capture = capture or (CudaCapture() if graphs and torch.cuda.is_available() else None)
         self._staging: Staging | None = None
         self._adjusters: dict[int, Adjuster] = {}
-        self._plan: BatchPlan | None = None
+        self._batch: object = None
         self._launches: dict[Shape, Launch] = {}
         self._latents: LatentBatch | None = None
 
@@ -114,10 +127,13 @@ class TritonOps(TorchShared):
     def gate_mul(self, gate_up: torch.Tensor, gate: Gate = SILU) -> torch.Tensor:
         return elementwise.gate_mul(gate_up, gate)
 
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return elementwise.activate(x, activation)
+
     def rope_and_cache(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
@@ -165,9 +181,10 @@ class TritonOps(TorchShared):
         return draw(logits, params, keys, masks, self._staging)
 
     def _launch(self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, window: int) -> Launch:
-        if self._plan is not plan:
-            self._plan, self._launches = plan, {}
-        shape = Shape(q.shape[1], kv_layer.shape[2], q.shape[2], q.element_size(), window, kv_layer.dtype in PEAKS)
+        if self._batch is not plan.batch:
+            self._batch, self._launches = plan.batch, {}
+        heads, dim, coded = q.shape[1], q.shape[2], kv_layer.dtype in PEAKS
+        shape = Shape(heads, kv_layer.shape[2], dim, q.element_size(), window, coded, on_amd(q.device))
         if shape not in self._launches:
             self._launches[shape] = plan_launch(plan, shape, self._filled(q.device))
         return self._launches[shape]

@@ -15,7 +15,7 @@ from kvferry.kernels.cuda_graphs import CAPTURED_ROWS
 from kvferry.kernels.gpu_weight_layout import CodedForm
 from kvferry.kernels.triton.decode_codes import E4M3, four_bits, level, level_in, number, word_of
 from kvferry.kernels.triton.dequantised_product import product_of_unpacked
-from kvferry.kernels.triton.device_features import hardware_bfloat16, hardware_e4m3
+from kvferry.kernels.triton.device_features import hardware_bfloat16, hardware_e4m3, on_amd, precision_of
 from kvferry.kernels.triton.tile_sizes import kv_splits, power_of_two, product_tile
 
 ORDERED = CAPTURED_ROWS[-1]
@@ -211,7 +211,7 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
     if rows > ORDERED:
         product_of_unpacked(x, form, kind, bias, out)
         return
-    tile = product_tile(rows, form.tile, x.element_size())
+    tile = product_tile(rows, form.tile, x.element_size(), on_amd(x.device))
     unroll, word = unrolled(form, columns)
     steps, wide = triton.cdiv(columns, form.tile * unroll), triton.cdiv(outputs, tile.keys)
     splits = kv_splits(wide, steps, processors)
@@ -237,7 +237,7 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
         OFFSETS=offsets is not None, MINIMA=form.minima is not None, BIASED=bias is not None and splits == 1,
         FOUR_BITS=reads_four_bits(x, form), UNROLL=unroll, WORD=word,
         SIGNED=scales.fine.dtype == torch.int8, BAND=_BAND,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.triton.device_features import precision_of
 from kvferry.kernels.triton.eight_bits import peak_of, pool_words
 from kvferry.kernels.triton.online_softmax import LOG2_E, attend
 from kvferry.kernels.triton.split_kv import ITEM, SPAN, Division, store_mean
@@ -74,12 +75,12 @@ def decode_kernel(
     pages = kv + kv_head.to(tl.int64) * stride_head
     blocks = table + seq.to(tl.int64) * stride_table
     acc, top, total = attend(
-        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, scale, cap,
-        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION, PEAK,
+        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, position,
+        scale, cap, DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION, PEAK,
     )  # fmt: skip
     acc, top, total = attend(
-        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, end, position, scale, cap,
-        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, True, PRECISION, PEAK,
+        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, end, position, position,
+        scale, cap, DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, True, PRECISION, PEAK,
     )  # fmt: skip
     store_mean(
         acc, top, total, out, partial, partial_log, part, tl.load(spans + seq * SPAN + 1) == 1, seq, heads, head, dims,
@@ -113,7 +114,7 @@ def decode(
         scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
         WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PEAK=peak_of(kv_layer),
+        PRECISION=precision_of(q), PEAK=peak_of(kv_layer),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     division.merge(mean, log, out[: plan.num_decodes])

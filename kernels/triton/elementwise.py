@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernels for RMSNorm, with or without residual, and gated activations."""
+"""Triton kernels for RMSNorm, with or without residual, and activations with and without a gate."""
 
 from math import inf
 
@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvferry.kernels.activation import KINDS, Activation
 from kvferry.kernels.gated_activation import Gate
 from kvferry.kernels.triton.tile_sizes import power_of_two
 
@@ -71,6 +72,30 @@ def gate_mul_kernel(
     tl.store(out + row * DIM + dims, value.to(out.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def expm1_below_zero(x):
+    """Return e^x - 1 of x up to 0; near 0 by a series, where the difference would lose digits."""
+    series = 1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120 + x * (1.0 / 720 + x / 5040)))
+    return tl.where(x > -0.4, x + x * x * (0.5 + x * series), tl.exp(x) - 1.0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def activate_kernel(x, out, count, positive, negative, beta, bound, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Program: compute BLOCK activations. KIND: index in `kernels.activation.KINDS`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    if KIND == 0:
+        done = tl.where(value < 0, 0.0, value * value)
+    elif KIND == 1:
+        done = value * tl.sigmoid(value * (1.5957691216057308 + 0.07135481627 * value * value))
+    elif KIND == 2:
+        done = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    else:
+        below = (expm1_below_zero(tl.minimum(value, bound)) - value) * negative
+        done = tl.where(value > 0, positive * value * value, below) + beta * value
+    tl.store(out + at, done.to(out.dtype.element_ty), mask=at < count)
+
+
 def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,5 +122,16 @@ def gate_mul(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
     gate_mul_kernel[(tokens, triton.cdiv(dim, block))](
         gate_up, out, gate_up.stride(0), gate.slope, gate.cubic, gate.limit, gate.offset,
         LIMITED=gate.limit < inf, DIM=dim, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def activate(x: torch.Tensor, own: Activation) -> torch.Tensor:
+    """See `Ops.activate`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    activate_kernel[(triton.cdiv(x.numel(), TILE),)](
+        x, out, x.numel(), own.positive, own.negative, own.beta, own.bound,
+        KIND=KINDS.index(own.kind), BLOCK=TILE, num_warps=4,
     )  # fmt: skip
     return out

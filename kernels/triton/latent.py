@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvferry.kernels.triton.device_features import precision_of
 from kvferry.kernels.triton.eight_bits import number, peak_of, pool_words, scales_of
 from kvferry.kernels.triton.online_softmax import LOG2_E, slots_of, weigh
 from kvferry.kernels.triton.split_kv import ITEM, SPAN, Division, store_mean
@@ -149,7 +150,7 @@ def sum_latents(
         heads, scale * LOG2_E.value,
         ROTATED=rotated, RANK=rank, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys,
         BLOCK_R=power_of_two(rotated, 16), BLOCK_C=tile.dim,
-        PRECISION="ieee" if plain.dtype == torch.float32 else "tf32", PEAK=peak_of(kv_layer),
+        PRECISION=precision_of(plain), PEAK=peak_of(kv_layer),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     division.merge(mean, log, out)

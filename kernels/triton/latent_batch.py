@@ -15,10 +15,11 @@ from kvferry.kernels.decoder_spec import Latent
 from kvferry.kernels.latent import expanded, expands
 from kvferry.kernels.quantised_cache import PEAKS, as_bytes, dequantise
 from kvferry.kernels.torch_operations import TorchLinear
+from kvferry.kernels.triton.device_features import on_amd
 from kvferry.kernels.triton.latent import sum_latents
 from kvferry.kernels.triton.prefill import prefill
 from kvferry.kernels.triton.split_kv import Division
-from kvferry.kernels.triton.tile_sizes import LATENT_PARTS, Tile, latent_tile, prefill_tile, spare_parts
+from kvferry.kernels.triton.tile_sizes import LATENT_PARTS, Tile, amd_tile, latent_tile, prefill_tile, spare_parts
 from kvferry.protocol.layout import blocks_for
 
 MOST_BYTES = 512 << 20
@@ -65,6 +66,7 @@ class LatentBatch:
         self.tokens = None
         if others:
             tile = latent_tile(own.rank, element_bytes)
+            tile = amd_tile(tile, element_bytes) if on_amd(plan.positions.device) else tile
             tokens, table, total_len = _tokens(plan, others)
             division = Division(total_len, tile.keys, spare_parts(-(-heads // tile.rows), processors, LATENT_PARTS))
             self.tokens = Tokens(tokens, table, division, tile)
@@ -150,7 +152,8 @@ def _chunks(plan: BatchPlan, seqs: list[int], width: int, element_bytes: int) ->
         num_decodes=0,
     )
     blocks = torch.cat([plan.block_table[s, :count] for s, count in zip(seqs, counts, strict=True)])
-    return Chunks(tokens, blocks.long(), own, prefill_tile(max(query_lens), width, element_bytes))
+    tile = prefill_tile(max(query_lens), width, element_bytes)
+    return Chunks(tokens, blocks.long(), own, amd_tile(tile, element_bytes) if on_amd(device) else tile)
 
 
 def _queries(plan: BatchPlan, seqs: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,6 +26,17 @@ def slots_of(table, start, end, stride_block, WIDTH, SLOTS: tl.constexpr, KEYS: 
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr):
+    """Return the first position that a token at `position` attends to (`protocol.attention_window`)."""
+    if WINDOW > 0:
+        return tl.maximum(position - WINDOW + 1, 0)
+    elif WINDOW < 0:
+        return position // -WINDOW * -WINDOW
+    else:
+        return position * 0
+
+
+@triton.jit
 def weigh(score, top, total):
     """Return the weights of the scores, the factor for the sum so far, and the new top and total."""
     new_top = tl.maximum(top, tl.max(score, 1))
@@ -49,6 +60,7 @@ def attend(
     begin,
     end,
     row_position,  # int32 [ROWS], position of each row's query token
+    row_last,  # int32 [ROWS], last position that it sees
     scale,  # softmax scale * log2(e)
     cap,  # of scores * log2(e), if CAPPED
     DIM: tl.constexpr,
@@ -78,9 +90,9 @@ def attend(
         if CAPPED:  # cap * tanh(score / cap), for e^2x = 2^(2x log2(e))
             score = cap * (1.0 - 2.0 / (tl.exp2(score / cap * 2.8853900817779268) + 1.0))
         if MASKED:
-            seen = inside[None, :] & (position[None, :] <= row_position[:, None])
-            if WINDOW > 0:
-                seen = seen & (position[None, :] > row_position[:, None] - WINDOW)
+            seen = inside[None, :] & (position[None, :] <= row_last[:, None])
+            if WINDOW != 0:
+                seen = seen & (position[None, :] >= first_seen(row_position, WINDOW)[:, None])
             score = tl.where(seen, score, float("-inf"))
         weight, decay, top, total = weigh(score, top, total)
         v = tl.load(where + stride_kv, mask=live, other=0)

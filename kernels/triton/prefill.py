@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.batch_plan import BatchPlan
+from kvferry.kernels.triton.device_features import precision_of
 from kvferry.kernels.triton.eight_bits import peak_of, pool_words
-from kvferry.kernels.triton.online_softmax import LOG2_E, attend
+from kvferry.kernels.triton.online_softmax import LOG2_E, attend, first_seen
 from kvferry.kernels.triton.tile_sizes import Tile
 
 
@@ -17,6 +18,7 @@ def prefill_kernel(
     kv,
     out,  # [T, heads, DIM], contiguous
     sinks,  # float32 [heads], read if SINKS: the running softmax begins with them
+    see_until,  # int32 [T], read if AHEAD (`BatchPlan.see_until`)
     table,
     query_start,
     total_len,
@@ -40,6 +42,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
@@ -58,12 +61,16 @@ def prefill_kernel(
     rows, dims = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
     position = computed_len + token
+    last = position
     oldest = computed_len + tile * ROWS // GROUP
     newest = computed_len + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, query_len - 1)
+    if AHEAD:
+        last = tl.load(see_until + start + token, token < query_len, other=0)
+        newest = tl.max(last)
     begin = computed_len * 0
     whole = (oldest + 1) // KEYS * KEYS
-    if WINDOW > 0:
-        begin = tl.maximum(oldest - WINDOW + 1, 0)
+    if WINDOW != 0:
+        begin = first_seen(oldest, WINDOW)
         whole = begin
 
     live = (token < query_len)[:, None] & (dims < DIM)[None, :]
@@ -79,11 +86,11 @@ def prefill_kernel(
     blocks = table + seq.to(tl.int64) * stride_table
     if WINDOW == 0:
         acc, top, total = attend(
-            query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position,
+            query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, last,
             scale, cap, DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION, PEAK,
         )  # fmt: skip
     acc, top, total = attend(
-        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, newest + 1, position,
+        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, newest + 1, position, last,
         scale, cap, DIM, SLOTS, KEYS, BLOCK_D, WINDOW, CAPPED, True, PRECISION, PEAK,
     )  # fmt: skip
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -108,13 +115,14 @@ def prefill(
     `max_rows`: query tokens of the longest chunk times the heads per K/V head."""
     heads, dim = q.shape[1:]
     _, _, kv_heads, slots, _ = kv_layer.shape
-    words = pool_words(kv_layer)
+    words, see_until = pool_words(kv_layer), plan.see_until
     prefill_kernel[(triton.cdiv(max_rows, tile.rows), kv_heads, plan.num_seqs - plan.num_decodes)](
-        q, words, out, out if sinks is None else sinks, plan.block_table, plan.query_start, plan.total_len,
+        q, words, out, out if sinks is None else sinks, out if see_until is None else see_until,
+        plan.block_table, plan.query_start, plan.total_len,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), plan.num_decodes, heads,
         scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
-        WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PEAK=peak_of(kv_layer),
+        WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None, AHEAD=see_until is not None,
+        PRECISION=precision_of(q), PEAK=peak_of(kv_layer),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -152,7 +152,7 @@ def rope_cache_kernel(
 
 def rope_and_cache(
     q: torch.Tensor,
-    k: torch.Tensor,
+    k: torch.Tensor | None,
     v: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
@@ -164,14 +164,16 @@ def rope_and_cache(
     q, k and v may be slices of one projection: only their last dimension must be dense."""
     tokens, heads, dim = q.shape
     planes, kv_heads, slots = kv_layer.shape[1:4]
+    turned, slot_ids = cos is not None and sin is not None, plan.slots
+    if k is None:
+        k, slot_ids = q, torch.full_like(slot_ids, -1)
     width, v = k.shape[2], k if v is None else v
-    turned = cos is not None and sin is not None
     if cos is None or sin is None:
         cos = sin = torch.empty(0, dtype=torch.float32, device=q.device)
     half = cos.shape[-1] if turned else 0
     q_out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if turned else q
     rope_cache_kernel[(tokens, 2 if turned else 1)](
-        q, k, v, q_out, cos, sin, pool_words(kv_layer), plan.positions, plan.slots,
+        q, k, v, q_out, cos, sin, pool_words(kv_layer), plan.positions, slot_ids,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_layer.stride()[:4],
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, HALF=half, SLOTS=slots, PLANES=planes,
         BLOCK_HEADS=power_of_two(heads), BLOCK_KV_HEADS=power_of_two(kv_heads), BLOCK_HALF=power_of_two(half),

@@ -29,7 +29,9 @@ def divide_kernel(
     seq = tl.arange(0, SEQS)
     live = seq < num_seqs
     length = tl.load(total_len + seq, mask=live, other=0)
+    chunk = tl.maximum(-window, 1)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    first = tl.where(window < 0, tl.maximum(length - 1, 0) // chunk * chunk, first)
     tiles = tl.cdiv(length - first, KEYS)
     most = tl.maximum(tl.cdiv(tl.sum(tiles, 0), spare), LEAST)
     parts = tl.cdiv(tiles, most)
@@ -111,7 +113,7 @@ def merge_kernel(
 class Division:
     """Parts of a batch's sequences, divided on the device once for all layers.
 
-    total_len: int32 [sequences], positions that each attends to, the last `window` of them if it is above 0. keys:
+    total_len: int32 [sequences], positions that each attends to, within the window (`protocol.attention_window`). keys:
     positions of a tile. spare: parts beyond one per sequence. items, spans: written by `divide_kernel`. count: most
     parts."""
 

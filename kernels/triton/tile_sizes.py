@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_SPLITS = 64
 """Most parts of a product's inputs."""
@@ -23,6 +23,8 @@ AHEAD = 5
 
 Addresses come from the block table, an indirect load, and Triton runs each of the two levels (stages - 1) / 2 steps
 ahead: with fewer than five stages, K/V is not read ahead."""
+AMD_KEYS, AMD_BYTES = 64, 32 << 10
+"""Most positions per loop step on AMD GPUs, and bytes of their K and V: half the shared memory of gfx942."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,16 @@ def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
     return Tile(rows, 128 if dim <= 128 else 32, dim, warps=4, stages=3 if dim <= 256 else 2)
 
 
+def amd_tile(tile: Tile, element_bytes: int) -> Tile:
+    """Return the tile of attention, not of the tallest, as AMD GPUs run it.
+
+    There Triton keeps in registers what it reads ahead. With two stages, AMD_KEYS and four warps of 64 threads they do
+    not overflow. Where the fewest keys of float32 take more than AMD_BYTES, nothing is read ahead."""
+    most = AMD_BYTES // (2 * tile.dim * element_bytes)
+    keys, stages = min(tile.keys, AMD_KEYS, max(16, most)), 2 if most >= 16 else 1
+    return replace(tile, keys=keys, warps=4, stages=stages)
+
+
 def latent_tile(rank: int, element_bytes: int) -> Tile:
     """Return the tile of a program of heads that attend to cached latents: a head's sums are as wide as these."""
     dim = power_of_two(rank, 16)
@@ -100,13 +112,13 @@ def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = 
     return Tile(size, keys, dim, warps=8 if size >= 128 else 4, stages=stages)
 
 
-def product_tile(rows: int, inputs: int, element_bytes: int) -> Tile:
+def product_tile(rows: int, inputs: int, element_bytes: int, amd: bool = False) -> Tile:
     """Return the tile of a product with codes: rows by outputs (`keys`), with that many inputs per loop step.
 
-    Both heights sum in the same order."""
+    Both heights sum in the same order. amd: on a GPU of AMD, see `amd_tile`."""
     if element_bytes == 4:
         return Tile(16, 32, inputs, warps=4, stages=2)
-    return Tile(16 if rows <= 16 else 32, 64, inputs, warps=4, stages=4)
+    return Tile(16 if rows <= 16 else 32, 64, inputs, warps=4, stages=2 if amd else 4)
 
 
 def _float32_tile(rows: int, dim: int) -> Tile:

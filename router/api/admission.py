@@ -10,6 +10,7 @@ from math import inf
 from prometheus_client import Counter
 
 from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
+from kvferry.protocol.fast_init import fast_init
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.sessions import session_name
 from kvferry.router.api.bodies.fields import TIER_PRIORITY, TierFields
@@ -24,6 +25,7 @@ ADAPTED = "x-kvferry-template-adaptations"
 """Header with the rules that changed a chat's messages, so that the chat template takes them."""
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
     """Tokens of a request so far: of its prompts, of these from caches, and of its outputs.
@@ -77,6 +79,7 @@ class AdmittedRequest:
         A client that leaves before its first token is not refunded for its prompt, which was computed. Otherwise
         leaving in time would evade all limits."""
         used = self._used()
+        self._used = lambda: used
         self._meter.leave()
         if self.call.itl_s < inf and used.itl_s:
             self._count_target(self._metrics.itl_targets, "met" if used.itl_s <= self.call.itl_s else "missed")

@@ -23,7 +23,9 @@ class ErrorAnswer(BaseModel):
 
 
 class Usage(BaseModel):
-    """Token counts; `prompt_tokens_details.cached_tokens` counts prompt tokens that were not computed again."""
+    """Token counts; `prompt_tokens_details.cached_tokens` counts prompt tokens that were not computed again.
+
+    `image_tokens`, `audio_tokens` and `video_tokens` beside it are those that stand for media, where there are any."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -124,6 +126,7 @@ class Model(BaseModel):
     parent: str | None
     max_model_len: int
     input_modalities: list[str]
+    transcription: bool = Field(description="whether POST /v1/audio/transcriptions takes the model")
 
 
 class ModelList(BaseModel):

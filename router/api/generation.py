@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from kvferry.protocol.media import MODALITIES
 from kvferry.protocol.model_metrics import ModelMetrics
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
@@ -135,6 +136,12 @@ class Generation:
         itl_s = max((choice.pace_s / choice.paced for choice in self.choices if choice.paced), default=0.0)
         return TokenUsage(prompt, cached, output, itl_s, written)
 
+    def _media_tokens(self) -> dict[str, int]:
+        """Return the prompts' tokens that stand for images, audio and video, by their names in the usage."""
+        media = [spec.media for spec in self.prompts if spec.media is not None]
+        counts = {f"{each}_tokens": sum(m.tokens(each) for m in media) for each in MODALITIES if media}
+        return {name: count for name, count in counts.items() if count}
+
     def usage(self) -> dict[str, Any]:
         """Return the API's usage object so far."""
         used = self.used()
@@ -142,7 +149,7 @@ class Generation:
             "prompt_tokens": used.prompt,
             "completion_tokens": used.output,
             "total_tokens": used.prompt + used.output,
-            "prompt_tokens_details": {"cached_tokens": used.cached},
+            "prompt_tokens_details": {"cached_tokens": used.cached, **self._media_tokens()},
         }
         if self._parsing.thinking is not None:
             thought = sum(choice.transcript.reasoning_tokens or 0 for choice in self.choices if choice.transcript)

@@ -25,7 +25,7 @@ from kvferry.runtime.request_path import Root
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics", "/dashboard"))
 """Paths that need no API key."""
-NO_KEY = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
+NO_KEY = "missing or wrong API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -6,7 +6,7 @@ import time
 
 from fastapi import APIRouter, Request
 
-from kvferry.protocol.media import MODALITIES
+from kvferry.protocol.media import MODALITIES, TRANSCRIPTION
 from kvferry.protocol.version import VERSION
 from kvferry.router.api.answers import Model, ModelList, Version
 from kvferry.router.api.documentation import errors, path_parameter
@@ -27,6 +27,7 @@ def about(pools: ServedModels) -> APIRouter:
             parent=pool.text.name if pool.adapter[0] else None,
             max_model_len=pool.max_model_len,
             input_modalities=modalities(pool),
+            transcription=pool.media is not None and TRANSCRIPTION in pool.cluster.media.modalities(pool.adapter[1]),
         )
 
     @router.get("/v1/models", summary="List the served models under all of their names")

@@ -66,7 +66,8 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyr
     async def ready(request: Request, response: Response) -> Ready:
         placing = asks_for_nodes(request.query_params.get("nodes"))
         models = pools.ready()
-        nodes = {role: sum(counts[role] for counts in models.values()) for role in ROLES}
+        roles = (*ROLES, *(role for counts in models.values() for role in counts))
+        nodes = {role: sum(counts.get(role, 0) for counts in models.values()) for role in roles}
         why = trouble(pools, placing) or await _troubles(peers, placing)
         if why:
             response.status_code = 503

@@ -30,7 +30,8 @@ class Choice:
 
     Its transcript is created at the first output, so that the nodes do not wait for that work. uncounted: its prompt's
     account comes with the last token. journal: records its outputs; None: nothing does. singly: tokens up to this
-    number make a piece each. paced, pace_s: tokens behind the first output, and the seconds that they took."""
+    number make a piece each. tools: names that it calls. paced, pace_s: tokens behind the first output, and the
+    seconds that they took."""
 
     index: int
     prompt: int
@@ -41,6 +42,7 @@ class Choice:
     uncounted: bool = False
     journal: OutputJournal | None = None
     singly: int = 0
+    tools: tuple[str, ...] = ()
     paced: int = 0
     pace_s: float = 0.0
 
@@ -153,12 +155,14 @@ class SequenceStream:
         piece = transcript.add(output)
         if not output.replayed:
             metrics.output_tokens.inc(len(piece.token_ids))
+        if piece.calls:
+            choice.tools += tuple(call.name for call in piece.calls if call.name)
         choice.ended = output.finish_reason is not None
         if choice.ended and choice.uncounted:
             self._whole.count_late(choice)
         self._finished = piece.finish_reason is not None
         if piece.finish_reason == "tool_calls" and choice.dispatch is not None and not output.replayed:
-            choice.dispatch.calls_tool()
+            choice.dispatch.calls_tools(choice.tools)
         return piece
 
     def _begun(self, now: float, route: Route | None, output: Output) -> None:

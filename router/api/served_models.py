@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,10 +16,11 @@ from kvferry.router.api.bodies.context_length import context_exceeded
 from kvferry.router.api.bodies.fields import Prompt
 from kvferry.router.api.bodies.generating import BadWords, GenerationBody
 from kvferry.router.dispatch.interface import Cluster, RequestSpec
+from kvferry.router.dispatch.prompt_media import RenderedMedia
 from kvferry.router.media.chat import MediaChat
 from kvferry.router.media.loading import MediaLoader
 from kvferry.router.media.prompting import MediaPrompter
-from kvferry.router.request_context import RequestContext
+from kvferry.router.request_context import RequestContext, drawn_seed, request_names
 from kvferry.router.tenants.backlog import Backlog
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots
 from kvferry.router.tenants.tenant_registry import TenantRegistry
@@ -70,7 +70,13 @@ class ServedModel:
         if self.text.task.kind != "generate":
             raise InvalidRequest(f"the model {self.name!r} does not generate: {self.text.task.told}", param="model")
         if (chat := body.media_chat(self.text)) is not None:
-            return [await self._media_spec(call, body, chat)]
+            if body.truncate_prompt_tokens is not None:
+                field = "truncate_prompt_tokens"
+                raise InvalidRequest(f"{field} is not supported with media", param=field)
+            made = await self.media_prompt(call, body, chat)
+            bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
+            grammar = await self._grammar(call, body, made.token_ids)
+            return [replace(self._spec(call, call.id, body, made.token_ids, grammar, bad_words), media=made.media)]
         prompts = await self.prompts(body, call.tenant, size)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         long = max(size, sum(map(len, texts))) >= LONG_CHARS
@@ -90,10 +96,8 @@ class ServedModel:
                 await asyncio.sleep(0)
         return specs
 
-    async def _media_spec(self, call: RequestContext, body: GenerationBody, chat: MediaChat) -> RequestSpec:
-        """Return the request of a chat with media, whose prompt a node's engine makes."""
-        if body.truncate_prompt_tokens is not None:
-            raise InvalidRequest("truncate_prompt_tokens is not supported with media", param="truncate_prompt_tokens")
+    async def media_prompt(self, call: RequestContext, body: GenerationBody, chat: MediaChat) -> RenderedMedia:
+        """Return the prompt of a body's chat with media, which a node's engine makes; raise InvalidRequest."""
         try:
             if len(words := chat.words) >= LONG_CHARS:  # an engine would read a text of any length
                 await self.encoder.encode(
@@ -101,13 +105,10 @@ class ServedModel:
                 )
             if self.media is None:
                 raise InvalidRequest("this server takes no images, audio or video")
-            made = await self.media.prompt(chat, call, self.adapter[1])
+            return await self.media.prompt(chat, call, self.adapter[1], body)
         except InvalidRequest as error:
             error.param = error.param or body.prompt_field
             raise body.named(error) from error
-        bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
-        grammar = await self._grammar(call, body, made.token_ids)
-        return replace(self._spec(call, call.id, body, made.token_ids, grammar, bad_words), media=made.media)
 
     async def prompts(self, body: GenerationBody, tenant: str, size: int = LONG_CHARS) -> list[Prompt]:
         """Return the body's prompts, rendered; see `specs`."""
@@ -173,17 +174,6 @@ class ServedModel:
         return needed
 
 
-def drawn_seed(call: RequestContext, request_id: str) -> int:
-    """Return the seed of one of a call's requests whose body gives none: another one for each prompt."""
-    seed = call.identity.seed
-    return seed if request_id == call.id else random.Random(f"{seed} {request_id}").getrandbits(63)  # noqa: S311
-
-
-def request_names(call: RequestContext, prompts: int) -> list[str]:
-    """Return the ids of the requests that a call with that many prompts makes."""
-    return [call.id] if prompts == 1 else [f"{call.id}-p{number}" for number in range(prompts)]
-
-
 def pool_of(
     text: TextModel, cluster: Cluster, metrics: RouterMetrics, settings: RouterSettings, tenant_registry: TenantRegistry
 ) -> ServedModel:
@@ -193,7 +183,8 @@ def pool_of(
     metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.held)
     encoder, renderer = Encoder(text, settings.max_prompt_tokens), Renderer(text.template)
     checker, loader = Checker(lambda: vocabulary_of(text)), MediaLoader.of(settings.allowed_media_domains)
-    media = MediaPrompter(loader, cluster.media)
+    given = text.template.source if settings.chat_template and text.template is not None else ""
+    media = MediaPrompter(loader, cluster.media, given)
     return ServedModel(
         text, cluster, metrics.of(text.name), encoder, renderer, turns, checker, media=media, backlog=backlog
     )

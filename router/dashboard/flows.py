@@ -1,4 +1,4 @@
-"""Transfer diagram between prefill and decode nodes."""
+"""Transfer diagram: encode and prefill nodes at the left, decode nodes at the right."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Line:
 def transfers(nodes: Sequence[Node], found: Sequence[Transfer]) -> Picture:
     """Lay out the diagram; if there are too many nodes, those with transfers take precedence."""
     busy = dict.fromkeys(name for each in found for name in (each.source, each.target))
-    sides = [_side([node for node in nodes if node.role == role], busy) for role in ("prefill", "decode")]
+    sides = [_side([node for node in nodes if (node.role == "decode") is decodes], busy) for decodes in (False, True)]
     column = {node.id: number for number, side in enumerate(sides) for node in side}
     lines = [_line(each, column) for each in found if {each.source, each.target} <= column.keys()]
     at: dict[tuple[str, int], int] = {}

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from kvferry.placement.types import NodeKey, Pair
-from kvferry.protocol.labels import ROLES
+from kvferry.protocol.labels import NODE_ROLES
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.version import VERSION
 from kvferry.router.dashboard.history import History, sums, total
@@ -51,7 +51,7 @@ class SnapshotBuilder:
         left = table.breakers.left()
         points, counted = self._history.told()
         ships, transfers_s = _ships(request_log, now)
-        entries = sorted(table.entries.values(), key=lambda entry: (ROLES.index(entry.lease.role), entry.key))
+        entries = sorted(table.entries.values(), key=lambda entry: (NODE_ROLES.index(entry.lease.role), entry.key))
         running = list(request_log.running)
         return State(
             router=self._cluster.router_id,
@@ -84,7 +84,7 @@ class SnapshotBuilder:
 
     def _nodes(self, entries: Iterable[NodeEntry], left: RemainingPauses) -> Iterator[Node]:
         states = self._states()
-        models = {entry.key: model.name.first for model in self._cluster.nodes.models for entry in model.members}
+        models = {each.key: model.name.first for model in self._cluster.nodes.models for each in model.live}
         for entry in entries:
             lease, load = entry.lease, entry.lease.load
             yield Node(

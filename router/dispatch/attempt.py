@@ -22,12 +22,12 @@ from kvferry.protocol.messages import (
     ShipDone,
     TokenDelta,
 )
+from kvferry.router.dispatch.attempt_calls import AttemptCalls
 from kvferry.router.dispatch.background_calls import BackgroundCalls
 from kvferry.router.dispatch.events import Drains, Event, Suspected
 from kvferry.router.dispatch.failures import error_of, failure, known, nodes_at_fault
 from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
-from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.message_validation import suits
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation, node_key
 from kvferry.router.request_log import RequestLog
@@ -57,7 +57,7 @@ class Attempt:
         prefill: NodeEntry | None,
         decode: NodeEntry | None,
         breakers: CircuitBreakers,
-        client: NodeClient,
+        client: AttemptCalls,
         background_calls: BackgroundCalls,
         request_log: RequestLog,
         expected: ExpectedPrefix,
@@ -107,10 +107,11 @@ class Attempt:
 
     @property
     def suspects(self) -> frozenset[NodeKey]:
-        """Return the nodes that may hang and that the attempt waits for."""
+        """Return the nodes that may hang, or whose links may, and that the attempt waits for."""
         prefill, decode = self._prefill_node, self.decode_node
         waits = decode, None if prefill and self._done_by(prefill.lease) else prefill
-        return frozenset(node.key for node in waits if node and node.suspected)
+        ships = None not in waits and not self._prefilled
+        return frozenset(node.key for node in waits if node and (node.suspected or (ships and node.link_suspected)))
 
     @property
     def ships(self) -> bool:

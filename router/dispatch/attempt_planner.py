@@ -18,6 +18,7 @@ from kvferry.router.dispatch.context import DispatchContext, Hashes, Held
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.dispatch.poison_requests import Suspect
+from kvferry.router.dispatch.prompt_media import with_encoding
 from kvferry.router.dispatch.request_targets import RequestTargets
 from kvferry.router.dispatch.retry_policy import RetryPolicy
 from kvferry.router.dispatch.timers import Backoff
@@ -106,17 +107,21 @@ class AttemptPlanner:
 
     def _placed(self, demand: Demand, reuse: Held, target_s: float) -> Placement | None:
         if self._targets is not None:
-            return self._targets.place(demand, reuse, self._groups(), target_s)
-        return self._context.place(demand, reuse, self._groups())
+            return self._timed(self._targets.place(demand, reuse, self._groups(), target_s))
+        return self._timed(self._context.place(demand, reuse, self._groups()))
+
+    def _timed(self, placement: Placement | None) -> Placement | None:
+        """Return the placement with the time of encoding the request's media."""
+        media = self._spec.media
+        return with_encoding(placement, media, self._context.model) if placement and media else placement
 
     def elsewhere(self, choices: Sequence[Collection[NodeKey]], reuse: Held) -> Placement | None:
         """Place a second attempt away from these nodes, the first choice that is possible; None if none has room."""
         demand = replace(self._demand(), pinned=None, recovers=False)
         for avoided in choices:
             with contextlib.suppress(NoNodes, Overloaded):
-                return self._context.place(
-                    replace(demand, excluded=demand.excluded | {*avoided}), reuse, self._groups(again=True)
-                )
+                apart = replace(demand, excluded=demand.excluded | {*avoided})
+                return self._timed(self._context.place(apart, reuse, self._groups(again=True)))
         return None
 
     def onward(self, leaving: Placement, avoided: Collection[NodeKey], reuse: Held) -> Placement | None:

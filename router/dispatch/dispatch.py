@@ -49,7 +49,7 @@ class RequestDispatch:
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
         self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._give_way, self._inbox.post)
-        self.calls_tool = partial(context.session_notes.calls_tool, self._planner.keepers, self._wire_id)
+        self.calls_tools = partial(context.session_notes.calls_tools, self._planner.keepers, self._wire_id)
         self._hedge_policy = HedgePolicy(self._hedged, self._planner, context)
         self._migration = Migration(self._hedged, self._planner, context, self._sink.hear)
         self._timers: Timers | None = None

@@ -9,14 +9,16 @@ from typing import Protocol
 from kvferry.placement.capacity import Capacity
 from kvferry.placement.types import NodeKey
 from kvferry.protocol.adapters import ChangeAdapter
+from kvferry.protocol.fast_init import fast_init
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.media import MediaItem, RenderRequest
+from kvferry.protocol.media import RenderRequest
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.work import Generate, Work
 from kvferry.router.dispatch.pending_requests import PendingRequests
+from kvferry.router.dispatch.prompt_media import PromptMedia, RenderedMedia
 from kvferry.router.request_context import RequestContext
 
 
@@ -27,32 +29,6 @@ class Fork:
     request_id: str
     node: NodeKey | None
     fingerprint: str = ""
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class PromptMedia:
-    """Images, audio and video of a prompt, prepared for the nodes of one fingerprint."""
-
-    items: tuple[MediaItem, ...]
-    fingerprint: str
-
-    @property
-    def modalities(self) -> frozenset[str]:
-        """Return the modalities of the items."""
-        return frozenset(item.modality for item in self.items)
-
-    @property
-    def size(self) -> int:
-        """Return the bytes that the items take in memory."""
-        return sum(len(item.data) for item in self.items)
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedMedia:
-    """A prompt with media: its tokens, with placeholders, and the media themselves."""
-
-    token_ids: tuple[int, ...]
-    media: PromptMedia
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +42,7 @@ class Delivered:
     fingerprint: str = ""
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One token sequence to process for the API call `call`.
@@ -115,6 +92,7 @@ class Output:
     replayed: bool = False
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Route:
     """Nodes and token counts of a request, formatted for the header `x-kvferry-route`.
@@ -160,8 +138,8 @@ class Dispatch(Protocol):
         Only outputs that carry nothing but tokens take this path; the last output never does. The iteration raises what
         the listener raises. After Enough it ends as after `cancel(enough=True)`."""
 
-    def calls_tool(self) -> None:
-        """Tell the nodes that the output calls tools, so that the session is likely to go on; called at its end."""
+    def calls_tools(self, names: Collection[str]) -> None:
+        """Tell the nodes at the output's end which tools it calls, so that its session is likely to go on."""
 
     async def cancel(self, *, enough: bool = False) -> None:
         """Cancel the request on all nodes.

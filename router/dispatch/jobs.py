@@ -35,6 +35,7 @@ def job(
         predicted=(placement.cached_len, computes.epoch) if computes else (0, 0),
         holder=placement.holder,
         media=spec.media.items if spec.media else (),
+        rope_offset=spec.media.rope_offset if spec.media else 0,
         failures=failures,
         session=spec.session,
         retention=spec.retention,

@@ -18,7 +18,7 @@ from kvferry.placement.place import place_among
 from kvferry.placement.rejections import no_nodes
 from kvferry.placement.types import Demand, NodeKey, NodeView, Placement
 from kvferry.protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
-from kvferry.protocol.labels import PLACEMENT_KINDS
+from kvferry.protocol.labels import PLACEMENT_KINDS, ROLES
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.protocol.prefix_reuse import Reuse
@@ -30,6 +30,7 @@ from kvferry.router.dispatch.displacement import Displacement
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.inflight_prefixes import InflightPrefixes
 from kvferry.router.dispatch.interface import ClusterInfo, RequestSpec
+from kvferry.router.dispatch.media_encoding import MediaEncoding
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
 from kvferry.router.dispatch.model_media import ModelMedia
 from kvferry.router.dispatch.pending_requests import PendingRequests
@@ -50,31 +51,30 @@ class ModelCluster:
     """Places and launches attempts on one model's nodes. Implements `interface.Cluster`, `context.DispatchContext`."""
 
     def __init__(self, model: ModelNodes, shared: Shared) -> None:
-        self.nodes, self.model = shared.nodes, model
-        self.metrics = shared.metrics
+        self.nodes, self.model, self.metrics = shared.nodes, model, shared.metrics
         self._reuse = shared.metrics.reuse.of(model.name.first)
         self._placements = {kind: self.metrics.placements.labels(kind) for kind in PLACEMENT_KINDS}
         self.background_calls, self.patience_s = shared.background_calls, shared.patience_s
         self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
         self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
         self.router_id, self.request_log = shared.client.router_id, shared.request_log
-        self._client, self._prefixes, self._local_tokens = shared.client, shared.prefixes, shared.local_tokens
+        self._prefixes, self._local_tokens = shared.prefixes, shared.local_tokens
+        self._calls = MediaEncoding(model, shared)
         self._buddies, self._fetch, self.canary = shared.buddies, shared.fetch, shared.canary
         self.adapters = ModelAdapters(model, shared.nodes, shared.client)
         self.media = ModelMedia(model, shared.nodes, shared.client)
-        self.leases = model.leases
+        self.leases = model.all_leases
         self.displacement, self.session_notes = Displacement(model.room), shared.session_notes
         self.close_session = partial(shared.session_notes.closes, model)
         self._info: ClusterInfo | None = None
-        self.trouble = Readiness(shared.nodes)
-        self._capacity, self._capacity_until = Capacity(), 0.0
+        self.trouble, self._capacity, self._capacity_until = Readiness(shared.nodes), Capacity(), 0.0
         self.nodes.listen(self._follow)
 
     def info(self) -> ClusterInfo | None:
         return self._info
 
     def ready(self) -> dict[str, int]:
-        return {role: len(self.able(role)) for role in ("prefill", "decode")}
+        return {role: len(self.able(role)) for role in ROLES} | self._calls.ready()
 
     def capacity(self) -> Capacity:
         now = self.nodes.clock()
@@ -121,7 +121,7 @@ class ModelCluster:
         if not hashes or group is None:
             return {}
         nodes = group.names
-        found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up)
+        found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up, group.states)
         here = {node_id: blocks for (node_id, epoch), blocks in held.items() if nodes.get(node_id) == epoch}
         for node_id, blocks in (*self.inflight_prefixes.held(hashes, nodes).items(), *here.items()):
             found[node_id] = max(blocks, found.get(node_id, 0))
@@ -142,7 +142,7 @@ class ModelCluster:
         if not groups:
             raise no_nodes(self.model.name.first)
         sides = [self._side(demand, group, held.get(group.fingerprint, {})) for group in groups]
-        shut, suspects = self._shut(), {entry.key for entry in self.model.members if entry.suspected}
+        shut, suspects = self._shut(), self.model.suspects
         if suspects or any(shut):
             nodes = demand.excluded | (shut.nodes | suspects) - {demand.pinned}
             broken = demand.broken | shut.pairs
@@ -175,7 +175,7 @@ class ModelCluster:
         self._placements["remote" if placement.prefill else "local"].inc()
         if self._buddies and isinstance(job.work, Generate) and placement.decode:
             job = replace(job, buddy=self._buddy(placement.prefill, placement.decode))
-        return Attempt(job, placement, post, **self._parts(placement, hashes))
+        return Attempt(job, placement, post, **self._parts(placement, hashes, media=bool(job.media)))
 
     def doubt(self, late: Placement, *, ships: bool = False) -> None:
         """Suspect the nodes of a late attempt, unless its decode node is crowded."""
@@ -226,7 +226,7 @@ class ModelCluster:
         best = [self.nodes.entries[key].lease for key in sorted(nodes - {node_key(decode)})]
         return random.choice(best).target if best else None  # noqa: S311 - spreads the load
 
-    def _parts(self, placement: Placement, hashes: Sequence[bytes]) -> dict[str, Any]:
+    def _parts(self, placement: Placement, hashes: Sequence[bytes], *, media: bool = False) -> dict[str, Any]:
         """Return the arguments of an attempt on this placement; `hashes` are those of the blocks that it computes."""
         computes = placement.prefill or placement.decode
         assert computes
@@ -235,7 +235,7 @@ class ModelCluster:
             "prefill": self._entry(placement.prefill),
             "decode": self._entry(placement.decode),
             "breakers": self.nodes.breakers,
-            "client": self._client,
+            "client": self._calls if media else self._calls.plain,
             "background_calls": self.background_calls,
             "request_log": self.request_log,
         }

@@ -13,11 +13,12 @@ from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest, joined
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.wire import WireError, pack
-from kvferry.router.dispatch.interface import PromptMedia, RenderedMedia
+from kvferry.router.dispatch.prompt_media import PromptMedia, RenderedMedia
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes, holds, takes
 from kvferry.router.nodes.node_entry import NodeEntry, node_key
 from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.nodes.watched_call import watched
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +48,13 @@ class ModelMedia:
     async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
         """Return a chat's prompt from the least busy node that takes its media, or from one other if that fails."""
 
-        async def asked(node: NodeLease) -> RenderedMedia:
+        async def asked(node: NodeLease, is_last: bool) -> RenderedMedia:
             found: list[Any] = []
-            await self._client.call(
-                node, "POST /attempts/render", pack(request), request.deadline_s, None, found.append
-            )
+            limit_s, entry = request.deadline_s, self._nodes.entries.get(node_key(node))
+            if entry is None:
+                raise NodeLost(f"{node.node_id} is lost")
+            call = self._client.call(node, "POST /attempts/render", pack(request), limit_s, None, found.append)
+            await watched(entry, call, limit_s, patient=is_last)
             return RenderedMedia(*_prompt(found, node))
 
         return await self._first(modalities, request.adapter, asked)
@@ -67,7 +70,7 @@ class ModelMedia:
             begun = True
             deliver(message)
 
-        async def asked(node: NodeLease) -> None:
+        async def asked(node: NodeLease, is_last: bool) -> None:
             await self._client.call(node, "POST /attempts/transcribe", pack(request), request.deadline_s, None, answer)
 
         await self._first((TRANSCRIPTION,), "", asked, lambda: not begun)
@@ -76,50 +79,64 @@ class ModelMedia:
         self,
         abilities: Collection[str],
         adapter: str,
-        ask: Callable[[NodeLease], Awaitable[T]],
+        ask: Callable[[NodeLease, bool], Awaitable[T]],
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> T:
         """Return the answer of a node, or of one other if that fails. Raises NoNodes, or the last node's error.
+
+        ask: calls a node, and is told whether it is the last one.
 
         Two nodes at most: media that end engines must not end all of them."""
         nodes = [entry.lease for entry in self._able(adapter, abilities)]
         if not nodes:
             raise no_nodes(self._model.name.first)
         try:
-            return await ask(nodes[0])
+            return await ask(nodes[0], len(nodes) == 1)
         except KvferryError as error:
             if isinstance(error, NodeLost):
                 self._nodes.breakers.node_failed(node_key(nodes[0]))
             if not error.retryable or len(nodes) == 1 or not may_repeat():
                 raise
             log.info("%s does not answer for media: %s", nodes[0].node_id, error)
-            return await ask(nodes[1])
+            return await ask(nodes[1], True)
 
     def _able(self, adapter: str, abilities: Collection[str]) -> list[NodeEntry]:
-        """Return the nodes that can be asked now, those that are not suspected and have the least work first."""
+        """Return the nodes that can be asked now: not suspected ones, encode nodes, those with the least work first.
+
+        An encode node is asked only for prompts that another node can compute."""
         breakers = self._nodes.breakers
         shut = breakers.shut().nodes if breakers.any else ()
         able = [
             entry
-            for entry in self._model.members
+            for entry in self._model.live
             if entry.reachable
             and entry.lease.state == "ready"
-            and holds(entry.lease, adapter)
+            and (holds(entry.lease, adapter) or entry.lease.role == "encode")
             and takes(entry.lease, abilities)
         ]
-        return sorted(able, key=lambda entry: (entry.key in shut, _work(entry.lease), random.random()))  # noqa: S311
+        alike = {entry.lease.fingerprint for entry in able if entry.lease.role != "encode"}
+        able = [entry for entry in able if entry.lease.fingerprint in alike]
+        return sorted(
+            able,
+            key=lambda entry: (
+                entry.key in shut or entry.suspected,
+                entry.lease.role != "encode",
+                _work(entry.lease),
+                random.random(),  # noqa: S311
+            ),
+        )
 
 
 def _prompt(messages: Sequence[Any], node: NodeLease) -> tuple[tuple[int, ...], PromptMedia]:
     """Return tokens and media of a node's answer. Raises StepFailed if it is none."""
     try:
         prompt, *datas = messages
-        found = RenderedPrompt(prompt.token_ids, joined(prompt.media, datas))
+        found = RenderedPrompt(prompt.token_ids, joined(prompt.media, datas), prompt.rope_offset)
     except (ValueError, AttributeError, WireError) as error:
         raise StepFailed(f"{node.node_id} answered with no prompt") from error
     if not isinstance(prompt, RenderedPrompt) or not found.sound:
         raise StepFailed(f"{node.node_id} answered with a prompt that is invalid")
-    return found.token_ids, PromptMedia(found.media, node.fingerprint)
+    return found.token_ids, PromptMedia(found.media, node.fingerprint, found.rope_offset)
 
 
 def _work(lease: NodeLease) -> int:

@@ -8,7 +8,7 @@ a node in prefill and another in decode was more likely there by chance. Other r
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -41,7 +41,7 @@ class Suspect:
     """
 
     losses: int = 0
-    works: Counter[Work] = field(default_factory=Counter)
+    works: dict[Work, int] = field(default_factory=dict)
     delivered: int = 0
     nodes: set[NodeKey] = field(default_factory=set)
 
@@ -87,7 +87,8 @@ class PoisonRequests:
         Raises FatalRequest if only this request can have killed it."""
         there = self._suspects(node)
         suspect.losses += 1
-        suspect.works.update(works)
+        for work in works:
+            suspect.works[work] = suspect.works.get(work, 0) + 1
         suspect.delivered = delivered
         if suspect.damned and not there - {suspect}:
             raise FatalRequest(f"{suspect.losses} nodes ended while they worked on this request; it is not retried")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from kvferry.placement.types import Placement
 from kvferry.protocol.errors import Fenced, Incompatible, KvferryError, NodeLost, StreamGone, TransferFailed
@@ -79,14 +80,14 @@ class Prediction:
             reason = next(reason for kind, reason in REASONS if isinstance(error, kind))
             self._attempts[number] = (self._attempts[number][0], reason)
 
-    def missed(self, number: int, reuse: Reuse) -> Counter[str]:
+    def missed(self, number: int, reuse: Reuse) -> Mapping[str, int]:
         """Return the tokens that were predicted and not reused, by reason, after attempt `number` delivered.
 
         For tokens predicted on the delivering node, the reason is the node's own. For the others, it is the error of
         the last attempt that was predicted to reuse them."""
-        missed: Counter[str] = Counter()
         if not self.tokens:
-            return missed
+            return {}
+        missed: Counter[str] = Counter()
         there, _ = self._attempts.get(number, (self.tokens, ""))
         at, until = reuse.cached_len, min(self.tokens, there)
         for reason, tokens in (*reuse.missed, ("unknown", until)):

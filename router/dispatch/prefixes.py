@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvferry.placement.types import NodeKey
 from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.nodes.checkpoints import Checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ class BlockLookup(Protocol):
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         """Return the leading blocks held, by node id, for nodes given with their live epoch."""
+
+    async def holders(self, rows: Sequence[bytes], nodes: Mapping[str, int]) -> list[frozenset[str]]:
+        """Return, for each row, which nodes have it, of those given with their live epoch."""
 
 
 class Remembered:
@@ -95,9 +99,14 @@ class Prefixes:
         self._doubted_until = -math.inf
         self.note = self._remembered.note
 
-    async def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int], up: bool = True) -> dict[str, int]:
-        """Return the leading blocks held, by node id, for nodes given with their epoch; skip the index if not `up`."""
-        found = await self._asked(hashes, nodes) if up else None
+    async def held(
+        self, hashes: Sequence[bytes], nodes: Mapping[str, int], up: bool = True, states: Checkpoints | None = None
+    ) -> dict[str, int]:
+        """Return the leading blocks that can be reused, by node id, for nodes given with their epoch.
+
+        Skips the index if not `up`. states: of models with recurrent layers, whose prefixes are reused up to a
+        checkpoint; it costs one more lookup."""
+        found = await self._asked(hashes, nodes, states) if up else None
         now = self._clock()
         if found is None:
             self._doubted_until = now + DOUBT_S
@@ -107,12 +116,19 @@ class Prefixes:
                 held[node_id] = max(length, held.get(node_id, 0))
         return held
 
-    async def _asked(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int] | None:
+    async def _asked(
+        self, hashes: Sequence[bytes], nodes: Mapping[str, int], states: Checkpoints | None
+    ) -> dict[str, int] | None:
         """Ask the index; None if it does not answer in time."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._limit_s):
                 held = await self._lookup.longest_prefix(hashes, nodes)
+                if states is not None and held:
+                    places = states.places(set(held.values()))
+                    rows = [states.row(hashes, place) for place in places]
+                    holders = await self._lookup.holders(rows, {name: nodes[name] for name in held})
+                    held = states.covered(held, places, holders)
         except Exception as error:
             self._tell(False, f"block index does not answer, placing by load and remembered prefixes: {error!r}")
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -101,9 +101,9 @@ class RecordedDispatch:
         if self._inner is not None:
             self._inner.listen(listener)
 
-    def calls_tool(self) -> None:
+    def calls_tools(self, names: Collection[str]) -> None:
         if self._inner is not None:
-            self._inner.calls_tool()
+            self._inner.calls_tools(names)
 
     async def cancel(self, *, enough: bool = False) -> None:
         self._over = True

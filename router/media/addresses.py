@@ -11,9 +11,11 @@ Resolver = Callable[[str, int], Awaitable[list[str]]]
 """Returns the addresses of a host name and port; raises OSError."""
 
 _SPECIAL = tuple(map(ip_network, (
-    "192.0.0.0/24", "::/96", "::ffff:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32",
+    "192.0.0.0/24", "192.88.99.0/24", "::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48",
+    "2002::/16", "2001::/32",
 )))  # fmt: skip
-"""Networks for protocols, and those whose IPv6 addresses wrap IPv4 ones: compatible, mapped, NAT64, 6to4, Teredo."""
+"""Networks for protocols, and those whose IPv6 addresses wrap IPv4 ones: compatible, mapped, translated,
+NAT64, 6to4, Teredo."""
 
 
 def is_public(address: str) -> bool:

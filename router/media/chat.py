@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from typing import Any
 
 from pydantic_core import to_json
@@ -40,6 +42,11 @@ class MediaChat:
         return frozenset(part.modality for part in self.parts)
 
     @property
+    def size(self) -> int:
+        """Return the characters of its media's URLs, which hold the media's bytes or name them."""
+        return sum(len(part.url) for part in self.parts)
+
+    @property
     def words(self) -> str:
         """Return all texts that the prompt may hold, whatever the template makes of them."""
         found = [to_json(self.variables).decode()]
@@ -50,13 +57,18 @@ class MediaChat:
         return "\n".join(found)
 
     def body(self, loaded: Sequence[MediaPart]) -> bytes:
-        """Return the JSON for an engine, with these media in place of the chat's own."""
-        places = {(part.message, part.place): part for part in loaded}
+        """Return the JSON for an engine, with these media, which are data URLs in order, in place of the chat's own.
+
+        Their data need no escapes and are put in behind the writing, which would read each character."""
+        gap = secrets.token_hex(16)
+        places = {(part.message, part.place): replace(part, url=gap) for part in loaded}
         shown = [_message(number, message, places) for number, message in enumerate(self.messages)]
         try:
-            return to_json({"messages": shown, **self.variables})
+            pieces = to_json({"messages": shown, **self.variables}).split(gap.encode())
         except ValueError as error:
             raise InvalidRequest(f"messages cannot be written as JSON: {error}", param="messages") from error
+        urls = (part.url.encode() for part in loaded)
+        return b"".join(chain.from_iterable(zip_longest(pieces, urls, fillvalue=b"")))
 
 
 def chat_of(

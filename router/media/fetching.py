@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.media.addresses import Resolver, is_public, resolve
 from kvferry.router.media.limits import (
     FETCH_S,
@@ -20,6 +19,7 @@ from kvferry.router.media.limits import (
     MAX_REDIRECTS,
     MAX_URL_CHARS,
 )
+from kvferry.router.media.refusal import refused
 
 PORTS = {"http": 80, "https": 443}
 """Ports of the schemes; URLs with others are refused."""
@@ -56,21 +56,21 @@ class MediaFetcher:
             await self._client.aclose()
 
     def check(self, url: str, field: str) -> None:
-        """Raise InvalidRequest unless the URL may be fetched, as far as its text shows."""
+        """Raise InvalidMedia unless the URL may be fetched, as far as its text shows."""
         self._target(url, field)
 
     async def fetch(self, url: str, field: str, tenant: str = "") -> tuple[bytes, str]:
         """Return the bytes of a URL and their declared MIME type.
 
-        Raises InvalidRequest naming the field."""
+        Raises InvalidMedia naming the field."""
         places = self._places_of.setdefault(tenant, asyncio.Semaphore(FETCHES_PER_TENANT))
         try:
             async with asyncio.timeout(FETCH_S), places, self._places:
                 return await self._followed(url, field)
         except TimeoutError:
-            raise _refused(field, f"was not fetched within {FETCH_S:g} s") from None
+            raise refused(field, f"was not fetched within {FETCH_S:g} s") from None
         except httpx.HTTPError as error:
-            raise _refused(field, f"cannot be fetched: {type(error).__name__}") from error
+            raise refused(field, f"cannot be fetched: {type(error).__name__}") from error
 
     async def _followed(self, url: str, field: str) -> tuple[bytes, str]:
         for _ in range(MAX_REDIRECTS + 1):
@@ -78,7 +78,7 @@ class MediaFetcher:
                 if answer.status_code not in _REDIRECTS:
                     return await _content(answer, field), answer.headers.get("content-type", "")
                 url = urljoin(url, answer.headers.get("location", ""))
-        raise _refused(field, f"is redirected more than {MAX_REDIRECTS} times")
+        raise refused(field, f"is redirected more than {MAX_REDIRECTS} times")
 
     @asynccontextmanager
     async def _answer(self, url: str, field: str) -> AsyncIterator[httpx.Response]:
@@ -105,21 +105,21 @@ class MediaFetcher:
             await answer.aclose()
 
     def _target(self, url: str, field: str) -> tuple[str, int]:
-        """Return host and port of a URL that may be fetched; raise InvalidRequest."""
+        """Return host and port of a URL that may be fetched; raise InvalidMedia."""
         if len(url) > MAX_URL_CHARS:
-            raise _refused(field, f"is longer than {MAX_URL_CHARS} characters")
+            raise refused(field, f"is longer than {MAX_URL_CHARS} characters")
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").rstrip("."), parts.port
             named = httpx.URL(url).host.rstrip(".")
         except (ValueError, httpx.InvalidURL):
-            raise _refused(field, "is no valid URL") from None
+            raise refused(field, "is no valid URL") from None
         if parts.scheme not in self._ports or not host or host != named:
-            raise _refused(field, "must be a data URL, or an http or https URL of an allowed host")
+            raise refused(field, "must be a data URL, or an http or https URL of an allowed host")
         if host not in self._hosts:
-            raise _refused(field, f"names the host {host[:100]!r}, which is not in --allowed-media-domains")
+            raise refused(field, f"names the host {host[:100]!r}, which is not in --allowed-media-domains")
         if parts.username is not None or port not in (None, self._ports[parts.scheme]):
-            raise _refused(field, "must have neither a user nor a port of its own")
+            raise refused(field, "must have neither a user nor a port of its own")
         return host, self._ports[parts.scheme]
 
     async def _address(self, host: str, port: int, field: str) -> str:
@@ -128,26 +128,22 @@ class MediaFetcher:
         except (OSError, UnicodeError):
             found = []
         if not found:
-            raise _refused(field, f"names the host {host!r}, which has no address")
+            raise refused(field, f"names the host {host!r}, which has no address")
         if not all(map(self._allowed, found)):
-            raise _refused(field, f"names the host {host!r}, whose address is not public")
+            raise refused(field, f"names the host {host!r}, whose address is not public")
         return found[0]
 
 
 async def _content(answer: httpx.Response, field: str) -> bytes:
     if answer.status_code != 200:
-        raise _refused(field, f"was answered with status {answer.status_code}")
+        raise refused(field, f"was answered with status {answer.status_code}")
     if answer.headers.get("content-encoding", "identity") != "identity":
-        raise _refused(field, "was answered in a compressed form, which was not asked for")
+        raise refused(field, "was answered in a compressed form, which was not asked for")
     declared, data = answer.headers.get("content-length", ""), bytearray()
     if declared.isdecimal() and int(declared) > MAX_MEDIA_BYTES:
-        raise _refused(field, f"has more than {MAX_MEDIA_BYTES} bytes")
+        raise refused(field, f"has more than {MAX_MEDIA_BYTES} bytes")
     async for part in answer.aiter_raw():
         data += part
         if len(data) > MAX_MEDIA_BYTES:
-            raise _refused(field, f"has more than {MAX_MEDIA_BYTES} bytes")
+            raise refused(field, f"has more than {MAX_MEDIA_BYTES} bytes")
     return bytes(data)
-
-
-def _refused(field: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{field} {why}", param=field)

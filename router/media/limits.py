@@ -8,8 +8,6 @@ MAX_MEDIA_BYTES = 16 * 2**20
 """Largest size of one of them, in bytes."""
 MAX_TOTAL_BYTES = 32 * 2**20
 """Largest size of all of them together, in bytes."""
-MAX_PIXELS = 2**25
-"""Largest number of pixels of one image: 33.5 million."""
 MAX_TOTAL_PIXELS = 2**27
 """Largest number of pixels of all images of a request."""
 MAX_SIDE = 2**15
@@ -25,4 +23,4 @@ MAX_FETCHES, FETCHES_PER_TENANT = 16, 8
 MAX_RENDERS, RENDERS_PER_TENANT = 8, 4
 """Prompts with media that are made at once, of all tenants and of one."""
 MAX_HELD_BYTES = 2**30
-"""Largest size of the prepared media of all running requests of a model, in bytes; of one tenant half as much."""
+"""Largest size of the media of a model's requests, as sent and as prepared, in bytes; of one tenant half as much."""

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Protocol, Self
 
-from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.media.data_urls import data_url, decoded, is_data_url
+from kvferry.protocol.media import MAX_PIXELS
+from kvferry.router.media.data_urls import data_url, decoded, is_data_url, opened
 from kvferry.router.media.formats import FORMATS, format_of, usual_name, wav_fault
 from kvferry.router.media.image_size import UnreadableImage, image_size
-from kvferry.router.media.limits import MAX_PIXELS, MAX_SIDE, MAX_TOTAL_BYTES, MAX_TOTAL_PIXELS
+from kvferry.router.media.jpeg_scans import check_scans
+from kvferry.router.media.limits import MAX_SIDE, MAX_TOTAL_BYTES, MAX_TOTAL_PIXELS
 from kvferry.router.media.parts import MediaPart
+from kvferry.router.media.refusal import refused
 
 UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")
 """MIME types of servers that do not know what they send."""
+
+LONG_CHARS = 2**20
+"""Characters of a data URL above which one is decoded at a time: slices of many would come between others' steps."""
 
 
 class Fetcher(Protocol):
     """Fetches what URLs of clients name."""
 
     def check(self, url: str, field: str) -> None:
-        """Raise InvalidRequest unless the URL may be fetched, as far as its text shows."""
+        """Raise InvalidMedia unless the URL may be fetched, as far as its text shows."""
 
     async def fetch(self, url: str, field: str, tenant: str = "") -> tuple[bytes, str]:
-        """Return the bytes of a URL and their declared MIME type; raise InvalidRequest naming the field."""
+        """Return the bytes of a URL and their declared MIME type; raise InvalidMedia naming the field."""
         ...
 
     async def close(self) -> None:
@@ -36,13 +42,11 @@ class NoFetcher:
     """Refuses all URLs."""
 
     def check(self, url: str, field: str) -> None:
-        """Raise InvalidRequest."""
-        raise InvalidRequest(
-            f"{field} must be a data URL: this server fetches nothing (--allowed-media-domains)", param=field
-        )
+        """Raise InvalidMedia."""
+        raise refused(field, "must be a data URL: this server fetches nothing (--allowed-media-domains)")
 
     async def fetch(self, url: str, field: str, tenant: str = "") -> tuple[bytes, str]:
-        """Raise InvalidRequest."""
+        """Raise InvalidMedia."""
         self.check(url, field)
         raise AssertionError
 
@@ -55,6 +59,7 @@ class MediaLoader:
 
     def __init__(self, fetcher: Fetcher | None = None) -> None:
         self._fetcher = fetcher or NoFetcher()
+        self._long = asyncio.Lock()
 
     @classmethod
     def of(cls, domains: str) -> Self:
@@ -70,33 +75,40 @@ class MediaLoader:
         await self._fetcher.close()
 
     async def load(self, parts: Sequence[MediaPart], tenant: str = "") -> list[MediaPart]:
-        """Return the parts with data URLs; raise InvalidRequest naming the field and the bound.
+        """Return the parts with data URLs; raise InvalidMedia naming the field and the bound.
 
         All data in the request is checked before anything is fetched."""
         books = _Books()
         for part in parts:
             if not is_data_url(part.url):
                 self._fetcher.check(part.url, part.field)
-        loaded = {}
-        for part in parts:
-            if is_data_url(part.url):
-                data, mime = await decoded(part.url, part.field)
-                found = books.take(part, data, usual_name(mime))
-                loaded[part] = replace(part, url=f"data:{found};base64,{part.url.partition(',')[2]}")
-        away = [part for part in parts if part not in loaded]
-        fetched = await self._fetched(away, tenant, books)
-        return [loaded.get(part) or fetched[part] for part in parts]
+        given = [await self._given(part, books) if is_data_url(part.url) else None for part in parts]
+        away = [part for part, loaded in zip(parts, given, strict=True) if loaded is None]
+        fetched = iter(await self._fetched(away, tenant, books))
+        return [loaded or next(fetched) for loaded in given]
 
-    async def _fetched(self, parts: Sequence[MediaPart], tenant: str, books: _Books) -> dict[MediaPart, MediaPart]:
-        async def one(part: MediaPart) -> tuple[MediaPart, MediaPart]:
+    async def _given(self, part: MediaPart, books: _Books) -> MediaPart:
+        """Return a part whose data are in the request, under their usual MIME type; of long ones one at a time.
+
+        What its first bytes show is refused before the rest is decoded, which takes most of the time."""
+        head, declared = opened(part.url, part.field)
+        mime = checked_format(part, head, usual_name(declared))
+        if part.modality == "image":
+            await check_head(part, head, mime)
+        async with self._long if len(part.url) > LONG_CHARS else nullcontext():
+            usual = f"data:{await books.take(part, await decoded(part.url, part.field), mime)};base64,"
+        return part if part.url.startswith(usual) else replace(part, url=usual + part.url[part.url.index(",") + 1 :])
+
+    async def _fetched(self, parts: Sequence[MediaPart], tenant: str, books: _Books) -> list[MediaPart]:
+        async def one(part: MediaPart) -> MediaPart:
             data, declared = await self._fetcher.fetch(part.url, part.field, tenant)
             mime = usual_name(declared)
-            found = books.take(part, data, format_of(data) if mime in UNKNOWN else mime)
-            return part, replace(part, url=data_url(data, found))
+            found = await books.take(part, data, format_of(data) if mime in UNKNOWN else mime)
+            return replace(part, url=data_url(data, found))
 
         tasks = [asyncio.create_task(one(part)) for part in parts]
         try:
-            return dict(await asyncio.gather(*tasks))
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -109,35 +121,54 @@ class _Books:
     def __init__(self) -> None:
         self._bytes = self._pixels = 0
 
-    def take(self, part: MediaPart, data: bytes, mime: str) -> str:
-        """Return the MIME type of one part's data; raise InvalidRequest for what is not taken."""
-        allowed, found = FORMATS[part.modality], format_of(data)
-        if found not in allowed:
-            raise _refused(part, f"is no {part.modality} that is supported: {', '.join(allowed)}")
-        if mime != found:
-            raise _refused(part, f"is declared as {mime[:50]!r}, and its first bytes are those of {found}")
+    async def take(self, part: MediaPart, data: bytes, mime: str) -> str:
+        """Return the MIME type of one part's data; raise InvalidMedia for what is not taken."""
+        found = checked_format(part, data, mime)
         self._bytes += len(data)
         if self._bytes > MAX_TOTAL_BYTES:
-            raise _refused(part, f"brings the request's media above {MAX_TOTAL_BYTES} bytes")
+            raise refused(part.field, f"brings the request's media above {MAX_TOTAL_BYTES} bytes")
         if part.modality == "image":
-            self._take_pixels(part, data, mime)
+            await self._take_pixels(part, data, mime)
         elif mime == "audio/wav" and (fault := wav_fault(data)):
-            raise _refused(part, f"is no usable WAV file: {fault}")
+            raise refused(part.field, f"is no usable WAV file: {fault}")
         return found
 
-    def _take_pixels(self, part: MediaPart, data: bytes, mime: str) -> None:
+    async def _take_pixels(self, part: MediaPart, data: bytes, mime: str) -> None:
         try:
             width, height = image_size(data, mime)
+            if mime == "image/jpeg":
+                await check_scans(data)
         except UnreadableImage as error:
-            raise _refused(part, str(error)) from error
-        if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
-            raise _refused(
-                part, f"has {width} x {height} pixels; an image may have {MAX_PIXELS}, and {MAX_SIDE} on a side"
-            )
+            raise refused(part.field, str(error)) from error
+        _check_size(part, width, height)
         self._pixels += width * height
         if self._pixels > MAX_TOTAL_PIXELS:
-            raise _refused(part, f"brings the request's images above {MAX_TOTAL_PIXELS} pixels")
+            raise refused(part.field, f"brings the request's images above {MAX_TOTAL_PIXELS} pixels")
 
 
-def _refused(part: MediaPart, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{part.field} {why}", param=part.field)
+def checked_format(part: MediaPart, data: bytes, mime: str) -> str:
+    """Return the MIME type that the first bytes show; raise InvalidMedia if it is not taken or not the declared one."""
+    allowed, found = FORMATS[part.modality], format_of(data)
+    if found not in allowed:
+        raise refused(part.field, f"is no {part.modality} that is supported: {', '.join(allowed)}")
+    if mime != found:
+        raise refused(part.field, f"is declared as {mime[:50]!r}, and its first bytes are those of {found}")
+    return found
+
+
+async def check_head(part: MediaPart, head: bytes, mime: str) -> None:
+    """Raise InvalidMedia for an image that is too large, or has too many scans, as far as its first bytes show."""
+    with suppress(UnreadableImage):  # its header may go on behind them
+        _check_size(part, *image_size(head, mime))
+    if mime == "image/jpeg":
+        try:
+            await check_scans(head)
+        except UnreadableImage as error:
+            raise refused(part.field, str(error)) from error
+
+
+def _check_size(part: MediaPart, width: int, height: int) -> None:
+    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
+        raise refused(
+            part.field, f"has {width} x {height} pixels; an image may have {MAX_PIXELS}, and {MAX_SIDE} on a side"
+        )

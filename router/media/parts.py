@@ -6,13 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.media.limits import MAX_MEDIA
+from kvferry.router.media.refusal import refused
 
 MODALITIES = {"image_url": "image", "input_audio": "audio", "audio_url": "audio", "video_url": "video"}
 """Modality of each type of content part; other types hold no media."""
 AUDIO_FORMATS = {"wav": "audio/wav", "mp3": "audio/mpeg"}
 """Formats of input_audio, and their MIME types."""
+DETAILS = ("auto", "low", "high", "original")
+"""Values of an image's `detail`, which changes nothing: the model's processor chooses the resolution."""
+
+
+class TranslatedPart(dict[str, Any]):
+    """Image of a request that was translated into a chat, as a content part; `field` is where the client wrote it."""
+
+    __slots__ = ("field",)
+
+    def __init__(self, url: str, field: str) -> None:
+        super().__init__(type="image_url", image_url={"url": url})
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +34,14 @@ class MediaPart:
     message, place  index of its message, and of the part in the message's content
     kind            type of the content part
     url             data URL, or http(s) URL to fetch
-    field           where the client wrote it, for errors
+    part, field     where the client wrote it, and its URL or data, for errors
     """
 
     message: int
     place: int
     kind: str
     url: str
+    part: str
     field: str
 
     @property
@@ -40,19 +53,17 @@ class MediaPart:
 def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[MediaPart]:
     """Return all images, audios and videos of a chat in order.
 
-    Raises InvalidRequest naming the field of one without a URL or data, and for too many of them."""
+    Raises InvalidMedia naming the field of one without a URL or data, and for too many of them."""
     found: list[MediaPart] = []
     for number, message in enumerate(messages):
         content = message.get("content")
         for place, part in enumerate(content if isinstance(content, list) else ()):
             if (kind := _kind(part)) not in MODALITIES:
                 continue
-            field = f"messages[{number}].content[{place}]"
+            field = part.field if isinstance(part, TranslatedPart) else f"messages[{number}].content[{place}]"
             if len(found) == MAX_MEDIA:
-                raise InvalidRequest(
-                    f"{field}: a request may have at most {MAX_MEDIA} images, audios and videos", param=field
-                )
-            found.append(_part(number, place, kind, part, field))
+                raise refused(field, f"is beyond the {MAX_MEDIA} images, audios and videos that a request may have")
+            found.append(MediaPart(number, place, kind, *_source(kind, part, field)))
     return found
 
 
@@ -61,23 +72,32 @@ def _kind(part: Any) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-def _part(message: int, place: int, kind: str, part: Mapping[str, Any], field: str) -> MediaPart:
+def _source(kind: str, part: Mapping[str, Any], field: str) -> tuple[str, str, str]:
+    """Return a part's URL, its own field and that of the URL."""
     value = part.get(kind)
+    at = f"{field}.{kind}"
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{field}.{kind} must be an object", param=f"{field}.{kind}")
-    if kind != "input_audio":
-        return MediaPart(message, place, kind, _text(value, "url", f"{field}.{kind}"), f"{field}.{kind}.url")
-    given = value.get("format")
-    if not isinstance(given, str) or given not in AUDIO_FORMATS:
-        raise InvalidRequest(
-            f"{field}.{kind}.format must be {' or '.join(AUDIO_FORMATS)}, got {given!r}", param=f"{field}.{kind}.format"
-        )
-    url = f"data:{AUDIO_FORMATS[given]};base64,{_text(value, 'data', f'{field}.{kind}')}"
-    return MediaPart(message, place, kind, url, f"{field}.{kind}.data")
+        raise refused(at, "must be an object")
+    if isinstance(part, TranslatedPart):
+        return _text(value, "url", field), field, field
+    if kind == "input_audio":
+        given = value.get("format")
+        if not isinstance(given, str) or given not in AUDIO_FORMATS:
+            raise refused(f"{at}.format", f"must be {' or '.join(AUDIO_FORMATS)}, got {given!r}")
+        return f"data:{AUDIO_FORMATS[given]};base64,{_text(value, 'data', f'{at}.data')}", field, f"{at}.data"
+    if kind == "image_url":
+        check_detail(value.get("detail"), f"{at}.detail")
+    return _text(value, "url", f"{at}.url"), field, f"{at}.url"
+
+
+def check_detail(detail: Any, field: str) -> None:
+    """Raise InvalidMedia for a `detail` that no API knows; None: not given."""
+    if detail is not None and detail not in DETAILS:
+        raise refused(field, f"must be one of {', '.join(DETAILS)}, got {detail!r}")
 
 
 def _text(value: Mapping[str, Any], name: str, field: str) -> str:
     text = value.get(name)
     if not isinstance(text, str) or not text:
-        raise InvalidRequest(f"{field}.{name} must be a string that is not empty", param=f"{field}.{name}")
+        raise refused(field, "must be a string that is not empty")
     return text

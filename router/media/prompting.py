@@ -7,17 +7,19 @@ import time
 from collections import Counter
 from weakref import WeakValueDictionary, finalize
 
-from kvferry.protocol.errors import InvalidRequest, Overloaded
+from kvferry.protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from kvferry.protocol.media import RenderRequest
-from kvferry.router.dispatch.interface import MediaServices, PromptMedia, RenderedMedia
+from kvferry.router.dispatch.interface import MediaServices
+from kvferry.router.dispatch.prompt_media import RenderedMedia
 from kvferry.router.media.chat import MediaChat
 from kvferry.router.media.limits import MAX_HELD_BYTES, MAX_RENDERS, RENDERS_PER_TENANT
 from kvferry.router.media.loading import MediaLoader
+from kvferry.router.media.refusal import InvalidMedia
 from kvferry.router.request_context import RequestContext
 
 
 class MediaBudget:
-    """Bytes of prepared media that running requests hold: of all tenants, and of one at most half as much."""
+    """Bytes of media that requests hold, as sent and as prepared: of all tenants, and of one at most half as much."""
 
     def __init__(self, limit: int = MAX_HELD_BYTES) -> None:
         self._limit, self._held = limit, Counter[str]()
@@ -30,13 +32,15 @@ class MediaBudget:
     def check(self, tenant: str, more: int = 1) -> None:
         """Raise Overloaded if there is no room for so many more bytes."""
         if self.held + more > self._limit or (tenant and self._held[tenant] + more > self._limit // 2):
-            raise Overloaded("the media of running requests fill their share of this router's memory", retry_after=1.0)
+            raise Overloaded(
+                "the media of waiting and running requests fill their share of this router's memory", retry_after=1.0
+            )
 
-    def hold(self, tenant: str, media: PromptMedia) -> None:
-        """Count media until nothing refers to them any more. Raises Overloaded if there is no room."""
-        self.check(tenant, media.size)
-        self._held[tenant] += media.size
-        finalize(media, self._drop, tenant, media.size).atexit = False
+    def hold(self, tenant: str, holder: object, size: int) -> None:
+        """Count bytes until nothing refers to their holder any more. Raises Overloaded if there is no room."""
+        self.check(tenant, size)
+        self._held[tenant] += size
+        finalize(holder, self._drop, tenant, size).atexit = False
 
     def _drop(self, tenant: str, size: int) -> None:
         self._held[tenant] -= size
@@ -45,10 +49,12 @@ class MediaBudget:
 
 
 class MediaPrompter:
-    """Makes prompts of one model's chats with media. Belongs to one asyncio loop; the owner must call `close`."""
+    """Makes prompts of one model's chats with media. Belongs to one asyncio loop; the owner must call `close`.
 
-    def __init__(self, loader: MediaLoader, nodes: MediaServices) -> None:
-        self._loader, self._nodes, self.budget = loader, nodes, MediaBudget()
+    template: chat template in place of the model's own; empty: the model's."""
+
+    def __init__(self, loader: MediaLoader, nodes: MediaServices, template: str = "") -> None:
+        self._loader, self._nodes, self._template, self.budget = loader, nodes, template, MediaBudget()
         self._places = asyncio.Semaphore(MAX_RENDERS)
         self._places_of = WeakValueDictionary[str, asyncio.Semaphore]()
 
@@ -56,18 +62,22 @@ class MediaPrompter:
         """Close all connections for fetching."""
         await self._loader.close()
 
-    async def prompt(self, chat: MediaChat, call: RequestContext, adapter: str) -> RenderedMedia:
-        """Return the prompt. adapter: id of the LoRA adapter; empty: none.
+    async def prompt(self, chat: MediaChat, call: RequestContext, adapter: str, holder: object) -> RenderedMedia:
+        """Return the prompt. adapter: id of the LoRA adapter; empty: none. holder: keeps the media as they were sent.
 
-        Raises InvalidRequest naming the field, Overloaded, NoNodes, or the error of the node that makes it."""
+        Raises InvalidRequest naming the field, Overloaded, NoNodes, DeadlineExceeded, or the making node's error."""
         self._check(chat, adapter)
-        self.budget.check(call.tenant)
+        self.budget.hold(call.tenant, holder, chat.size)
         places = self._places_of.setdefault(call.tenant, asyncio.Semaphore(RENDERS_PER_TENANT))
-        async with places, self._places:
-            loaded = await self._loader.load(chat.parts, call.tenant)
-            request = RenderRequest(chat.body(loaded), adapter, max(0.0, call.deadline - time.monotonic()))
-            found = await self._nodes.render(request, chat.modalities)
-        self.budget.hold(call.tenant, found.media)
+        try:
+            async with asyncio.timeout(call.deadline - time.monotonic()), places, self._places:
+                loaded = await self._loader.load(chat.parts, call.tenant)
+                left_s = max(0.0, call.deadline - time.monotonic())
+                request = RenderRequest(chat.body(loaded), adapter, left_s, self._template)
+                found = await self._nodes.render(request, chat.modalities)
+        except TimeoutError:
+            raise DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s") from None
+        self.budget.hold(call.tenant, found.media, found.media.size)
         return found
 
     def _check(self, chat: MediaChat, adapter: str) -> None:
@@ -76,8 +86,6 @@ class MediaPrompter:
             try:
                 self._nodes.check((part.modality,), adapter)
             except InvalidRequest as error:
-                field = f"messages[{part.message}].content[{part.place}]"
-                raise InvalidRequest(
-                    f"{field}: content parts of type {part.kind!r} are not supported: {error.message}", param=field
-                ) from error
+                why = f"content parts of type {part.kind!r} are not supported: {error.message}"
+                raise InvalidMedia(f"{part.part}: {why}", param=part.part) from error
         self._nodes.check(chat.modalities, adapter)

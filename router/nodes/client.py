@@ -76,14 +76,11 @@ class NodeClient:
         def answer(message: Any) -> None:
             deliver(check_answer(message))
 
-        await self.call(node, "POST /attempts/prefill", pack(request), None, None, answer)
+        await self.call(node, "POST /attempts/prefill", _with_media(request), None, None, answer)
 
     async def generate(self, node: NodeLease, request: GenerateRequest) -> None:
         """Send an attempt to a decode node; its tokens arrive on the token stream."""
-        if media := request.job.media:
-            request = GenerateRequest(replace(request.job, media=without_data(media)))
-        body = with_data(pack(request), media) if media else pack(request)
-        await self.call(node, "POST /attempts/generate", body, self._answer_s, None, None)
+        await self.call(node, "POST /attempts/generate", _with_media(request), self._answer_s, None, None)
 
     async def cancel(self, node: NodeLease, request: CancelRequest) -> None:
         """Tell a node to cancel an attempt."""
@@ -187,6 +184,13 @@ def _parts(http_url: str) -> tuple[Address, str, str]:
     """Return a node's address, and the path and the host of its URL. Raises ValueError."""
     url = urlsplit(http_url)
     return (url.hostname or "", url.port or 80), url.path, url.netloc
+
+
+def _with_media(request: GenerateRequest | PrefillRequest) -> bytes:
+    """Return a packed message with the data of its job's media behind it."""
+    if not (media := request.job.media):
+        return pack(request)
+    return with_data(pack(replace(request, job=replace(request.job, media=without_data(media)))), media)
 
 
 def _lost(node: NodeLease, error: Exception, kind: type[NodeLost] = NodeLost) -> NodeLost:

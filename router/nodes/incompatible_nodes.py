@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from kvferry.protocol.labels import ROLES
+from kvferry.protocol.labels import NODE_ROLES
 from kvferry.protocol.lease import IncompatibleLease
 
 log = logging.getLogger(__name__)
@@ -25,5 +25,5 @@ class IncompatibleNodes:
         for node in sorted(seen - self._known, key=lambda each: each.node_id):
             log.error("node %s %s: not used", node.node_id, node.why)
         changed, self._known = seen != self._known, seen
-        self.roles = Counter(node.role for node in seen if node.role in ROLES)
+        self.roles = Counter(node.role for node in seen if node.role in NODE_ROLES)
         return changed

@@ -8,11 +8,14 @@ from operator import attrgetter
 from typing import Any
 
 from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.labels import NODE_ROLES
 from kvferry.protocol.lease import Load, NodeLease, Rates, Sent
 from kvferry.protocol.messages import Pulse
 
 _TEXTS = attrgetter("node_id", "http_url", "link_address", "fingerprint", "model", "engine", "engine_url")
-_COUNTS = attrgetter("epoch", "max_model_len", "block_bytes")
+_COUNTS = attrgetter(
+    *("epoch", "max_model_len", "block_bytes", "state_blocks", "state_stride", "media_row_bytes", "window_pages")
+)
 _LOAD = attrgetter(*(field.name for field in fields(Load)))
 _RATES = attrgetter(*(field.name for field in fields(Rates)))
 _PULSE = attrgetter(*(field.name for field in fields(Pulse)))
@@ -22,7 +25,7 @@ def is_sound(lease: NodeLease) -> bool:
     """Return whether all fields have their types, numbers are finite and at least 0, and block_size is positive."""
     return (
         all(type(text) is str for text in _TEXTS(lease))
-        and lease.role in ("prefill", "decode")
+        and lease.role in NODE_ROLES
         and lease.state in ("ready", "draining")
         and all(map(_is_count, _COUNTS(lease)))
         and all(map(_is_names, (lease.served_names, lease.guarantees, lease.modalities)))

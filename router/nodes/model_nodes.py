@@ -10,9 +10,10 @@ from itertools import product
 from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, on_tier, owner
 from kvferry.model_files.model_name import ModelName
 from kvferry.placement.types import NodeKey, NodeView, TierPrefix
-from kvferry.protocol.labels import OWN_TIERS
+from kvferry.protocol.labels import OWN_TIERS, ROLES
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.nodes.capacity_summary import CapacitySummary
+from kvferry.router.nodes.checkpoints import Checkpoints
 from kvferry.router.nodes.node_entry import NodeEntry
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class FingerprintGroup:
     members        draining ones included
     epochs         of the members, by their ids and by `index.on_tier` of these
     first_epoch    of the member that started first; `known` is that of the group before the last change
+    states         how the members keep recurrent states; None for a model without recurrent layers
     decodes        true with a ready decode node
     max_model_len  the least of all members
     """
@@ -37,6 +39,7 @@ class FingerprintGroup:
         self.fingerprint, self.block_size = leases[0].fingerprint, leases[0].block_size
         self.engine = leases[0].engine or OWN_ENGINE
         self.first_epoch = min(lease.epoch for lease in leases) if known is None else known
+        self.states = Checkpoints(leases[0].state_blocks, leases[0].state_stride) if leases[0].state_blocks else None
         self.decodes = any(lease.role == "decode" and lease.state == "ready" for lease in leases)
         self.max_model_len = min(lease.max_model_len for lease in leases)
         self.epochs = dict(entry.key for entry in members)
@@ -62,7 +65,9 @@ class ModelNodes:
     """Nodes of one model, in groups by fingerprint. Placement chooses over all groups; one request's nodes share one.
 
     name     of the model
-    members  all live nodes, of any fingerprint and state
+    members  all live nodes that take attempts, of any fingerprint and state
+    encoders  its live encode nodes
+    live     both
     groups   by fingerprint
     room     capacity that the members have left
     """
@@ -70,12 +75,16 @@ class ModelNodes:
     def __init__(self, name: ModelName) -> None:
         self.name = name
         self.members: list[NodeEntry] = []
+        self.encoders: list[NodeEntry] = []
+        self.live: list[NodeEntry] = []
         self.groups: list[FingerprintGroup] = []
         self.room = CapacitySummary(name.first)
 
     def keep(self, entries: Iterable[NodeEntry]) -> None:
         """Update the model's live nodes, of any fingerprint and state."""
-        self.members = list(entries)
+        self.live = list(entries)
+        self.members = [entry for entry in self.live if entry.lease.role in ROLES]
+        self.encoders = [entry for entry in self.live if entry.lease.role not in ROLES]
         alike: dict[str, list[NodeEntry]] = {}
         for entry in self.members:
             alike.setdefault(entry.lease.fingerprint, []).append(entry)
@@ -85,6 +94,11 @@ class ModelNodes:
         for group in self.groups:
             if group.fingerprint not in known:
                 log.info("%s has nodes of fingerprint %s (%s)", self.name.first, group.fingerprint, group.engine)
+
+    @property
+    def suspects(self) -> set[NodeKey]:
+        """Return the nodes that may hang, or whose links may."""
+        return {entry.key for entry in self.members if entry.suspected or entry.link_suspected}
 
     @property
     def usable(self) -> list[FingerprintGroup]:
@@ -118,8 +132,12 @@ class ModelNodes:
         return [view for view in found if holds(view.lease, adapter) and takes(view.lease, modalities)]
 
     def leases(self) -> list[NodeLease]:
-        """Return the leases of all the model's live nodes, of any fingerprint and state."""
+        """Return the leases of all the model's live nodes that take attempts, of any fingerprint and state."""
         return [entry.lease for entry in self.members]
+
+    def all_leases(self) -> list[NodeLease]:
+        """Return the leases of all the model's live nodes, encode nodes included."""
+        return [entry.lease for entry in self.live]
 
 
 def _holding(view: NodeView, held: Mapping[str, int]) -> NodeView:

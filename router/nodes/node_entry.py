@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 STALL_S, STALL = 2.0, 10.0
 """A step hangs if it takes longer than STALL_S seconds and than STALL times the node's usual step."""
 SUSPECT_S, SUSPECT = 0.8, 5.0
-"""A node is suspected while a step takes longer than SUSPECT_S seconds and than SUSPECT times the node's usual step."""
+"""A node is suspected while a step takes longer than SUSPECT_S seconds and than SUSPECT times the node's usual step.
+
+Its link is while one turn of the link's thread takes longer than SUSPECT_S."""
 
 
 def node_key(lease: NodeLease) -> NodeKey:
@@ -54,7 +56,7 @@ class Reservation:
     """Reservation of one attempt on one node, until `release`.
 
     lost       called once if the node is lost
-    suspected  called whenever the node begins to be suspected
+    suspected  called whenever the node or its link begins to be suspected
     """
 
     tokens: int
@@ -83,6 +85,7 @@ class NodeEntry:
     linked     true while the stream is open or may resume without loss
     stalled    true while a thread of the node hangs
     suspected  true while the node may hang: its stream is silent, or a step takes long
+    link_suspected  true while its link may hang; streams that decode need no link
     reachable  true if the node processes requests, as far as its stream shows
     corrupt    called for each wrong ship to this node, with sender and receiver
     """
@@ -95,7 +98,7 @@ class NodeEntry:
     ) -> None:
         self.key = node_key(lease)
         self.lease = lease
-        self.open = self.linked = self.stalled = self.suspected = self.reachable = False
+        self.open = self.linked = self.stalled = self.suspected = self.link_suspected = self.reachable = False
         self.bookings: dict[Reservation, None] = {}
         self.listeners: dict[str, Listener] = {}
         self._book, self._room, self._corrupt = Reservations(), room, corrupt
@@ -164,7 +167,7 @@ class NodeEntry:
         """Note that the token stream broke, or was silent for too long, and may resume."""
         self.open = False
         self._changed()
-        self._doubt(self.suspected or is_silent)
+        self._doubt(self.suspected or is_silent, self.link_suspected)
 
     def deal(self, frame: StepFrame) -> None:
         """Pass on what a frame of the token stream holds besides tokens, which `DeltaQueue` passes to the listeners."""
@@ -181,7 +184,7 @@ class NodeEntry:
 
     def broken(self, error: KvferryError) -> None:
         """Give up everything on the node after its token stream ended."""
-        self.open = self.linked = self.stalled = self.suspected = False
+        self.open = self.linked = self.stalled = self.suspected = self.link_suspected = False
         self._changed()
         self._give_up(error)
 
@@ -197,11 +200,12 @@ class NodeEntry:
             self._changed()
         if hangs:
             self._give_up(NodeLost(f"{self.key[0]}: a step has taken {pulse.engine_s:.1f} s"))
-        self._doubt(pulse.engine_s > max(SUSPECT_S, SUSPECT * pulse.usual_s))
+        self._doubt(pulse.engine_s > max(SUSPECT_S, SUSPECT * pulse.usual_s), pulse.link_s > SUSPECT_S)
 
-    def _doubt(self, suspected: bool) -> None:
-        """Update `suspected`, and tell the attempts on the node when it becomes true."""
-        began, self.suspected = suspected and not self.suspected, suspected
+    def _doubt(self, suspected: bool, link: bool = False) -> None:
+        """Update what is suspected, and tell the attempts on the node when a suspicion begins."""
+        began = (suspected and not self.suspected) or (link and not self.link_suspected)
+        self.suspected, self.link_suspected = suspected, link
         if began:
             for booking in list(self.bookings):
                 booking.suspected()

@@ -20,7 +20,7 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.placement.types import NodeKey
 from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.errors import Fenced, NodeLost
-from kvferry.protocol.labels import NODE_STATES, ROLES
+from kvferry.protocol.labels import NODE_ROLES, NODE_STATES
 from kvferry.protocol.lease import IncompatibleLease, NodeLease
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
@@ -237,9 +237,9 @@ class NodeTable:
     def _count(self) -> None:
         models = [(entry.lease, self._models[entry.key]) for entry in self.entries.values()]
         counts = Counter((lease.role, lease.state, model.name.first) for lease, model in models)
-        for role, state, model in product(ROLES, NODE_STATES, self.models):
+        for role, state, model in product(NODE_ROLES, NODE_STATES, self.models):
             self._metrics.nodes.labels(role, state, model.name.first).set(counts[role, state, model.name.first])
-        for role in ROLES:
+        for role in NODE_ROLES:
             self._metrics.nodes.labels(role, "incompatible", "").set(self.incompatible_nodes.roles[role])
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvferry.placement.types import NodeKey
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.sessions import MAX_NOTES, SessionNotes
+from kvferry.protocol.sessions import MAX_NOTES, SessionNotes, tool_group
 from kvferry.router.dispatch.background_calls import BackgroundCalls
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
@@ -24,19 +24,20 @@ class SessionNoter:
 
     def __init__(self, client: NodeClient, background_calls: BackgroundCalls) -> None:
         self._client, self._background_calls = client, background_calls
-        self._open: dict[NodeKey, tuple[NodeLease, list[str], list[str]]] = {}
+        self._open: dict[NodeKey, tuple[NodeLease, list[tuple[str, int]], list[str]]] = {}
 
-    def calls_tool(self, nodes: Sequence[NodeLease], request_id: str) -> None:
-        """Note for these nodes that the output of an ended request calls tools."""
+    def calls_tools(self, nodes: Sequence[NodeLease], request_id: str, names: Collection[str]) -> None:
+        """Note for these nodes that the output of an ended request calls tools of these names."""
+        group = tool_group(names)
         for node in nodes:
-            self._gathered(node)[0].append(request_id)
+            self._gathered(node)[0].append((request_id, group))
 
     def closes(self, model: ModelNodes, session: str) -> None:
         """Note for all nodes of a model that a session is closed."""
         for node in model.leases():
             self._gathered(node)[1].append(session)
 
-    def _gathered(self, node: NodeLease) -> tuple[list[str], list[str]]:
+    def _gathered(self, node: NodeLease) -> tuple[list[tuple[str, int]], list[str]]:
         if node.engine:
             return [], []
         if (found := self._open.get(node_key(node))) is None:
@@ -47,5 +48,7 @@ class SessionNoter:
     def _send(self, node: NodeLease) -> None:
         _, tools, closed = self._open.pop(node_key(node))
         for at in range(0, max(len(tools), len(closed)), MAX_NOTES):
-            notes = SessionNotes(tuple(tools[at : at + MAX_NOTES]), tuple(closed[at : at + MAX_NOTES]))
+            part = tools[at : at + MAX_NOTES]
+            ids, groups = tuple(each for each, _ in part), tuple(group for _, group in part)
+            notes = SessionNotes(ids, groups, tuple(closed[at : at + MAX_NOTES]))
             self._background_calls.send(self._client.note(node, notes))

@@ -22,6 +22,7 @@ SCRIPTS = (
     "settings.js",
     "stream.js",
     "images.js",
+    "dictation.js",
     "turn_view.js",
     "sidebar.js",
     "scrolling.js",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.fast_init import fast_init
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants.arrival_rate import ArrivalRate
@@ -37,6 +38,7 @@ WORTH_S = 2.0
 """Observation time before the throughput estimate may reject requests, in seconds."""
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Size:
     """Size of one request: sequences, prompt tokens, and the most output tokens per sequence."""

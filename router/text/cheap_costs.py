@@ -10,8 +10,8 @@ from jinja2 import Undefined, pass_context
 from jinja2.runtime import Context, Macro
 from jinja2.utils import Namespace, _PassArg
 
-from kvferry.router.text.sandbox import BUDGET, CONCATENATED, COUNTED, OWN_LIST, Budget
-from kvferry.router.text.template_language import raise_exception, strftime_now
+from kvferry.model_files.template_language import raise_exception, strftime_now
+from kvferry.model_files.template_sandbox import BUDGET, CONCATENATED, COUNTED, OWN_LIST, Budget
 
 MAX_UNITS = 30_000
 """Budget of one rendering, in nodes of a template's syntax: tens of milliseconds at most."""

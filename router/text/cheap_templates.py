@@ -13,6 +13,8 @@ from jinja2 import nodes
 from jinja2.runtime import Context
 from jinja2.visitor import NodeTransformer
 
+from kvferry.model_files.template_language import environment
+from kvferry.model_files.template_sandbox import COUNTED, QUEUE_METHODS, Sandbox
 from kvferry.router.text.cheap_costs import (
     CHARS_A_UNIT,
     FILTERS,
@@ -27,8 +29,6 @@ from kvferry.router.text.cheap_costs import (
     charged,
     spend,
 )
-from kvferry.router.text.sandbox import COUNTED, QUEUE_METHODS, Sandbox
-from kvferry.router.text.template_language import environment
 
 MAX_SOURCE = 2**18
 """Longest source of a cheap template, in characters."""

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.chat_templates import read_chat_templates, read_template_file
 from kvferry.model_files.model_name import ModelName, naming, require_distinct, split_names
 from kvferry.model_files.pooling_config import read_task
-from kvferry.model_files.source import ModelSource, read_facts, read_json, resolve
+from kvferry.model_files.source import ModelSource, read_facts, resolve
 from kvferry.model_files.tokenizer import load_tokenizer
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.parsers.families import check_channels, check_names
 from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.text_model import TextModel
-
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-
-@dataclass(frozen=True, slots=True)
-class _Templates:
-    chat: str | None = None
-    tool_use: str | None = None
 
 
 def load_text_models(settings: RouterSettings) -> list[TextModel]:
@@ -55,12 +45,13 @@ def _load(settings: RouterSettings, model: str, served: tuple[str, ...]) -> Text
 
 
 def _read(settings: RouterSettings, source: ModelSource, served: tuple[str, ...]) -> TextModel:
-    special_tokens, templates = (_from_gguf if source.kind == "gguf" else _from_directory)(source)
+    found = read_chat_templates(source)
     if settings.chat_template:
-        templates = _Templates(_read_text(Path(settings.chat_template).expanduser()))
+        given = read_template_file(Path(settings.chat_template).expanduser())
+        found = replace(found, chat=given, tool_use=None)
     template = None
-    if templates.chat is not None:
-        template = ChatTemplate(templates.chat, special_tokens, tool_use=templates.tool_use)
+    if found.chat is not None:
+        template = ChatTemplate(found.chat, found.special_tokens, tool_use=found.tool_use)
     facts = read_facts(source)
     if settings.generation_config == "none":
         facts = replace(facts, sampling=())
@@ -78,58 +69,3 @@ def _read(settings: RouterSettings, source: ModelSource, served: tuple[str, ...]
     )
     check_channels(text.tokenizer, text.dialect, text.thinking)
     return text
-
-
-def _from_gguf(source: ModelSource) -> tuple[dict[str, str], _Templates]:
-    metadata = read_gguf(source.path).metadata
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in names.items()}
-    special_tokens = {name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
-    templates = [metadata.get(f"tokenizer.chat_template{suffix}") for suffix in ("", ".tool_use")]
-    if odd := [value for value in templates if value is not None and not isinstance(value, str)]:
-        raise ConfigError(f"a chat template of the GGUF file is no text but {odd[0]!r:.80}", param="chat_template")
-    return special_tokens, _Templates(*templates)
-
-
-def _from_directory(source: ModelSource) -> tuple[dict[str, str], _Templates]:
-    config = _optional_json(source.path / "tokenizer_config.json")
-    legacy = _optional_json(source.path / "special_tokens_map.json")
-    found = {name: _content(config.get(name, legacy.get(name))) for name in _SPECIAL}
-    special_tokens = {name: token for name, token in found.items() if token is not None}
-    return special_tokens, _directory_templates(source.path, config)
-
-
-def _directory_templates(path: Path, config: Mapping[str, Any]) -> _Templates:
-    """Read chat_template.jinja, else chat_template.json, else tokenizer_config.json (one or named ones)."""
-    own_file = path / "chat_template.jinja"
-    if own_file.is_file():
-        return _Templates(_read_text(own_file))
-    value = _optional_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        return _Templates(named.get("default"), named.get("tool_use"))
-    return _Templates(value if isinstance(value, str) else None)
-
-
-def _content(token: Any) -> str | None:
-    """Return a special token of tokenizer_config.json, which is text or an object with its content."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _read_text(path: Path) -> str:
-    """Read a template file: Jinja source, or JSON with the source under `chat_template`."""
-    if path.suffix == ".json":
-        value = read_json(path).get("chat_template")
-        if not isinstance(value, str):
-            raise ConfigError(f"{path} holds no chat_template", param="chat_template")
-        return value
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the chat template {path}: {error}", param="chat_template") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import marshal
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 MEMORY = 256 * 2**20
@@ -68,17 +67,6 @@ def read_frame(source: BinaryIO) -> bytes | None:
     """Read a frame's content; None at the end of the input."""
     head = source.read(LENGTH)
     return source.read(length_of(head)) if len(head) == LENGTH else None
-
-
-def answers_in(output: bytes) -> Iterator[tuple[bytes, str]]:
-    """Yield kind and text of each whole answer in a child's output."""
-    at = 0
-    while at + LENGTH <= len(output):
-        end = at + LENGTH + length_of(output[at : at + LENGTH])
-        if end > len(output):
-            return
-        yield parts_of(output[at + LENGTH : end])
-        at = end
 
 
 def parts_of(content: bytes) -> tuple[bytes, str]:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from jinja2.environment import Template
 
+from kvferry.model_files.template_language import environment
+from kvferry.model_files.template_sandbox import Sandbox
 from kvferry.router.text.render_frames import (
     DEADLINE_S,
     ERROR,
@@ -28,8 +30,6 @@ from kvferry.router.text.render_frames import (
     read_frame,
     unpack,
 )
-from kvferry.router.text.sandbox import Sandbox
-from kvferry.router.text.template_language import environment
 
 _Templates = dict[str, Template]
 _Handler = Callable[[bytes], tuple[bytes, str]]

@@ -10,6 +10,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.environment import Template as Compiled
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvferry.model_files.template_language import environment
 from kvferry.protocol.errors import ConfigError, InvalidRequest, reason
 from kvferry.router.text.cheap_costs import Costly
 from kvferry.router.text.cheap_templates import cheap_environment, is_cheap
@@ -21,7 +22,6 @@ from kvferry.router.text.render_frames import (
     pack,
 )
 from kvferry.router.text.rendering import Rendering
-from kvferry.router.text.template_language import environment
 from kvferry.router.text.template_traits import Probe, probed
 from kvferry.router.text.thinking_variables import EFFORT
 

@@ -37,7 +37,7 @@ class Attacked:
         """A request with the key of the tenant; None: with none."""
         headers = {"authorization": f"Bearer {self.keys[tenant]}"} if tenant is not None else {}
         if self._client is None:
-            self._client = httpx.Client(base_url=self.cluster.url, trust_env=False, timeout=60)
+            self._client = httpx.Client(base_url=self.cluster.url, trust_env=False, timeout=120)
         return self._client.request(method, path, headers=headers | more.pop("headers", {}), **more)
 
     def says(self, text: str, tenant: str = "", tokens: int = 8, **more: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HALF_OPEN = 200
 WORK = (
     "/attempts/prefill", "/attempts/generate", "/attempts/move", "/attempts/cancel", "/adapters", "/role", "/sessions",
+    "/attempts/render", "/attempts/transcribe", "/attempts/encode",
     "/streams/router-1", "/streams/router-1/seen", "/docs", "/openapi.json", "/redoc", "/unheard-of", "/",
     "/inference/v1/generate", "/v1/models", "/kv_event_sources", *ABORTS,
     "//attempts/cancel", "/health/../adapters", "/metrics/../role", "/health/", "/health%2f..%2fadapters",
@@ -147,7 +148,7 @@ def _routes_in_the_code() -> set[str]:
     """Paths of a worker, so that a new one is attacked as well."""
     found: set[str] = set(ABORTS)
     root = Path(kvferry.__file__).parent
-    for room in ("worker", "prefill_worker", "decode_worker", "elastic_worker"):
+    for room in ("worker", "prefill_worker", "encode_worker", "decode_worker", "elastic_worker"):
         for file in (root / room).rglob("*.py"):
             for named in re.findall(r"app\.(?:get|post|put|delete)\(([^,)]+)", file.read_text()):
                 if named != "path":  # in a loop over ABORTS

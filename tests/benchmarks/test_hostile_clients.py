@@ -21,7 +21,7 @@ from tests.api_parts import Api, FakeCluster, says
 
 ANSWERED = {
     "biases": {"200"}, "choices": {"200"}, "garbage": {"200", "400", "431"}, "refused": {"400", "404"},
-    "vectors": {"200"},
+    "vectors": {"200"}, "pictures": {"400"},
 }  # fmt: skip
 """What each is answered by a cluster that can do everything, where it is one thing or the other; without those whose
 grammars are slow, and tried behind everything else that this machine does."""

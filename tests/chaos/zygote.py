@@ -26,12 +26,14 @@ TESTS = Path(__file__).parents[1]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, CLONE_NEWNET = 1, 36, 37, 0x40000000
 LIBC = ctypes.CDLL(None, use_errno=True)
 IMPORT_S = 120.0
+MOST_FDS = 32
+"""Most descriptors that a request hands over."""
 IMPORTED = (
     "kvferry.cli.main",
     "kvferry.router.main",
-    "kvferry.prefill_worker.main",
-    "kvferry.decode_worker.main",
-    "kvferry.elastic_worker.main",
+    "kvferry.worker.serve",
+    "kvferry.encode_worker.service",
+    "kvferry.elastic_worker.service",
     "kvferry.engine_adapter.main",
     "kvferry.engine.models.hf",
     "ucxx",
@@ -128,12 +130,12 @@ def serve(descriptor: int) -> None:
 def fork_for_requests(descriptor: int, live: Callable[..., None]) -> None:
     """Say "imported" on the socket, then fork for every request on it, until its other side ends.
 
-    A request is JSON with two descriptors; the answer is the id of the new process, an orphan, in which `live` is
-    called with the three and does not return."""
+    A request is JSON with descriptors, stdout and stderr among them; the answer is the id of the new process, an
+    orphan, in which `live` is called with all of them and does not return."""
     with socket.socket(fileno=descriptor) as asked:
         asked.send(b"imported")
         while True:
-            data, fds, _, _ = socket.recv_fds(asked, 1 << 17, 2)
+            data, fds, _, _ = socket.recv_fds(asked, 1 << 17, MOST_FDS)
             if not data:
                 return
             read, write = os.pipe()

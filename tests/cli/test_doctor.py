@@ -24,11 +24,14 @@ def one(check, **settings) -> Result:
     return result
 
 
-def fake_torch(monkeypatch, *names: str, cuda: str | None = "13.0") -> None:
+def fake_torch(monkeypatch, *names: str, cuda: str | None = "13.0", hip: str | None = None) -> None:
     devices = types.SimpleNamespace(
-        is_available=lambda: bool(names), device_count=lambda: len(names), get_device_name=lambda index: names[index]
+        is_available=lambda: bool(names),
+        device_count=lambda: len(names),
+        get_device_name=lambda index: names[index],
+        get_device_properties=lambda index: types.SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-"),
     )
-    torch = types.SimpleNamespace(cuda=devices, version=types.SimpleNamespace(cuda=cuda))
+    torch = types.SimpleNamespace(cuda=devices, version=types.SimpleNamespace(cuda=cuda, hip=hip))
     monkeypatch.setitem(sys.modules, "torch", torch)
 
 
@@ -42,17 +45,21 @@ def test_threads_beyond_the_cores_are_a_warning(monkeypatch):
 
 
 def test_ranks_divide_the_heads():
-    needs: list[Any] = [types.SimpleNamespace(kv_heads=heads, planes=2, layers=1, experts=8) for heads in (4, 6)]
+    needs: list[Any] = [
+        types.SimpleNamespace(kv_heads=heads, planes=2, layers=1, experts=8, shapes=()) for heads in (4, 6)
+    ]
     preflight.ranks(ServeSettings(tensor_parallel_size=2), needs)
     preflight.ranks(ServeSettings(), needs)
     with pytest.raises(ConfigError, match="4 does not divide the model's K/V heads: 6"):
         preflight.ranks(ServeSettings(tensor_parallel_size=4), needs)
-    latent: Any = types.SimpleNamespace(kv_heads=1, planes=1, layers=1, experts=8)
+    latent: Any = types.SimpleNamespace(kv_heads=1, planes=1, layers=1, experts=8, shapes=())
     preflight.ranks(ServeSettings(tensor_parallel_size=4), [latent])
 
 
 def test_expert_parallelism_is_of_ranks_and_experts():
-    needs: list[Any] = [types.SimpleNamespace(kv_heads=4, planes=2, layers=1, experts=count) for count in (8, 0)]
+    needs: list[Any] = [
+        types.SimpleNamespace(kv_heads=4, planes=2, layers=1, experts=count, shapes=()) for count in (8, 0)
+    ]
     preflight.ranks(ServeSettings(tensor_parallel_size=2, enable_expert_parallel=True), needs[:1])
     with pytest.raises(ConfigError, match="enable-expert-parallel needs --tensor-parallel-size 2 or more"):
         preflight.ranks(ServeSettings(enable_expert_parallel=True), needs[:1])
@@ -158,8 +165,13 @@ def test_port_free_taken_and_answering():
 def test_gpu(monkeypatch):
     fake_torch(monkeypatch, "H200", "H200")
     assert one(doctor.gpu).found == "H200, H200, CUDA 13.0"
+    fake_torch(monkeypatch, "AMD Instinct MI300X", "AMD Instinct MI300X", cuda=None, hip="7.0.51831")
+    assert one(doctor.gpu).found == "AMD Instinct MI300X, AMD Instinct MI300X (gfx942), ROCm 7.0.51831"
     fake_torch(monkeypatch)
+    monkeypatch.setattr(doctor, "unused_gpu", str)
     assert one(doctor.gpu).level == "ok"
+    monkeypatch.setattr(doctor, "unused_gpu", lambda: "ROCm")
+    assert one(doctor.gpu).remedy == "install a ROCm build of torch"
     assert one(doctor.gpu, device="cuda:1").level == "fail"
 
 

@@ -22,7 +22,7 @@ def entry(monkeypatch, no_thread_variables):
     calls: list = []
 
     def place(module: str, function: str, error: Exception | None = None) -> list:
-        async def run(settings):
+        async def run(settings, *services):
             calls.append((settings, os.environ.get("OMP_NUM_THREADS")))
             if error is not None:
                 raise error
@@ -42,7 +42,7 @@ def test_router_gets_its_settings(entry):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_workers_get_their_role_and_threads_before_anything_is_imported(entry, role):
-    calls = entry(f"kvferry.{role}_worker.main", f"serve_{role}")
+    calls = entry("kvferry.worker.serve", "serve_node")
     assert command.run([role, "--threads", "3"]) == 0
     assert calls == [(WorkerSettings(role=role, threads=3), "3")]
     assert command.run([role]) == 0

@@ -67,6 +67,7 @@ def test_every_setting_can_come_from_its_variable():
     for field in dataclasses.fields(WorkerSettings):
         kind = type(field.default)
         value: Any = {bool: not field.default, int: 1, float: 0.5, str: "x", tuple: ("x", "y")}[kind]
+        value = max(value, field.metadata["least"] or 0.0) if kind is float else value
         value = field.metadata["choices"][0] if field.metadata["choices"] else value
         text = " ".join(value) if isinstance(value, tuple) else str(value)
         settings = parse(WorkerSettings, [], {variable(field.name): text})

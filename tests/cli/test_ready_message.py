@@ -39,6 +39,13 @@ def test_models_are_told_where_there_are_several():
     assert overview(nodes("m", "n"))[2].split() == ["decode-1", "1", "u", "n"]
 
 
+def test_the_ready_line_of_a_model_of_speech_sends_a_file():
+    line = ready_line("http://127.0.0.1:1", "whisper", "key", speech=True)
+    words = shlex.split(line.partition(" - try: ")[2])
+    assert words[:2] == ["curl", "http://127.0.0.1:1/v1/audio/transcriptions"]
+    assert words[-4:] == ["-F", "model=whisper", "-F", "file=@speech.wav"]
+
+
 def test_the_ready_line_is_a_command_to_paste():
     line = ready_line("http://127.0.0.1:1", "it's", "key")
     assert "\n" not in line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import types
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import pytest
 
 from kvferry.cli import resource_plan
 from kvferry.cli.formats import kv_dtype, weight_bytes
-from kvferry.cli.resource_plan import GIB, WorkerPlan, gpus, require_memory, take_seats
+from kvferry.cli.resource_plan import GIB, WorkerPlan, require_memory, take_seats
 from kvferry.model_files.memory_needs import ModelNeeds
 from kvferry.model_files.weight_counts import WeightCount
 from kvferry.protocol.errors import ConfigError
@@ -244,45 +243,3 @@ def test_block_formats_are_smaller_only_where_they_run_as_stored():
         "float16",
         "int8",
     ]
-
-
-class Driver:
-    """What libcuda answers on a machine with these GPUs."""
-
-    def __init__(self, sizes: Sequence[int], broken: bool = False) -> None:
-        self._sizes, self._broken = sizes, broken
-
-    def cuInit(self, flags: int) -> int:
-        return 100 if self._broken else 0
-
-    def cuDeviceGetCount(self, count) -> int:
-        count._obj.value = len(self._sizes)
-        return 0
-
-    def cuDeviceGet(self, device, index: int) -> int:
-        device._obj.value = index
-        return 0
-
-    def cuDeviceTotalMem_v2(self, size, device) -> int:
-        size._obj.value = self._sizes[device.value]
-        return 0
-
-
-def test_gpus_are_asked_of_the_driver_where_torch_can_use_them(monkeypatch):
-    monkeypatch.setattr(resource_plan, "_torch_has_cuda", lambda: True)
-    for driver, expected in ((Driver([7, 9 * GIB]), [7, 9 * GIB]), (Driver([7], broken=True), []), (Driver([]), [])):
-        monkeypatch.setattr(ctypes, "CDLL", lambda name, driver=driver: driver)
-        assert gpus() == expected
-    monkeypatch.setattr(resource_plan, "_torch_has_cuda", lambda: False)
-    assert gpus() == []
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("cuda: Optional[str] = '13.0'\n", True), ('cuda = "12.8"\n', True), ("cuda: Optional[str] = None\n", False)],
-)
-def test_a_cpu_build_of_torch_has_no_gpus(monkeypatch, tmp_path, text, expected):
-    (tmp_path / "version.py").write_text(f"debug = False\n{text}hip: Optional[str] = None\n")
-    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
-    assert resource_plan._torch_has_cuda() is expected

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvferry.cli.child_commands import kvferry_program
+from kvferry.cli.child_commands import PREFILL_NICENESS, kvferry_program
 from kvferry.cli.resource_plan import WorkerPlan
 from kvferry.cli.serve import check, cluster_commands
 from kvferry.protocol.errors import ConfigError
@@ -382,3 +382,20 @@ def test_nodes_that_change_their_roles_are_all_told_so_and_none_gives_way() -> N
     assert all("--elastic" in command.argv for command in commands)
     assert ["--elastic-rest" in command.argv for command in commands] == [True, False, False]
     assert {command.niceness for command in commands} == {0}
+
+
+def test_encode_nodes_follow_the_other_nodes_and_do_not_change_their_role() -> None:
+    settings = ServeSettings(redis_url="redis://r", model=("m",), encode=2, elastic=True)
+    commands = cluster_commands(settings, [WorkerPlan("cpu")] * 4, lambda subcommand: ["kvferry", subcommand])
+    encoders = [command for command in commands if command.argv[1] == "encode"]
+    assert [command.name for command in commands[1:]] == ["prefill-0", "decode-0", "encode-0", "encode-1"]
+    assert ["--elastic" in command.argv for command in commands[1:]] == [True, True, False, False]
+    assert {command.niceness for command in encoders} == {PREFILL_NICENESS}
+
+
+def test_encode_nodes_of_a_model_on_several_ranks_run_on_one() -> None:
+    """They refuse to start otherwise: they load no decoder that could be split."""
+    settings = ServeSettings(redis_url="redis://r", model=("m",), encode=1, tensor_parallel_size=2)
+    commands = cluster_commands(settings, [WorkerPlan("cpu")] * 3, lambda subcommand: ["kvferry", subcommand])
+    ranks = {command.argv[1]: "--tensor-parallel-size" in command.argv for command in commands[1:]}
+    assert ranks == {"prefill": True, "decode": True, "encode": False}

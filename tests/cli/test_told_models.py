@@ -109,7 +109,7 @@ def test_a_cache_that_cannot_be_batch_invariant_is_refused_before_anything_is_lo
         ({"quantization_config": GPTQ | {"bits": 7}}, "'gptq', and 7 bits is not supported"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
         (
-            {"quantization_config": GPTQ, "model_type": "qwen2_moe", "num_experts": 4},
+            {"quantization_config": GPTQ, "model_type": "flex_olmo", "num_experts": 4},
             "experts in codes of gptq run only on kvferry's own decoder",
         ),
         ({"model_type": "martian"}, "neither kvferry's own decoder nor transformers supports"),
@@ -171,7 +171,7 @@ def test_who_drafts_and_what_that_takes(tmp_path):
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_gguf_that_transformers_reads_needs_accelerate(installed, tmp_path, monkeypatch):
     path = tmp_path / "m.gguf"
-    writer = GGUFWriter(str(path), "starcoder2")
+    writer = GGUFWriter(str(path), "gpt2")
     for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_head_count):
         add(32)
     writer.add_tensor("token_embd.weight", np.zeros((32, 32), dtype=np.float32))

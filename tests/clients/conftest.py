@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.load import load_text_model
 from tests.clients.environments import OUTCOMES, table
 from tests.clients.scripted_model import KEY, scripted_router
+from tests.engine_adapter.fleet import SERVED, fleet
+from tests.engine_adapter.test_adapter_live import wait_until_ready
 from tests.local_cluster import LocalCluster, local_cluster
+from tests.router.media import pictures
 
 TEXT = Path(__file__).parents[2] / "benchmarks" / "prose.txt"
 
@@ -59,6 +63,50 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
     """Where agents find a model that says what their prompts dictate."""
     with scripted_router(tmp_path_factory.mktemp("scripted")) as url:
         yield {"CHECK_SCRIPTED_URL": url, "CHECK_SCRIPTED_KEY": KEY}
+
+
+@pytest.fixture(scope="session")
+def seeing() -> Iterator[dict[str, str]]:
+    """Where clients find a model that takes images and transcribes speech, with two pictures and a sound for it."""
+    shown = [pictures.data_url(pictures.png(64, 64, shade), pictures.PNG) for shade in (10, 200)]
+    with fleet() as running:
+        engine = running.add(modalities=["image", "audio"], hears=True)
+        running.start_router("smollm2")
+        running.ready(1)
+        wait_until_ready(engine)
+        yield {
+            "CHECK_SEEING_URL": running.router_url,
+            "CHECK_SEEING_MODEL": SERVED,
+            "CHECK_HEARING_MODEL": SERVED,
+            "CHECK_MODALITIES": "text,image,audio",
+            "CHECK_PICTURES": json.dumps(shown),
+            "CHECK_SOUND": base64.b64encode(pictures.wav()).decode(),
+        }
+
+
+@pytest.fixture(scope="session")
+def own_media(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Where clients find own nodes of two random models, one that takes images and one that transcribes."""
+    from tests.engine import tiny_vision
+    from tests.engine.speech.conftest import noise
+    from tests.engine.speech.test_transcriber import wav
+    from tests.engine.speech.tiny_whisper import make_tiny_whisper
+
+    folder = tmp_path_factory.mktemp("media")
+    (folder / "seeing").mkdir()
+    tiny_vision.save("smolvlm", folder / "seeing")
+    models = (folder / "seeing", make_tiny_whisper(folder / "hearing"))
+    flags = ("--dtype", "float32", "--threads", "1", "--prefill", "0", "--kv-cache-gib", "0.1")
+    shown = [tiny_vision.url(tiny_vision.picture(64, 64, seed)) for seed in (1, 2)]
+    with local_cluster(*(word for path in models for word in ("--model", str(path))), *flags) as cluster:
+        yield {
+            "CHECK_SEEING_URL": cluster.url,
+            "CHECK_SEEING_MODEL": "seeing",
+            "CHECK_HEARING_MODEL": "hearing",
+            "CHECK_MODALITIES": "text,image",
+            "CHECK_PICTURES": json.dumps(shown),
+            "CHECK_SOUND": base64.b64encode(wav(noise(1.3))).decode(),
+        }
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

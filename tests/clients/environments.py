@@ -69,17 +69,26 @@ OUTCOMES: list[Outcome] = []
 """Of this session's clients, for the table at its end."""
 
 
-OPENAI_FILES = ("openai_chat.py", "openai_structure.py", "openai_responses.py", "openai_more.py")
+OPENAI_FILES = (
+    "openai_chat.py", "openai_structure.py", "openai_responses.py", "openai_more.py", "openai_media.py",
+)  # fmt: skip
 CLIENTS = (
     Client("openai", "python", ("openai>=2",), OPENAI_FILES),
-    Client("openai node", "node", ("openai@>=6", "zod@>=4"), ("openai_node.mjs",)),
-    Client("AI SDK", "node", ("@ai-sdk/openai-compatible@>=2", "ai@>=6", "zod@>=4"), ("ai_sdk.mjs",)),
-    Client("LangChain", "pytest", ("langchain-openai>=1", "langchain-tests>=1"), ("langchain_standard.py",)),
+    Client("openai node", "node", ("openai@>=6", "zod@>=4"), ("openai_node.mjs", "openai_node_media.mjs")),
+    Client(
+        "AI SDK", "node", ("@ai-sdk/openai-compatible@>=2", "ai@>=6", "zod@>=4"), ("ai_sdk.mjs", "ai_sdk_media.mjs")
+    ),
+    Client(
+        "LangChain",
+        "pytest",
+        ("langchain-openai>=1", "langchain-tests>=1"),
+        ("langchain_standard.py", "langchain_media.py"),
+    ),
     Client("LiteLLM", "python", ("litellm>=1.80", "mcp"), ("litellm_checks.py",)),
     Client("pydantic-ai", "python", ("pydantic-ai-slim[openai]>=1",), ("pydantic_ai_checks.py",)),
     Client("instructor", "python", ("instructor>=1.10",), ("instructor_checks.py",)),
     Client("openai-agents", "python", ("openai-agents>=0.6",), ("openai_agents_checks.py",)),
-    Client("anthropic", "python", ("anthropic>=0.70",), ("anthropic_checks.py",)),
+    Client("anthropic", "python", ("anthropic>=0.70",), ("anthropic_checks.py", "anthropic_media.py")),
     Client("LangGraph", "python", ("langgraph>=1", "langchain-openai>=1"), ("langgraph_checks.py",)),
     Client("smolagents", "python", ("smolagents[openai]>=1.20",), ("smolagents_checks.py",)),
     Client("aider", "python", ("aider-chat>=0.80",), ("aider_checks.py",)),

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from tests.clients.environments import CLIENTS, HERE, OUTCOMES, Client, Outcome, run
@@ -12,7 +15,11 @@ from tests.local_cluster import MODEL, LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SCRIPTED = ("aider", "Codex", "Claude Code")
-NEEDS = {"lm-eval": "reference", "aiperf": "tokenizer", **dict.fromkeys(SCRIPTED, "scripted")}
+SEEING = ("openai", "openai node", "AI SDK", "LangChain", "anthropic")
+NEEDS = {
+    "lm-eval": "reference", "aiperf": "tokenizer", **dict.fromkeys(SCRIPTED, "scripted"),
+    **dict.fromkeys(SEEING, "seeing"),
+}  # fmt: skip
 """Fixtures whose variables a client's checks read."""
 
 
@@ -26,8 +33,27 @@ def accept(outcome: Outcome) -> None:
     assert not failed, f"{outcome.client} {outcome.version}: {len(failed)} of {len(outcome.checks)} failed\n{told}"
 
 
-def test_the_official_client_of_this_environment(clients_cluster: LocalCluster) -> None:
-    accept(run(HERE, clients_cluster.url, MODEL))
+def test_the_official_client_of_this_environment(clients_cluster: LocalCluster, seeing: dict[str, str]) -> None:
+    accept(run(HERE, clients_cluster.url, MODEL, seeing))
+
+
+def with_own_nodes(client: Client, media: dict[str, str]) -> Outcome:
+    """Run a client's checks of media alone; their URL is in the variables."""
+    files = tuple(name for name in client.files if Path(name).stem.endswith("_media"))
+    outcome = run(replace(client, files=files), media["CHECK_SEEING_URL"], MODEL, media)
+    outcome.client += ", own nodes"
+    return outcome
+
+
+def test_the_official_client_sees_and_hears_with_own_nodes(own_media: dict[str, str]) -> None:
+    accept(with_own_nodes(HERE, own_media))
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("name", SEEING)
+def test_images_and_speech_with_own_nodes(name: str, own_media: dict[str, str]) -> None:
+    (client,) = (client for client in CLIENTS if client.name == name)
+    accept(with_own_nodes(client, own_media))
 
 
 @pytest.mark.clients

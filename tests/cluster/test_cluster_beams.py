@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.cluster.oracle import prompts
+from tests.crowded import crowded
 from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 from tests.transformers_demo import load_demo
 
@@ -63,4 +64,5 @@ def test_the_beams_are_those_of_transformers_and_share_their_prompt(cluster: Loc
         assert answer.status_code == 200, answer.text
         assert [choice["token_ids"] for choice in answer.json()["choices"]] == wanted
         cluster.settle()
-        assert computed() - before == len(prompt) + WIDTH * (LENGTH - 1)
+        more = computed() - before - len(prompt) - WIDTH * (LENGTH - 1)
+        assert more == 0 or (more > 0 and crowded()), "late beams have second attempts"

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from kvferry.kernels.cpu import instruction_sets
+from tests.crowded import crowded
 from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 
 pytestmark = [
@@ -53,6 +54,7 @@ def test_choices_compute_the_prompt_once_and_are_what_they_are_alone(
     before = computed(cluster)
     choices = complete(cluster, prompt=prompt, n=N, seed=seed, max_tokens=max_tokens)
     cluster.settle()
-    assert computed(cluster) - before == length + N - 1
+    more = computed(cluster) - before - length - N + 1
+    assert more == 0 or (more > 0 and crowded()), "late choices have second attempts, or go to nodes that are not late"
     assert choices == [complete(cluster, prompt=prompt, seed=seed + i, max_tokens=max_tokens)[0] for i in range(N)]
     assert len(set(map(tuple, choices))) > 1

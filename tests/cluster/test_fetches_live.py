@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.fetching import Asked, Node, nodes
 from kvferry.protocol.messages import Holder, TokenDelta
-from kvferry.worker.fetch_client import SHUN_S
+from kvferry.worker.block_fetches import SHUN_S
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
 from tests.local_cluster import idle, scrape, value
 from tests.waiting import wait_for

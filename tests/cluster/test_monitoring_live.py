@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.crowded import crowded
 from tests.deploy.dashboard import failing_queries, load, panel_query
 from tests.deploy.prometheus import query, running_prometheus, wait_for, wait_scraped
 from tests.engine_adapter.fleet import fleet
@@ -168,20 +169,28 @@ def test_predictions_misses_and_luck_add_up_to_what_the_client_was_told(watched:
 
 
 def test_nodes_did_what_the_client_was_told(watched: Watched) -> None:
+    """On a busy machine a request has a second attempt now and then: it counts too, and so does what its nodes did."""
     remote, local = len(watched.served(remote=True)), len(watched.served(remote=False))
-    shown = {("local",): local, ("remote",): remote}
-    assert watched.shown("router", "Placements") == {kind: count for kind, count in shown.items() if count}
-    assert watched.shown("router", "Retries, by step") == {}
+    seconds = watched.shown("router", "Retries, by step")
+    extra = sum(seconds.values())
+    assert not extra or crowded()
+    placed = watched.shown("router", "Placements")
+    hedges = sum(seconds.get((kind,), 0) for kind in ("hedge", "suspicion"))
+    assert remote + local + hedges <= sum(placed.values()) <= remote + local + extra
+    assert local <= placed.get(("local",), 0) <= local + extra
     if not remote:
         pytest.skip("this machine is so busy that no prompt was placed on the prefill node")
-    assert watched.shown("transfers", "Transfers") == {("done",): remote}
-    assert watched.shown("transfers", "Grants") == {("granted",): remote}
-    computed = watched.total("prompt", remote=True) - watched.total("cached", remote=True)
-    assert watched.shown("pools", "Tokens computed")[("prefill", "prefill")] == computed
-    looked_up = watched.shown("prefix-cache", "Prefix queries and hits", "{{role}} looked up")
-    assert looked_up[("prefill",)] == watched.total("prompt", remote=True)
-    found = watched.shown("prefix-cache", "Prefix queries and hits", "{{role}} found")
-    assert found.get(("prefill",), 0) == watched.total("cached", remote=True)
+    transfers, grants = watched.shown("transfers", "Transfers"), watched.shown("transfers", "Grants")
+    assert remote <= transfers[("done",)] <= sum(transfers.values()) <= remote + extra
+    assert remote <= grants[("granted",)] <= sum(grants.values()) <= remote + extra
+    longest = max(one.prompt for one in watched.asked)
+    prompt, cached = watched.total("prompt", remote=True), watched.total("cached", remote=True)
+    computed = watched.shown("pools", "Tokens computed")[("prefill", "prefill")]
+    assert prompt - cached <= computed <= prompt - cached + extra * longest
+    looked_up = watched.shown("prefix-cache", "Prefix queries and hits", "{{role}} looked up")[("prefill",)]
+    assert prompt <= looked_up <= prompt + extra * longest
+    found = watched.shown("prefix-cache", "Prefix queries and hits", "{{role}} found").get(("prefill",), 0)
+    assert cached <= found <= cached + extra * longest
 
 
 def test_books_balance_and_nothing_is_left(watched: Watched) -> None:

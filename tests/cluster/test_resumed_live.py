@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +16,10 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.lone_router import kvferry
 from benchmarks.servers import free_port
 from tests.browser import CHROMIUM, browser
+from tests.forked_process import ForkedProcess
+from tests.forked_python import ROUTERS, forked_python
 from tests.local_cluster import LocalCluster, local_cluster, scrape, value
 from tests.resumed_streams import Gateway, Heard, listen, resumed
 from tests.router.page.chat_tab import ENDED, ask, opened, set_fields
@@ -42,7 +42,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 class OtherRouter:
     """A router process beside that of the cluster."""
 
-    process: subprocess.Popen[bytes]
+    process: ForkedProcess
     url: str
 
 
@@ -65,10 +65,10 @@ def cluster(secret: Path) -> Iterator[LocalCluster]:
 def other(cluster: LocalCluster, secret: Path, tmp_path: Path) -> Iterator[OtherRouter]:
     """A second router, which a test may kill."""
     port = free_port()
-    words = [*kvferry(), "router", "--redis-url", cluster.redis_url, "--cluster-secret-file", str(secret)]
+    words = ["-m", "kvferry.cli.main", "router", "--redis-url", cluster.redis_url, "--cluster-secret-file", str(secret)]
     words += ["--port", str(port), "--data-dir", str(tmp_path / "data")]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log)
+        process = forked_python(ROUTERS).start(words, log.fileno(), log.fileno())
         url = f"http://127.0.0.1:{port}"
 
         def ready() -> bool:

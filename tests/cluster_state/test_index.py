@@ -66,6 +66,17 @@ async def test_prefix_lengths_per_node(store):
     assert await store.longest_prefix(h, {}) == {}
 
 
+async def test_who_has_a_row_is_told_for_each(store):
+    rows = rows_of(_hashes(40))
+    await store.publish("a", 1, rows[:20], [])
+    await store.publish("node ü:1", 7, rows[1:], [])
+    nodes = {"a": 1, "node ü:1": 7, "c": 3}
+    assert await store.holders([rows[0], rows[19], rows[20]], nodes) == [{"a"}, {"a", "node ü:1"}, {"node ü:1"}]
+    assert await store.holders([rows[0], rows[39]], {"a": 2}) == [set(), set()]
+    assert await store.holders([], nodes) == []
+    assert await store.holders([rows[0]], {}) == [set()]
+
+
 async def test_only_rows_of_the_live_epoch_count(store):
     h = _hashes(10)
     r = rows_of(h)

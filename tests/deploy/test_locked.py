@@ -63,7 +63,13 @@ def test_a_set_has_what_the_project_asks_for(name: str) -> None:
         assert each.specifier.contains(version(found[each.name]), prereleases=True), "run: make lock"
 
 
-@pytest.mark.parametrize("name", [*SETS, "torch-cpu", "demo"])
+def test_speech_adds_nothing_but_its_own_extra() -> None:
+    found, asked = locked("speech"), [Requirement(each) for each in project()["speech"]]
+    assert found.keys() == {each.name for each in asked}
+    assert all(each.specifier.contains(version(found[each.name])) for each in asked), "run: make lock"
+
+
+@pytest.mark.parametrize("name", [*SETS, "speech", "torch-cpu", "demo"])
 def test_every_package_has_a_version_and_hashes(name: str) -> None:
     text = (LOCKED / f"{name}.txt").read_text()
     assert "://" not in "".join(line for line in text.splitlines() if not line.startswith("#")), "an index of its own"
@@ -96,7 +102,7 @@ def test_the_router_s_set_has_nothing_large() -> None:
 
 @pytest.mark.images
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", [*SETS, "speech"])
 def test_every_package_has_a_wheel_for_the_platform(name: str, platform: str, tmp_path: Path) -> None:
     command: list[str | Path] = [
         Path(sys.executable).with_name("uv"),

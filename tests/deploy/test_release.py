@@ -37,9 +37,10 @@ def baked(*argv: str, **variables: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout)["target"])
 
 
-def test_a_release_is_three_images_each_with_provenance_and_parts() -> None:
+def test_a_release_is_four_images_each_with_provenance_and_parts() -> None:
     images = baked("release", VERSION="7.1", REGISTRY="ghcr.io/me/", BASE="python@sha256:12")
-    tags = [f"ghcr.io/me/kvferry/{name}" for name in ("router:7.1", "worker:7.1", "worker:7.1-cuda")]
+    names = ("router:7.1", "worker:7.1", "worker:7.1-cuda", "worker:7.1-speech")
+    tags = [f"ghcr.io/me/kvferry/{name}" for name in names]
     assert [tag for image in images.values() for tag in image["tags"]] == tags
     for name, image in images.items():
         assert image["platforms"] == ["linux/amd64", "linux/arm64"][: 1 if name == "worker-cuda" else 2]

@@ -13,7 +13,7 @@ import pytest
 from tests.deploy import crds
 from tests.deploy.charts import chart, refusal
 from tests.deploy.kubernetes_schemas import check_object
-from tests.deploy.manifests import Manifest, Objects, of_kind, pod_specs
+from tests.deploy.manifests import OVERLAYS, Manifest, Objects, of_kind, pod_specs, render
 from tests.deploy.test_pools import POOLS
 
 ROLES = ("prefill", "decode")
@@ -174,3 +174,70 @@ def test_devices_may_be_claimed() -> None:
     assert spec["resourceClaims"] == claims["resourceClaims"]
     assert spec["schedulerName"] == "kai"
     assert spec["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
+
+
+HOSTS = {"worker": {"tensorParallelSize": 8}, "decode": {"nnodes": 2}}
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_node_may_have_several_pods(kind: str) -> None:
+    objects = installed(kind, **{**HOSTS, "worker": {"tensorParallelSize": 8, "gpus": 4}})
+    groups = {}
+    for item in custom(objects):
+        crds.check(item)
+        name, roles = item["metadata"]["name"], item["spec"].get("roles")
+        groups |= {each["name"]: each["spec"] for each in roles} if roles else {name.split("-")[-1]: item["spec"]}
+    for role, size, gpus in (("prefill", 1, 8), ("decode", 2, 4)):
+        group = groups[role]["leaderWorkerTemplate"]
+        assert (group["size"], group["restartPolicy"]) == (size, "None")
+        container = group["workerTemplate"]["spec"]["containers"][0]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+        told = {"--nnodes=2", "--node-rank=$(LWS_WORKER_INDEX)", "--master-addr=$(LWS_LEADER_ADDRESS)"}
+        assert told & {*container["args"]} == (told if size == 2 else set())
+        assert ("hosts" in {port["name"] for port in container["ports"]}) == (size == 2)
+
+
+def test_pods_of_a_node_reach_each_other_on_all_ports() -> None:
+    def rules(**values: Any) -> list[Any]:
+        policy = of_kind(installed("LeaderWorkerSet", **values), "NetworkPolicy")["kvferry-workers"]
+        check_object(policy, "1.36")
+        return [rule for rule in policy["spec"]["ingress"] if "ports" not in rule]
+
+    ((peers,),) = [rule["from"] for rule in rules(**HOSTS)]
+    assert peers["podSelector"]["matchExpressions"] == [
+        {"key": "leaderworkerset.sigs.k8s.io/name", "operator": "Exists"}
+    ]
+    assert peers["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "kvferry"
+    assert rules() == []
+
+
+def test_hosts_that_cannot_be_are_refused() -> None:
+    assert "decode.nnodes: several pods per node need worker.workload" in refusal(**HOSTS)
+    told = refusal(worker={"workload": "LeaderWorkerSet", "tensorParallelSize": 3}, prefill={"nnodes": 2})
+    assert "prefill.nnodes: 2 does not divide worker.tensorParallelSize 3" in told
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_component_makes_groups_of_the_pods_of_the_deployment(overlay: str) -> None:
+    objects, before = render(overlay, "several-hosts"), render(overlay)
+    (group,) = custom(objects)
+    crds.check(group)
+    assert group["metadata"]["namespace"] == "kvferry"
+    assert "kvferry-decode" not in of_kind(objects, "Deployment")
+    target = of_kind(objects, "HorizontalPodAutoscaler")["kvferry-decode"]["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("LeaderWorkerSet", group["metadata"]["name"])
+    expected = of_kind(before, "Deployment")["kvferry-decode"]["spec"]["template"]
+    template = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    container = template["spec"]["containers"][0]
+    assert container["args"][-3:] == [
+        "--nnodes=2", "--node-rank=$(LWS_WORKER_INDEX)", "--master-addr=$(LWS_LEADER_ADDRESS)",
+    ]  # fmt: skip
+    assert container["env"].pop() == {"name": "KVFERRY_TENSOR_PARALLEL_SIZE", "value": "2"}
+    assert container["ports"].pop() == {"name": "hosts", "containerPort": 29500}
+    del container["args"][-3:]
+    assert template == expected, "with the same names of ConfigMaps, which kustomize changes"
+    policy = of_kind(objects, "NetworkPolicy")["kvferry-workers"]
+    check_object(policy, "1.36")
+    assert [
+        rule["from"][0]["podSelector"]["matchLabels"] for rule in policy["spec"]["ingress"] if "ports" not in rule
+    ] == [{"app.kubernetes.io/name": "kvferry", "leaderworkerset.sigs.k8s.io/name": "kvferry-decode"}]

@@ -12,7 +12,8 @@ import torch
 
 from kvferry.engine.inflight_step import InflightStep
 from kvferry.engine.models.base import SuspendedPass, Wanted
-from kvferry.engine.runner import Found, Runner
+from kvferry.engine.runner import Runner
+from kvferry.engine.sample_rows import Found
 from kvferry.engine.sampler import SampleRow, draw_plain
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.decoder_step import always

@@ -18,6 +18,7 @@ from kvferry.engine.models.base import Model
 from kvferry.engine.ranks.calls import follow
 from kvferry.engine.ranks.device_group import DeviceGroup
 from kvferry.engine.ranks.group import Group
+from kvferry.engine.ranks.meeting import FileMeeting
 from kvferry.engine.ranks.rank_assignment import RankAssignment
 from kvferry.engine.ranks.rank_worker import RankWorker
 from kvferry.engine.ranks.sharded_model import ShardedModel
@@ -25,16 +26,18 @@ from kvferry.engine.ranks.shared_group import TURNS, SharedGroup
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
-from tests.engine.tiny_models import Cache, tokens_for
+from tests.engine.tiny_models import OURS, Cache, tokens_for
 
 CPU = torch.device("cpu")
 PATIENCE_S = 30.0
+DIVISIBLE = [name for name in OURS if not name.startswith(("gemma3n", "gemma4")) and name != "gemma"]
+"""Tiny families that two ranks can share: no layers of different shapes, and no single K/V head."""
 
 
 def connected(ranks: int) -> list[DeviceGroup]:
     """Groups over gloo, to be closed."""
     meeting = os.memfd_create("meeting")
-    groups = [DeviceGroup(rank, ranks, CPU, meeting) for rank in range(ranks)]
+    groups = [DeviceGroup(rank, ranks, CPU, FileMeeting(os.dup(meeting))) for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as threads:
         list(threads.map(DeviceGroup.connect, groups))
     os.close(meeting)

@@ -34,6 +34,10 @@ from tests.engine.tiny_models import (
     COHERE,
     GEMMA2,
     GEMMA3,
+    GEMMA3N,
+    GEMMA4,
+    GEMMA4_EXPERTS,
+    GEMMA4_LARGE,
     GPT_OSS,
     GRANITE,
     chunked_logits,
@@ -63,6 +67,13 @@ FAMILIES = {
     "gpt-oss": lambda: family("GptOssConfig", **GPT_OSS),
     "mixtral": lambda: family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
 }
+
+SHAPED = {
+    "gemma3n": lambda: family("Gemma3nTextConfig", **GEMMA3N),
+    "gemma4": lambda: family("Gemma4TextConfig", **GEMMA4),
+    "gemma4-large": lambda: family("Gemma4TextConfig", **GEMMA4_LARGE, **GEMMA4_EXPERTS),
+}
+"""Families that run on one rank."""
 
 
 def targets_of(name: str) -> tuple[str, ...]:
@@ -102,7 +113,7 @@ class Wearing(Decoder):
 
 
 def wearing(model: Decoder, adapter: Adapter) -> Decoder:
-    model.__class__ = Wearing
+    model.__class__ = type("Wearing", (Wearing, type(model)), {})
     model.adapter = adapter  # type: ignore[attr-defined]
     return model
 
@@ -114,9 +125,9 @@ def tiny(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ops", ROWS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *SHAPED])
 def test_logits_equal_those_of_merged_weights(name: str, ops: str, tmp_path: Path) -> None:
-    save_tiny(FAMILIES[name](), tmp_path / "model")
+    save_tiny((FAMILIES | SHAPED)[name](), tmp_path / "model")
     path = save_adapter(tmp_path / "a", hf(tmp_path / "model"), targets=targets_of(name))
     merged = merge(hf(tmp_path / "model"), path)
     model = load(tmp_path / "model", ROWS[ops]())
@@ -129,6 +140,28 @@ def test_logits_equal_those_of_merged_weights(name: str, ops: str, tmp_path: Pat
 
     expect_equal_logits(model, oracle)
     assert (chunked_logits(model, tokens_for(45, 1), [45]) - plain).abs().max() > 0.5, "the adapter must matter"
+
+
+def test_an_adapter_of_a_multimodal_checkpoint_is_its_texts(tiny: Path, tmp_path: Path) -> None:
+    path, model = save_adapter(tmp_path / "a", hf(tiny)), load(tiny)
+    plain = adapter_of(path, model)
+    stored = load_file(path / "adapter_model.safetensors")
+    nested = {name.replace("model.layers", "model.language_model.layers"): tensor for name, tensor in stored.items()}
+    save_file(nested, path / "adapter_model.safetensors")
+    found = adapter_of(path, model)
+    assert found.num_bytes == plain.num_bytes
+    for one, other in zip(found.layers, plain.layers, strict=True):
+        assert torch.equal(one["qkv"][0].up, other["qkv"][0].up)
+
+
+def test_a_layer_that_shares_its_k_and_v_has_no_place_for_them(tmp_path: Path) -> None:
+    save_tiny(SHAPED["gemma4"](), tmp_path / "model")
+    path, model = save_adapter(tmp_path / "a", hf(tmp_path / "model")), load(tmp_path / "model")
+    stored = load_file(path / "adapter_model.safetensors")
+    stored |= {name.replace("layers.3", "layers.5"): t.clone() for name, t in stored.items() if "3.self_attn.k" in name}
+    save_file(stored, path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="its target k_proj is not one of o_proj, q_proj, down_proj"):
+        adapter_of(path, model)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from kvferry.engine.batch_planner import SPARE_BLOCKS, BatchPlanner, build_plan
+from kvferry.engine.batch_planner import BatchPlanner, build_plan
+from kvferry.engine.decode_batch import SPARE_BLOCKS
 from kvferry.engine.request import Request
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.batch_plan import BatchPlan

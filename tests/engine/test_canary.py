@@ -26,6 +26,7 @@ from kvferry.engine.ledger import Ledger
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.models import load_model
 from kvferry.engine.models.base import ForwardAbandoned, Model, Wanted
+from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.ports import REQUEST
 from kvferry.engine.runner import Runner
 from kvferry.kernels.decoder_step import always
@@ -159,6 +160,25 @@ def test_nodes_that_compute_alike_agree(
         assert found.distance <= found.tolerated / 2, f"near a false alarm with {length} tokens"
 
 
+@pytest.mark.parametrize("cache", [None, torch.int8])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_nodes_whose_layers_differ_in_shape_agree_and_are_found_out(
+    name: str, cache: torch.dtype | None, tmp_path: Path
+) -> None:
+    save_tiny(OURS[name](), tmp_path)
+    pair = Pair(load(tmp_path), load(tmp_path), cache=cache)
+    for length in (1, BLOCK + 1, 43, 90):
+        assert pair.looks(random.Random(length).choices(range(VOCAB), k=length)).outcome == "agreed"
+    blocks = iter(range(100))
+
+    def flip(block: torch.Tensor) -> None:
+        if next(blocks) == 2:
+            block.view(torch.uint8).view(-1)[-1] ^= 0x40  # of an exponent, in the last layer that has a part
+
+    pair.spoil = flip
+    assert pair.looks(PROMPT).outcome == "differed"
+
+
 def test_batch_invariant_nodes_agree_to_the_bit(tmp_path: Path) -> None:
     """So there nothing need be tolerated."""
     save_tiny(OURS["qwen3"](), tmp_path)
@@ -178,7 +198,9 @@ def weight(model: Model) -> None:
 
 def rope(model: Model) -> None:
     """Positions are off by one."""
-    model._rope = model._local = tuple(each.roll(1, 0) for each in model._rope)  # type: ignore[attr-defined]
+    assert isinstance(model, Decoder)
+    cos, sin = (each.roll(1, 0) for each in model._rotations.rope)
+    model._rotations.rope = model._rotations.local = cos, sin
 
 
 def head(model: Model) -> None:

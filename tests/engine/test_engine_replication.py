@@ -37,8 +37,9 @@ def hashes(count: int = 80) -> list[bytes]:
 def copy(source: Engine, target: Engine, request: Request, most: int = 100) -> int:
     """What link and nodes do; how many leading blocks the buddy has then."""
     first, block_ids = target.copies.reserve("g", request.hashes[: request.registered], most)
-    transfer_holds = source.copies.lend(1, request, first, first + len(block_ids))
-    assert transfer_holds is not None
+    chain = source.copies.chain(request, first + len(block_ids))
+    assert chain is not None
+    transfer_holds = source.copies.lend(1, chain, first)
     for (_, ours), theirs in zip(transfer_holds, block_ids, strict=True):
         runner_of(target).kv[theirs] = runner_of(source).kv[ours]
     target.copies.land("g")
@@ -130,8 +131,7 @@ def test_a_stream_that_ended_lends_nothing() -> None:
     request = due(engine)
     assert request is not None
     engine.cancel("a", 0)
-    assert engine.copies.lend(1, request, 0, 3) is None
-    engine.copies.returned(1)
+    assert engine.copies.chain(request, 3) is None
     engine.check_integrity()
 
 
@@ -141,7 +141,7 @@ def test_a_stream_that_was_preempted_lends_nothing() -> None:
     request = due(engine)
     assert request is not None
     engine.scheduler.preempt(request)
-    assert engine.copies.lend(1, request, 0, 3) is None
+    assert engine.copies.chain(request, 3) is None
     finish(engine)
     assert tokens_of(engine, "a") == expected(PROMPT, 80)
 
@@ -151,7 +151,9 @@ def test_lent_blocks_outlive_their_stream() -> None:
     start(engine)
     request = due(engine)
     assert request is not None
-    assert engine.copies.lend(1, request, 2, 6)
+    chain = engine.copies.chain(request, 6)
+    assert chain is not None
+    assert engine.copies.lend(1, chain, 2)
     engine.cancel("a", 0)
     assert engine.pool.available == engine.pool.num_blocks - 6
     engine.copies.returned(1)
@@ -184,7 +186,9 @@ def test_what_was_computed_meanwhile_is_kept_once() -> None:
     target.add(make_job("same", PROMPT, 20))
     while target.has_work():
         assert target.step()
-    for (_, ours), theirs in zip(source.copies.lend(1, request, first, len(block_ids)) or [], block_ids, strict=True):
+    ours_from = source.copies.chain(request, len(block_ids))
+    assert ours_from is not None
+    for (_, ours), theirs in zip(source.copies.lend(1, ours_from, first), block_ids, strict=True):
         runner_of(target).kv[theirs] = runner_of(source).kv[ours]
     target.copies.land("g")
     target.check_integrity()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from functools import partial
 
 import gguf
 import numpy as np
@@ -30,14 +31,14 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.runtime.shared_file import make
+from tests.engine import test_models_packed
 from tests.engine.quantised_files import awq, fp8, gptq, int8, packed, quantise
 from tests.engine.test_hf import OTHERS
 from tests.engine.test_models_gguf import Kind
-from tests.engine.test_models_packed import correlation, load
+from tests.engine.test_models_packed import correlation
 from tests.engine.test_models_quantised import AWQ, EIGHTS, FP8, GPTQ, INT4, compressed
 from tests.engine.tiny_models import (
     BLOCK,
-    EXPERTS,
     chunked_logits,
     expect_equal_logits,
     family,
@@ -53,6 +54,8 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
+load = partial(test_models_packed.load, impl="transformers")
+"""Some of these families run on our own decoder, too."""
 FAMILIES = {
     "gpt2": OTHERS["gpt2"],
     "gpt-neox": lambda: family("GPTNeoXConfig", rotary_pct=0.5, attention_bias=True),
@@ -197,7 +200,7 @@ def test_number_formats_of_their_own_accord(tmp_path):
     """bfloat16 where all dense layers are packed; experts are PyTorch's."""
     save_tiny(FAMILIES["gpt-neox"](), tmp_path / "dense")
     assert load(tmp_path / "dense", dtype=None).dtype == torch.bfloat16
-    save_tiny(family("Qwen2MoeConfig", shared_expert_intermediate_size=32, **EXPERTS), tmp_path / "experts")
+    save_tiny(family("FlexOlmoConfig", num_experts=6, num_experts_per_tok=3, pad_token_id=0), tmp_path / "experts")
     known = torch.cpu.get_capabilities()
     native = known.get("avx512_bf16") or known.get("amx_bf16")
     assert load(tmp_path / "experts", dtype=None).dtype == (torch.bfloat16 if native else torch.float32)

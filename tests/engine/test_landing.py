@@ -21,8 +21,8 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "REGISTERED_AT_ONCE", 3)
 
 
-def landed(engine: Engine, max_tokens: int, *others: object) -> None:
-    """Its blocks came with what another engine computed."""
+def landed(engine: Engine, max_tokens: int, *others: object, after: str = "") -> None:
+    """Its blocks came with what another engine computed, after this other request's first token."""
     source = make_engine()
     source.add(make_job("a", PROMPT, 1))
     while not tokens_of(source, "a"):
@@ -31,6 +31,8 @@ def landed(engine: Engine, max_tokens: int, *others: object) -> None:
     engine.step()
     for other in others:
         engine.add(other)  # type: ignore[arg-type]
+    while after and not tokens_of(engine, after):
+        engine.step()
     (reserved,) = [event for event in engine.events if isinstance(event, Reserved)]
     held = source.pool.match(source._request(make_job("a", PROMPT)).hashes)
     for here, there in zip(reserved.block_ids, held, strict=False):
@@ -70,3 +72,14 @@ def test_forks_that_wait_for_it_find_all_of_it() -> None:
     assert next(r for r in engine.request_table if r.key[0] == "a").registered == 10
     finish(engine)
     assert tokens_of(engine, "f") == expected(PROMPT, 4)
+
+
+@pytest.mark.parametrize("length", [4, 5, 8])
+def test_blocks_that_give_way_to_equal_ones_later_are_not_read_any_more(length: int) -> None:
+    engine = make_engine(num_blocks=30)
+    engine.add(make_job("grows", [3] * length, 30))
+    engine.step()
+    landed(engine, 12, make_job("b", PROMPT, 1), after="b")
+    finish(engine)
+    assert tokens_of(engine, "a") == expected(PROMPT, 12)[1:]
+    assert tokens_of(engine, "grows") == expected([3] * length, 30)

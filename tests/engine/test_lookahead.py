@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine import deadlines, request_table
+from kvferry.engine import cancellations, request_table
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Computed, Event, Failed, Generated, ReservationFailed, Reserved
 from kvferry.engine.loop import EngineLoop
@@ -206,7 +206,7 @@ def test_who_waits_behind_those_who_run_again_does_not_keep_the_device_waiting()
 
 
 def test_one_past_its_deadline_is_dropped_with_nothing_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadlines, "LATE_S", 0.0)
+    monkeypatch.setattr(cancellations, "LATE_S", 0.0)
     engine, runner = lazy()
     engine.add(make_job("a", [1, 2, 3], 40))
     engine.add(make_job("b", [4, 5, 6], 40))

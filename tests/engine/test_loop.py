@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvferry.engine import audit_schedule, deadlines, suspended_steps
+from kvferry.engine import audit_schedule, cancellations, suspended_steps
 from kvferry.engine import loop as engine_loop
 from kvferry.engine.audit_schedule import audit
 from kvferry.engine.engine import Engine
@@ -94,7 +94,7 @@ def test_a_broken_step_fails_its_requests_and_the_next_ones_run(
 def test_what_is_past_its_deadline_is_dropped(
     running: tuple[Engine, EngineLoop, Outbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadlines, "LATE_S", 0.05)
+    monkeypatch.setattr(cancellations, "LATE_S", 0.05)
     engine, loop, outbox = running
     run = engine.runner.run
 

@@ -45,6 +45,6 @@ def test_rope_tables_are_as_long_as_sequences_may_be(tmp_path, asked: int, rows:
     whole = load_model(source, device=cpu, dtype=torch.float32, ops=ReferenceOps())
     model = load_model(source, device=cpu, dtype=torch.float32, ops=ReferenceOps(), max_model_len=asked)
     assert isinstance(model, Decoder)
-    assert (len(model._rope[0]), len(model._rope[1]), model.info.max_model_len) == (rows, rows, 128)
+    assert (*map(len, model._rotations.rope), model.info.max_model_len) == (rows, rows, 128)
     tokens = tokens_for(min(rows, 60))
     assert torch.equal(chunked_logits(model, tokens, [len(tokens)]), chunked_logits(whole, tokens, [len(tokens)]))

@@ -25,7 +25,7 @@ from kvferry.protocol.errors import ConfigError
 from tests.engine.quantised_files import awq, fp8, gptq, int8, packed, quantise
 from tests.engine.test_models_gguf import same_logits
 from tests.engine.test_models_packed import CPU, correlation, load
-from tests.engine.tiny_models import EXPERTS, family, save_tiny
+from tests.engine.tiny_models import family, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 compiled = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
@@ -218,7 +218,7 @@ def test_unsupported_variants_are_named_with_what_is_supported(config, words, pl
 
 
 def test_experts_of_transformers_modules_are_refused_by_name(tmp_path):
-    save_tiny(family("Qwen2MoeConfig", shared_expert_intermediate_size=32, **EXPERTS), tmp_path / "plain")
+    save_tiny(family("FlexOlmoConfig", num_experts=6, num_experts_per_tok=3, pad_token_id=0), tmp_path / "plain")
     quantise(tmp_path / "plain", tmp_path / "quantised", tmp_path / "values", int8, EIGHTS)
     with pytest.raises(ConfigError, match=r"its quantized model.layers.0.mlp.experts.0.down_proj is not a dense layer"):
         load_model(resolve(str(tmp_path / "quantised")), device=CPU, dtype=torch.float32, ops=ReferenceOps())

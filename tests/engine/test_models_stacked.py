@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.directory import SafetensorsWeights
+from kvferry.engine.models.families import FAMILIES
 from kvferry.engine.models.route import OWN, route_of
 from kvferry.engine.models.stacked import StackedWeights
 from kvferry.kernels.cpu import CpuOps, instruction_set
@@ -35,6 +36,13 @@ def load(path: Path, ops: Ops | None = None, dtype: torch.dtype = torch.float32,
     )
     assert isinstance(model, Decoder)
     return model
+
+
+def stacks_of(path: Path) -> StackedWeights:
+    names = FAMILIES["gpt_oss"].experts
+    assert names is not None
+    assert names.stack is not None
+    return StackedWeights(SafetensorsWeights([path / "model.safetensors"]), names, names.stack)
 
 
 def edit(path: Path, **values: object) -> None:
@@ -98,7 +106,7 @@ def test_codes_run_as_integers_of_the_same_values(mxfp4: Path) -> None:
     assert model.info.revision == f"{exact.info.revision}+Q5_0"
     assert correlation(model, exact) > 0.99
     assert correlation(load(mxfp4, CpuOps(1), torch.bfloat16, "none"), exact) > 0.99
-    weights = StackedWeights(SafetensorsWeights([mxfp4 / "model.safetensors"]))
+    weights = stacks_of(mxfp4)
     for name, shape in (("gate_proj", (96, 64)), ("up_proj", (96, 64)), ("down_proj", (64, 96))):
         name = f"model.layers.1.mlp.experts.4.{name}.weight"
         codes, wanted = weights.stored(name, shape), torch.empty(shape, dtype=torch.bfloat16)
@@ -110,7 +118,7 @@ def test_codes_run_as_integers_of_the_same_values(mxfp4: Path) -> None:
 
 
 def test_gate_and_up_take_turns(plain: Path) -> None:
-    weights = StackedWeights(SafetensorsWeights([plain / "model.safetensors"]))
+    weights = stacks_of(plain)
     stacks = load_file(plain / "model.safetensors")
     stack = stacks["model.layers.2.mlp.experts.gate_up_proj"]
     for first, part in enumerate(("gate_proj", "up_proj")):

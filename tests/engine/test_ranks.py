@@ -17,14 +17,14 @@ from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.decoder_spec import StoredRows
 from kvferry.kernels.quantised_codes import Codes
 from kvferry.protocol.errors import ConfigError
-from tests.engine.joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
+from tests.engine.joined_ranks import DIVISIBLE, Pooled, Threads, expect_equal, joined_ranks, whole
 from tests.engine.tiny_models import OURS, Cache, family, oracle_logits, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if name != "gemma"])
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_two_ranks_compute_what_one_process_does(name: str, tmp_path: Path) -> None:
     save_tiny(OURS[name](), tmp_path)
     with joined_ranks(tmp_path, 2) as ranks:

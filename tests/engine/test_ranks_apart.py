@@ -7,6 +7,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -14,16 +15,17 @@ from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.models.base import ForwardAbandoned
 from kvferry.engine.ranks import device_group
 from kvferry.engine.ranks.device_group import DeviceGroup
+from kvferry.engine.ranks.meeting import FileMeeting, TcpMeeting
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.protocol.errors import ConfigError
-from tests.engine.joined_ranks import CPU, Pooled, connected, expect_equal, joined_ranks, whole
+from tests.engine.joined_ranks import CPU, DIVISIBLE, Pooled, connected, expect_equal, joined_ranks, whole
 from tests.engine.tiny_models import OURS, family, oracle_logits, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if name != "gemma"])
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_two_ranks_compute_what_one_process_does_and_each_keeps_its_heads(name: str, tmp_path: Path) -> None:
     save_tiny(OURS[name](), tmp_path)
     with joined_ranks(tmp_path, 2, apart=True) as ranks:
@@ -123,6 +125,21 @@ def test_ranks_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.
     monkeypatch.setattr(device_group, "PATIENCE", device_group.PATIENCE * 0.005)
     meeting = os.memfd_create("meeting")
     with pytest.raises(ConfigError, match="the 2 ranks cannot reach each other") as raised:
-        DeviceGroup(0, 2, CPU, meeting).connect()
+        DeviceGroup(0, 2, CPU, FileMeeting(os.dup(meeting))).connect()
     assert raised.value.param == "tensor_parallel_size"
     os.close(meeting)
+
+
+def test_ranks_of_two_addresses_meet_over_tcp() -> None:
+    """As on two hosts."""
+    meetings = [TcpMeeting(f"127.0.0.{rank + 1}", serves=rank == 0) for rank in range(2)]
+    groups = [DeviceGroup(rank, 2, CPU, meeting) for rank, meeting in enumerate(meetings)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda group: group.connect(meetings[0].where), groups))
+        found = list(threads.map(lambda group: group.gather(torch.full((2,), float(group.rank))), groups))
+    assert all(torch.equal(each, torch.tensor([[0.0, 0.0], [1.0, 1.0]])) for each in found)
+    ports = {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    assert {"127.0.0.1", "127.0.0.2"} <= ports
+    assert not {"0.0.0.0", "::"} & ports, "nobody else is to reach them"
+    for each in groups:
+        each.close()

@@ -18,7 +18,22 @@ from tests.engine.test_models_stacked import in_mxfp4
 from tests.engine.tiny_models import OURS, chunked_logits, family, oracle_logits, save_tiny, tokens_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-MIXTURES = [name for name in OURS if name.startswith(("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "deepseek"))]
+KINDS = (
+    "qwen2-moe",
+    "qwen3-moe",
+    "mixtral",
+    "olmoe",
+    "gpt-oss",
+    "deepseek",
+    "glm4-moe",
+    "minimax",
+    "ernie",
+    "granite-moe",
+    "llama4",
+    "hunyuan-moe",
+    "phi-moe",
+)
+MIXTURES = [name for name in OURS if name.startswith(KINDS)]
 needs_extension = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
 
 

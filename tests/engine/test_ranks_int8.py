@@ -11,7 +11,8 @@ import torch
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.ranks.layers import Summed
 from kvferry.kernels.cpu import CpuOps, instruction_set
-from kvferry.kernels.decoder_spec import Gated, Gqa, Linear
+from kvferry.kernels.decoder_spec import Gated, Gqa
+from kvferry.kernels.linear import Linear
 from kvferry.protocol.errors import ConfigError
 from tests.engine.joined_ranks import Threads, expect_equal, joined_ranks, whole
 from tests.engine.tiny_models import OURS, family, save_tiny

@@ -65,6 +65,25 @@ def test_a_class_that_saw_little_follows_the_wider_one_and_then_itself() -> None
     assert classes.find("b", "paused", 1) is not new
 
 
+def test_what_never_returned_is_worth_less_at_any_age_than_what_returns_late() -> None:
+    """Prompts that come once were worth more than answers whose clients go on after minutes."""
+    rng, classes = random.Random(1), ReturnClasses(most=9)
+    once, answers = classes.find("", "answered", 0), classes.find("", "answered", 3)
+    learn(once, [None] * 60, until=90.0)
+    learn(answers, [rng.expovariate(1 / 90) if rng.random() < 0.4 else None for _ in range(30)])
+    late = max(value(once, age_s) for age_s in (10, 60, 100, 200, 400))
+    assert 3 * late < min(value(answers, age_s) for age_s in (0, 10, 30, 60))
+
+
+def test_a_group_follows_its_class_and_then_itself() -> None:
+    classes = ReturnClasses(most=9)
+    learn(classes.find("a", "tool", 0, 1), [2.0] * 100)
+    new = classes.find("a", "tool", 0, 2)
+    assert value(new, 1) == pytest.approx(value(classes.find("a", "tool", 0), 1), rel=0.3)
+    learn(new, [50.0] * 100)
+    assert value(new, 1) < value(classes.find("a", "tool", 0, 1), 1) / 5
+
+
 def test_habits_change() -> None:
     rates = ReturnRates()
     learn(rates, [None] * int(4 * MEMORY))

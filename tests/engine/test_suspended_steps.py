@@ -15,6 +15,7 @@ from kvferry.engine import suspended_steps
 from kvferry.engine.engine import Engine
 from kvferry.engine.models import load_model
 from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
+from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.suspended_steps import DEEPEST
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
@@ -265,15 +266,18 @@ def test_a_call_that_breaks_the_step_which_goes_on_fails_nobody() -> None:
     assert (0, LAYERS, len(LONG)) in called.model.passes
 
 
-@pytest.mark.parametrize("name", ["llama2", "gemma3", "olmo3", "cohere2", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["llama2", "gemma3", "gemma3n", "gemma4", "olmo3", "cohere2", "gpt-oss", "deepseek-v3"]
+)
 def test_a_decoder_goes_on_exactly_where_it_was(name: str, tmp_path: Path) -> None:
     """Of two sequences, and of one of them; others are computed meanwhile."""
     save_tiny(OURS[name](), tmp_path)
     model = load_model(resolve(str(tmp_path)), device=torch.device("cpu"), dtype=torch.float32, ops=ReferenceOps())
+    assert isinstance(model, Decoder)
     prompts = {"a": tokens_for(20), "b": tokens_for(14, 2)}
     rows = {"a": range(20), "b": range(20, 34)}
     whole = dict(zip("ab", Cache(model).step(prompts), strict=True))
-    for layer, names in product(range(1, model.info.num_layers), ("ab", "a", "b")):
+    for layer, names in product(range(1, model.config.num_layers), ("ab", "a", "b")):
         cache, answers = Cache(model), iter([True] * (layer - 1) + [False])
         with pytest.raises(ForwardAbandoned) as raised:
             cache.step(prompts, lambda answers=answers: next(answers))  # type: ignore[misc]

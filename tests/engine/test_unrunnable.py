@@ -19,10 +19,6 @@ from tests.engine.tiny_models import family, save_tiny
 CPU = torch.device("cpu")
 
 
-def llama4():
-    return family("Llama4TextConfig", intermediate_size_mlp=96, num_local_experts=2, head_dim=16, pad_token_id=0)
-
-
 def more_experts_than_there_are():
     return family("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=8, moe_intermediate_size=32, head_dim=16)
 
@@ -34,7 +30,6 @@ def load(path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (llama4, "chunked"),
         (more_experts_than_there_are, "num_experts_per_tok is 8, of 4 experts"),
     ],
 )

@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from tests.forked_process import ForkedProcess
+from tests.forked_python import ROUTERS, forked_python
 from tests.redis_servers import RedisServer, free_ports, redis_server
 from tests.waiting import wait_for
 
@@ -25,16 +27,22 @@ SERVED = "toy"
 
 @dataclass
 class Process:
-    """A running process, with its output in a file."""
+    """A running process, with its output in a file. forked: where it runs this Python, it is a fork of a process that
+    has imported what it needs."""
 
     argv: list[str]
     log: Path
     env: dict[str, str] | None = None
-    popen: subprocess.Popen[bytes] = field(init=False)
+    forked: bool = True
+    popen: subprocess.Popen[bytes] | ForkedProcess = field(init=False)
 
     def __post_init__(self) -> None:
+        program, *words = self.argv
         with self.log.open("ab") as out:
-            self.popen = subprocess.Popen(self.argv, stdout=out, stderr=subprocess.STDOUT, env=self.env)
+            if self.forked and program == sys.executable:
+                self.popen = forked_python(ROUTERS).start(words, out.fileno(), out.fileno(), self.env)
+            else:
+                self.popen = subprocess.Popen(self.argv, stdout=out, stderr=subprocess.STDOUT, env=self.env)
 
     def end(self) -> None:
         self.popen.kill()
@@ -59,17 +67,18 @@ class Engine:
 
 @dataclass
 class Fleet:
-    """The running cluster."""
+    """The running cluster. forked: its processes are forks of one that has imported what they need."""
 
     redis: RedisServer
     folder: Path
+    forked: bool = True
     router_url: str = ""
     router: Process | None = None
     engines: list[Engine] = field(default_factory=list)
 
     def kvferry(self, name: str, *words: str) -> Process:
         argv = [sys.executable, "-m", "kvferry.cli.main", *words, "--redis-url", self.redis.url]
-        return Process(argv, self.folder / f"{name}.log")
+        return Process(argv, self.folder / f"{name}.log", forked=self.forked)
 
     def add(
         self, module: str = "tests.engine_adapter.mock_vllm", kind: str = "vllm", *words: str, **behaviour: Any
@@ -78,7 +87,8 @@ class Fleet:
         port, adapter_port = free_ports(2)
         name, url = f"{kind}-{port}", f"http://127.0.0.1:{port}"
         argv = [sys.executable, "-m", module, str(port), json.dumps(behaviour)]
-        return self.adapt(kind, name, url, Process(argv, self.folder / f"{name}.log"), adapter_port, *words)
+        server = Process(argv, self.folder / f"{name}.log", forked=self.forked)
+        return self.adapt(kind, name, url, server, adapter_port, *words)
 
     def adapt(self, kind: str, name: str, url: str, server: Process, port: int, *words: str) -> Engine:
         """Start the adapter of a server that has been started."""
@@ -122,9 +132,9 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet() -> Iterator[Fleet]:
+def fleet(*, forked: bool = True) -> Iterator[Fleet]:
     with redis_server() as redis, tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
-        running = Fleet(redis, Path(folder))
+        running = Fleet(redis, Path(folder), forked)
         try:
             yield running
         finally:

@@ -14,7 +14,7 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.engine_adapter.cache_mirror import HELD_SLICE, MAX_OVERCOUNT, CacheMirror
 from kvferry.engine_adapter.cached_blocks import CachedBlocks
 from kvferry.engine_adapter.kv_event_batch import decode
-from kvferry.engine_adapter.mirror_accuracy import MAX_CALLS, MISSES, MirrorAccuracy
+from kvferry.engine_adapter.mirroring import MAX_CALLS, MISSES, MirrorAccuracy
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.media import MediaItem, block_extras

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.engine_adapter.frame_pacing import MAX_TURN_S, FramePacing, turn_s
+from kvferry.engine_adapter.attempts import MAX_TURN_S, FramePacing, turn_s
 
 STREAMS = 4
 TURN_S = turn_s(STREAMS)

@@ -16,9 +16,9 @@ import pytest
 from kvferry.engine_adapter.engine import EngineCall
 from kvferry.engine_adapter.engines import vllm_media, vllm_params
 from kvferry.engine_adapter.engines.vllm import VllmEngine
-from kvferry.engine_adapter.measured_engine import measured_engine
 from kvferry.engine_adapter.measured_modalities import measured_modalities as measured
 from kvferry.engine_adapter.measured_modalities import probe
+from kvferry.engine_adapter.node_loading import measured_engine
 from kvferry.protocol.errors import InvalidRequest, NodeDied, StepFailed
 from kvferry.protocol.lease import Rates
 from kvferry.protocol.media import MediaItem

@@ -7,8 +7,7 @@ from typing import Any
 
 from kvferry.engine_adapter.engine import EngineCall, EngineFacts, KvEventSource
 from kvferry.engine_adapter.kv_event_batch import decode
-from kvferry.engine_adapter.mirror_accuracy import MISSES
-from kvferry.engine_adapter.mirroring import Mirroring
+from kvferry.engine_adapter.mirroring import MISSES, Mirroring
 from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.messages import Job
 from kvferry.protocol.model_metrics import ModelRegistry

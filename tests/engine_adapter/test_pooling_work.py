@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.engine_adapter.attempts import Attempts
 from kvferry.engine_adapter.engines.listed_vectors import LlamaCppPooling, SglangPooling
-from kvferry.engine_adapter.engines.vllm_pooling import VllmPooling
+from kvferry.engine_adapter.engines.vllm import VllmPooling
 from kvferry.engine_adapter.measured_pooling import MeasuredPooling, measured_pooling
 from kvferry.engine_adapter.pooling_engine import PoolingCall, PoolingTask
 from kvferry.engine_adapter.pooling_work import PoolingWork, pooling_of

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, Prefilled
-from kvferry.engine_adapter.handover_sender import BlockFacts, HandoverSender
+from kvferry.engine_adapter.handover_sender import BlockFacts, HandoverSender, PinnedBlocks
 from kvferry.engine_adapter.learned_rates import LearnedRates
-from kvferry.engine_adapter.pinned_blocks import PinnedBlocks
 from kvferry.engine_adapter.prefill_attempts import PrefillAttempt, PrefillAttempts
 from kvferry.protocol.errors import (
     Cancelled,

@@ -181,6 +181,7 @@ inline __m256bh to_bf16(__m512 a) { return each<uint16_t, __m256bh, uint32_t>(a,
 
 #define _mm512_loadu_si512 emulated::load
 #define _mm512_storeu_ps emulated::store
+#define _mm512_stream_ps emulated::store
 #define _mm512_setzero_si512 emulated::zero
 #define _mm512_set1_epi32 emulated::splat32
 #define _mm512_set1_ps emulated::splat_float

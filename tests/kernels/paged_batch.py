@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from kvferry.kernels.activation import GELU as GELU_BY_ERF
+from kvferry.kernels.activation import GELU_TANH, RELU2, Activation
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.gated_activation import GELU, SILU, Gate
 from kvferry.kernels.quantised_cache import dequantise, quantise, vector_width
@@ -107,6 +109,14 @@ def make_case(
     return Case(plan, pool, q, keys, values)
 
 
+def seeing_ahead(case: Case, images: Sequence[tuple[int, int]]) -> Case:
+    """The case where each token of an image, a range of query tokens of one sequence, sees all of the image."""
+    until = case.plan.positions.int()
+    for start, end in images:
+        until[start:end] = until[end - 1].clone()
+    return replace(case, plan=replace(case.plan, see_until=until))
+
+
 GATES: dict[Gate, Callable[[torch.Tensor], torch.Tensor]] = {
     SILU: torch.nn.functional.silu,
     GELU: partial(torch.nn.functional.gelu, approximate="tanh"),
@@ -121,6 +131,24 @@ def gated(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
     return GATES[gate](g.clamp(max=gate.limit)) * (up.clamp(-gate.limit, gate.limit) + gate.offset)
 
 
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    RELU2: lambda x: x.clamp(min=0).square(),
+    GELU_TANH: partial(torch.nn.functional.gelu, approximate="tanh"),
+    GELU_BY_ERF: torch.nn.functional.gelu,
+    Activation("xielu", 1.2, 0.9, 0.5, -1e-6): lambda x: torch.where(
+        x > 0, 1.2 * x * x + 0.5 * x, 0.9 * (x.clamp(max=-1e-6).expm1() - x) + 0.5 * x
+    ),
+}
+"""The activations of MLPs without a gate, and what they are in any dtype."""
+
+
+def activation_inputs(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers [T, d] with some far from 0, and some near it on both sides."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(6)) * 3
+    x[0, :8] = torch.tensor([0.0, -1e-7, 1e-7, -1e-3, -0.39, -0.41, 40.0, -90.0])
+    return x.to(dtype)
+
+
 def sinks_of(case: Case) -> torch.Tensor:
     """float32 [heads]: some that take next to all, some that take next to nothing."""
     return torch.linspace(-3.0, 4.0, case.q.shape[1])
@@ -132,12 +160,15 @@ def dense_attention(
     """float64 [T, heads, dim]: the whole matrix of scores of each sequence, and what a token may not see is masked."""
     out, heads = [], case.q.shape[1]
     queries = case.q.double().split(case.plan.query_lens)
-    for q, keys, values in zip(queries, case.keys, case.values, strict=True):
+    lasts = (case.plan.positions if case.plan.see_until is None else case.plan.see_until).split(case.plan.query_lens)
+    for q, keys, values, last in zip(queries, case.keys, case.values, lasts, strict=True):
         total, kv_heads, _ = keys.shape
         position = torch.arange(total - len(q), total)[:, None]
-        seen = torch.arange(total) <= position
-        if window:
+        seen = torch.arange(total) <= last[:, None]
+        if window > 0:
             seen &= torch.arange(total) > position - window
+        elif window < 0:
+            seen &= torch.arange(total) // -window == position // -window
         kv_head = torch.arange(heads) * kv_heads // heads
         scores = q.transpose(0, 1) @ keys[:, kv_head].double().permute(1, 2, 0) * scale
         scores = cap * (scores / cap).tanh() if cap else scores

@@ -51,7 +51,9 @@ def part_of(case: Case, parts: list[tuple[int, int]], num_decodes: int) -> tuple
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 6, 2), (32, 4, 4), (96, 7, 1)])
-@pytest.mark.parametrize(("window", "cap", "sunk"), [(0, 0.0, False), (150, 0.0, False), (150, 0.7, True)])
+@pytest.mark.parametrize(
+    ("window", "cap", "sunk"), [(0, 0.0, False), (150, 0.0, False), (150, 0.7, True), (-150, 0.0, False)]
+)
 def test_a_token_has_the_same_bits_wherever_it_is_computed(
     name: str, int8: bool, dim: int, heads: int, kv_heads: int, window: int, cap: float, sunk: bool
 ) -> None:

@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.cpu import CpuOps, instruction_set, instruction_sets
+from kvferry.kernels.layer_norm import LayerNorm
 from kvferry.kernels.ops import select
 from kvferry.kernels.reference import ReferenceOps
 from tests.kernels.paged_batch import (
+    ACTIVATIONS,
     GATES,
     LAYER,
+    activation_inputs,
     close,
     dense_attention,
     gated,
@@ -49,6 +52,22 @@ def test_the_portable_set_always_runs_and_the_first_is_chosen() -> None:
     assert select("cpu", torch.device("cpu")).name == select("auto", torch.device("cpu")).name == "cpu"
     with pytest.raises(ValueError, match="abacus"):
         CpuOps(1, "abacus")
+
+
+FEATURES = {
+    "avx2": ("avx2", "fma", "f16c", "bmi2"),
+    "avx512": ("avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "avx_vnni": ("avx2", "fma", "f16c", "bmi2", "avx_vnni"),
+    "avx512_vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
+    "neon_dotprod": ("asimddp",),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the features of this processor are not known")
+def test_a_build_for_this_machine_leaves_out_no_set_that_runs_here() -> None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    here = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set[str]())
+    assert [name for name, needed in FEATURES.items() if here.issuperset(needed) and name not in SETS] == []
 
 
 @pytest.mark.skipif("avx512_bf16" not in SETS, reason="this processor has no products of bfloat16")
@@ -91,6 +110,33 @@ def test_gate_mul(ops: CpuOps, dtype: torch.dtype, shape: tuple[int, int]) -> No
     gate_up[0, :4] = torch.tensor([-200.0, -80.0, 100.0, 0.0])
     for gate in GATES:
         close(ops.gate_mul(gate_up, gate), gated(gate_up, gate), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 17), (40, 1536)])
+def test_activate(ops: CpuOps, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = activation_inputs(shape, dtype)
+    for activation, wanted in ACTIVATIONS.items():
+        close(ops.activate(x, activation), wanted(x.double()), dtype)
+        poisoned = x.clone()
+        poisoned[3, 5] = float("nan")
+        found = ops.activate(poisoned, activation)
+        assert found[3, 5].isnan()
+        assert found.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (33, 40), (3, 19)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_layer_norm(ops: CpuOps, dtype: torch.dtype, shape: tuple[int, int], biased: bool) -> None:
+    """Of rows far from 0, too, whose variance a difference of squares would lose."""
+    random = torch.Generator().manual_seed(1)
+    wide = (torch.randn(shape[0], 2 * shape[1], generator=random) + 20).to(dtype)
+    weight, bias = torch.randn(2, shape[1], generator=random).to(dtype)
+    x = wide[:, : shape[1]]
+    norm = LayerNorm(weight, bias if biased else None)
+    plain = torch.nn.functional.layer_norm(x.double(), shape[1:], weight.double(), bias.double() * biased, 1e-5)
+    close(ops.layer_norm(x, norm, 1e-5), plain, dtype)
 
 
 def test_rounding_is_to_nearest_even_and_keeps_nan(ops: CpuOps) -> None:
@@ -142,7 +188,7 @@ def test_a_head_dim_that_fills_no_vector_is_left_to_the_reference(ops: CpuOps) -
 
 def test_long_sequences_are_cut_into_chunks(ops: CpuOps) -> None:
     case = make_case([1, 1], [2100, 1025], 2, heads=4, kv_heads=2, dim=32)
-    for window in (0, 1500):
+    for window in (0, 1500, -1000):
         got = ops.paged_attention(case.q, case.kv_layer, case.plan, 0.2, window)
         close(got, dense_attention(case, 0.2, window), torch.float32)
 
@@ -166,7 +212,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads(heads: int) -> Non
 @given(
     decodes=st.lists(st.integers(1, 150), min_size=1, max_size=5),
     chunks=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), max_size=2),
-    window=st.sampled_from([0, 0, 1, 5, 33]),
+    window=st.sampled_from([0, 0, 1, 5, 33, -1, -12, -33]),
     block_size=st.sampled_from([1, 4, 16]),
     group=st.sampled_from([1, 3, 4]),
     name=st.sampled_from(SETS or ["none"]),
@@ -233,7 +279,7 @@ def test_tensors_that_do_not_fit_are_refused(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (5, 1)])
 @pytest.mark.parametrize("dim", [32, 64, 96])
-@pytest.mark.parametrize("window", [0, 1, 40, 150])
+@pytest.mark.parametrize("window", [0, 1, 40, 150, -1, -40, -128])
 def test_prefill_equals_dense_attention(ops: CpuOps, heads: int, kv_heads: int, dim: int, window: int) -> None:
     case = make_case(
         [1, 70, 1, 33], [40, 70, 300, 293], 1, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16
@@ -242,7 +288,7 @@ def test_prefill_equals_dense_attention(ops: CpuOps, heads: int, kv_heads: int, 
     close(got, dense_attention(case, 0.125, window), torch.bfloat16)
 
 
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("window", [0, 100, -150])
 def test_chunks_of_a_prompt_give_what_one_pass_gives(window: int) -> None:
     whole = make_case([330], [330], 0, heads=6, dim=64, dtype=torch.bfloat16)
     expected = made(SETS[0]).paged_attention(whole.q, whole.kv_layer, whole.plan, 0.125, window)
@@ -263,7 +309,7 @@ def test_chunks_of_a_prompt_give_what_one_pass_gives(window: int) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("window", [0, 16, 150])
+@pytest.mark.parametrize("window", [0, 16, 150, -48])
 @pytest.mark.parametrize(("cap", "sunk"), [(0.7, False), (0.0, True), (0.7, True)])
 @pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("heads", [6, 34])

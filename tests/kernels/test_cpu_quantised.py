@@ -9,7 +9,8 @@ import torch
 
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.cpu.packed_layers import PackedLinear
-from kvferry.kernels.decoder_spec import Linear, StoredRows
+from kvferry.kernels.decoder_spec import StoredRows
+from kvferry.kernels.linear import Linear
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")

@@ -136,3 +136,29 @@ def test_a_token_that_is_no_number_harms_no_other() -> None:
     got = mixture(experts, x, ops.gate_mul)
     assert got[2].isnan().all()
     torch.testing.assert_close(got[[0, 1, 3, 4]], wanted[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_on_the_inputs(ranks: int) -> None:
+    ops, x = ReferenceOps(), tokens(50, torch.float32)
+    plain = made(ops, torch.float32, ranks, False)
+    routing = Routing(ranks, sigmoid=True, on_inputs=True)
+    got = mixture(replace(plain, routing=routing), x, ops.gate_mul)
+    weight, chosen = route(plain.router(x, torch.float32), routing)
+    for token in range(50):
+        wanted = torch.zeros(HIDDEN)
+        for share, expert in zip(weight[token], chosen[token].tolist(), strict=True):
+            mlp = plain.each[expert]
+            assert mlp is not None
+            wanted += mlp.down(ops.gate_mul(mlp.gate_up(share * x[token : token + 1])))[0]
+        torch.testing.assert_close(got[token], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gate_of_the_shared_expert() -> None:
+    ops, x = ReferenceOps(), tokens(20, torch.float32)
+    _, gate_up, down = weights(torch.float32)
+    shared, direction = Gated(ops.linear(gate_up[0]), ops.linear(down[0])), torch.randn(1, HIDDEN)
+    plain = made(ops, torch.float32, 2, True)
+    alone, both = mixture(plain, x, ops.gate_mul), mixture(replace(plain, shared=shared), x, ops.gate_mul)
+    got = mixture(replace(plain, shared=shared, shared_gate=ops.linear(direction)), x, ops.gate_mul)
+    torch.testing.assert_close(got - alone, (both - alone) * torch.sigmoid(x @ direction.T), rtol=1e-4, atol=1e-4)

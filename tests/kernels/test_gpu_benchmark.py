@@ -75,6 +75,19 @@ def test_latents_in_fp8_move_less(bench: dict[str, Any]) -> None:
     assert subject.moved == 2 * 21 * 580 + 4 * (3 * 512 * 256 + 2 * 3 * (192 + 128))
 
 
+@pytest.mark.parametrize("kind", ["delta rule", "scan", "convolution"])
+def test_recurrent_forms_agree(bench: dict[str, Any], kind: str) -> None:
+    shape = bench["Shape"](3, 3, 16, torch.float32, torch.device("cpu"))
+    for query_len in (1, 3):
+        subject = bench["recurrent_layer"](ReferenceOps(), shape, kind, 2, query_len)
+        bench["check"](subject)
+        assert subject.title == f"{kind} 2 x {query_len}"
+        assert subject.work > 0
+        assert subject.layers == 1
+    floats = {"delta rule": 32 * 128 * 128, "scan": 48 * 64 * 128, "convolution": 8192 * 3}[kind]
+    assert 8 * 2 * floats < subject.moved < 8 * 2 * floats + (1 << 20)
+
+
 STORED = {
     "int4": 0.5 + 2 / 128,
     "int4, zero points": 0.5 + 4 / 128,

@@ -94,7 +94,7 @@ def test_the_cache_is_written_as_by_the_reference(ops: Ops, dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (14, 2), (5, 1)])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
-@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("window", [0, 50, -40])
 def test_mixed_batch_equals_dense_attention(
     ops: Ops, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int
 ) -> None:
@@ -105,7 +105,7 @@ def test_mixed_batch_equals_dense_attention(
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96])
-@pytest.mark.parametrize("window", [0, 40, 150])
+@pytest.mark.parametrize("window", [0, 40, 150, -40])
 def test_prefill_equals_dense_attention(ops: Ops, dim: int, window: int) -> None:
     case = make_case([1, 70, 1, 33], [40, 70, 300, 293], 1, heads=6, dim=dim, dtype=torch.bfloat16, cache=torch.int8)
     got = ops.paged_attention(case.q, case.kv_layer, case.plan, 0.125, window)

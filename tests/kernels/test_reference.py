@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from kvferry.kernels.batch_index import BatchIndex, block_rows
 from kvferry.kernels.reference import ReferenceOps
 from tests.kernels.paged_batch import (
+    ACTIVATIONS,
     GATES,
     LAYER,
     Case,
+    activation_inputs,
     close,
     dense_attention,
     gated,
@@ -40,8 +42,8 @@ def test_mixed_batch_equals_dense_attention(dtype: torch.dtype, heads: int, kv_h
     close(attend(case), dense_attention(case, 0.25), dtype)
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 40, 500])
-def test_window_sees_only_the_last_positions(window: int) -> None:
+@pytest.mark.parametrize("window", [1, 7, 16, 40, 500, -1, -7, -16, -40, -500])
+def test_windows_and_chunks(window: int) -> None:
     case = make_case([1, 1, 1, 20, 33], [100, 5, 41, 20, 97], 3)
     close(attend(case, window=window), dense_attention(case, 0.25, window), torch.float32)
 
@@ -69,7 +71,7 @@ def test_one_token_chunks_behind_the_decodes() -> None:
 @given(
     decodes=st.lists(st.integers(1, 70), max_size=5),
     chunks=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), max_size=3),
-    window=st.sampled_from([0, 0, 1, 5, 33]),
+    window=st.sampled_from([0, 0, 1, 5, 33, -1, -12, -33]),
     block_size=st.sampled_from([1, 4, 16]),
     group=st.sampled_from([1, 3, 4]),
     seed=st.integers(0, 1000),
@@ -181,6 +183,13 @@ def test_gate_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
     gate_up = torch.randn(5, 34, generator=torch.Generator().manual_seed(4)).to(dtype)
     for gate in GATES:
         close(ReferenceOps().gate_mul(gate_up, gate), gated(gate_up, gate), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activate(dtype: torch.dtype) -> None:
+    x = activation_inputs((5, 34), dtype)
+    for activation, wanted in ACTIVATIONS.items():
+        close(ReferenceOps().activate(x, activation), wanted(x.double()), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,8 +12,10 @@ from kvferry.kernels.triton.tile_sizes import (
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
     PROGRAMS_PER_PROCESSOR,
+    amd_tile,
     decode_tile,
     kv_splits,
+    latent_tile,
     power_of_two,
     prefill_tile,
     spare_parts,
@@ -74,3 +76,18 @@ def test_tiles_suit_tensor_cores_and_shared_memory(group: int, dim: int, element
         pipelined = 2 * tile.keys * tile.dim * element_bytes * tile.stages
         assert pipelined + tile.rows * tile.dim * element_bytes <= 227 * 1024
     assert decode_tile(group, dim, element_bytes).rows >= group
+
+
+@given(st.integers(1, 128), st.integers(1, 512), st.sampled_from([2, 4]), st.integers(0, 10_000))
+def test_tiles_on_amd_fit_the_shared_memory_of_gfx942(group: int, dim: int, element_bytes: int, rows: int) -> None:
+    kinds = [
+        decode_tile(group, dim, element_bytes),
+        latent_tile(dim, element_bytes),
+        *(prefill_tile(rows, dim, element_bytes, coded=coded) for coded in (False, True)),
+    ]
+    for kind in kinds:
+        tile = amd_tile(kind, element_bytes)
+        assert 16 <= tile.keys <= kind.keys
+        assert (tile.rows, tile.dim) == (kind.rows, kind.dim)
+        assert 2 * tile.keys * tile.dim * element_bytes <= 32 * 1024 * (1 if tile.stages == 2 else 2)
+        assert tile.warps * 64 <= 1024

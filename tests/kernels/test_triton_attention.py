@@ -6,8 +6,4 @@ from tests.kernels.own_process import ON_A_GPU, run_cases
 
 
 def test_kernels_agree_with_the_reference() -> None:
-    run_cases(ON_A_GPU, "triton_cases.py")
-
-
-def test_k_and_v_in_8_bits() -> None:
-    run_cases(ON_A_GPU, "triton_cache_cases.py")
+    run_cases(ON_A_GPU, "triton_cases.py", "triton_cache_cases.py")

@@ -10,4 +10,4 @@ def test_products_with_codes_are_those_of_the_dequantised_weights() -> None:
 
 
 def test_models_run_as_they_are_stored() -> None:
-    run_cases(ON_A_GPU, "triton_model_cases.py")
+    run_cases(ON_A_GPU, "triton_model_cases.py", "triton_shaped_cases.py")

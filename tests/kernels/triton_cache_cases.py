@@ -13,16 +13,19 @@ from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.triton import TritonOps
 from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
 from tests.kernels.paged_batch import LAYER, close, dense_attention, make_case, rope_table, sinks_of
+from tests.pairwise import pairwise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("cache", PEAKS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "rotary_dim"), [(16, 16), (24, 8), (64, 0), (80, 32)])
+@pytest.mark.parametrize(
+    ("dtype", "dims", "cache"), pairwise(DTYPES, [(16, 16), (24, 8), (64, 0), (80, 32)], list(PEAKS))
+)
 def test_the_cache_is_written_as_by_the_reference(
-    cache: torch.dtype, dtype: torch.dtype, dim: int, rotary_dim: int
+    dtype: torch.dtype, dims: tuple[int, int], cache: torch.dtype
 ) -> None:
+    """dims: of a head, and how many of those are turned."""
+    dim, rotary_dim = dims
     case = make_case([1, 1, 4], [18, 33, 50], 2, heads=6, kv_heads=2, dim=dim, dtype=dtype, cache=cache)
     qkv = torch.randn(case.plan.num_tokens, 10, dim, generator=torch.Generator().manual_seed(5)).to(dtype)
     qkv[3] = 0
@@ -74,9 +77,7 @@ def test_every_number_of_fp8_and_what_lies_between_is_rounded_as_by_pytorch() ->
     assert torch.equal(stored.view(torch.int8), quantise(x, FP8)[0].view(torch.int8))
 
 
-@pytest.mark.parametrize("cache", PEAKS)
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-@pytest.mark.parametrize("place", [1, 13])
+@pytest.mark.parametrize(("cache", "wrong", "place"), pairwise(list(PEAKS), [torch.nan, torch.inf], [1, 13]))
 def test_what_is_no_number_is_none_when_it_is_read(cache: torch.dtype, wrong: float, place: int) -> None:
     """Of its own head alone, in a turned place and in one of the rest."""
     case = make_case([1], [20], 1, heads=2, kv_heads=2, cache=cache)
@@ -91,12 +92,13 @@ def test_what_is_no_number_is_none_when_it_is_read(cache: torch.dtype, wrong: fl
     assert found[0, 1].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "cap", "sunk"), [(0, 0.0, False), (16, 0.7, True)])
-@pytest.mark.parametrize(("cache", "processors"), [(torch.int8, 8), (FP8, 1), (FP8, 8)])
-def test_mixed_batch(
-    cache: torch.dtype, dtype: torch.dtype, window: int, cap: float, sunk: bool, processors: int
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "read", "masked"),
+    pairwise(DTYPES, [(torch.int8, 8), (FP8, 1), (FP8, 8)], [(0, 0.0, False), (16, 0.7, True), (-20, 0.0, False)]),
+)
+def test_mixed_batch(dtype: torch.dtype, read: tuple[torch.dtype, int], masked: tuple[int, float, bool]) -> None:
+    """read: the cache's format and the device's processors. masked: window, cap and whether there are sinks."""
+    (cache, processors), (window, cap, sunk) = read, masked
     shape: dict[str, Any] = {"heads": 6, "kv_heads": 2, "dtype": dtype, "cache": cache}
     case = make_case([1, 1, 1, 1, 17, 5], [1, 16, 17, 150, 17, 30], 4, **shape)
     sinks = sinks_of(case) if sunk else None

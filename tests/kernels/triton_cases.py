@@ -19,8 +19,22 @@ from kvferry.kernels.triton.checksum import digests
 from kvferry.kernels.triton.decode import decode
 from kvferry.kernels.triton.split_kv import Division
 from kvferry.kernels.triton.tile_sizes import decode_tile, prefill_tile
+from kvferry.protocol.attention_window import first_seen
 from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
-from tests.kernels.paged_batch import GATES, Case, close, dense_attention, gated, make_case, rope_table, sinks_of
+from tests.kernels.paged_batch import (
+    ACTIVATIONS,
+    GATES,
+    Case,
+    activation_inputs,
+    close,
+    dense_attention,
+    gated,
+    make_case,
+    rope_table,
+    seeing_ahead,
+    sinks_of,
+)
+from tests.pairwise import pairwise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -32,9 +46,7 @@ def attend(
     return TritonOps(processors).paged_attention(moved.q, moved.kv_layer, moved.plan, 0.25, window, cap, sinks).cpu()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 16])
-@pytest.mark.parametrize("processors", [1, 8])
+@pytest.mark.parametrize(("dtype", "window", "processors"), pairwise(DTYPES, [0, 16], [1, 8]))
 def test_soft_caps(dtype: torch.dtype, window: int, processors: int) -> None:
     case = make_case([1, 1, 1, 17, 5], [1, 16, 100, 17, 30], 3, heads=6, kv_heads=2, dtype=dtype)
     wanted = dense_attention(case, 0.25, window, 0.7)
@@ -42,10 +54,10 @@ def test_soft_caps(dtype: torch.dtype, window: int, processors: int) -> None:
     close(attend(case, window, processors, 0.7), wanted, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (16, 0.0), (0, 0.7)])
-@pytest.mark.parametrize("processors", [1, 8])
-def test_sinks(dtype: torch.dtype, window: int, cap: float, processors: int) -> None:
+@pytest.mark.parametrize(("dtype", "masked", "processors"), pairwise(DTYPES, [(0, 0.0), (16, 0.0), (0, 0.7)], [1, 8]))
+def test_sinks(dtype: torch.dtype, masked: tuple[int, float], processors: int) -> None:
+    """masked: window and cap."""
+    window, cap = masked
     case = make_case([1, 1, 1, 17, 5], [1, 16, 100, 17, 30], 3, heads=6, kv_heads=2, dtype=dtype)
     sinks = sinks_of(case)
     close(attend(case, window, processors, cap, sinks), dense_attention(case, 0.25, window, cap, sinks), dtype)
@@ -60,7 +72,15 @@ def test_mixed_batch(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
     close(attend(case), dense_attention(case, 0.25), dtype)
 
 
-@pytest.mark.parametrize("window", [1, 16, 70])
+@pytest.mark.parametrize("window", [0, 16])
+def test_images_see_later_tokens(window: int) -> None:
+    """The second image is longer than a tile of rows and of keys, and begins before the chunk's first tile ends."""
+    case = make_case([1, 30, 150], [40, 57, 190], 1, heads=4, kv_heads=2)
+    case = seeing_ahead(case, [(5, 17), (35, 170)])
+    close(attend(case, window), dense_attention(case, 0.25, window), torch.float32)
+
+
+@pytest.mark.parametrize("window", [1, 16, 70, -1, -16, -60])
 @pytest.mark.parametrize("processors", [1, 8])
 def test_window(window: int, processors: int) -> None:
     case = make_case([1, 1, 30], [140, 5, 97], 2, heads=3, kv_heads=1)
@@ -89,7 +109,7 @@ def test_decodes_in_parts_write_their_own_rows_alone(dtype: torch.dtype, spare: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 70, 300])
+@pytest.mark.parametrize("window", [0, 70, 300, -400])
 def test_one_long_sequence_among_short_ones(dtype: torch.dtype, window: int) -> None:
     """It has parts, they have none."""
     case = make_case([1] * 20, [1, 900, *[17] * 18], 20, heads=2, kv_heads=1, dtype=dtype)
@@ -109,7 +129,7 @@ def test_experts_as_grouped_products_on_the_device(count: int) -> None:
     assert (got - wanted).norm() < 0.01 * wanted.norm()
 
 
-@pytest.mark.parametrize("window", [0, 1, 100, 5000])
+@pytest.mark.parametrize("window", [0, 1, 100, 5000, -1, -100])
 @pytest.mark.parametrize("spare", [1, 7, 132])
 @pytest.mark.parametrize("lengths", [[1], [4096], [100_000, *[30] * 63], [2048] * 64, [*range(1, 129)], [16 * 64, 65]])
 def test_parts_are_of_about_one_size_and_have_each_position_once(lengths: list[int], spare: int, window: int) -> None:
@@ -117,7 +137,7 @@ def test_parts_are_of_about_one_size_and_have_each_position_once(lengths: list[i
     division = Division(total, keys, spare, window)
     count, items, spans = int(division.items[0, 0]), division.items[1:].cpu(), division.spans.cpu()
     assert len(lengths) <= count <= division.count == len(lengths) + spare
-    first = [max(0, length - window) if window else 0 for length in lengths]
+    first = [first_seen(length - 1, window) for length in lengths]
     assert sorted(items[:count, 0].tolist()) == items[:count, 0].tolist()
     for seq, (length, (before, parts)) in enumerate(zip(lengths, spans.tolist(), strict=True)):
         own = items[before : before + parts]
@@ -189,6 +209,14 @@ def test_gate_mul(dtype: torch.dtype, width: int) -> None:
     gate_up = torch.randn(2, width, generator=torch.Generator().manual_seed(4)).to(dtype).to(DEVICE)
     for gate in GATES:
         close(TritonOps().gate_mul(gate_up, gate).cpu(), gated(gate_up.cpu(), gate), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [34, 2500])
+def test_activate(dtype: torch.dtype, width: int) -> None:
+    x = activation_inputs((2, width), dtype)
+    for activation, wanted in ACTIVATIONS.items():
+        close(TritonOps().activate(x.to(DEVICE), activation).cpu(), wanted(x.double()), dtype)
 
 
 @pytest.mark.parametrize("size", [64, 241, 248, 256, 1023, 1024, 1032, 1088, 2048, 5000, 49_152])

@@ -19,7 +19,7 @@ from kvferry.kernels.triton.checksum import digests
 from kvferry.kernels.triton.coded_product import ORDERED
 from kvferry.protocol.sampling import SamplingParams
 from tests.kernels.hopper import HOPPER_SHARED_BYTES, compiled_kernels  # noqa: F401
-from tests.kernels.paged_batch import GATES, make_case, rope_table
+from tests.kernels.paged_batch import ACTIVATIONS, GATES, make_case, rope_table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,7 +35,9 @@ def test_rope_norm_and_activation(compiled: dict[str, Any], dtype: torch.dtype) 
     ops.add_rms_norm(x, x, x[0], 1e-5)
     for gate in GATES:
         ops.gate_mul(x, gate)
-    assert set(compiled) == {"rope_cache_kernel", "rms_norm_kernel", "gate_mul_kernel"}
+    for activation in ACTIVATIONS:
+        ops.activate(x, activation)
+    assert set(compiled) == {"rope_cache_kernel", "rms_norm_kernel", "gate_mul_kernel", "activate_kernel"}
 
 
 CODES = {

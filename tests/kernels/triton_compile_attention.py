@@ -22,12 +22,13 @@ def copies_ahead(kernel: Any) -> bool:
     return any(int(number) > 0 for number in re.findall(r"async_wait.*num = (\d+)", kernel.asm["ttgir"]))
 
 
-@pytest.mark.parametrize("processors", [132, 1])
-@pytest.mark.parametrize(("window", "cap", "sunk"), [(0, 0.0, False), (512, 50.0, True)])
+@pytest.mark.parametrize(
+    ("window", "cap", "sunk", "processors"), [(0, 0.0, False, 132), (512, 50.0, True, 1), (-512, 0.0, False, 132)]
+)
 def test_bfloat16_attention_uses_tensor_cores_and_wide_copies(
     compiled: dict[str, Any], window: int, cap: float, sunk: bool, processors: int
 ) -> None:
-    """A device of one multiprocessor is filled by the tallest tiles."""
+    """A device of one multiprocessor is filled by the tallest tiles, which leave the least memory for all else."""
     case = make_case([1, 1, 150], [1024, 30, 170], 2, heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16)
     sinks = sinks_of(case) if sunk else None
     TritonOps(processors).paged_attention(case.q, case.kv_layer, case.plan, 0.1, window, cap, sinks)

@@ -19,6 +19,7 @@ from kvferry.protocol.link_messages import (
     Commit,
     CommitAck,
     Copy,
+    EmbeddingSupply,
     Fetch,
     Grant,
     GrantRequest,
@@ -26,6 +27,7 @@ from kvferry.protocol.link_messages import (
     Refusal,
     Supply,
 )
+from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
@@ -36,6 +38,7 @@ from tests.mutations import mutated
 PARAMS = SamplingParams(temperature=1, logit_bias=((3, 1.5), (4, -2)), logprobs=2, stop_token_ids=(1, 2))
 JOB = Job("r", 1, (5, 6, 7), 3, Generate(PARAMS), "router", deadline_s=30)
 COPY = Copy((5, 6, 7), 4)
+MEDIA = (MediaItem("image", "hash", 1, 2, b""),)
 LOGPROBS = TokenLogprobs(1, -0.5, 1, ((1, -0.5), (2, -1.0)))
 DELTA = TokenDelta("r", 1, 0, (1,), (LOGPROBS,), "stop", 1, Reuse(3, 1, 0, 0, 2), (None, LOGPROBS))
 FETCH = Fetch(7, DecodeTarget("a", 1, "a:1", "f"), 1, bytes(32), 1.0)
@@ -45,6 +48,9 @@ GOOD = [
     GrantRequest(1, 2, "f", JOB),
     GrantRequest(1, 2, "f", COPY),
     GrantRequest(1, 2, "f", SUPPLY),
+    GrantRequest(1, 2, "f", EmbeddingSupply(7, 2)),
+    GrantRequest(1, 2, "f", replace(JOB, media=MEDIA, rope_offset=-3)),
+    GrantRequest(1, 2, "f", replace(COPY, media=MEDIA)),
     FETCH,
     replace(FETCH, hashes=bytes(16 * MAX_BLOCKS)),
     NoSupply(7, "not_found", "gone"),
@@ -58,6 +64,9 @@ GOOD = [
     Abort(3, "because"),
 ]
 BAD = [
+    GrantRequest(1, 2, "f", replace(JOB, media=MEDIA * 2)),
+    GrantRequest(1, 2, "f", replace(JOB, media=MEDIA, rope_offset=1)),
+    GrantRequest(1, 2, "f", replace(COPY, media=(replace(MEDIA[0], length=3),))),
     Grant(0, 0, 1, 1),
     Grant(1, -1, 1, 1),
     Grant(1, 0, -1, 1),
@@ -92,6 +101,7 @@ BAD = [
     GrantRequest(1, 2, "f", replace(JOB, work=Embed())),
     GrantRequest(1, 2, "f", replace(JOB, work=Generate(replace(PARAMS, logit_bias=((3,),))))),  # type: ignore[arg-type]
     GrantRequest(1, 2, "f", replace(SUPPLY, fetch=0)),
+    GrantRequest(1, 2, "f", EmbeddingSupply(7, 0)),
     GrantRequest(1, 2, "f", replace(SUPPLY, count=0)),
     GrantRequest(1, 2, "f", replace(SUPPLY, count=MAX_BLOCKS + 1)),
     GrantRequest(1, 2, "f", replace(SUPPLY, deadline_s=float("nan"))),

@@ -37,7 +37,7 @@ class Ends:
         self.cancelled: list[tuple[Any, Exception]] = []
         self.wanted: list[tuple[Any, Fetch]] = []
         self.told = Told()
-        self.asker = FetchClient(self.ours.dock, self.told, lambda key, error: self.cancelled.append((key, error)))
+        self.asker = FetchClient(self.ours.dock, lambda key, error: self.cancelled.append((key, error)))
         self.giver = FetchServer(self.theirs.dock, lambda peer, fetch: self.wanted.append((peer, fetch)))
         for process in (self.ours, self.theirs):
             process.dock.start()
@@ -47,7 +47,7 @@ class Ends:
         return self.told.ends
 
     def ask(self, to: str = "g:1", patience_s: float = 5.0) -> int:
-        number = self.asker.ask(to, DecodeTarget("a", EPOCH, "a:1", FINGERPRINT), 2, HASHES, patience_s)
+        number = self.asker.ask(self.told, to, DecodeTarget("a", EPOCH, "a:1", FINGERPRINT), 2, HASHES, patience_s)
         self.network.run()
         return number
 

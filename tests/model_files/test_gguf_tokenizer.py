@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, build_tokenizer
+from kvferry.model_files.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, build_tokenizer
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import ConfigError
 from tests.vocabularies import sentencepiece
@@ -40,7 +40,10 @@ def tokens_of(metadata: dict[str, Any], text: str, **options: Any) -> list[str]:
     [
         ("smollm", ["1", "2", "3", "4", "Ġa"]),
         ("qwen2", ["1", "2", "3", "4", "Ġa"]),
+        ("qwen35", ["1", "2", "3", "4", "Ġa"]),
         ("gpt-2", ["123", "4", "Ġa"]),
+        ("lfm2", ["123", "4", "Ġa"]),
+        ("falcon-h1", ["123", "4", "Ġa"]),
         ("llama-bpe", ["123", "4", "Ġa"]),
         ("gpt-4o", ["123", "4", "Ġa"]),
         ("tekken", ["1", "2", "3", "4", "Ġa"]),
@@ -51,7 +54,14 @@ def test_pre_tokenizers_split_numbers_as_their_models_do(pre: str, expected: lis
     assert tokens_of(byte_level(pre), "1234 a", add_special_tokens=False) == expected
 
 
-@pytest.mark.parametrize("pre", ["smollm", "qwen2", "gpt-2", "llama-bpe", "gpt-4o", "tekken", "default"])
+@pytest.mark.parametrize(("pre", "words"), [("qwen35", 1), ("qwen2", 4)])
+def test_qwen_3_5_keeps_marks_with_the_letters_before_them(pre: str, words: int) -> None:
+    """Vowel signs of Devanagari are marks, which no normalisation joins with letters."""
+    splitter = build_tokenizer(byte_level(pre)).pre_tokenizer
+    assert len(splitter.pre_tokenize_str("हिन्दी")) == words
+
+
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "qwen35", "gpt-2", "llama-bpe", "gpt-4o", "tekken", "default"])
 @given(st.text(max_size=20).filter(lambda text: text.isascii()))
 @settings(max_examples=20, deadline=None)
 def test_pre_tokenizers_lose_nothing(pre: str, text: str) -> None:
@@ -62,6 +72,7 @@ def test_pre_tokenizers_lose_nothing(pre: str, text: str) -> None:
 
 def test_begin_token_follows_the_file_else_llama_cpp() -> None:
     assert tokens_of(byte_level("llama-bpe"), "a") == ["<bos>", "a"]
+    assert tokens_of(byte_level("lfm2"), "a") == ["<bos>", "a"]
     assert tokens_of(byte_level("smollm"), "a") == ["a"]
     assert tokens_of(byte_level("smollm", **{"tokenizer.ggml.add_bos_token": True}), "a") == ["<bos>", "a"]
     assert tokens_of(byte_level("llama-bpe", **{"tokenizer.ggml.add_bos_token": False}), "a") == ["a"]
@@ -121,3 +132,22 @@ def test_sentencepiece_begins_with_bos_and_needs_scores() -> None:
     assert tokens_of(sentencepiece(), "ab") == ["<s>", "▁ab"]
     with pytest.raises(ConfigError, match="scores"):
         build_tokenizer({**sentencepiece(), "tokenizer.ggml.scores": []})
+
+
+def gemma4(**more: Any) -> dict[str, Any]:
+    tokens = ["<pad>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n", "\n\n", "▁", *"abc", "ab"]
+    tokens += ["▁ab", "c\n", "<|turn>"]
+    types = [CONTROL] * 2 + [UNKNOWN] + [BYTE] * 256 + [NORMAL] * 9 + [CONTROL]
+    merges = ["a b", "▁ ab", "\n \n", "c \n"]
+    frame = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.unknown_token_id": 2, "tokenizer.ggml.merges": merges}
+    kinds = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    return {"tokenizer.ggml.model": "gemma4", **kinds, **frame, **more}
+
+
+def test_gemma_4_merges_in_order_with_line_breaks_apart_and_bytes_for_what_is_unknown() -> None:
+    text = "ab ab\n\nc\né<|turn>"
+    pieces = ["ab", "▁ab", "\n\n", "c", "\n", "<0xC3>", "<0xA9>", "<|turn>"]
+    assert tokens_of(gemma4(), text, add_special_tokens=False) == pieces
+    assert tokens_of(gemma4(), "ab") == ["<bos>", "ab"]
+    tokenizer = build_tokenizer(gemma4())
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == f"<bos>{text}"

@@ -9,6 +9,7 @@ from gguf import GGUFWriter
 from kvferry.model_files import source as model_source
 from kvferry.model_files.context_length import context_length
 from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.multimodal import media_taken, text_config
 from kvferry.model_files.source import read_facts, resolve
 from kvferry.protocol.errors import ConfigError
 from tests.gguf_files import finish
@@ -84,6 +85,15 @@ def test_multimodal_config_is_read_from_its_text_part(tmp_path):
         json.dumps({"model_type": "mm", "text_config": {"vocab_size": 9, "n_positions": 5, "eos_token_id": 3}})
     )
     assert read_facts(resolve(str(path))) == model_source.ModelFacts(9, 5, (3,), "mm")
+
+
+def test_text_of_qwen2_audio_beside_a_vocabulary_at_the_top():
+    """Its published config repeats the vocabulary's size there, and leaves out what equals transformers' defaults."""
+    text = {"model_type": "qwen2", "vocab_size": 156032, "intermediate_size": 11008, "max_position_embeddings": 8192}
+    config = {"model_type": "qwen2_audio", "vocab_size": 156032, "audio_config": {}, "text_config": text}
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+    assert text_config(config) == text | sizes
+    assert media_taken(config) == "audio"
 
 
 @pytest.mark.parametrize("size", [-1, 2**40])

@@ -26,8 +26,6 @@ def directory(path, config):
     ("config", "words"),
     [
         ({"model_type": "llava", "text_config": TEXT, "vision_config": {}}, "multimodal"),
-        ({"model_type": "llama4", "text_config": TEXT | {"model_type": "llama4_text"}}, "chunked"),
-        (TEXT | {"model_type": "llama4_text"}, "chunked"),
         (TEXT | {"model_type": "minicpm3", "kv_lora_rank": 512}, "MLA"),
         ({"model_type": "kimi_k25", "text_config": TEXT | {"kv_lora_rank": 512}}, "MLA"),
         (TEXT | {"model_type": "t5", "is_encoder_decoder": True}, "encoder"),

@@ -29,6 +29,9 @@ from kvferry.worker.tier_opening import OpenTiers
 from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.waiting import until
 
+TEXT_ALONE = SimpleNamespace(media=SimpleNamespace(encoder=None))
+"""What the endpoints ask of a node's engine."""
+
 
 class Engine:
     """Collects the jobs that are added."""
@@ -50,7 +53,7 @@ class Engine:
 def service_on(app: FastAPI, engine: Engine) -> PrefillService:
     base: Any = SimpleNamespace(
         settings=SimpleNamespace(role="prefill", grant_timeout=30.0, kv_events_config=""),
-        parts=SimpleNamespace(kv=torch.zeros(2, 4), fingerprint="f"),
+        parts=SimpleNamespace(kv=torch.zeros(2, 4), fingerprint="f", media=None, engine=TEXT_ALONE),
         epoch=1,
         metrics=WorkerMetrics("prefill"),
         app=app,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol import layout
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.layout import CachedLayer, KVLayout
 
 DEMO = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
 
@@ -67,3 +67,22 @@ def test_revision_and_wire_version_are_in_the_fingerprint(monkeypatch: pytest.Mo
     assert DEMO.fingerprint("rev", "float32") != before
     monkeypatch.setattr(layout, "WIRE_VERSION", layout.WIRE_VERSION + 1)
     assert DEMO.fingerprint("rev") != before
+
+
+def test_a_block_of_layers_that_differ_is_all_their_parts() -> None:
+    layers = (CachedLayer(2, 64), CachedLayer(1, 128), CachedLayer(2, 64))
+    mixed = KVLayout(3, 2, 64, "bfloat16", 16, layers=layers)
+    assert mixed.numbers == 16 * 2 * (2 * 64 + 128 + 2 * 64)
+    assert mixed.block_shape == (mixed.numbers,)
+    assert mixed.block_bytes == 2 * mixed.numbers
+    assert replace(mixed, dtype="int8").block_bytes == 16 * 2 * (2 * 68 + 132 + 2 * 68)
+    assert mixed.of_rank(1) == mixed
+    alike = replace(mixed, layers=())
+    orders = [mixed, alike, replace(mixed, layers=layers[::-1][1:] + layers[:1])]
+    assert len({each.fingerprint("rev") for each in orders}) == 3
+
+
+def test_the_fingerprint_of_layers_that_are_alike_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What disks and stores hold under it is found again after an upgrade."""
+    monkeypatch.setattr(layout, "WIRE_VERSION", 13)
+    assert DEMO.fingerprint("rev", "cpu") == "123a9ff79c25426704ef96e543a7a749"

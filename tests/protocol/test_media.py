@@ -15,6 +15,7 @@ from kvferry.protocol.media import (
     block_extras,
     extras_of,
     joined,
+    media_within,
     with_data,
     without_data,
 )
@@ -65,6 +66,21 @@ def test_the_same_text_with_another_picture_shares_only_what_is_before_it() -> N
 )
 def test_what_a_node_tells_of_media_is_checked(media: tuple[MediaItem, ...], sound: bool) -> None:
     assert RenderedPrompt((1,) * 10, media).sound is sound
+
+
+@pytest.mark.parametrize(("offset", "sound"), [(0, True), (-6, True), (-7, False), (1, False)])
+def test_later_tokens_are_placed_at_most_as_far_back_as_media_are_long(offset: int, sound: bool) -> None:
+    assert RenderedPrompt((1,) * 10, (item(2, 4),), offset).sound is sound
+
+
+def test_the_first_tokens_of_a_prompt_have_its_blocks() -> None:
+    media = [item(1, 6, "a", b"data"), item(9, 2, "b", b"data")]
+    whole = block_extras(media, 4)
+    for length in range(0, 16, 4):
+        within = media_within(media, length)
+        assert block_extras(within, 4) == {number: each for number, each in whole.items() if number < length // 4}
+        assert RenderedPrompt((1,) * length, within).sound
+        assert not any(each.data for each in within)
 
 
 def test_data_travel_behind_a_message_and_are_put_back() -> None:

@@ -41,7 +41,21 @@ def test_names_and_help(metrics: Metrics) -> None:
 def test_every_attribute_is_served_and_alive_before_the_first_event(metrics: Metrics) -> None:
     served = {family.name: family.samples for family in metrics.registry.collect()}
     assert not [name for name, samples in served.items() if not samples]
-    names = ("canary", "fetches", "tiers", "speculation", "sessions", "reuse", "scaling", "loop", "journals", "batches")
+    names = (
+        "canary",
+        "fetches",
+        "tiers",
+        "speculation",
+        "sessions",
+        "reuse",
+        "scaling",
+        "loop",
+        "journals",
+        "batches",
+        "states",
+        "media",
+        "encodes",
+    )
     rooms = [getattr(metrics, name) for name in names if hasattr(metrics, name)]
     parts = [part for room in (metrics, *rooms) for part in vars(room).values()]
     held = [m for m in parts if isinstance(m, Counter | Gauge | Histogram | TokenHistograms | dict)]

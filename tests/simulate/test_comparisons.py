@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,11 @@ from kvferry.simulate.calibrate import calibrated, of_model
 from kvferry.simulate.compare import POLICIES, case, simulated
 from kvferry.simulate.fleet import Shape
 from kvferry.simulate.machine import Machine
-from kvferry.simulate.plan import Need, checks, guess
+from kvferry.simulate.plan import BUSY, Need, checks, encoding, guess
 from kvferry.simulate.plots import goodputs
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal, medians
-from kvferry.simulate.workloads import Asked
+from kvferry.simulate.trace_writer import Asked
 
 
 def test_ours_wins_where_sharing_is_high_and_caches_overflow() -> None:
@@ -67,6 +68,18 @@ def test_a_plan_is_the_least_that_was_found_enough() -> None:
     assert any(share.share < 0.95 for *_, share in tries) or (prefill, decode) == (1, 1)
 
 
+def test_a_plan_counts_the_pages_of_windows() -> None:
+    need, goal = Need(200, 2000, 400), Goal()
+    plain = Machine(blocks=600)
+    windowed = replace(plain, page_blocks=5, window_pages=17)
+    assert [windowed.blocks_for(tokens) for tokens in (1, 64, 65, 64 * 17, 64 * 18)] == [6, 6, 12, 17 * 6, 17 * 6 + 1]
+    streams = 600 // plain.blocks_for(2400), 600 // windowed.blocks_for(2400)
+    assert streams == (15, 4)
+    assert guess(need, windowed, goal)[1] > 2 * guess(need, plain, goal)[1]
+    with pytest.raises(ConfigError, match="more KV blocks than a node has"):
+        guess(need, replace(windowed, blocks=100), goal)
+
+
 @pytest.mark.parametrize(
     ("need", "goal", "told"),
     [
@@ -80,6 +93,29 @@ def test_a_plan_is_the_least_that_was_found_enough() -> None:
 def test_a_plan_says_what_cannot_be(need: Need, goal: Goal, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         guess(need, replace(Machine(), context_s=0.0), goal)
+
+
+def test_images_need_encode_nodes_and_leave_less_of_the_goal() -> None:
+    machine, goal = replace(Machine(), media_tokens_per_s=1000.0), Goal(ttft_s=1.0)
+    assert encoding(Need(7.0, 500, 100), machine, goal) == (0, goal)
+    count, left = encoding(Need(7.0, 500, 100, image_tokens=300), machine, goal)
+    load = 7.0 * 0.3 / count
+    assert count == math.ceil(7.0 * 0.3 / BUSY)
+    assert left.ttft_s == pytest.approx(1.0 - 0.3 * (1 + load / 2 / (1 - load)))
+    with pytest.raises(ConfigError, match="the images of one request take"):
+        encoding(Need(7.0, 500, 100, image_tokens=900), machine, goal)
+
+
+def test_leases_of_encode_nodes_give_their_rate_alone() -> None:
+    def lease(role: str, blocks: int, encoded: float) -> NodeLease:
+        rates = Rates(500.0, 0.02, 2e9, media_tokens_per_s=encoded)
+        return NodeLease(role, role, 1, "ready", "", "", "f", "m", 99, 16, 4096, Load(total_blocks=blocks), rates)
+
+    nodes = [lease("prefill", 700, 50.0), lease("decode", 700, 0.0), lease("encode", 9, 80.0), lease("encode", 9, 0.0)]
+    machine = calibrated(nodes, Machine())
+    assert (machine.blocks, machine.media_tokens_per_s) == (700, 80.0)
+    assert calibrated(nodes[:2], Machine()).media_tokens_per_s == 50.0
+    assert calibrated(nodes[1:2], Machine()).media_tokens_per_s == Machine().media_tokens_per_s
 
 
 def test_leases_give_the_rates() -> None:

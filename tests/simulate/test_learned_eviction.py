@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.eviction import ORACLE, Replay, workload
+from benchmarks.eviction import ORACLE, SIZES, Replay, workload
 
 
 def found(name: str, order: str, blocks: int, seed: int = 0) -> int:
     return Replay(order, blocks, workload(name, seed)).found
 
 
-def test_agents_with_tool_pauses_gain_at_least_half_of_what_an_oracle_would() -> None:
-    slru, value, oracle = (found("tool-agents", order, 3000) for order in ("slru", "value", ORACLE))
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("tool-agents", 3000), ("tool-agents", 6000), *(("several-tools", blocks) for blocks in SIZES)],
+)
+def test_agents_with_tool_pauses_gain_at_least_half_of_what_an_oracle_would(name: str, blocks: int) -> None:
+    slru, value, oracle = (found(name, order, blocks) for order in ("slru", "value", ORACLE))
     assert value - slru >= 0.5 * (oracle - slru) > 0
 
 

@@ -15,7 +15,8 @@ from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.peer_policies import RoundRobin
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.workloads import WORKLOADS, Asked, hashes_of
+from kvferry.simulate.trace_writer import Asked, hashes_of
+from kvferry.simulate.workloads import WORKLOADS
 from kvferry.simulate.world import Loss, World
 
 MACHINE = Machine(

@@ -9,7 +9,8 @@ import pytest
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.simulate.mooncake import read_trace
-from kvferry.simulate.workloads import WORKLOADS, Asked, hashes_of
+from kvferry.simulate.trace_writer import Asked, hashes_of
+from kvferry.simulate.workloads import WORKLOADS
 
 
 def test_hashes_are_equal_as_far_as_the_text_is() -> None:

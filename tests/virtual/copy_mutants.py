@@ -28,8 +28,8 @@ def copy_lands_at_once() -> Mutant:
 def copy_is_not_lent() -> Mutant:
     """Blocks of a copy are taken anew while they are being sent."""
 
-    def lend(copies: Replicas, transfer: int, request: Any, first: int, upto: int) -> Any:
-        transfer_holds = real(copies, transfer, request, first, upto)
+    def lend(copies: Replicas, transfer: int, chain: Any, first: int) -> Any:
+        transfer_holds = real(copies, transfer, chain, first)
         copies.returned(transfer)
         return transfer_holds
 

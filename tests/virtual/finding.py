@@ -17,15 +17,15 @@ MUTANTS = {
     if isinstance(made, Mistake)
 }
 FOUND_BY = {
-    "cancel_forgets_blocks": 23,
-    "cancel_forgets_late_arrivals": 76,
+    "cancel_forgets_blocks": 1,
+    "cancel_forgets_late_arrivals": 46,
     "checksums_not_compared": 45,
     "closed_before_it_is_quiet": 9,
     "committed_before_the_last_block": 140,
     "copy_is_not_lent": 5,
-    "copy_lands_at_once": 7,
+    "copy_lands_at_once": 2,
     "deadline_of_a_grant_ignored": 36,
-    "fetch_that_failed_keeps_its_blocks": 170,
+    "fetch_that_failed_keeps_its_blocks": 2,
     "fetched_before_it_is_here": 2,
     "given_blocks_are_not_held": 2,
     "grant_quiet_too_early": 9,
@@ -33,7 +33,7 @@ FOUND_BY = {
     "hold_dropped_with_the_grant": 9,
     "landed_before_the_last_block": 5,
     "moved_but_never_let_go": 1,
-    "moving_blocks_not_held": 1,
+    "moving_blocks_not_held": 52,
     "nobody_is_cancelled": 313,
     "receives_are_never_filled": 36,
     "ship_quiet_too_early": 116,

@@ -112,7 +112,9 @@ class VirtualNode:
     def _join(self) -> None:
         world, process, shape = self.world, self.process, self.shape
         delay_s, loop = world.weather.delay_s, world.loop
-        self.engine = make_engine(shape.blocks[self.role], shape.budget, shape.seqs)
+        self.engine = make_engine(
+            shape.blocks[self.role], shape.budget, shape.seqs, recurrent=shape.recurrent, windowed=shape.windowed
+        )
         runner = cast(Arithmetic, self.engine.runner)
         holds, cancel, runner.blame = self.engine.pool.holds, self.engine.cancel, world.blame
 
@@ -135,7 +137,10 @@ class VirtualNode:
         app = cast(FastAPI, routes)
         self.streams.mount(app)
         parts = SimpleNamespace(
-            fingerprint=FINGERPRINT, layout=SimpleNamespace(block_bytes=BLOCK_BYTES, block_size=BLOCK_SIZE)
+            fingerprint=FINGERPRINT,
+            layout=SimpleNamespace(block_bytes=BLOCK_BYTES, block_size=BLOCK_SIZE),
+            media=None,
+            engine=self.engine,
         )
         self.roles = Roles(self.role, self.role)
         self.metrics = METRICS[self.role]

@@ -21,7 +21,8 @@ MOVING = 0.2
 @dataclass(frozen=True)
 class Shape:
     """How large nodes are, and how fast; verify: share of blocks whose checksum is taken; shared by all nodes.
-    stream_s: what each stream beside another adds to a step."""
+    stream_s: what each stream beside another adds to a step. recurrent: the model has a state beside K and V; windowed:
+    it has layers with windows."""
 
     blocks: dict[str, int]
     budget: int
@@ -30,6 +31,8 @@ class Shape:
     verify: float
     step_s: dict[str, float]
     stream_s: float = 0.0
+    recurrent: bool = False
+    windowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,18 @@ def make_plan(seed: int) -> Plan:
         rng.choice([0.0, 0.0, 0.1, 0.5]), rng.choice([0.0, 0.0, 0.0, 0.1]), rng.choice([0.0] * 9 + [0.05]),
     )  # fmt: skip
     return _changing(_moving(plan, rng) if rng.random() < MOVING else plan)
+
+
+def recurrent(plan: Plan) -> Plan:
+    """The same with a model that has recurrent layers, in pools with room for a few states more."""
+    blocks = {role: count + 4 for role, count in plan.shape.blocks.items()}
+    return replace(plan, shape=replace(plan.shape, blocks=blocks, recurrent=True))
+
+
+def windowed(plan: Plan) -> Plan:
+    """The same with a model that has layers with windows, in pools with room for their pages."""
+    blocks = {role: count + 16 for role, count in plan.shape.blocks.items()}
+    return replace(plan, shape=replace(plan.shape, blocks=blocks, windowed=True))
 
 
 def _moving(plan: Plan, rng: random.Random) -> Plan:

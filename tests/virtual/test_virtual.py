@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
+from tests.short_form import is_short
 from tests.virtual.clock import Stuck, VirtualLoop
 from tests.virtual.finding import FOUND_BY, MUTANTS, RARE, finders
 from tests.virtual.nodes import METRICS
-from tests.virtual.plan import KINDS, make_plan
+from tests.virtual.plan import KINDS, Plan, make_plan, recurrent, windowed
 from tests.virtual.world import LEAST_DONE, World, share_done
 
-SEEDS = int(os.environ.get("KVFERRY_TEST_SCHEDULES", "100"))
+SEEDS = int(os.environ.get("KVFERRY_TEST_SCHEDULES", "60" if is_short() else "100"))
 FROM = int(os.environ.get("KVFERRY_TEST_SCHEDULES_FROM", "0"))
 AT_ONCE = 20
 MUTANT_SEEDS = 100
 
 
-def lived(seed: int) -> World:
-    world = World(make_plan(seed))
+def lived(seed: int, change: Callable[[Plan], Plan] = lambda plan: plan) -> World:
+    world = World(change(make_plan(seed)))
     world.run()
     return world
 
@@ -33,6 +35,32 @@ def test_whatever_the_schedule_every_client_gets_its_tokens_and_nothing_is_left(
     wrong, outcomes = {}, Counter()
     for seed in range(begin, min(begin + AT_ONCE, FROM + SEEDS)):
         world = lived(seed)
+        outcomes += world.outcomes()
+        if world.wrong:
+            wrong[seed] = world.wrong
+    assert not wrong
+    assert share_done(outcomes) >= LEAST_DONE, outcomes
+
+
+@pytest.mark.parametrize("begin", range(FROM, FROM + SEEDS, AT_ONCE))
+def test_a_model_with_recurrent_layers_keeps_the_same_promises(begin):
+    """States travel with prompts, streams and copies, and come back from checkpoints."""
+    wrong, outcomes = {}, Counter()
+    for seed in range(begin, min(begin + AT_ONCE, FROM + SEEDS)):
+        world = lived(seed, recurrent)
+        outcomes += world.outcomes()
+        if world.wrong:
+            wrong[seed] = world.wrong
+    assert not wrong
+    assert share_done(outcomes) >= LEAST_DONE, outcomes
+
+
+@pytest.mark.parametrize("begin", range(FROM, FROM + SEEDS, AT_ONCE))
+def test_a_model_with_windows_keeps_the_same_promises(begin):
+    """Pages travel with prompts, streams and copies, and are given up behind a window."""
+    wrong, outcomes = {}, Counter()
+    for seed in range(begin, min(begin + AT_ONCE, FROM + SEEDS)):
+        world = lived(seed, windowed)
         outcomes += world.outcomes()
         if world.wrong:
             wrong[seed] = world.wrong

@@ -27,6 +27,8 @@ from kvferry.runtime.rank_channel import RankChannel, RankChannels
 from kvferry.worker import device_rank_pool, rank, segments
 from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.device_ranks import DeviceRanks
+from kvferry.worker.hosts import remote_parts
+from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import PoolMemory, make_pool
 from kvferry.worker.rank_launcher import start_ranks
 from kvferry.worker.rank_memory import make_memory
@@ -59,28 +61,31 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Joined:
-    """Pools of ranks in this process, the others' on threads."""
+    """Pools of ranks in this process, the others' on threads. elsewhere: they share no rows, as on other hosts."""
 
-    def __init__(self, layout: KVLayout, ranks: int, blocks: int) -> None:
+    def __init__(self, layout: KVLayout, ranks: int, blocks: int, *, elsewhere: bool) -> None:
         self.descriptors = [os.memfd_create("rows") for _ in range(ranks)]
         self.file = self.descriptors[0]
         self.pools = [make_pool(layout.of_rank(ranks), blocks, CPU) for _ in range(ranks)]
         rows = [SharedRows(self.file, layout.block_bytes) for _ in range(ranks)]
-        parts = [Segments(kv, layout, rank, ranks, rows[rank]) for rank, kv in enumerate(self.pools)]
+        parts = [Segments(kv, layout, rank, ranks) for rank, kv in enumerate(self.pools)]
         self.lines = RankChannels(ranks - 1)
         theirs = [RankChannel(os.dup(self.lines.give(rank))) for rank in range(ranks - 1)]
         self.lines.given()
         self.threads = ThreadPoolExecutor(ranks)
         self.ends = [
-            self.threads.submit(device_rank_pool.follow, line, part, own)
+            self.threads.submit(remote_parts.follow, line, part)
+            if elsewhere
+            else self.threads.submit(device_rank_pool.follow, line, part, own)
             for line, part, own in zip(theirs, parts[1:], rows[1:], strict=True)
         ]
-        self.memory = DeviceRankPool(parts[0], rows[0], self.lines, ranks - 1, layout.block_bytes)
+        remote = [RemotePart(part.part, self.lines, number) for number, part in enumerate(parts[1:] * elsewhere)]
+        self.memory = DeviceRankPool(parts[0], rows[0], self.lines, ranks - 1, layout.block_bytes, remote)
 
     def end(self) -> None:
         self.lines.close()
         for each in self.ends:
-            assert isinstance(each.exception(10.0), EOFError | OSError)
+            assert isinstance(each.exception(10.0), EOFError | OSError | IndexError)
         self.threads.shutdown()
         for descriptor in self.descriptors:
             os.close(descriptor)
@@ -95,9 +100,9 @@ def layout(request: pytest.FixtureRequest) -> KVLayout:
     }[request.param]
 
 
-@pytest.fixture
-def joined(layout: KVLayout) -> Iterator[Joined]:
-    found = Joined(layout, 2, 6)
+@pytest.fixture(params=[False, True], ids=["here", "elsewhere"])
+def joined(layout: KVLayout, request: pytest.FixtureRequest) -> Iterator[Joined]:
+    found = Joined(layout, 2, 6, elsewhere=request.param)
     yield found
     found.end()
 

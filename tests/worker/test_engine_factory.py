@@ -86,7 +86,9 @@ def test_a_node_tells_a_person_where_it_computes_and_how_large_its_pool_is() -> 
         pool=SimpleNamespace(num_blocks=2**22),
         config=SimpleNamespace(limits=SimpleNamespace(whole=False)),
     )
-    parts = SimpleNamespace(engine=engine, layout=LAYOUT, kv=torch.zeros(1), info=SimpleNamespace(name="m"), ranks=None)
+    parts = SimpleNamespace(
+        engine=engine, layout=LAYOUT, kv=torch.zeros(1), info=SimpleNamespace(name="m"), ranks=None, max_model_len=64
+    )
     facts = describe(cast(EngineParts, parts))
     assert facts == {
         "model": "m",

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.engine import replication
 from kvferry.protocol.messages import Holder, Job
-from kvferry.worker import fetch_client, fetch_server
+from kvferry.worker import block_fetches, fetch_client, fetch_server
 from tests.toy import VOCAB, expected, make_job
 from tests.waiting import until
 from tests.worker_pair import Router, Worker, pair
@@ -178,7 +178,7 @@ async def test_a_holder_that_stands_still_is_late_and_then_left_alone(
     router: Router, monkeypatch: pytest.MonkeyPatch, frozen: str
 ) -> None:
     monkeypatch.setattr(fetch_client, "LEAST_S", 0.3)
-    monkeypatch.setattr(fetch_client, "SHUN_S", 60.0)
+    monkeypatch.setattr(block_fetches, "SHUN_S", 60.0)
     with router.decode.frozen_engine() if frozen == "engine" else router.decode.frozen_link():
         delta = await first_of(router, job("a", router.decode))
         assert (delta.reuse.fetched, delta.reuse.computed) == (0, LENGTH)

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.engine.eviction import ValueEviction
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.sessions import MAX_NOTES, SessionNotes
+from kvferry.protocol.sessions import MAX_NOTES, TOOL_GROUPS, SessionNotes
 from kvferry.protocol.wire import pack
 from kvferry.worker.sessions import NodeSessions
 from tests.toy import finish, make_engine, make_job
@@ -44,7 +44,7 @@ async def test_tool_calls_and_closed_sessions_are_passed_on() -> None:
         loop.engine.add(replace(job, session=name))
         finish(loop.engine)
     assert pool.idle.stats.paused == 2
-    await node.post_notes(Asked(SessionNotes(("mine", "unknown"), ("other", "unknown"))))  # type: ignore[arg-type]
+    await node.post_notes(Asked(SessionNotes(("mine", "unknown"), (3, 0), ("other", "unknown"))))  # type: ignore[arg-type]
     order = pool.idle
     assert isinstance(order, ValueEviction)
     assert {(each.kind, each.closed) for each in order._chains if each} == {("paused", False), ("closed", True)}
@@ -57,8 +57,15 @@ async def test_tool_calls_and_closed_sessions_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "notes", [SessionNotes(("x",) * (MAX_NOTES + 1)), SessionNotes(closed=("x",) * (MAX_NOTES + 1))]
+    "notes",
+    [SessionNotes(("x",) * (MAX_NOTES + 1), (0,) * (MAX_NOTES + 1)), SessionNotes(closed=("x",) * (MAX_NOTES + 1))],
 )
 async def test_too_many_notes_are_refused(notes: SessionNotes) -> None:
     with pytest.raises(InvalidRequest, match=str(MAX_NOTES)):
         await NodeSessions(Loop()).post_notes(Asked(notes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("groups", [(), (1, 2), (-1,), (TOOL_GROUPS + 1,)])
+async def test_groups_that_are_none_are_refused(groups: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequest, match=f"0 to {TOOL_GROUPS}"):
+        await NodeSessions(Loop()).post_notes(Asked(SessionNotes(("x",), groups)))  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def test_prompts_beside_streams_count_among_what_streams_wait_for() -> None:
     assert 4 * meter.rates.stream_s == pytest.approx(0.010, rel=0.3)
 
 
-MODEL = SimpleNamespace(device=SimpleNamespace(type="cpu"), info=SimpleNamespace(name="tiny"))
+MODEL = SimpleNamespace(device=SimpleNamespace(type="cpu"), info=SimpleNamespace(name="tiny", groups=None))
 
 
 def warmed(monkeypatch: pytest.MonkeyPatch, budget: int, token_s: float, slow_turn: int = 0) -> tuple[Rates, list[int]]:
@@ -87,7 +87,7 @@ def warmed(monkeypatch: pytest.MonkeyPatch, budget: int, token_s: float, slow_tu
         block_size=16, max_model_len=100_000, limits=SimpleNamespace(max_num_batched_tokens=budget)
     )
     pool, runner = SimpleNamespace(num_blocks=10_000), SimpleNamespace(run=run, model=MODEL)
-    engine = SimpleNamespace(config=config, pool=pool, runner=runner, draft_model=None)
+    engine = SimpleNamespace(config=config, pool=pool, runner=runner, draft_model=None, states=None)
     rates = warm_up(cast(Engine, engine))
     return rates, [count for count in chunks if count != 1]
 
@@ -123,8 +123,17 @@ def test_a_model_whose_first_step_fails_is_named() -> None:
     config = SimpleNamespace(block_size=16, max_model_len=100, limits=SimpleNamespace(max_num_batched_tokens=64))
     runner = SimpleNamespace(run=run, model=MODEL)
     pool = SimpleNamespace(num_blocks=10)
-    engine = SimpleNamespace(config=config, pool=pool, runner=runner, draft_model=None)
+    engine = SimpleNamespace(config=config, pool=pool, runner=runner, draft_model=None, states=None)
     with pytest.raises(
         ConfigError, match=r"tiny cannot be run: its first step failed with RuntimeError: no kernel for$"
     ):
         warm_up(cast(Engine, engine))
+
+
+def test_an_encoders_rate_is_learned_from_its_second_image_on() -> None:
+    meter = RateMeter(Rates())
+    found = []
+    for seconds in (9.0, 1.0, 2.0, 0.0):
+        meter.encoded(100, seconds)
+        found.append(meter.rates.media_tokens_per_s)
+    assert found == [0.0, 100.0, 95.0, 95.0]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -22,37 +20,39 @@ from kvferry.router.nodes.node_entry import NodeEntry
 from kvferry.router.nodes.token_streams import TokenStreams
 from kvferry.runtime.suspend_aware_clock import LoopClock
 from tests.fake_workers import lease_of
+from tests.forked_process import ForkedProcess
+from tests.forked_python import WORKERS, forked_python
 from tests.waiting import until
 
-TESTS = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("breakable_node.py")
 
 
-class Process(subprocess.Popen[str]):
-    """The script; `url` is the node's."""
+@dataclass
+class Node:
+    """The script's process and where it answers."""
 
+    process: ForkedProcess
     url: str
 
 
 @contextmanager
-def running(*args: str) -> Iterator[Process]:
+def node(*args: str) -> Iterator[Node]:
     """The script, once it has said that it is ready."""
-    process = Process(
-        [sys.executable, str(SCRIPT), *args],
-        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = forked_python(WORKERS).piped([str(SCRIPT), *args])
     try:
         assert process.stdout
         report = json.loads(process.stdout.readline())
         assert report["status"] == "ready"
-        process.url = report["url"]
-        yield process
+        yield Node(process, report["url"])
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def running(*args: str) -> Iterator[ForkedProcess]:
+    with node(*args) as found:
+        yield found.process
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,10 @@ def test_a_signal_drains_and_ends_with_status_0() -> None:
 
 
 async def test_a_router_notices_at_once_that_a_node_died_and_in_two_seconds_that_it_is_frozen() -> None:
-    with running("engine ended") as process:
-        epoch = int(await asyncio.to_thread(lambda: httpx.get(f"{process.url}/epoch").text))
-        entry = NodeEntry(lease_of("d1", "decode", epoch, http_url=process.url), CapacitySummary("m"))
+    with node("engine ended") as found:
+        process, url = found.process, found.url
+        epoch = int(await asyncio.to_thread(lambda: httpx.get(f"{url}/epoch").text))
+        entry = NodeEntry(lease_of("d1", "decode", epoch, http_url=url), CapacitySummary("m"))
         clock = LoopClock()
         clock.start()
         streams = TokenStreams(NodeClient("router", clock=clock.now))

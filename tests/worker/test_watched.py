@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from kvferry.protocol.lease import Rates
 from kvferry.worker.watchdog import ThreadVitals, Watched
 
@@ -62,3 +64,18 @@ def test_a_step_is_compared_with_one_of_as_many_tokens() -> None:
     assert vitals.pulse.usual_s == 0.02
     engine.step_tokens = 600
     assert vitals.pulse.usual_s == 0.6
+
+
+def test_an_encoder_that_hangs_is_a_fault_and_an_idle_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(mark=None, native_id=0, step_tokens=0, fault=None)
+    link, loop = SimpleNamespace(heartbeat=None, native_id=0, fault=None), SimpleNamespace(ticks=None)
+    embeddings, rates = SimpleNamespace(mark=None), SimpleNamespace(rates=Rates())
+    made: list[Any] = [engine, link, loop, 2048, rates, None, embeddings]
+    vitals = ThreadVitals(*made)
+    now = [0.0]
+    monkeypatch.setattr(vitals, "_clock", SimpleNamespace(tick=lambda: None, now=lambda: now[0]))
+    for mark, later, hangs in ((None, 400.0, False), (1, 400.0, False), (1, 400.0, True), (2, 1.0, False)):
+        embeddings.mark = mark
+        now[0] += later
+        vitals.look()
+        assert (vitals.fault is not None) == hangs

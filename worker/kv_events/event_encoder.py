@@ -50,6 +50,8 @@ class EventEncoder:
                     if event is not None:
                         yield event
                     event = self._begun(content)
+                if content.media and "extra_keys" not in event:
+                    event["extra_keys"] = [None] * len(event["block_hashes"])
                 event["block_hashes"].append(short(each))
                 event["token_ids"] += content.token_ids
                 if "extra_keys" in event:
@@ -88,9 +90,10 @@ class EventEncoder:
             event["extra_keys"] = []
         return event
 
-    def _extra(self, content: BlockContent) -> list[str] | None:
-        """Return what a block's hash covers besides its tokens: the adapter, and of a chain's first block the salt."""
-        keys = [self._adapter_name(content.adapter)] if content.adapter else []
+    def _extra(self, content: BlockContent) -> list[Any] | None:
+        """Return what a block's hash covers besides its tokens: adapter, media, and the salt of a chain's first."""
+        keys: list[Any] = [self._adapter_name(content.adapter)] if content.adapter else []
+        keys += content.media
         if content.namespace and content.parent is None:
             keys.append(salt_of(content.namespace))
         return keys or None

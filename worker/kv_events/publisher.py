@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -16,7 +17,6 @@ from kvferry.kv_transfer.wakeup import Wakeup
 from kvferry.protocol.errors import ConfigError
 from kvferry.worker.kv_events.config import PARAM, KvEventsConfig, read_kv_events_config
 from kvferry.worker.kv_events.event_encoder import EventEncoder
-from kvferry.worker.kv_events.replay_ring import ReplayRing
 from kvferry.worker.service import Base
 
 if TYPE_CHECKING:
@@ -161,3 +161,30 @@ class KvEventPublisher:
         for number, batch in self._ring.since(int.from_bytes(frames[1], "big")):
             self._replays.send_multipart((reader, b"", self._topic, number.to_bytes(8, "big"), batch))
         self._replays.send_multipart((reader, b"", b"", END, b""))
+
+
+MAX_BYTES = 64 * 2**20
+"""Most bytes of the batches that are kept, whatever their number."""
+
+
+class ReplayRing:
+    """Batches by sequence number, the oldest of which are dropped. steps: most batches."""
+
+    def __init__(self, steps: int, most_bytes: int = MAX_BYTES) -> None:
+        self._steps, self._most_bytes = steps, most_bytes
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
+
+    def put(self, number: int, batch: bytes) -> None:
+        """Keep a batch; numbers ascend by one."""
+        self._kept.append((number, batch))
+        self._bytes += len(batch)
+        while len(self._kept) > self._steps or (self._bytes > self._most_bytes and len(self._kept) > 1):
+            self._bytes -= len(self._kept.popleft()[1])
+
+    def since(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the kept batches from this number on."""
+        if self._kept:
+            skipped = max(0, start - self._kept[0][0])
+            for index in range(skipped, len(self._kept)):
+                yield self._kept[index]

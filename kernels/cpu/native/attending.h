@@ -41,7 +41,7 @@ inline void NativeKernels::decode(Array q, Array kv, Array block_table, Array to
 }
 
 inline void NativeKernels::prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window,
-                                   float cap, MaybeArray sinks, Array out) {
+                                   float cap, MaybeArray sinks, MaybeArray see_until, Array out) {
   PrefillTask task{};
   task.kv = kv_layer_of(kv, 1, out);
   task.q = whole(q, 1, 3);
@@ -60,6 +60,13 @@ inline void NativeKernels::prefill(Array q, Array kv, Array blocks, int64_t tota
               elements(out) == task.query_len * task.heads * task.dims.v, "the result does not fit the cache");
   require(task.query_len <= total_len && total_len <= elements(blocks) * task.kv.block_size,
           "a sequence is longer than its blocks");
+  if (see_until) {
+    task.see_until = typed<int32_t>(*see_until, 1);
+    require(elements(*see_until) == task.query_len, "what tokens see is one position each");
+    for (int64_t i = 0; i < task.query_len; ++i)
+      require(task.see_until[i] >= total_len - task.query_len + i && task.see_until[i] < total_len,
+              "a token sees up to its own position or a later one of its sequence");
+  }
   task.memory_step = prefill_memory(task.heads / task.kv.heads, task.dims);
   const int64_t packed = (prefill_bytes(task) + 63) / 64 * 64;
   task.packed = aligned_bytes(packed + threads() * task.memory_step);

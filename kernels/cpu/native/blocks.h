@@ -156,10 +156,11 @@ KVF_INLINE void soften(const BlockBuffers& b, int64_t row, int64_t low, int64_t 
   b.highest[row] = higher;
 }
 
-// Which positions of a block the query rows see: row r (token r / group) those before first_high + r / group, the last
-// `window` of them where there is a window.
+// Which positions of a block, which begins at `begin`, the query rows see: row r (token r / group, from `token` on) those
+// in its window up to its own, or up to the last one of the tokens' that is named.
 struct Sight {
-  int64_t group, first_high, window;
+  int64_t group, begin, token, window;
+  const int32_t* see_until = nullptr;
 };
 
 // The rows' next block, of `width` positions (whole panels). One machine code for all callers: how the compiler fuses
@@ -175,7 +176,9 @@ inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_
       }
     });
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t high = sight.first_high + row / sight.group, low = sight.window > 0 ? high - sight.window : 0;
+    const int64_t number = row / sight.group, token = sight.token + number;
+    const int64_t high = (sight.see_until == nullptr ? token : sight.see_until[number]) + 1 - sight.begin;
+    const int64_t low = first_seen(token, sight.window) - sight.begin;
     soften(b, row, low < 0 ? 0 : low, high < width ? high : width, width, block.v_scales);
   }
   for (int64_t part = 0; part < b.dims.v / kPanel; ++part)
@@ -218,7 +221,7 @@ KVF_INLINE void attend_positions(const Sequence& s, int64_t begin, int64_t end, 
     const int64_t count = end - at < kBlock ? end - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
     for (int64_t j = 0; j < width; j += kPanel)
       pack_panel(s.kv, dims, s.head, s.table, at + j, at + j + kPanel < end ? at + j + kPanel : end, packed.from(j, dims));
-    attend_block(b, group, packed, width, {group, end - at, s.window}, s.scoring);
+    attend_block(b, group, packed, width, {group, at, end - 1, s.window}, s.scoring);
   }
 }
 

@@ -9,12 +9,18 @@ namespace kvferry {
 // the row alone, and so does the result.
 constexpr int64_t kChunkStep = 16, kChunk = 64, kMaxChunks = 16;
 
+// The first position that a token at `position` attends to: in a sliding window, or since the last multiple of -window.
+inline int64_t first_seen(int64_t position, int64_t window) {
+  if (window < 0) return position / -window * -window;
+  return window > 0 && position >= window ? position - window + 1 : 0;
+}
+
 struct Chunks {
   int64_t first, length, count;
 };
 
 inline Chunks chunks_of(int64_t total_len, int64_t window, int64_t least = kChunk, int64_t step = kChunkStep) {
-  const int64_t first = window > 0 && total_len > window ? total_len - window : 0, seen = total_len - first;
+  const int64_t first = first_seen(total_len - 1, window), seen = total_len - first;
   int64_t count = (seen + least - 1) / least;
   count = count > kMaxChunks ? kMaxChunks : count;
   const int64_t length = ((seen + count - 1) / count + step - 1) / step * step;

@@ -14,30 +14,37 @@ namespace {
 constexpr int64_t kFromTiles = kTileRows, kMostCodeRows = kTwoTiles;
 
 template <class C>
-KVF_INLINE void product_of(const Quantised& x, int64_t row, int64_t rows, bool tiles, const uint8_t* panel, float* out) {
+KVF_INLINE void product_of(const Quantised& x, int64_t row, int64_t rows, bool tiles, const uint8_t* panel, int64_t ahead,
+                           float* out) {
   if (tiles)
     code_tiles<C>(x, row, rows, panel, out);
   else
-    code_tile_of<C>(static_cast<int>(rows), x, row, panel, out, std::make_integer_sequence<int, kCodeRows>());
+    code_tile_of<C>(static_cast<int>(rows), x, row, panel, ahead, out, std::make_integer_sequence<int, kCodeRows>());
 }
 #else
 constexpr int64_t kFromTiles = INT64_MAX, kMostCodeRows = kCodeRows;
 
 template <class C>
-KVF_INLINE void product_of(const Quantised& x, int64_t row, int64_t rows, bool, const uint8_t* panel, float* out) {
-  code_tile_of<C>(static_cast<int>(rows), x, row, panel, out, std::make_integer_sequence<int, kCodeRows>());
+KVF_INLINE void product_of(const Quantised& x, int64_t row, int64_t rows, bool, const uint8_t* panel, int64_t ahead,
+                           float* out) {
+  code_tile_of<C>(static_cast<int>(rows), x, row, panel, ahead, out, std::make_integer_sequence<int, kCodeRows>());
 }
 #endif
 
-// Calls emit(row, values [kPanel]) for rows [begin, begin + rows) of x, without bias.
+constexpr int64_t kCodesAhead = 4096;  // bytes of codes prefetched ahead
+
+// Calls emit(row, values [kPanel]) for rows [begin, begin + rows) of x, without bias. The first tile of rows brings the panel
+// into the caches; the second, which finds it there, asks for the `next` one meanwhile.
 template <class Emit>
-KVF_INLINE void code_product(const Quantised& x, int64_t begin, int64_t rows, const Panel& panel, Emit emit) {
+KVF_INLINE void code_product(const Quantised& x, int64_t begin, int64_t rows, const Panel& panel, const uint8_t* next,
+                             Emit emit) {
   alignas(64) float out[kMostCodeRows * kPanel];
   const bool tiles = rows >= kFromTiles;
   const int64_t height = tiles ? kMostCodeRows : kCodeRows, parts = (rows + height - 1) / height;
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t first = begin + rows * part / parts, count = begin + rows * (part + 1) / parts - first;
-    with_codes(panel.form, [&](auto codes) { product_of<decltype(codes)>(x, first, count, tiles, panel.data, out); });
+    const int64_t ahead = part == 1 ? next - panel.data : kCodesAhead;
+    with_codes(panel.form, [&](auto codes) { product_of<decltype(codes)>(x, first, count, tiles, panel.data, ahead, out); });
     for (int64_t r = 0; r < count; ++r) emit(first + r, out + r * kPanel);
   }
 }

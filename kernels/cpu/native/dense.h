@@ -26,12 +26,12 @@ KVF_INLINE Inputs inputs_of(const Dense& dense, const bf16* x, int64_t step, int
 template <class Emit>
 KVF_INLINE void multiply(const Inputs& inputs, int64_t first, int64_t rows, const Dense& dense, int64_t panel,
                          Emit emit) {
-  const Panel& weights = dense.panels[panel];
+  const Panel &weights = dense.panels[panel], &next = dense.panels[panel + 1 < dense.count() ? panel + 1 : panel];
   if (weights.form == Form::bf16)
     long_product(inputs.x + first * inputs.step, inputs.step, rows, weights.data, dense.in / 2,
                  [&](int64_t row, float* values) { emit(first + row, values); });
   else
-    code_product(inputs.codes, first, rows, weights, emit);
+    code_product(inputs.codes, first, rows, weights, next.data, emit);
 }
 
 KVF_INLINE Floats biased(const Dense& dense, int64_t column, Floats value) {

@@ -1,4 +1,4 @@
-// RMSNorm with or without a residual, and gates times up. Statistics in float32, one rounding to T at the end.
+// RMSNorm with or without a residual, layer norm, and gates times up. Statistics in float32, one rounding to T at the end.
 #pragma once
 
 #include "types.h"
@@ -46,6 +46,40 @@ void run_norm(void* argument, int member, int, Barrier& barrier) {
       norm_row(static_cast<const T*>(t.x) + row * t.x_step, residual, static_cast<const T*>(t.weight),
                static_cast<T*>(t.out) + at, total, t.dim, t.eps);
     }
+  });
+}
+
+template <class T>
+KVF_INLINE void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t dim, float eps) {
+  const int64_t whole = dim / kLanes * kLanes;
+  Floats total{}, squares{};
+  float rest = 0, rest_squares = 0;
+  for (int64_t i = 0; i < whole; i += kLanes) total = total + load(x + i);
+  for (int64_t i = whole; i < dim; ++i) rest += load_one(x + i);
+  const float mean = (sum(total) + rest) / static_cast<float>(dim);
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Floats apart = load(x + i) - mean;
+    squares = squares + apart * apart;
+  }
+  for (int64_t i = whole; i < dim; ++i) rest_squares += (load_one(x + i) - mean) * (load_one(x + i) - mean);
+  const float scale = 1.0f / __builtin_sqrtf((sum(squares) + rest_squares) / static_cast<float>(dim) + eps);
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Floats normed = (load(x + i) - mean) * scale * load(weight + i);
+    store(out + i, bias == nullptr ? normed : normed + load(bias + i));
+  }
+  for (int64_t i = whole; i < dim; ++i) {
+    const float normed = (load_one(x + i) - mean) * scale * load_one(weight + i);
+    store_one(out + i, bias == nullptr ? normed : normed + load_one(bias + i));
+  }
+}
+
+template <class T>
+void run_layer_norm(void* argument, int member, int, Barrier& barrier) {
+  const LayerNormTask& t = *static_cast<LayerNormTask*>(argument);
+  barrier.each_run(t.rows, member, [&](Share rows) {
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      layer_norm_row(static_cast<const T*>(t.x) + row * t.x_step, static_cast<const T*>(t.weight),
+                     static_cast<const T*>(t.bias), static_cast<T*>(t.out) + row * t.dim, t.dim, t.eps);
   });
 }
 

@@ -55,6 +55,26 @@ class NativeKernels {
     run(table_->rms_norm[kind], &task, elements(x), kSmall);
   }
 
+  void layer_norm(Array x, Array weight, MaybeArray bias, Array out, float eps) {
+    const int kind = kind_of(x);
+    require(x.ndim() == 2 && dense_from(x, 1), "rows of a norm must be contiguous");
+    const int64_t rows = static_cast<int64_t>(x.shape(0)), dim = static_cast<int64_t>(x.shape(1));
+    require(elements(weight) == dim && elements(out) == elements(x) && (!bias || elements(*bias) == dim),
+            "a norm's tensors differ in shape");
+    LayerNormTask task{x.data(), whole(weight, kind, 1), bias ? whole(*bias, kind, 1) : nullptr, whole(out, kind, 2),
+                       rows, dim, x.stride(0), eps};
+    run(table_->layer_norm[kind], &task, elements(x), kSmall);
+  }
+
+  void activate(Array x, Array out, int which, float positive, float negative, float beta, float bound) {
+    const int kind = kind_of(x);
+    require(Activation::kRelu2 <= which && which <= Activation::kXielu, "an unknown activation");
+    ActivationTask task{whole(x, kind, 2), whole(out, kind, 2), static_cast<int64_t>(x.shape(0)),
+                        static_cast<int64_t>(x.shape(1)), {which, positive, negative, beta, bound}};
+    require(elements(x) == elements(out), "an activation's result has another shape");
+    run(table_->activate[kind], &task, elements(out), kSmall);
+  }
+
   void gate_mul(Array gate_up, Array out, float slope, float cubic, float limit, float offset) {
     const int kind = kind_of(gate_up);
     GateTask task{whole(gate_up, kind, 2), whole(out, kind, 2), static_cast<int64_t>(out.shape(0)),
@@ -91,15 +111,27 @@ class NativeKernels {
               float cap, MaybeArray sinks, bool blocks, Array out);
 
   // One sequence: q [query_len, heads, dim], its row of the block table. Of a cache of one plane V are the last dims of
-  // what is stored, as many as `out` has.
+  // what is stored, as many as `out` has. see_until: int32 [query_len], see PrefillTask.
   void prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window, float cap,
-               MaybeArray sinks, Array out);
+               MaybeArray sinks, MaybeArray see_until, Array out);
 
   // One sequence over a cache of one plane and head, [rotated key, latent], of which `expand` makes K and V of each
   // head: q [query_len, heads, rotated + plain], out [query_len, heads, value]. span: positions, and bytes, that are held
   // at a time, of as many heads as fit.
   void expanded(const Packed& expand, Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t span,
                 int64_t bytes, Array out);
+
+  // Recurrent layers (kernels.recurrent_layers). lens: query tokens of each sequence; before, after: rows of the states.
+  void causal_conv(Array x, Array weight, MaybeArray bias, Array states, const std::vector<int64_t>& lens, Array before,
+                   Array after, bool silu, Array out);
+  void delta_rule(Array q, Array k, Array v, Array decay, Array beta, Array states, const std::vector<int64_t>& lens,
+                  Array before, Array after, Array out);
+  void state_space(Array x, Array dt, Array a, Array b, Array c, MaybeArray d, Array states,
+                   const std::vector<int64_t>& lens, Array before, Array after, Array out);
+  void gated_norm(Array x, Array gate, Array weight, float eps, bool norm_first, Array out);
+  void sigmoid_mul(Array x, Array gate, Array out);
+  void time_steps(Array x, Array bias, float low, float high, Array out);
+  void delta_gates(Array rates, Array rate, Array bias, Array decay, Array beta);
 
   // parts: (kind, bytes [rows, row_bytes(kind, in)]) laid under each other; bias float32.
   std::shared_ptr<Packed> pack(const std::vector<std::pair<std::string, Array>>& parts, int64_t in, MaybeArray bias) {

@@ -2,6 +2,8 @@
 // then tiles of query rows (all heads that share a K/V head) pass over them.
 #pragma once
 
+#include <algorithm>
+
 #include "blocks.h"
 
 namespace kvferry {
@@ -32,7 +34,9 @@ inline __attribute__((noinline)) void attend_tile(const PackedKV& packed, int64_
                                                   uint8_t* memory) {
   const PrefillTask& t = packed.task;
   const int64_t dim = t.dims.k, group = t.heads / t.kv.heads, rows = (end - begin) * group;
-  const int64_t computed = t.total_len - t.query_len, seen = computed + end;
+  const int64_t computed = t.total_len - t.query_len;
+  const int32_t* until = t.see_until == nullptr ? nullptr : t.see_until + begin;
+  const int64_t seen = until == nullptr ? computed + end : *std::max_element(until, until + (end - begin)) + 1;
   const BlockBuffers b(memory, prefill_rows(group), t.dims);
   for (int64_t token = begin; token < end; ++token)
     copy(b.q + (token - begin) * group * dim,
@@ -40,7 +44,7 @@ inline __attribute__((noinline)) void attend_tile(const PackedKV& packed, int64_
   begin_rows(b, rows, t.scoring, head * group, group);
   for (int64_t at = block_first(computed + begin, t.window); at < seen; at += kBlock) {
     const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
-    attend_block(b, rows, packed.of(head, at), width, {group, computed + begin + 1 - at, t.window}, t.scoring);
+    attend_block(b, rows, packed.of(head, at), width, {group, at, computed + begin, t.window, until}, t.scoring);
   }
   for (int64_t row = 0; row < rows; ++row)
     end_row(b, row,

@@ -1,13 +1,14 @@
 // What attention of prompts takes, and the memory that it needs.
 #pragma once
 
+#include "chunks.h"
 #include "types.h"
 
 namespace kvferry {
 
 // out [query_len, heads, dims.v] = causal attention of one sequence's query tokens, the last of its total_len positions;
 // tokens lie `*_step` elements apart. q and out may be the same memory. packed: prefill_bytes(); memory: prefill_memory() of
-// each thread, memory_step bytes apart.
+// each thread, memory_step bytes apart. see_until: the last position that each token sees, its own or a later one; null: its own.
 struct PrefillTask {
   const void* q;
   void* out;
@@ -15,7 +16,7 @@ struct PrefillTask {
   int64_t q_step, out_step, memory_step, heads, query_len, total_len, window;
   HeadDims dims;
   Scoring scoring;
-  const int32_t* table;
+  const int32_t *table, *see_until;
   KVLayer kv;
 };
 
@@ -27,8 +28,7 @@ inline int64_t prefill_rows(int64_t group) { return group > kPrefillRows ? group
 
 // The first position of the first block that a token at `position`, and those after it, attend to.
 inline int64_t block_first(int64_t position, int64_t window) {
-  const int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
-  return first / kPrefillBlock * kPrefillBlock;
+  return first_seen(position, window) / kPrefillBlock * kPrefillBlock;
 }
 
 // Bytes of packed K and V of some positions (whole panels) under one head, with the scales of int8.

@@ -195,15 +195,16 @@ KVF_INLINE void scale_outputs(const uint8_t* panel, int64_t rows, float* out) {
         store(out + r * kPanel + i, load(out + r * kPanel + i) * load(reinterpret_cast<const float*>(panel) + i));
 }
 
-// out [Rows][kPanel] = the panel's outputs of rows [row, row + Rows) of x.
+// out [Rows][kPanel] = the panel's outputs of rows [row, row + Rows) of x. ahead: bytes from what is multiplied to what is
+// prefetched.
 template <class C, int Rows>
-inline __attribute__((noinline)) void code_tile(Quantised all, int64_t row, const uint8_t* panel, float* out) {
+inline __attribute__((noinline)) void code_tile(Quantised all, int64_t row, const uint8_t* panel, int64_t ahead, float* out) {
   const Quantised x = all.from(row);
   for (int i = 0; i < Rows * kPanel; i += kLanes) store(out + i, Floats{});
   const uint8_t* group = panel + C::head;
   for (int64_t index = 0; index < x.in / C::group; ++index, group += C::bytes) {
 #pragma GCC unroll 20
-    for (int ahead = 0; ahead < C::bytes; ahead += 64) __builtin_prefetch(group + 4096 + ahead);
+    for (int at = 0; at < C::bytes; at += 64) __builtin_prefetch(group + ahead + at);
     for (int lane = 0; lane < 16; lane += kLanes) {
       Ints sums[Rows][2];
       group_sums<C, Rows>(x, group, index, lane, sums);
@@ -220,11 +221,11 @@ inline __attribute__((noinline)) void code_tile(Quantised all, int64_t row, cons
 }
 
 template <class C, int... Rows>
-KVF_INLINE void code_tile_of(int rows, const Quantised& x, int64_t row, const uint8_t* panel, float* out,
+KVF_INLINE void code_tile_of(int rows, const Quantised& x, int64_t row, const uint8_t* panel, int64_t ahead, float* out,
                              std::integer_sequence<int, Rows...>) {
-  using Function = void (*)(Quantised, int64_t, const uint8_t*, float*);
+  using Function = void (*)(Quantised, int64_t, const uint8_t*, int64_t, float*);
   static constexpr Function table[] = {code_tile<C, Rows + 1>...};
-  table[rows - 1](x, row, panel, out);
+  table[rows - 1](x, row, panel, ahead, out);
 }
 
 }  // namespace

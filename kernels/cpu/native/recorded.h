@@ -3,22 +3,26 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "attending.h"
-#include "step_task.h"
 #include "chunks.h"
+#include "recorded_mixers.h"
+#include "step_task.h"
 
 namespace kvferry {
 
 constexpr int64_t kPackedTogether = int64_t{1} << 23;  // bytes of prompts' packed K and V, but for a longer one
 
-// A decoder recorded for batches of decodes and of chunks of prompts. Holds what it was made of.
+// A decoder recorded for batches of decodes and of chunks of prompts, or, with recurrent mixers or gates of attention, of
+// decodes alone. Holds what it was made of.
 class NativeStep {
  public:
-  NativeStep(std::shared_ptr<NativeKernels> kernels, std::shared_ptr<Packed> embedding, std::shared_ptr<Packed> head,
+  NativeStep(std::shared_ptr<NativeKernels> kernels, SharedPacked embedding, SharedPacked head,
              Array norm, Array cos, Array sin, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float scale,
-             bool batch_invariant, int64_t max_rows, int64_t max_decodes)
+             bool batch_invariant, bool gated, std::pair<float, float> factors, int64_t max_rows, int64_t max_decodes)
       : kernels_(std::move(kernels)), held_{norm, cos, sin}, packed_{embedding, head}, max_rows_(max_rows),
         max_decodes_(max_decodes) {
     require(heads % kv_heads == 0 && heads / kv_heads <= 16 && dim % 32 == 0 && dim <= 512, "heads of an unsupported shape");
@@ -27,35 +31,43 @@ class NativeStep {
     model_.hidden = embedding->dense.in;
     model_.heads = heads, model_.kv_heads = kv_heads, model_.dim = dim;
     model_.eps = eps, model_.scoring.scale = scale, model_.batch_invariant = batch_invariant;
+    model_.embedding_factor = factors.first, model_.head_factor = factors.second;
+    model_.gated = gated, model_.recurrent = kernels_->table().recurrent;
+    require(!gated || !batch_invariant, "gates of attention need attention in chunks");
     model_.rope = rope_of(cos, sin, dim);
     require(model_.hidden % kPanel == 0 && elements(norm) == model_.hidden && model_.head.in == model_.hidden,
             "a hidden size of an unsupported shape");
   }
 
-  void add_layer(Array input_norm, MaybeArray q_norm, MaybeArray k_norm, Array post_norm, std::shared_ptr<Packed> qkv,
-                 std::shared_ptr<Packed> o, std::shared_ptr<Packed> gate_up, std::shared_ptr<Packed> down, bool rotated,
-                 int64_t window) {
-    const int64_t hidden = model_.hidden, q_size = model_.heads * model_.dim;
-    const int64_t inner = down->dense.in;
-    require(elements(input_norm) == hidden && elements(post_norm) == hidden, "a norm does not fit the hidden size");
+  using HowActivated = std::tuple<int, float, float, float, float>;
+
+  // factors: of the results of o, and of down.
+  void add_layer(Array input_norm, MaybeArray q_norm, MaybeArray k_norm, Array post_norm, SharedPacked qkv, SharedPacked o,
+                 SharedPacked gate_up, SharedPacked down, bool rotated, int64_t window, const HowActivated& activation,
+                 std::pair<float, float> factors) {
     require(q_norm.has_value() == k_norm.has_value(), "q_norm and k_norm come together");
-    require(qkv->dense.in == hidden && qkv->dense.out == q_size + 2 * model_.kv_heads * model_.dim &&
-                o->dense.in == q_size && o->dense.out == hidden && gate_up->dense.in == hidden &&
-                gate_up->dense.out == 2 * inner && down->dense.out == hidden && inner % kPanel == 0 &&
-                (layers_.empty() || model_.inner == inner), "a dense layer of an unsupported shape");
-    model_.inner = inner;
-    StepLayer layer{whole(input_norm, 1, 1), whole(post_norm, 1, 1), nullptr, nullptr, qkv->dense, o->dense,
-                    gate_up->dense, down->dense, rotated, window};
+    require(qkv->dense.in == model_.hidden && qkv->dense.out == qkv_size() && o->dense.in == model_.heads * model_.dim, kShape);
+    StepLayer layer{};
+    layer.qkv = qkv->dense, layer.rotated = rotated, layer.window = window, layer.cached = cached_++;
     for (const MaybeArray* norm : {&q_norm, &k_norm})
       if (*norm) {
         require(elements(**norm) == model_.dim, "a norm of heads does not fit them");
         held_.push_back(**norm);
       }
     if (q_norm) layer.q_norm = whole(*q_norm, 1, 1), layer.k_norm = whole(*k_norm, 1, 1);
-    layers_.push_back(layer);
-    held_.push_back(input_norm);
-    held_.push_back(post_norm);
-    for (auto& packed : {qkv, o, gate_up, down}) packed_.push_back(packed);
+    packed_.push_back(qkv);
+    packed_.push_back(o);
+    finish_layer(layer, input_norm, post_norm, o->dense, gate_up, down, activation, factors);
+  }
+
+  // A layer with a recurrent mixer in place of attention.
+  void add_mixer(Array input_norm, Array post_norm, std::shared_ptr<NativeMixer> mixer, SharedPacked gate_up,
+                 SharedPacked down, const HowActivated& activation, std::pair<float, float> factors) {
+    require(mixer->view.inputs.in == model_.hidden, kShape);
+    StepLayer layer{};
+    layer.mixer = &mixer->view;
+    mixers_.push_back(mixer);
+    finish_layer(layer, input_norm, post_norm, mixer->out(), gate_up, down, activation, factors);
   }
 
   // The batch that the following runs are of: they read these arrays anew, which may change in between but for
@@ -65,10 +77,11 @@ class NativeStep {
             int64_t decodes, bool chained, Array kv, Array out) {
     const int64_t rows = elements(positions), sequences = elements(total_len);
     bound_.clear();
+    bound_states_.clear();
     require(rows <= max_rows_ && decodes <= max_decodes_ && !layers_.empty(), "more rows than the step was made for");
     StepTask task{};
     task.kv = kv_layer(kv, 1);
-    require(kv.ndim() == 6 && kv.shape(1) == layers_.size() && task.kv.heads == model_.kv_heads && task.kv.dim == model_.dim,
+    require(kv.ndim() == 6 && static_cast<int64_t>(kv.shape(1)) == cached_ && task.kv.heads == model_.kv_heads && task.kv.dim == model_.dim,
             "the cache has another layout than the step takes");
     require(elements(tokens) == rows && elements(slots) == rows && decodes <= sequences && decodes <= rows &&
                 static_cast<int64_t>(block_table.shape(0)) == sequences && elements(query_start) == sequences + 1 &&
@@ -97,10 +110,25 @@ class NativeStep {
     bound_ = {tokens, positions, slots, block_table, query_start, total_len, kv, out};
   }
 
+  // The rows of states that the batch's sequences read and write, which may change between runs.
+  void bind_states(Array states, Array before, Array after) {
+    require(!bound_.empty() && task_.rows == task_.batch.rows, "a model with recurrent layers takes decodes alone");
+    require(kind_of(states) == 0 && states.ndim() == 2 && dense_from(states, 1), "states are float32 and dense after their rows");
+    for (const auto& mixer : mixers_)
+      require(mixer->end() <= static_cast<int64_t>(states.shape(1)), "states of another shape");
+    task_.states = {static_cast<float*>(states.data()), states.stride(0)};
+    bound_states_ = {states, before, after};
+  }
+
   // Layers [first, last), the next ones. Where the largest of each row's logits lies, kNoToken where it is no finite number; nothing where there are no logits.
   const std::vector<int64_t>& run(int64_t first, int64_t last) {
     require(!bound_.empty() && first >= 0 && first < last && last <= model_.num_layers, "no batch or no layer to run");
+    require(mixers_.empty() || !bound_states_.empty(), "a batch of a recurrent model needs states");
     task_.first = first, task_.last = last;
+    if (!mixers_.empty()) {
+      sequences_.emplace(std::vector<int64_t>(task_.rows, 1), bound_states_[1], bound_states_[2], bound_states_[0]);
+      task_.sequences = sequences_->view();
+    }
     for (int64_t i = 0; first == 0 && i < task_.rows; ++i)
       require(task_.tokens[i] >= 0 && task_.tokens[i] < model_.embedding.out, "a token lies outside the vocabulary");
     kernels_->run(kernels_->table().step, &task_, 1, 0);
@@ -138,6 +166,7 @@ class NativeStep {
       most = std::max(most, place);
       prompts_.push_back(prompt);
     }
+    require(prompts_.empty() || (mixers_.empty() && !model_.gated), "a recurrent or gated model takes decodes alone");
     require(query_start[sequences] == task.rows && query_start[task.batch.rows] == task.batch.rows,
             "tokens, batch and result do not fit each other");
     if (static_cast<int64_t>(packed_kv_.size()) < most + 64) packed_kv_.resize(most + 64);
@@ -145,14 +174,40 @@ class NativeStep {
     task.prompts = prompts_.data(), task.num_prompts = static_cast<int64_t>(prompts_.size());
   }
 
-  int64_t qkv_size() const { return (model_.heads + 2 * model_.kv_heads) * model_.dim; }
+  static constexpr const char* kShape = "a dense layer of an unsupported shape";
+
+  // The MLP of a layer, its norms, and the last dense layer before them.
+  void finish_layer(StepLayer layer, Array input_norm, Array post_norm, const Dense& out, const SharedPacked& gate_up,
+                    const SharedPacked& down, const HowActivated& activation, std::pair<float, float> factors) {
+    const auto [kind, positive, negative, beta, bound] = activation;
+    const int64_t hidden = model_.hidden, inner = down->dense.in;
+    require(Activation::kGate <= kind && kind <= Activation::kXielu, "an unknown activation");
+    require(elements(input_norm) == hidden && elements(post_norm) == hidden, "a norm does not fit the hidden size");
+    require(out.out == hidden && gate_up->dense.in == hidden &&
+                gate_up->dense.out == (kind == Activation::kGate ? 2 * inner : inner) && down->dense.out == hidden &&
+                inner % kPanel == 0 && (layers_.empty() || model_.inner == inner), kShape);
+    model_.inner = inner;
+    layer.input_norm = whole(input_norm, 1, 1), layer.post_norm = whole(post_norm, 1, 1);
+    layer.o = out, layer.gate_up = gate_up->dense, layer.down = down->dense;
+    layer.o_factor = factors.first, layer.down_factor = factors.second;
+    layer.activation = {kind, positive, negative, beta, bound};
+    layers_.push_back(layer);
+    held_.push_back(input_norm);
+    held_.push_back(post_norm);
+    packed_.push_back(gate_up);
+    packed_.push_back(down);
+  }
+
+  int64_t qkv_size() const { return (model_.heads * (model_.gated ? 2 : 1) + 2 * model_.kv_heads) * model_.dim; }
 
   static uint8_t* aligned(std::vector<uint8_t>& bytes) {
     return bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64) % 64;
   }
 
   void allocate() {
-    const int64_t q = model_.heads * model_.dim, widest = std::max(model_.hidden, q), inner = std::max(widest, model_.inner);
+    int64_t widest = model_.hidden;
+    for (const StepLayer& layer : layers_) widest = std::max(widest, layer.o.in);
+    const int64_t inner = std::max(widest, model_.inner);
     const int64_t threads = kernels_->threads(), group = model_.heads / model_.kv_heads;
     const auto apart = [](int64_t count) { return (count + 127) / 64 * 64; };
     view_.own_step = apart(kOwnRows * widest);
@@ -175,18 +230,23 @@ class NativeStep {
     view_.memory = aligned(memory_);
     partial_.resize(decode_floats(max_decodes_, model_.heads, model_.dim));
     view_.partial = partial_.data();
+    if (!mixers_.empty()) view_.mixer = mixer_memory_.allocate(mixers_, max_decodes_, threads);
   }
 
   std::shared_ptr<NativeKernels> kernels_;
   std::vector<Array> held_;
-  std::vector<std::shared_ptr<Packed>> packed_;
+  std::vector<SharedPacked> packed_;
   std::vector<StepLayer> layers_;
   std::vector<uint16_t> scratch_;
   std::vector<uint8_t> codes_;
   std::vector<float> partial_;
   std::vector<uint8_t> memory_, packed_kv_;
   std::vector<PrefillTask> prompts_;
-  std::vector<Array> bound_;
+  std::vector<Array> bound_, bound_states_;
+  std::vector<std::shared_ptr<NativeMixer>> mixers_;
+  MixerMemory mixer_memory_;
+  std::optional<SequenceRows> sequences_;
+  int64_t cached_ = 0;  // layers with K and V
   std::vector<int64_t> best_;
   StepTask task_{};
   StepModel model_{};

@@ -16,15 +16,16 @@ extern const Kernels kernels_neon_bf16, kernels_neon_dotprod;
 // Calls add(kernels) with those for x86 that are compiled in and run here, best first.
 template <class Add>
 inline void add_x86([[maybe_unused]] Add add) {
-#if defined(KVFERRY_EMULATED)
-  const bool avx512 = true, vnni = true, bf16 = true, avx_vnni = true;
-#elif defined(KVFERRY_HAS_AVX2)
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni"), bf16 = vnni && __builtin_cpu_supports("avx512bf16");
-  const bool avx_vnni = has_avx_vnni();
-#endif
 #if defined(KVFERRY_HAS_AVX2)
+#if defined(KVFERRY_EMULATED)
+  [[maybe_unused]] const bool avx512 = true, vnni = true, bf16 = true, avx_vnni = true;
+#else
+  [[maybe_unused]] const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  [[maybe_unused]] const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  [[maybe_unused]] const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+  [[maybe_unused]] const bool avx_vnni = has_avx_vnni();
+#endif
   [[maybe_unused]] const bool fast = has_fast_bf16_products();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2")) return;
 #if defined(KVFERRY_HAS_AMX)
@@ -39,7 +40,9 @@ inline void add_x86([[maybe_unused]] Add add) {
 #if defined(KVFERRY_HAS_AVX512_BF16)
   if (bf16 && !fast) add(&kernels_avx512_bf16);
 #endif
+#if defined(KVFERRY_HAS_AVX512)
   if (avx512) add(&kernels_avx512);
+#endif
 #if defined(KVFERRY_HAS_AVX_VNNI)
   if (avx_vnni) add(&kernels_avx_vnni);
 #endif

@@ -2,10 +2,12 @@
 // (norms, the merge of attention) every thread does for itself where rows are few, instead of waiting for another.
 #pragma once
 
+#include "activation.h"
 #include "dense.h"
 #include "draw.h"
 #include "lookup.h"
 #include "step_attention.h"
+#include "step_mixers.h"
 
 namespace kvferry {
 namespace {
@@ -46,9 +48,9 @@ KVF_INLINE void dense_of(const StepView& s, const Dense& dense, Make make, T* y)
   });
 }
 
-// residual += the dense layer of x, both rounded as if stored.
+// residual += the dense layer of x times the factor, all rounded as if stored.
 template <class Make>
-KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, const bf16* made, Make make) {
+KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, float factor, const bf16* made, Make make) {
   const PanelItems items(s.rows(), dense.in, dense.count());
   through(s, dense, items.count(), made, make, [&](const Inputs& inputs) {
     return [&, inputs](int64_t item) {
@@ -57,7 +59,7 @@ KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, const
         bf16* to = s.task.scratch.residual + row * s.model.hidden + left;
         for (int c = 0; c < kPanel; c += kLanes) {
           const Floats value = rounded_to(biased(dense, left + c, load(values + c)), to);
-          store(to + c, load(to + c) + value);
+          store(to + c, load(to + c) + (factor == 1.0f ? value : rounded_to(value * factor, to)));
         }
       });
     };
@@ -81,22 +83,68 @@ KVF_INLINE void gate_item(const StepView& s, const Dense& dense, const Inputs& i
   });
 }
 
-KVF_INLINE void run_layer(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
-  const auto normed = [&](const void* weight) {
-    return [&s, weight](bf16* x, Share rows) { norm_rows(s, weight, x, rows); };
-  };
-  dense_of(s, layer.qkv, normed(layer.input_norm), s.task.scratch.qkv);
+// act = the activation of up, which no gate multiplies.
+KVF_INLINE void activation_item(const StepView& s, const StepLayer& layer, const Inputs& inputs, const PanelItems& items,
+                                int64_t item) {
+  const int64_t inner = s.model.inner, left = items.panel(item) * kPanel;
+  multiply(inputs, items.first(item), items.height(item), layer.gate_up, items.panel(item), [&](int64_t row, const float* values) {
+    bf16* to = s.task.scratch.act + row * inner + left;
+    for (int c = 0; c < kPanel; c += kLanes)
+      store(to + c, activated(layer.activation, rounded_to(biased(layer.gate_up, left + c, load(values + c)), to)));
+  });
+}
+
+constexpr auto kNormed = [](const StepView& s, const void* weight) {
+  return [&s, weight](bf16* x, Share rows) { norm_rows(s, weight, x, rows); };
+};
+
+KVF_INLINE void attend_layer(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
+  dense_of(s, layer.qkv, kNormed(s, layer.input_norm), s.task.scratch.qkv);
   if (s.rows() > s.batch.rows) prepare_prompts(s, layer, kv);
   if (s.task.chained) write_chained(s, layer, kv);
   s.model.batch_invariant ? attend_step_blocks(s, layer, kv) : attend_step(s, layer, kv);
   s.barrier.wait(s.member);
   attend_prompts(s, layer, kv);
-  dense_onto_residual(s, layer.o, nullptr, [&](bf16* x, Share rows) { gather(s, layer, x, rows); });
+  dense_onto_residual(s, layer.o, layer.o_factor, nullptr, [&](bf16* x, Share rows) { gather(s, layer, x, rows); });
+}
+
+// The convolution and what follows it, as operations run them by themselves.
+KVF_INLINE void recur(const StepView& s, const StepMixer& own) {
+  const RecurrentKernels& kernels = *s.model.recurrent;
+  ConvTask conv = convolution(s, own);
+  kernels.causal_conv[1](&conv, s.member, 0, s.barrier);
+  s.barrier.wait(s.member);
+  if (own.kind == StepMixer::kShortConv) return;
+  DeltaTask delta = delta_rule_of(s, own);
+  ScanTask scan = scan_of(s, own);
+  const bool deltas = own.kind == StepMixer::kDelta;
+  (deltas ? kernels.delta_rule : kernels.state_space)[1](deltas ? static_cast<void*>(&delta) : &scan, s.member, 0, s.barrier);
+  s.barrier.wait(s.member);
+}
+
+KVF_INLINE void mix_layer(const StepView& s, const StepLayer& layer) {
+  const StepMixer& own = *layer.mixer;
+  const MixerScratch& scratch = s.task.scratch.mixer;
+  dense_of(s, own.inputs, kNormed(s, layer.input_norm), scratch.inputs);
+  if (own.kind == StepMixer::kDelta) dense_of(s, own.rates, kNormed(s, layer.input_norm), scratch.rates);
+  s.barrier.each_run(s.rows(), s.member, [&](Share rows) { prepare_mixer(s, own, rows); });
+  s.barrier.wait(s.member);
+  recur(s, own);
+  dense_onto_residual(s, layer.o, layer.o_factor, nullptr, [&](bf16* x, Share rows) { gather_mixed(s, own, x, rows); });
+}
+
+KVF_INLINE void run_layer(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
+  layer.mixer == nullptr ? attend_layer(s, layer, kv) : mix_layer(s, layer);
   const PanelItems gates(s.rows(), layer.gate_up.in, s.model.inner / kPanel);
-  through(s, layer.gate_up, gates.count(), nullptr, normed(layer.post_norm), [&](const Inputs& inputs) {
-    return [&, inputs](int64_t item) { gate_item(s, layer.gate_up, inputs, gates, item); };
+  through(s, layer.gate_up, gates.count(), nullptr, kNormed(s, layer.post_norm), [&](const Inputs& inputs) {
+    return [&, inputs](int64_t item) {
+      if (layer.activation.kind == Activation::kGate)
+        gate_item(s, layer.gate_up, inputs, gates, item);
+      else
+        activation_item(s, layer, inputs, gates, item);
+    };
   });
-  dense_onto_residual(s, layer.down, s.task.scratch.act, kNothing);
+  dense_onto_residual(s, layer.down, layer.down_factor, s.task.scratch.act, kNothing);
 }
 
 void run_step(void* argument, int member, int, Barrier& barrier) {
@@ -105,14 +153,18 @@ void run_step(void* argument, int member, int, Barrier& barrier) {
   const StepView s{t, m, t.batch, barrier, member};
   if (t.first == 0) {
     barrier.each_run(t.rows, member, [&](Share rows) {
-      for (int64_t row = rows.begin; row < rows.end; ++row)
-        read_row(m.embedding, t.tokens[row], t.scratch.residual + row * m.hidden);
+      for (int64_t row = rows.begin; row < rows.end; ++row) {
+        bf16* to = t.scratch.residual + row * m.hidden;
+        read_row(m.embedding, t.tokens[row], to);
+        if (m.embedding_factor != 1.0f)
+          for (int64_t i = 0; i < m.hidden; i += kLanes) store(to + i, load(to + i) * m.embedding_factor);
+      }
     });
     barrier.wait(member);
   }
   for (int64_t index = t.first; index < t.last; ++index) {
     KVLayer kv = t.kv;
-    kv.data = static_cast<uint8_t*>(t.kv.data) + index * t.layer_step;
+    kv.data = static_cast<uint8_t*>(t.kv.data) + m.layers[index].cached * t.layer_step;
     run_layer(s, m.layers[index], kv);
   }
   if (t.last < m.num_layers) return;
@@ -122,8 +174,11 @@ void run_step(void* argument, int member, int, Barrier& barrier) {
     dense_of(s, m.head, [&](bf16* x, Share rows) { norm_rows(s, m.norm, x, rows); }, t.logits);
     barrier.each_run(t.rows, member, [&](Share rows) {
       const DrawRow all_allowed{};
-      for (int64_t row = rows.begin; row < rows.end; ++row)
-        t.best[row] = first_largest({t.logits + row * m.head.out, m.head.out, all_allowed, kLeast});
+      for (int64_t row = rows.begin; row < rows.end; ++row) {
+        float* logits = t.logits + row * m.head.out;
+        for (int64_t i = 0; m.head_factor != 1.0f && i < m.head.out; ++i) logits[i] *= m.head_factor;
+        t.best[row] = first_largest({logits, m.head.out, all_allowed, kLeast});
+      }
     });
   }
 }

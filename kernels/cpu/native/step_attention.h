@@ -3,6 +3,7 @@
 
 #include "decode.h"
 #include "elementwise.h"
+#include "mixer_gates.h"
 #include "prefill.h"
 #include "rope.h"
 #include "step_task.h"
@@ -19,7 +20,9 @@ struct StepView {
 
   int64_t rows() const { return task.rows; }
   int64_t q_size() const { return model.heads * model.dim; }
-  int64_t qkv_size() const { return (model.heads + 2 * model.kv_heads) * model.dim; }
+  int64_t query_step() const { return model.gated ? 2 * model.dim : model.dim; }
+  int64_t k_begin() const { return model.heads * query_step(); }
+  int64_t qkv_size() const { return k_begin() + 2 * model.kv_heads * model.dim; }
 };
 
 KVF_INLINE void norm_rows(const StepView& s, const void* weight, bf16* out, Share rows) {
@@ -44,13 +47,13 @@ KVF_INLINE void prepare_head(const StepView& s, const StepLayer& layer, const bf
 
 KVF_INLINE void prepare_queries(const StepView& s, const StepLayer& layer, int64_t row, int64_t kv_head, bf16* out) {
   const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads;
-  const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + kv_head * group * dim;
+  const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + kv_head * group * s.query_step();
   for (int64_t h = 0; h < group; ++h)
-    prepare_head(s, layer, q + h * dim, layer.q_norm, s.batch.positions[row], out + h * dim);
+    prepare_head(s, layer, q + h * s.query_step(), layer.q_norm, s.batch.positions[row], out + h * dim);
 }
 
 KVF_INLINE void write_new(const StepView& s, const StepLayer& layer, const KVLayer& kv, int64_t row, int64_t head) {
-  const bf16* k = s.task.scratch.qkv + row * s.qkv_size() + s.q_size() + head * s.model.dim;
+  const bf16* k = s.task.scratch.qkv + row * s.qkv_size() + s.k_begin() + head * s.model.dim;
   alignas(64) bf16 turned[kMaxDim];
   prepare_head(s, layer, k, layer.k_norm, s.batch.positions[row], turned);
   write_slot(kv, s.batch.slots[row], head, turned, k + s.model.kv_heads * s.model.dim);
@@ -154,10 +157,13 @@ KVF_INLINE void gather(const StepView& s, const StepLayer& layer, bf16* out, Sha
       copy(to, s.task.scratch.qkv + row * s.qkv_size(), s.q_size());
       continue;
     }
-    const int64_t count = chunks_of(s.batch.total_len[row], layer.window).count;
-    for (int64_t head = 0; head < s.model.heads; ++head)
-      merge(partial_of(s.task.scratch.partial, row, head, s.model.heads, s.model.dim), count, s.model.dim,
-            s.model.scoring.sink(head), to + head * s.model.dim);
+    const int64_t count = chunks_of(s.batch.total_len[row], layer.window).count, dim = s.model.dim;
+    for (int64_t head = 0; head < s.model.heads; ++head) {
+      merge(partial_of(s.task.scratch.partial, row, head, s.model.heads, dim), count, dim, s.model.scoring.sink(head),
+            to + head * dim);
+      const bf16* gate = s.task.scratch.qkv + row * s.qkv_size() + head * s.query_step() + dim;
+      if (s.model.gated) sigmoid_mul_row(to + head * dim, gate, dim, to + head * dim);
+    }
   }
 }
 

@@ -61,6 +61,29 @@ struct NormTask {
   float eps;
 };
 
+// out = (x - mean) / sqrt(variance + eps) * weight + bias of rows; bias may be null. All [rows, dim] and dense but for x_step.
+struct LayerNormTask {
+  const void *x, *weight, *bias;
+  void* out;
+  int64_t rows, dim, x_step;
+  float eps;
+};
+
+// kernels.activation.Activation; kGate: there is none, a gate multiplies instead.
+struct Activation {
+  enum Kind : int { kGate = -1, kRelu2, kGeluTanh, kGelu, kXielu };
+  int kind;
+  float positive, negative, beta, bound;
+};
+
+// out = the activation of x, both [rows, dim] and dense.
+struct ActivationTask {
+  const void* x;
+  void* out;
+  int64_t rows, dim;
+  Activation activation;
+};
+
 // kernels.gate.Gate.
 struct Gate {
   float slope, cubic, limit, offset;
@@ -171,14 +194,17 @@ struct MultiplyTask {
   int64_t rounds;
 };
 
+struct RecurrentKernels;
+
 struct Kernels {
   const char* name;
-  Team::Function rms_norm[2], gate_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
+  Team::Function rms_norm[2], layer_norm[2], gate_mul[2], activate[2], rope_and_cache[2], decode[2];  // float32, bfloat16
   Team::Function dense[2];                                                // the result: float32, bfloat16
   Team::Function dense_of_heads, decode_wide, decode_blocks, lookup, prefill, expanded, step;  // bfloat16
   Team::Function draw;                                                    // float32
   Team::Function read, multiply;                                          // the machine's limits
   int64_t round_work;  // floating point operations of one round of multiply on one thread
+  const RecurrentKernels* recurrent;
 };
 
 }  // namespace kvferry

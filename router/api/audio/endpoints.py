@@ -70,10 +70,13 @@ class SpeechRoute(GenerationRoute[SpeechEndpoint]):
     """Route of an endpoint of audio."""
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> SpeechAnswer:
-        form = read_form(data)
+        form = await read_form(data)
+        del data  # the form holds the file
         body = speech_body(form)
         pool = self._pools.pool(body.model)
         request = self._request(pool, form, body, admitted.call.deadline - time.monotonic())
+        if pool.media is not None:
+            pool.media.budget.hold(admitted.call.tenant, form, len(request.audio))
         tokens = max(1, len(request.audio) // BYTES_PER_TOKEN)
         await admitted.turn(pool.turns, Size(1, tokens, OUTPUT_TOKENS))
         answer = SpeechAnswer(responder, self._path)

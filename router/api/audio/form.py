@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass, field
 
@@ -17,7 +18,11 @@ MAX_HEADER_BYTES, MAX_VALUE_BYTES = 4096, 65_536
 _BOUNDARY = re.compile(rb"(?:\r\n)?--([!-~]{1,70})\r\n")
 
 
-@dataclass(slots=True)
+SLICE = 2**18
+"""Bytes that are parsed before other requests get a turn."""
+
+
+@dataclass(slots=True, weakref_slot=True)
 class Form:
     """Fields of a form by name, and its file."""
 
@@ -26,7 +31,7 @@ class Form:
     file: bytes | None = None
 
 
-def read_form(data: bytes) -> Form:
+async def read_form(data: bytes) -> Form:
     """Return the form of a multipart body; raise InvalidRequest.
 
     The boundary is that of the body's first line, as all clients write it."""
@@ -40,7 +45,9 @@ def read_form(data: bytes) -> Form:
         "on_end": reader.finish,
     })  # fmt: skip
     try:
-        parser.write(data)
+        for start in range(0, len(data), SLICE):
+            parser.write(data[start : start + SLICE])
+            await asyncio.sleep(0)
         parser.finalize()
     except FormParserError as error:
         raise InvalidRequest(f"the form cannot be read: {error}") from error

@@ -16,10 +16,10 @@ PATIENCE_S = 10.0
 """Longest wait of a body, in seconds."""
 BYTE_S, VALUE_S, OBJECT_S = 6e-9, 150e-9, 1500e-9
 """Parsing time for each byte, value and object on a slow machine, in seconds."""
-
-
-COUNTED = 2**20
-"""Bytes of a body that are searched before the event loop goes on."""
+COUNTED = 2**18
+"""Bytes of a body that are counted before the event loop goes on."""
+_MARKS = b",{["
+_OTHERS = bytes(set(range(256)) - set(_MARKS))
 
 
 def cost_s(size: int, values: int, objects: int) -> float:
@@ -29,16 +29,21 @@ def cost_s(size: int, values: int, objects: int) -> float:
 
 async def measured_s(data: bytes) -> float:
     """Estimate the event loop's time for parsing this body, in seconds."""
-    return cost_s(len(data), await counted(data, b","), await counted(data, b"{"))
+    commas, objects, _ = await counted(data)
+    return cost_s(len(data), commas, objects)
 
 
-async def counted(data: bytes, mark: bytes) -> int:
-    """Count a byte in a long body, while the event loop goes on."""
-    found = data.count(mark, 0, COUNTED)
-    for at in range(COUNTED, len(data), COUNTED):
+async def counted(data: bytes) -> tuple[int, int, int]:
+    """Return how often `,`, `{` and `[` are in a long body; the event loop goes on meanwhile.
+
+    To take out all other bytes at once takes half the time of counting these three."""
+    found = [0, 0, 0]
+    for at in range(0, len(data), COUNTED):
+        marks = data[at : at + COUNTED].translate(None, _OTHERS)
+        for number, mark in enumerate(_MARKS):
+            found[number] += marks.count(mark)
         await asyncio.sleep(0)
-        found += data.count(mark, at, at + COUNTED)
-    return found
+    return found[0], found[1], found[2]
 
 
 class ParsePacing:

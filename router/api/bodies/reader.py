@@ -128,10 +128,10 @@ async def parsed(kind: type[Body], data: bytes) -> Body:
     """Parse a JSON body as `parse` does; a long one in slices, between which other requests go on."""
     if len(data) < LONG_BYTES:
         return parse(kind, data)
-    values, objects = await counted(data, b","), await counted(data, b"{")
+    values, objects, lists = await counted(data)
     if cost_s(len(data), values, objects) < LONG_S:
         return parse(kind, data)
-    if values + objects + await counted(data, b"[") > MAX_VALUES:
+    if values + objects + lists > MAX_VALUES:
         raise _too_many_values()
     try:
         value = await SlicedJson(data.removeprefix(_BOM), MAX_OBJECTS).value()

@@ -15,8 +15,12 @@ from pydantic_core import from_json
 
 WINDOW = 16 * 1024
 """Bytes of a slice."""
-SLICE_S = 0.001
-"""Time after which the event loop goes on, in seconds."""
+PLAIN = 256 * 1024
+"""Bytes of a string that are searched for an escape or its end in one step."""
+SLICE_S = 0.0003
+"""Time after which the event loop goes on, in seconds.
+
+A short request takes tens of turns of the loop, and waits for as many slices of a body that is parsed meanwhile."""
 MAX_FIELDS = 2**17
 """Most fields of an object, checked for each slice: a larger one would be rebuilt for 0.03 s when it grows."""
 MAX_DEPTH = 200
@@ -24,7 +28,8 @@ MAX_DEPTH = 200
 _NESTED = 6
 """Nesting of values that are found in one step."""
 
-_STRING = rb'"(?:[^"\\]++|\\.)*+"'
+_STRING = rb'"(?:[^"]*+(?<!\\)"|(?:[^"\\]++|\\.)*+")'
+"""A quote ends a string if nothing escapes it, and that it follows no backslash is found six times as fast."""
 _WITHIN = rb'(?:[^"\[\]{}]++|' + _STRING + rb")*+"
 for _ in range(_NESTED):
     _WITHIN = rb'(?:[^"\[\]{}]++|' + _STRING + rb"|[\[{]" + _WITHIN + rb"[\]}])*+"
@@ -90,11 +95,36 @@ class SlicedJson:
             return (yield from (self._list if first == b"[" else self._object)(at + 1, depth + 1))
         text = first == b'"'
         begun, pattern = (at + 1, _TEXT) if text else (at, _WORD)
+        if text:
+            begun = yield from self._plain(begun)
+            if begun > at + PLAIN and self._data[begun : begun + 1] == b'"':
+                return (yield from self._joined(at + 1, begun)), begun + 1
         while (end := self._end(pattern, begun)) > begun:
             begun = end
             yield
         end += text
         return self._parsed(at, end), end
+
+    def _plain(self, at: int) -> Generator[None, None, int]:
+        """Return a place in a string before which nothing is escaped: its end, if it is the base64 of an image."""
+        while (quote := self._data.find(b'"', at, at + PLAIN)) < 0 and at < len(self._data):
+            if self._data.find(b"\\", at, at + PLAIN) >= 0:
+                return at
+            at = min(at + PLAIN, len(self._data))
+            yield
+        return at if self._data.find(b"\\", at, quote) >= 0 else max(at, quote)
+
+    def _joined(self, at: int, end: int) -> Generator[None, None, str]:
+        """Parse a string in which nothing is escaped, in pieces."""
+        pieces = list[str]()
+        while at < end:
+            to = min(at + PLAIN, end)
+            if to < end:  # a piece ends between two characters, which have at most four bytes
+                to -= next((back for back in range(4) if self._data[to - back] & 0xC0 != 0x80), 0)
+            pieces.append(_parsed_alone(b'"' + self._data[at:to] + b'"', at))
+            at = to
+            yield
+        return "".join(pieces)
 
     def _list(self, at: int, depth: int) -> Steps:
         items, plain, begun = Numbers(), True, at
@@ -162,10 +192,7 @@ class SlicedJson:
     def _parsed(self, at: int, end: int, opens: bytes = b"", closes: bytes = b"") -> Any:
         """Parse a part of the text, in these brackets."""
         part = self._data[at:end]
-        try:
-            value = from_json(opens + part + closes)
-        except ValueError as error:
-            raise ValueError(f"{error} (of the part that begins at byte {at})") from None
+        value = _parsed_alone(opens + part + closes, at)
         if opens and not value:
             raise ValueError(f"expected a value at byte {at}")
         if opens and (b"[" in part or b"{" in part):
@@ -187,6 +214,13 @@ class SlicedJson:
         while (end := self._end(_SPACE, at)) == at + WINDOW:
             at = end
         return end
+
+
+def _parsed_alone(part: bytes, at: int) -> Any:
+    try:
+        return from_json(part)
+    except ValueError as error:
+        raise ValueError(f"{error} (of the part that begins at byte {at})") from None
 
 
 def objects_in(value: Any, most: int) -> int:

@@ -13,6 +13,7 @@ from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import build
 from kvferry.router.api.bodies.structured import Asked
 from kvferry.router.media.chat import MediaChat
+from kvferry.router.media.refusal import InvalidMedia
 from kvferry.router.text.parsers.stage import Parsing
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
@@ -90,10 +91,10 @@ def translated(kind: type[Chat], fields: Mapping[str, Any], asked: Any) -> Chat:
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Return the error with the client's name of the field; locations within messages are dropped."""
+    """Return the error with the client's name of the field; locations within messages are dropped, unless of media."""
     field, rest = _split(error.param or "")
     own = names.get(field)
-    if own is None or error.param is None:
+    if own is None or error.param is None or isinstance(error, InvalidMedia):
         return error
     param = own if field == "messages" else own + rest.replace(".function", "").replace(".json_schema", "")
     return type(error)(error.message.replace(error.param, param, 1), param=param)

@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.output_grammar import limits_reasoning
+from kvferry.router.api.bodies.tool_images import Part, is_image, plain, result_text
 from kvferry.router.api.bodies.translated import TranslatedChat, translated
 from kvferry.router.api.messages.body import CountBody, MessagesBody, Turn
 from kvferry.router.api.served_models import ServedModels
+from kvferry.router.media.parts import TranslatedPart
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.text_model import TextModel
 
@@ -100,31 +102,31 @@ def _turn(turn: Turn, field: str) -> list[Message]:
         return [{"role": turn.role, "content": turn.content}]
     if turn.role == "assistant":
         return [_said(turn.content, field)]
-    results = [
-        _result(block, f"{field}[{place}]")
-        for place, block in enumerate(turn.content)
-        if block.get("type") == "tool_result"
-    ]
-    rest = [(place, block) for place, block in enumerate(turn.content) if block.get("type") != "tool_result"]
-    if any(block.get("type") == "image" for _, block in rest):
-        content: Any = [_part(block, f"{field}[{place}]") for place, block in rest]
-    else:
-        content = "\n".join(_text(block, f"{field}[{place}]") for place, block in rest)
-    return [*results, *([{"role": turn.role, "content": content}] if rest or not results else [])]
+    results, images, rest = list[Message](), list[Part](), list[Part]()
+    for place, block in enumerate(turn.content):
+        at = f"{field}[{place}]"
+        if block.get("type") == "tool_result":
+            parts = _result_parts(block, at)
+            call = _string(block, "tool_use_id", at)
+            results.append({"role": "tool", "tool_call_id": call, "content": result_text(parts)})
+            images += filter(is_image, parts)
+        else:
+            rest.append(_part(block, at))
+    said = [*images, *rest]
+    return [*results, *([{"role": turn.role, "content": plain(said)}] if said or not results else [])]
 
 
-def _part(block: Block, field: str) -> dict[str, Any]:
+def _part(block: Any, field: str) -> Part:
     """Return a text or an image as a chat's content part."""
-    if block.get("type") != "image":
+    if not isinstance(block, dict) or block.get("type") != "image":
         return {"type": "text", "text": _text(block, field)}
     source, at = block.get("source"), f"{field}.source"
     if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
         raise InvalidRequest(f"{at} must be an object of type base64 or url", param=at)
     if source["type"] == "url":
-        url = _string(source, "url", at)
-    else:
-        url = f"data:{_string(source, 'media_type', at)};base64,{_string(source, 'data', at)}"
-    return {"type": "image_url", "image_url": {"url": url}}
+        return TranslatedPart(_string(source, "url", at), f"{at}.url")
+    url = f"data:{_string(source, 'media_type', at)};base64,{_string(source, 'data', at)}"
+    return TranslatedPart(url, f"{at}.data")
 
 
 def _said(blocks: Sequence[Block], field: str) -> Message:
@@ -151,12 +153,14 @@ def _said(blocks: Sequence[Block], field: str) -> Message:
     return message
 
 
-def _result(block: Block, field: str) -> Message:
+def _result_parts(block: Block, field: str) -> list[Part]:
+    """Return the content of a tool's result as a chat's content parts."""
     content = block.get("content") or ""
-    if not isinstance(content, (str, list)):
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
         raise InvalidRequest(f"{field}.content must be a string or a list of blocks", param=f"{field}.content")
-    words = _words(content, f"{field}.content")
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", field), "content": words}
+    return [_part(each, f"{field}.content[{place}]") for place, each in enumerate(content)]
 
 
 def _words(content: str | list[Any], field: str) -> str:

@@ -13,7 +13,7 @@ from kvferry.router.api.messages.body import CountBody
 from kvferry.router.api.messages.chat import chat
 from kvferry.router.api.messages.errors import PLACE
 from kvferry.router.api.served_models import ServedModels
-from kvferry.router.request_context import CALL
+from kvferry.router.request_context import CALL, RequestContext
 from kvferry.router.text.encoding import Bound
 from kvferry.runtime.disconnect import until_disconnect
 
@@ -29,18 +29,22 @@ def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -
         openapi_extra=takes(CountBody),
     )
     async def counted(request: Request) -> dict[str, int]:
-        tenant = request.scope[CALL].tenant
-        return await until_disconnect(request.receive, count_tokens(pools, await reader.read(request), tenant))
+        data, call = await reader.read(request), request.scope[CALL]
+        return await until_disconnect(request.receive, count_tokens(pools, data, call))
 
     return router
 
 
-async def count_tokens(pools: ServedModels, data: bytes, tenant: str) -> dict[str, int]:
-    """Count the tokens of the prompt that these messages form; raise InvalidRequest."""
+async def count_tokens(pools: ServedModels, data: bytes, call: RequestContext) -> dict[str, int]:
+    """Count the tokens of the prompt that these messages form; raise InvalidRequest.
+
+    Those of images are an engine's to count, which makes the prompt for it."""
     body = await parsed(CountBody, data)
     pool = pools.pool(body.model)
     asked = chat(body)
-    (prompt,) = await pool.prompts(asked, tenant)
+    if (seen := asked.media_chat(pool.text)) is not None:
+        return {"input_tokens": len((await pool.media_prompt(call, asked, seen)).token_ids)}
+    (prompt,) = await pool.prompts(asked, call.tenant)
     assert isinstance(prompt, str)
     bound = Bound(pool.max_model_len, "messages", truncated=True)
     (ids,) = await pool.encoder.encode([prompt], bound, add_special_tokens=asked.marks_texts())

@@ -49,7 +49,7 @@ async def embeddings(pool: ServedModel, admitted: AdmittedRequest, body: Embeddi
 def embedding_work(pool: ServedModel, dimensions: int | None = None, normalize: bool | None = None) -> Embed:
     """Return the work for the nodes; raise InvalidRequest if the model has no vectors of this length."""
     task = pool.text.task
-    if task.kind == "classify":
+    if task.kind in ("classify", "transcribe"):
         raise InvalidRequest(f"the model {pool.name!r} does not embed: {task.told}", param="model")
     if dimensions is not None and task.width and dimensions > task.width:
         raise InvalidRequest(

@@ -15,9 +15,10 @@ from kvferry.router.api.admission import AdmittedRequest, TokenUsage
 from kvferry.router.api.bodies.fields import Prompt
 from kvferry.router.api.generation import count_prompt
 from kvferry.router.api.responder import Responder
-from kvferry.router.api.served_models import ServedModel, request_names
+from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.sse import dump
 from kvferry.router.dispatch.interface import RequestSpec, Route
+from kvferry.router.request_context import request_names
 from kvferry.router.tenants.scheduler_slots import Size
 from kvferry.router.text.encoding import Bound
 

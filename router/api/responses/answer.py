@@ -220,10 +220,9 @@ class ResponseAnswer(Answer):
 def _usage(chat: dict[str, Any], written: int) -> dict[str, Any]:
     """Return the chat's usage in this API's format. written: prompt tokens that were computed and may be reused."""
     reasoning = chat.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-    cached = chat["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": chat["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+        "input_tokens_details": {**chat["prompt_tokens_details"], "cache_write_tokens": written},
         "output_tokens": chat["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": chat["total_tokens"],

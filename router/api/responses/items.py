@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.tool_images import Part, is_image, plain, result_text
 from kvferry.router.api.responses.tools import arguments_of, qualified
+from kvferry.router.media.parts import TranslatedPart, check_detail
 
 Item = dict[str, Any]
 
@@ -36,17 +38,25 @@ def response_of(item_id: str) -> tuple[str, bool, int] | None:
 def messages(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
     """Return the items as a chat; an assistant's consecutive reasoning, text and calls form one message."""
     chat: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    images: list[Part] = []  # of results, for the user's message behind them
     for item in items:
         match item["type"]:
             case "function_call_output" | "custom_tool_call_output":
-                output = item["output"]
-                text = output if isinstance(output, str) else _text(output)
-                chat.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
-            case "message" if item["role"] != "assistant":
-                chat.append({"role": item["role"], "content": _content(item["content"])})
+                parts = _chat_parts(item["output"])
+                chat.append({"role": "tool", "tool_call_id": item["call_id"], "content": result_text(parts)})
+                images += filter(is_image, parts)
+            case "message" if item["role"] == "user":
+                chat.append({"role": "user", "content": plain([*images, *_chat_parts(item["content"])])})
+                images = []
             case kind:
-                _add_to_turn(_turn(chat, kind), item)
-    return chat
+                if images:
+                    chat.append({"role": "user", "content": images})
+                    images = []
+                if kind == "message" and item["role"] != "assistant":
+                    chat.append({"role": item["role"], "content": _text(item["content"])})
+                else:
+                    _add_to_turn(_turn(chat, kind), item)
+    return [*chat, *([{"role": "user", "content": images}] if images else [])]
 
 
 def _turn(chat: list[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -71,12 +81,12 @@ def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
             turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
 
-def _content(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the parts as one text, or as a chat's parts if one of them is an image."""
-    if not any(part["type"] == "input_image" for part in parts):
-        return _text(parts)
+def _chat_parts(parts: str | Sequence[Mapping[str, Any]]) -> list[Part]:
+    """Return the content of a user's message, or of a tool's result, as a chat's content parts."""
+    if isinstance(parts, str):
+        return [{"type": "text", "text": parts}]
     return [
-        {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        TranslatedPart(part["image_url"], part.field if isinstance(part, _Image) else "previous_response_id")
         if part["type"] == "input_image"
         else {"type": "text", "text": _text([part])}
         for part in parts
@@ -101,7 +111,7 @@ def _normal(item: Any, field: str, name: str) -> Item:
             return {**own, **{part: _string(item, part, field) for part in parts}, "status": "completed", "type": kind}
         case "function_call_output" | "custom_tool_call_output":
             output = item.get("output")
-            shown = output if isinstance(output, str) else _parts(output, f"{field}.output", "input_text")
+            shown = output if isinstance(output, str) else _parts(output, f"{field}.output", "input_text", images=True)
             return {**own, "call_id": _string(item, "call_id", field), "output": shown, "status": "completed",
                     "type": kind}  # fmt: skip
         case "reasoning":
@@ -152,8 +162,21 @@ def _parts(content: Any, field: str, kind: str, *, images: bool = False) -> list
     ]
 
 
+class _Image(dict[str, Any]):
+    """Image in normal form; `field` is where the request has it, unknown for those of stored responses."""
+
+    field = ""
+
+
 def _image(part: Item, field: str) -> Item:
-    return {"type": "input_image", "image_url": _string(part, "image_url", field), "detail": "auto"}
+    if part.get("file_id") is not None and part.get("image_url") is None:
+        at = f"{field}.file_id"
+        raise InvalidRequest(f"{at} is not supported: send the image as image_url", param=at)
+    check_detail(part.get("detail"), f"{field}.detail")
+    url = _string(part, "image_url", field)
+    image = _Image(type="input_image", image_url=url, detail=part.get("detail") or "auto")
+    image.field = f"{field}.image_url"
+    return image
 
 
 def _part(part: Any, field: str, kind: str) -> Item:

@@ -104,10 +104,14 @@ class Chat {
     conversation.model = at('model').value;
     conversation.settings = shownSettings();
     keepSettings(conversation.settings);
+    const seen = takesImages() ? turnsSeen(conversation) : new Set();
+    if (pathOf(conversation).some((turn) => turn.images?.length && !seen.has(turn))) {
+      notice(takesImages() ? 'Earlier images are too many to be sent again.' : 'The model does not see the images.');
+    }
     let body = null, fault = '';
     try {
       body = {
-        model: conversation.model || undefined, messages: messagesOf(conversation, conversation.settings.system),
+        model: conversation.model || undefined, messages: messagesOf(conversation, conversation.settings.system, seen),
         ...requestFields(conversation.settings, conversation.turns[parent].role === 'tool'), stream: true,
         stream_options: { include_usage: true },
       };

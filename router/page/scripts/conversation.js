@@ -1,6 +1,9 @@
 // A conversation is a tree of turns, so that an edited question or another answer leaves the earlier one in reach.
 // turns[n] = { id: n, parent, role, text, … }; `leaf` names the turn at the end of the path that is shown.
 
+/** Most images of a request, and their characters; the router takes 16 MiB as a whole. */
+const MAX_SENT_IMAGES = 32, MAX_SENT_CHARS = 14 * 2 ** 20;
+
 function newConversation(settings) {
   const now = Date.now();
   return { id: randomName(), title: '', created: now, updated: now, model: '', settings, turns: [], leaf: -1 };
@@ -51,12 +54,12 @@ function parentOfNext(conversation) {
   return conversation.turns[last.parent].role === 'user' ? conversation.turns[last.parent].parent : last.parent;
 }
 
-/** The messages of the path, as the API takes them. */
-function messagesOf(conversation, system) {
+/** The messages of the path, as the API takes them, with the images of the turns in `seen`. */
+function messagesOf(conversation, system, seen) {
   const messages = system ? [{ role: 'system', content: system }] : [];
   const path = pathOf(conversation);
   path.forEach((turn, place) => {
-    if (turn.role === 'user') messages.push({ role: 'user', content: contentOf(turn) });
+    if (turn.role === 'user') messages.push({ role: 'user', content: contentOf(turn, seen.has(turn)) });
     else if (turn.role === 'tool') messages.push(...turn.results.map(toolMessage));
     else if (turn.text || turn.calls?.length) {
       messages.push(answerOf(turn));
@@ -68,8 +71,22 @@ function messagesOf(conversation, system) {
   return messages;
 }
 
-function contentOf({ text, images }) {
+/** The turns whose images go along: the latest ones, as far as a request holds them. */
+function turnsSeen(conversation) {
+  const seen = new Set();
+  let count = 0, size = 0;
+  for (const turn of pathOf(conversation).reverse()) {
+    count += turn.images?.length ?? 0;
+    size += turn.images?.reduce((sum, url) => sum + url.length, 0) ?? 0;
+    if (count > MAX_SENT_IMAGES || size > MAX_SENT_CHARS) break;
+    if (turn.images?.length) seen.add(turn);
+  }
+  return seen;
+}
+
+function contentOf({ text, images }, isSeen) {
   if (!images?.length) return text;
+  if (!isSeen) return `(${images.length} ${images.length === 1 ? 'image' : 'images'}, not shown again) ${text}`.trim();
   const parts = images.map((url) => ({ type: 'image_url', image_url: { url } }));
   return text ? [...parts, { type: 'text', text }] : parts;
 }

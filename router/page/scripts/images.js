@@ -3,9 +3,12 @@
 const MAX_IMAGES = 8, MAX_IMAGE_SIDE = 2048;
 /** Largest file that goes as it is, in bytes; larger ones are written again as JPEG, without what a camera noted. */
 const MAX_IMAGE_BYTES = 2 ** 20;
+/** Largest file that is opened, in bytes. */
+const MAX_FILE_BYTES = 64 * 2 ** 20;
 const IMAGE_TYPES = ['image/png', 'image/jpeg', 'image/webp', 'image/gif'];
 
 let attached = [];  // data URLs of the next question
+let opening = 0;    // choices of files that are not attached yet
 
 function showImages(parent, urls, remove) {
   const list = make(parent, 'ul', 'images', '', { 'aria-label': 'Images' });
@@ -28,21 +31,36 @@ function showAttached() {
   }
 }
 
-/** Attaches what is an image; says what is none. */
+/** Attaches what is an image; says what is none, or does not fit. */
 async function attach(files) {
+  opening += 1;
   for (const file of files) {
-    if (attached.length >= MAX_IMAGES) {
-      announce(`A question takes at most ${MAX_IMAGES} images.`);
-      break;
-    }
-    try {
-      attached.push(await dataUrl(file));
-    } catch {
-      notice(`${file.name || 'This'} is no image that the browser can read.`);
-    }
+    const fault = await attachOne(file);
+    if (fault) notice(fault);
   }
+  opening -= 1;
   showAttached();
   at('ask').focus();
+}
+
+/** Attaches one file; resolves to what is wrong with it. */
+async function attachOne(file) {
+  const name = file.name || 'This';
+  if (attached.length >= MAX_IMAGES) return `A question takes at most ${MAX_IMAGES} images.`;
+  if (file.size > MAX_FILE_BYTES) return `${name} is larger than ${MAX_FILE_BYTES >> 20} MiB.`;
+  let url;
+  try {
+    url = await dataUrl(file);
+  } catch {
+    return `${name} is no image that the browser can read.`;
+  }
+  const asked = attached.reduce((sum, each) => sum + each.length, url.length);
+  if (asked > MAX_SENT_CHARS) return `${name} does not fit: a question takes at most ${MAX_SENT_CHARS >> 20} MiB.`;
+  if (asked + sizeOf(chat.current) > MAX_CONVERSATION_CHARS) {
+    return `${name} does not fit: a conversation keeps at most ${MAX_CONVERSATION_CHARS >> 20} MiB. Begin a new chat.`;
+  }
+  attached.push(url);
+  return '';
 }
 
 async function dataUrl(file) {
@@ -72,6 +90,11 @@ function imagesIn(transfer) {
   return [...(transfer?.files ?? [])].filter((file) => file.type.startsWith('image/'));
 }
 
+/** Whether the chosen model sees images. */
+function takesImages() {
+  return !at('attach').hidden;
+}
+
 /** Lets images in while the chosen model takes them. */
 function allowImages(allowed) {
   at('attach').hidden = !allowed;
@@ -89,7 +112,7 @@ function listenForImages() {
     at('files').value = '';
   });
   const taken = (event, transfer) => {
-    const files = at('attach').hidden ? [] : imagesIn(transfer);
+    const files = takesImages() ? imagesIn(transfer) : [];
     if (!files.length) return;
     event.preventDefault();
     attach(files);
@@ -97,6 +120,6 @@ function listenForImages() {
   at('ask').addEventListener('paste', (event) => taken(event, event.clipboardData));
   document.addEventListener('drop', (event) => taken(event, event.dataTransfer));
   document.addEventListener('dragover', (event) => {
-    if (!at('attach').hidden && event.dataTransfer.types.includes('Files')) event.preventDefault();
+    if (takesImages() && event.dataTransfer.types.includes('Files')) event.preventDefault();
   });
 }

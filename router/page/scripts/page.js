@@ -1,6 +1,7 @@
 // The page's controls, and how it begins.
 
 const chat = new Chat(new Store());
+const dictation = new Dictation();
 let models = [];
 
 async function findModels() {
@@ -12,7 +13,8 @@ async function findModels() {
     at('trouble').textContent = '';
     const chosen = at('model').value || chat.current.model;
     at('model').replaceChildren();
-    for (const { id } of models) make(at('model'), 'option', '', id);
+    const talking = models.filter((model) => model.input_modalities?.includes('text') ?? true);
+    for (const { id } of talking) make(at('model'), 'option', '', id);
     chooseModel(chosen);
   } catch (error) {
     at('trouble').textContent = `No models: ${error.message}`;
@@ -23,6 +25,8 @@ function chooseModel(name) {
   if (models.some(({ id }) => id === name)) at('model').value = name;
   const model = models.find(({ id }) => id === at('model').value);
   allowImages(model?.input_modalities?.includes('image') ?? false);
+  const hearing = models.filter(({ transcription }) => transcription);
+  dictation.allow((hearing.includes(model) ? model : hearing[0])?.id ?? '');
 }
 
 function askForKey() {
@@ -37,7 +41,8 @@ function openSettings() {
 
 function send() {
   const text = at('ask').value.trim();
-  if (chat.isWriting || !(text || attached.length)) return;
+  if (opening) announce('The images are not ready yet.');
+  if (chat.isWriting || opening || !(text || attached.length)) return;
   const images = attached;
   at('ask').value = '';
   attached = [];
@@ -72,6 +77,7 @@ function listenToComposer() {
   });
   document.addEventListener('keydown', (event) => {
     if (event.key !== 'Escape' || at('settings').open) return;
+    if (dictation.cancel()) return;
     if (isListing()) closeList();
     else if (chat.isWriting) chat.stop();
   });
@@ -146,6 +152,7 @@ listenToComposer();
 listenToList();
 listenToSettings();
 listenForImages();
+at('dictate').addEventListener('click', () => dictation.press());
 listenToScrolling();
 at('model').addEventListener('change', () => chooseModel(at('model').value));
 at('key').value = readKept('sessionStorage', 'kvferry-key') ?? '';

@@ -3,6 +3,8 @@
 const MAX_CONVERSATIONS = 200;
 /** Most that all conversations take together, in characters. */
 const MAX_STORED_CHARS = 64 * 2 ** 20;
+/** Most that one conversation takes with further images, so that it does not push out all others. */
+const MAX_CONVERSATION_CHARS = 24 * 2 ** 20;
 const HEADS = 'heads', WHOLE = 'conversations';
 
 class Store {

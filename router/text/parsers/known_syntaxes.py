@@ -31,7 +31,11 @@ _GRANITE_3 = ToolSyntax(
     closing="]",
     envelope=Envelope(f'{{"name": "{NAME}", "arguments": ', "}", "name", "arguments"),
 )
-_KNOWN = {"<|tool_list_start|>": _LFM2, "<|tool_call|> followed by a JSON list": _GRANITE_3}
+_KNOWN = {
+    "<|tool_list_start|>": _LFM2,
+    "List of tools: [": _LFM2,
+    "<|tool_call|> followed by a JSON list": _GRANITE_3,
+}
 """Syntaxes by a text of the models' templates."""
 
 

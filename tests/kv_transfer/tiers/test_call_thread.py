@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.kv_transfer.tiers.call_thread import CallThread
+from kvferry.kv_transfer.tiers.local import CallThread
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 HANGS = """
 import threading
-from kvferry.kv_transfer.tiers.call_thread import CallThread
+from kvferry.kv_transfer.tiers.local import CallThread
 begun = threading.Event()
 lane = CallThread("lane", 1)
 lane.submit(lambda: (begun.set(), threading.Event().wait()))

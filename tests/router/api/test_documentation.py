@@ -227,7 +227,7 @@ ANYTHING = st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) 
 
 @pytest.mark.parametrize("path", TAKING)
 @given(data=st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 async def test_described_bodies_are_answered_or_refused_by_name(speaking: Api, path: str, data: st.DataObject) -> None:
     api = speaking
     document = await described_by(api)

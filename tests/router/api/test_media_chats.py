@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,10 +13,13 @@ import pytest
 
 from kvferry.protocol.errors import InvalidRequest, NoNodes
 from kvferry.protocol.media import MediaItem
-from kvferry.router.dispatch.interface import PromptMedia, RenderedMedia
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.dispatch.prompt_media import PromptMedia, RenderedMedia
 from kvferry.router.media.prompting import MediaBudget
+from kvferry.router.text.load import load_text_model
 from tests.api_parts import Api, FakeCluster, error_of, ids_of, says
 from tests.router.media import pictures as made
+from tests.waiting import until
 
 URL = made.data_url(made.png(), made.PNG)
 PICTURE = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}, "uuid": "mine"}
@@ -48,6 +53,17 @@ async def test_media_are_refused_by_name_where_no_node_takes_them(part: dict[str
     assert api.cluster.dispatches == []
 
 
+async def test_nodes_get_the_chat_template_that_the_router_was_given(tmp_path: Path):
+    (file := tmp_path / "chat.jinja").write_text("{{ messages | length }}")
+    settings = RouterSettings(chat_template=str(file))
+    for given, template in ((settings, "{{ messages | length }}"), (RouterSettings(), "")):
+        cluster = FakeCluster(says("A cat."))
+        cluster.media.takes, cluster.media.answers = ("image",), [prompt()]
+        api = Api(cluster, load_text_model(given), chat_template=given.chat_template)
+        assert (await api.chat(messages=chat(PICTURE))).status_code == 200
+        assert [request.template for request in cluster.media.asked] == [template]
+
+
 async def test_a_medium_that_no_node_takes_is_named_among_others():
     api = api_of("image")
     error = error_of(await api.chat(messages=chat(PICTURE, SOUND, PICTURE)))
@@ -58,7 +74,7 @@ async def test_a_medium_that_no_node_takes_is_named_among_others():
 async def test_the_list_of_models_says_which_media_they_take():
     for api, taken in ((api_of(), []), (api_of("video", "transcription", "image"), ["image", "video"])):
         (model,) = (await api.http.get("/v1/models")).json()["data"]
-        assert model["input_modalities"] == ["text", *taken]
+        assert (model["input_modalities"], model["transcription"]) == (["text", *taken], bool(taken))
 
 
 async def test_a_chat_with_a_picture_is_answered_from_the_engines_prompt():
@@ -84,7 +100,9 @@ async def test_a_chat_with_a_picture_is_answered_from_the_engines_prompt():
     assert dispatch.spec.token_ids == prompt().token_ids
     assert dispatch.spec.media is not None
     assert dispatch.spec.media.fingerprint == "fingerprint"
-    assert answer.json()["usage"]["prompt_tokens"] == len(prompt().token_ids)
+    usage = answer.json()["usage"]
+    assert usage["prompt_tokens"] == len(prompt().token_ids)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 2}
 
 
 async def test_all_choices_share_the_prompt():
@@ -93,41 +111,6 @@ async def test_all_choices_share_the_prompt():
     assert len(answer.json()["choices"]) == 3
     assert len(api.cluster.media.asked) == 1
     assert len({id(each.spec.media) for each in api.cluster.dispatches}) == 1
-
-
-DATA = URL.partition(",")[2]
-ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [TEXT, ANTHROPIC]}]}),
-        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": TEXT["text"]},
-                                                                  {"type": "input_image", "image_url": URL}]}]}),
-    ],
-)  # fmt: skip
-async def test_pictures_of_other_apis_reach_the_engine_in_a_chats_form(path: str, body: dict[str, Any]):
-    api = api_of("image")
-    answer = await api.http.post(path, json={"model": "SmolLM2-135M-Instruct", **body})
-    assert (answer.status_code, "A cat." in answer.text) == (200, True)
-    (request,) = api.cluster.media.asked
-    (message,) = json.loads(request.chat)["messages"]
-    assert message["content"] == [TEXT, {"type": "image_url", "image_url": {"url": URL}}]
-    blind = api_of()
-    refused = await blind.http.post(path, json={"model": "SmolLM2-135M-Instruct", **body})
-    assert (refused.status_code, "no node of the model takes image" in refused.text) == (400, True)
-
-
-async def test_a_stored_response_keeps_its_picture_for_the_next_turn():
-    api = api_of("image", answers=[prompt(), prompt()])
-    first = await api.http.post("/v1/responses", json={"input": [{"role": "user", "content": [
-        {"type": "input_image", "image_url": URL}]}]})  # fmt: skip
-    again = await api.http.post("/v1/responses", json={"input": "And now?", "previous_response_id": first.json()["id"]})
-    assert again.status_code == 200
-    picture, _, text = json.loads(api.cluster.media.asked[1].chat)["messages"]
-    assert picture["content"] == [{"type": "image_url", "image_url": {"url": URL}}]
-    assert text["content"] == "And now?"
 
 
 async def test_text_alone_never_asks_an_engine():
@@ -146,7 +129,7 @@ async def test_text_alone_never_asks_an_engine():
         ({"messages": chat({"type": "image_url", "image_url": {"url": made.data_url(made.png_header(60_000, 60_000),
                                                                                    made.PNG)}})},
          "messages[0].content[1].image_url.url", "60000 x 60000 pixels"),
-        ({"messages": chat(*[PICTURE] * 1000)}, "messages[0].content[33]", "at most 32"),
+        ({"messages": chat(*[PICTURE] * 1000)}, "messages[0].content[33]", "beyond the 32 images"),
         ({"messages": chat(PICTURE, {"type": "file", "file": {}})}, "messages[0].content[2]", "'file'"),
         ({"messages": chat(PICTURE, {"type": "text", "text": 5})}, "messages[0].content[2].text", "string"),
         ({"messages": [{"role": "usr", "content": [PICTURE]}]}, "messages[0].role", "must be one of"),
@@ -190,25 +173,62 @@ async def test_a_stream_begins_like_any_other():
 
 
 async def test_prepared_media_are_counted_until_the_request_ends(monkeypatch: pytest.MonkeyPatch):
-    budgets: list[MediaBudget] = []
-    monkeypatch.setattr(
-        "kvferry.router.media.prompting.MediaBudget", lambda: budgets.append(MediaBudget(100)) or budgets[-1]
-    )
+    budget = budget_of(monkeypatch, 100 + len(URL))
     api = api_of("image", answers=[prompt(60), prompt(60), prompt(101)])
     for _ in range(2):
         assert (await api.chat(messages=chat(PICTURE))).status_code == 200
         api.cluster.dispatches.clear()
         gc.collect()
-        assert budgets[0].held == 0
+        assert budget.held == 0
     assert (await api.chat(messages=chat(PICTURE))).status_code == 429
 
 
+async def test_media_of_waiting_requests_are_counted_as_they_were_sent(monkeypatch: pytest.MonkeyPatch):
+    budget, go = budget_of(monkeypatch, 2 * len(URL) + 2 * 3), asyncio.Event()
+    api = api_of("image", answers=[prompt(), prompt(), prompt()])
+    make = api.cluster.media.render
+
+    async def render(*asked: Any) -> RenderedMedia:
+        await go.wait()
+        return await make(*asked)
+
+    monkeypatch.setattr(api.cluster.media, "render", render)
+    waiting = [asyncio.create_task(api.chat(messages=chat(PICTURE))) for _ in range(2)]
+    await until(lambda: budget.held == 2 * len(URL))
+    assert (await api.chat(messages=chat(PICTURE))).status_code == 429
+    go.set()
+    assert [(await each).status_code for each in waiting] == [200, 200]
+    del waiting
+    api.cluster.dispatches.clear()
+    gc.collect()
+    assert budget.held == 0
+
+
+async def test_a_request_does_not_wait_for_a_node_beyond_its_deadline(monkeypatch: pytest.MonkeyPatch):
+    api = api_of("image", request_timeout=0.3)
+
+    async def render(*asked: Any) -> RenderedMedia:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(api.cluster.media, "render", render)
+    answers = await asyncio.gather(*(api.chat(messages=chat(PICTURE)) for _ in range(6)))
+    assert [(each.status_code, error_of(each)["code"]) for each in answers] == [(504, "deadline_exceeded")] * 6
+
+
+def budget_of(monkeypatch: pytest.MonkeyPatch, limit: int) -> MediaBudget:
+    """The budget of the application that is made next."""
+    budget = MediaBudget(limit)
+    monkeypatch.setattr("kvferry.router.media.prompting.MediaBudget", lambda: budget)
+    return budget
+
+
 def test_one_tenant_fills_at_most_half_of_the_budget():
-    budget, held = MediaBudget(100), [prompt(40).media, prompt(20).media, prompt(40).media]
-    budget.hold("one", held[0])
+    budget, held = MediaBudget(100), [prompt().media for _ in range(3)]
+    budget.hold("one", held[0], 40)
     with pytest.raises(Exception, match="fill their share"):
-        budget.hold("one", held[1])
-    budget.hold("two", held[2])
+        budget.hold("one", held[1], 20)
+    budget.hold("two", held[2], 40)
     with pytest.raises(Exception, match="fill their share"):
         budget.check("", 21)
     assert budget.held == 80
@@ -217,8 +237,5 @@ def test_one_tenant_fills_at_most_half_of_the_budget():
 
 
 async def test_other_endpoints_refuse_media_by_name():
-    api = api_of("image")
-    for path in ("/tokenize", "/v1/messages/count_tokens"):
-        answer: httpx.Response = await api.http.post(path, json={"messages": chat(PICTURE)})
-        assert answer.status_code == 400
-        assert "image_url" in answer.text
+    answer: httpx.Response = await api_of("image").http.post("/tokenize", json={"messages": chat(PICTURE)})
+    assert (answer.status_code, "image_url" in answer.text) == (400, True)

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
-from kvferry.protocol.sessions import MAX_NOTES, NAME_BYTES, SessionNotes, session_name
+from kvferry.protocol.sessions import MAX_NOTES, NAME_BYTES, TOOL_GROUPS, SessionNotes, session_name, tool_group
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.interface import RequestSpec, Route
@@ -116,6 +116,13 @@ def test_names_on_the_wire_have_one_length_and_differ_between_tenants() -> None:
     assert session_name("a", "") == ""
 
 
+def test_tools_have_one_of_few_groups_whatever_their_order_and_number() -> None:
+    assert tool_group(()) == 0
+    assert tool_group(("a", "b")) == tool_group(("b", "a", "b"))
+    groups = {tool_group((f"tool {number}",)) for number in range(1000)}
+    assert groups == {*range(1, TOOL_GROUPS + 1)}
+
+
 async def test_closing_a_session_reaches_every_model_under_the_tenants_own_name(tmp_path: Any) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text("\n".join(entry(name, f"key-{name}") for name in "ab"))
@@ -131,11 +138,11 @@ async def test_closing_a_session_reaches_every_model_under_the_tenants_own_name(
 async def test_a_tool_call_is_told_and_an_answer_is_not() -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     calls = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    for text, told in ((calls, True), ("Hello", False)):
+    for text, told in ((calls, {"look"}), ("Hello", set[str]())):
         for stream in (False, True):
             api = Api(FakeCluster(says(text)))
             assert (await api.chat(tools=[tool], stream=stream)).status_code == 200
-            assert api.cluster.dispatches[-1].called_tool is told
+            assert api.cluster.dispatches[-1].called_tools == told
 
 
 async def test_a_dispatch_tells_the_nodes_that_have_its_blocks() -> None:
@@ -143,14 +150,16 @@ async def test_a_dispatch_tells_the_nodes_that_have_its_blocks() -> None:
         call = RequestContext("c", time.monotonic(), time.monotonic() + 60)
         spec = RequestSpec(call, "c", (5,) * 300, Generate(SamplingParams(max_tokens=3, ignore_eos=True)))
         dispatch = bench.cluster.start(spec)
-        dispatch.calls_tool()
+        dispatch.calls_tools(("look", "find"))
         async for _ in dispatch:
             pass
-        dispatch.calls_tool()
+        dispatch.calls_tools(("look", "find"))
         workers = [*bench.workers.values()]
         await until(lambda: all(worker.notes for worker in workers))
         (job,) = {each.job.request_id for worker in workers for each in worker.prefills}
-        assert [worker.notes for worker in workers] == [[SessionNotes(tools=(job,))]] * 2
+        assert [worker.notes for worker in workers] == [
+            [SessionNotes((job,), (tool_group(("find", "look", "find")),))]
+        ] * 2
 
 
 async def test_adapters_of_other_engines_are_told_nothing_and_long_lists_come_in_parts() -> None:

@@ -29,8 +29,8 @@ API_HALF = {
     "router/text/word_cache.py",
     "router/dispatch/model_cluster.py",
 }
-"""Key and call; admission; bytes; what the body asks for; its model; its sequences, and one of them; its limits and
-turn; its prompt, within bounds, word by word; the nodes."""
+"""Key and call; its turn to begin; admission; bytes; what the body asks for; its model; its sequences, and one of them;
+its limits and turn; its prompt, within bounds, word by word; the nodes."""
 RENDERING = {
     f"router/text/{name}.py"
     for name in (
@@ -41,7 +41,6 @@ RENDERING = {
         "template",
         "cheap_templates",
         "cheap_costs",
-        "sandbox",
         "message_shaping",
         "template_traits",
         "call_ids",

@@ -85,6 +85,7 @@ async def test_the_only_decode_node_computes_by_itself() -> None:
     async with Bench([prefill("p1", prefill_script=hang), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.rungs() == {"hedge": 1}
+        assert bench.placements() == {"remote": 1, "local": 1}, "both attempts of one request"
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.nodes.breakers.shut().nodes == {("p1", 1)}, "late twice"
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)

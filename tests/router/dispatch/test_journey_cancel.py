@@ -14,6 +14,7 @@ from kvferry.protocol.errors import Cancelled
 from kvferry.protocol.messages import PrefillRequest
 from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.interface import Enough, Output
+from tests.crowded import in_time
 from tests.fake_workers import PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill
 from tests.waiting import until
 
@@ -52,6 +53,9 @@ async def test_during_the_lookup(way: Any) -> None:
             await asyncio.sleep(30)
             return {}
 
+        async def holders(self, rows: Any, nodes: Any) -> list[frozenset[str]]:
+            raise AssertionError("of no model with recurrent layers")
+
     async with Bench([prefill(), decode()]) as bench:
         bench.cluster._prefixes._lookup = index = Slow()
         dispatch = bench.start(8)
@@ -74,7 +78,7 @@ async def test_while_prefill_works(way: Any, script: Any) -> None:
         await way(dispatch, task)
         await until(lambda: len(bench["p1"].cancels) == len(bench["d1"].cancels) == 1)
         await until(lambda: bench["p1"].answering == 0)
-        assert time.monotonic() - began < 0.5
+        assert in_time(time.monotonic() - began, 0.5)
         assert bench["p1"].cancels[0].request_id == bench["p1"].prefills[0].job.request_id
 
 
@@ -89,7 +93,7 @@ async def test_while_tokens_flow(way: Any, with_prefill: bool) -> None:
         began = time.monotonic()
         await way(dispatch, task)
         await until(lambda: bench["d1"].running == 0)
-        assert time.monotonic() - began < 0.5
+        assert in_time(time.monotonic() - began, 0.5)
         if with_prefill:
             assert bench["p1"].cancels == []
 
@@ -115,7 +119,7 @@ async def test_while_waiting_for_a_node() -> None:
         await until(lambda: dispatch._planner.patience.waiting)
         began = time.monotonic()
         await by_call(dispatch, task)
-        assert time.monotonic() - began < 0.5
+        assert in_time(time.monotonic() - began, 0.5)
 
 
 async def test_leaving_the_loop_ends_the_journey() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -12,8 +13,21 @@ from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.lease import Load
 from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest, block_extras
-from kvferry.router.dispatch.interface import PromptMedia, RenderedMedia
-from tests.fake_workers import BLOCK, CRASH, PROMPT, Bench, FakeWorker, collect, decode, expected, ids
+from kvferry.router.dispatch.prompt_media import PromptMedia, RenderedMedia
+from tests.fake_workers import (
+    BLOCK,
+    CRASH,
+    PROMPT,
+    SILENCE,
+    Bench,
+    FakeWorker,
+    collect,
+    decode,
+    encode,
+    expected,
+    ids,
+)  # fmt: skip
+from tests.waiting import until
 
 ITEM = MediaItem("image", "cat", 5, 9, b"tensors")
 ANSWER = RenderedPrompt(PROMPT, (ITEM,))
@@ -114,3 +128,34 @@ async def test_a_prompt_with_a_picture_is_placed_where_its_picture_is_cached():
         assert [len(worker.jobs) for worker in workers] == [0, 3, 0]
         predicted = {job.predicted[0] for job in workers[1].jobs}
         assert predicted == {len(PROMPT) - BLOCK}
+
+
+async def test_encode_nodes_make_prompts_that_other_nodes_can_compute():
+    strange = encode("e2", prompts=[ANSWER], changes={"fingerprint": "f2"})
+    busy = encode("e1", prompts=[ANSWER], changes={"load": BUSY})
+    async with Bench([seer("d1"), busy, strange]) as bench:
+        assert (await rendered(bench)).media.fingerprint == "fp"
+        assert (len(busy.rendered), strange.rendered, bench["d1"].rendered) == (1, [], [])
+
+
+async def test_a_node_that_hangs_while_it_makes_a_prompt_is_left_when_it_is_suspected():
+    """A request waited for its whole deadline."""
+    hangs, other = seer("d1", SILENCE), seer("d2", ANSWER, load=BUSY)
+    async with Bench([hangs, other], silence_s=0.3) as bench:
+        task = asyncio.create_task(rendered(bench))
+        await until(lambda: hangs.rendered)
+        hangs.frozen = True
+        assert (await asyncio.wait_for(task, 15.0)).token_ids == PROMPT
+        assert len(other.rendered) == 1
+
+
+async def test_the_last_node_is_waited_for_though_it_is_suspected():
+    """On a busy machine a request failed because its only node was silent for a second."""
+    lone = seer("d1", ANSWER)
+    async with Bench([lone], silence_s=0.3) as bench:
+        lone.render_s = 1.0
+        task = asyncio.create_task(rendered(bench))
+        await until(lambda: lone.rendered)
+        (entry,) = bench.nodes.entries.values()
+        entry.pause(is_silent=True)
+        assert (await asyncio.wait_for(task, 15.0)).token_ids == PROMPT

@@ -74,6 +74,9 @@ class Index:
             raise RegistryUnavailable("away")
         return dict(self.answer)
 
+    async def holders(self, rows: object, nodes: object) -> list[frozenset[str]]:
+        raise AssertionError("of no model with recurrent layers")
+
 
 async def test_memory_speaks_while_the_index_does_not_and_a_while_after() -> None:
     index, now = Index(), [100.0]

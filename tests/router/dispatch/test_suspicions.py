@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from kvferry.protocol.lease import Load
 from kvferry.protocol.messages import PrefillRequest, Pulse
 from kvferry.router.dispatch.retry_budget import RetryBudget
@@ -27,6 +29,7 @@ from tests.fake_workers import (
 from tests.waiting import until
 
 STANDS, MOVES = Pulse(engine_s=0.9, usual_s=0.02), Pulse(usual_s=0.02)
+LINK_STANDS = Pulse(link_s=0.9, usual_s=0.02)
 TOKENS = 60
 
 
@@ -153,6 +156,44 @@ async def test_tokens_behind_a_missing_one_do_not_say_that_it_will_come() -> Non
         assert ids(await task) == expected(PROMPT, 6)
         assert bench.rungs() == {"suspicion": 1}
         assert false_suspicions(bench) == 0
+
+
+@pytest.mark.parametrize("grants", [True, False])
+async def test_a_request_that_waits_for_a_ship_over_a_standing_link_is_begun_elsewhere_too(grants: bool) -> None:
+    """Whether its first token is out or its blocks are not even granted: it waited until the link had stood for 2 s."""
+    stands = "d1"
+
+    async def waits(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        if request.target.node_id != stands:
+            async for answer in honest_prefill(worker, request):
+                yield answer
+            return
+        if grants:
+            yield first_token(request.job)
+        yield SILENCE
+
+    async with Bench([prefill("p1", prefill_script=waits), decode("d1")]) as bench:
+        bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
+        task = asyncio.create_task(collect(bench.start(6)))
+        await until(lambda: bench["p1"].prefills)
+        await bench.add(decode("d2"))
+        await until(lambda: ("d2", 1) in bench.nodes.entries and bench.nodes.entries["d2", 1].open)
+        bench["d1"].pulse = LINK_STANDS
+        assert ids(await task) == expected(PROMPT, 6)
+        assert bench.rungs() == {"suspicion": 1}
+        assert false_suspicions(bench) == 0
+
+
+async def test_a_stream_that_decodes_needs_no_link() -> None:
+    async with Bench([prefill("p1"), decode("d1"), decode("d2")]) as bench:
+        for name in ("d1", "d2"):
+            bench[name].step_s = 0.02
+        task, here, there = await streaming(bench)
+        bench[here].pulse = LINK_STANDS
+        await until(lambda: bench.nodes.entries[here, 1].link_suspected)
+        assert ids(await task) == expected(PROMPT, TOKENS)
+        assert bench.rungs() == {}
+        assert not bench[there].jobs
 
 
 async def test_a_prefill_node_that_has_done_its_part_matters_no_more() -> None:

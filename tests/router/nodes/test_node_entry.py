@@ -149,25 +149,30 @@ def test_ships_that_were_wrong_are_told_of_once_each() -> None:
     assert told == [(("p1", 3), ("d1", 1)), (("p2", 4), ("d1", 1))]
 
 
-@pytest.mark.parametrize(("pulse", "suspected"), [
-    (Pulse(engine_s=0.9, usual_s=0.1), True),
-    (Pulse(engine_s=0.7, usual_s=0.01), False),
-    (Pulse(engine_s=0.9, usual_s=0.2), False),
-    (Pulse(link_s=1.5, loop_s=1.5, usual_s=0.1), False),
+@pytest.mark.parametrize(("pulse", "suspected", "link"), [
+    (Pulse(engine_s=0.9, usual_s=0.1), True, False),
+    (Pulse(engine_s=0.7, usual_s=0.01), False, False),
+    (Pulse(engine_s=0.9, usual_s=0.2), False, False),
+    (Pulse(loop_s=1.5, usual_s=0.1), False, False),
+    (Pulse(link_s=0.9, usual_s=0.1), False, True),
+    (Pulse(link_s=0.7, usual_s=0.01), False, False),
 ])  # fmt: skip
-def test_a_node_is_suspected_while_a_step_takes_long_for_it(pulse: Pulse, suspected: bool) -> None:
+def test_a_node_is_suspected_while_a_step_or_a_turn_of_its_link_takes_long(
+    pulse: Pulse, suspected: bool, link: bool
+) -> None:
     entry, told = serving(lease_of("d1", "decode"), CapacitySummary("m")), list[str]()
     for name in ("one", "other"):
         entry.promise(1, 1, ignore, lambda name=name: told.append(name))  # type: ignore[misc]
     for _ in range(2):
         entry.deal(StepFrame(pulse=pulse))
-        assert entry.suspected is suspected
-    assert told == (["one", "other"] if suspected else []), "once"
+        assert (entry.suspected, entry.link_suspected) == (suspected, link)
+    assert told == (["one", "other"] if suspected or link else []), "once"
     assert entry.reachable
     entry.deal(StepFrame(pulse=Pulse(usual_s=0.1)))
     assert not entry.suspected
+    assert not entry.link_suspected
     entry.deal(StepFrame(pulse=pulse))
-    assert len(told) == (4 if suspected else 0), "and once more"
+    assert len(told) == (4 if suspected or link else 0), "and once more"
 
 
 def test_a_node_is_suspected_while_its_stream_is_silent() -> None:

@@ -158,8 +158,8 @@ def test_a_conversation_by_keyboard_alone(tab: Page) -> None:
         tab.press("Enter")
         assert tab.evaluate("document.getElementById('settings').open")
         tab.press("Escape")
-        tab.wait("!document.getElementById('settings').open")
-        assert focused(tab) == "Message"
+        tab.wait("document.activeElement.id === 'ask'")
+        assert not tab.evaluate("document.getElementById('settings').open")
         tab_to(tab, "fresh", back=True)
         tab.press("Enter")
         tab.wait("!document.querySelector('.turn')")

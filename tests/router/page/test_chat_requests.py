@@ -1,19 +1,14 @@
-"""Settings, tools, reasoning and images of the chat page: what they become in requests, and what comes back of them."""
+"""Settings, tools and reasoning of the chat page: what they become in requests, and what comes back of them."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from kvferry.protocol.media import MediaItem
-from kvferry.router.dispatch.interface import PromptMedia, RenderedMedia
 from kvferry.router.text.template import ChatTemplate
-from tests.api_parts import Api, FakeCluster, Script, demo_text, ids_of, says, served
+from tests.api_parts import Api, FakeCluster, Script, demo_text, says, served
 from tests.browser import Page
-from tests.router.media import pictures
-from tests.router.page.chat_tab import ENDED, answers, ask, asked, opened, press_button, said, set_fields
+from tests.router.page.chat_tab import ENDED, answers, asked, opened, press_button, said, set_fields
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
 TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}}
@@ -127,74 +122,3 @@ def test_reasoning_is_folded_and_sent_along(tab: Page) -> None:
         assert tab.evaluate(f"{fold}.querySelector('div').innerText") == "Two and two."
         asked(tab, "Sure?")
     assert "<|im_start|>assistant:Two *and* two.|Four.<|im_end|>" in prompts(api)[1]
-
-
-def picture(tmp_path: Path) -> str:
-    path = tmp_path / "picture.png"
-    path.write_bytes(pictures.png())
-    return str(path)
-
-
-def choose(page: Page, path: str) -> None:
-    found = page.send("Runtime.evaluate", expression="document.getElementById('files')")["result"]["objectId"]
-    page.send("DOM.setFileInputFiles", files=[path], objectId=found)
-
-
-def test_images_go_along_where_the_model_takes_them(tab: Page, tmp_path: Path) -> None:
-    cluster = FakeCluster(says("A square."))
-    cluster.media.takes = ("image",)
-    prompt = RenderedMedia(tuple(ids_of("a picture")), PromptMedia((MediaItem("image", "h", 0, 1, b"x"),), "fp"))
-    cluster.media.answers = [prompt]
-    with served(Api(cluster).app) as url:
-        opened(tab, url)
-        assert tab.evaluate("!document.getElementById('attach').hidden")
-        choose(tab, picture(tmp_path))
-        tab.wait("document.querySelector('#attached img')?.naturalWidth > 0")
-        press_button(tab, "Remove image 1")
-        assert tab.evaluate("document.querySelector('#attached img')") is None
-        choose(tab, picture(tmp_path))
-        tab.wait("document.querySelector('#attached img')?.naturalWidth > 0")
-        asked(tab, "What is it?")
-        assert said(tab) == ["What is it?", "A square."]
-        assert tab.evaluate("document.querySelector('.user img').naturalWidth") > 0
-        assert tab.evaluate("document.querySelector('#attached img')") is None
-        assert tab.complaints == []
-    body: Any = json.loads(cluster.media.asked[0].chat)
-    kinds = [part["type"] for part in body["messages"][0]["content"]]
-    assert kinds == ["image_url", "text"]
-
-
-def test_models_without_eyes_get_no_images(tab: Page, tmp_path: Path) -> None:
-    with served(Api(FakeCluster(says("x"))).app) as url:
-        opened(tab, url)
-        assert tab.evaluate("document.getElementById('attach').hidden")
-
-
-def test_a_file_that_is_no_image_is_named(tab: Page, tmp_path: Path) -> None:
-    cluster = FakeCluster(says("x"))
-    cluster.media.takes = ("image",)
-    path = tmp_path / "notes.png"
-    path.write_text("no picture")
-    with served(Api(cluster).app) as url:
-        opened(tab, url)
-        choose(tab, str(path))
-        tab.wait("document.getElementById('notice').innerText.includes('notes.png is no image')")
-
-
-def test_large_pictures_are_made_smaller(tab: Page) -> None:
-    with served(Api(FakeCluster(says("x"))).app) as url:
-        opened(tab, url)
-        url = tab.evaluate(
-            "(async () => { const canvas = document.createElement('canvas'); canvas.width = 5000; canvas.height = 100;"
-            " canvas.getContext('2d').fillRect(0, 0, 10, 10);"
-            " const blob = await new Promise((resolve) => canvas.toBlob(resolve));"
-            " return dataUrl(new File([blob], 'wide.png', { type: 'image/png' })); })()"
-        )
-        assert url.startswith("data:image/jpeg;base64,")
-        ask(tab, "x")
-        tab.wait(ENDED)
-        size = tab.evaluate(
-            f"(async () => {{ const made = new Image(); made.src = {json.dumps(url)}; await made.decode();"
-            " return [made.width, made.height]; })()"
-        )
-        assert size == [2048, 41]

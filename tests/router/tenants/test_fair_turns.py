@@ -16,6 +16,7 @@ from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants import scheduler_slots as turns_module
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size, ThroughputEstimate
 from kvferry.router.tenants.tenant import Tenant
+from tests.crowded import in_time
 from tests.waiting import until
 
 A, B = Tenant("a"), Tenant("b")
@@ -137,7 +138,7 @@ async def test_a_deadline_that_cannot_be_met_is_told_at_once(monkeypatch: pytest
     began = time.monotonic()
     with pytest.raises(Overloaded, match="before its deadline") as caught:
         await queue.turns.take(A, call(0.4), SIZE)
-    assert time.monotonic() - began < 0.2
+    assert in_time(time.monotonic() - began, 0.2)
     assert caught.value.retry_after is not None
     assert 1.0 <= caught.value.retry_after < 60.0
     for task in tasks[10:]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvferry.model_files.template_language import environment
+from kvferry.model_files.template_sandbox import Sandbox
 from kvferry.router.text.cheap_costs import Costly
 from kvferry.router.text.cheap_templates import MAX_SOURCE, cheap_environment, is_cheap
 from kvferry.router.text.rendering import Rendering
-from kvferry.router.text.sandbox import Sandbox
 from kvferry.router.text.template import SMALL, ChatTemplate
-from kvferry.router.text.template_language import environment
 from tests.hostile_templates import BOMBS, TEMPLATES
 
 MESSAGES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,11 +28,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {"get": SCHEMA, "now": {"type": "object", "
 SHOWS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TEMPLATES = {
     "LFM2": "{% if tools %}<|tool_list_start|>{{ tools | tojson }}<|tool_list_end|>{% endif %}" + SHOWS,
+    "LFM2.5": "{% if tools %}List of tools: [{{ tools | map('tojson') | join(', ') }}]{% endif %}" + SHOWS,
     "Granite 3": "{% if tools %}Respond only with <|tool_call|> followed by a JSON list of tools used."
     "{{ tools | tojson }}{% endif %}" + SHOWS,
 }
 TEXTS = {
     "LFM2": "<|tool_call_start|>[get(place='São \\'X\\'', days=-3, deep=True), now()]<|tool_call_end|>",
+    "LFM2.5": "<|tool_call_start|>[get(place='São \\'X\\'', days=-3, deep=True), now()]<|tool_call_end|>",
     "Granite 3": '<|tool_call|>[{"name": "get", "arguments": {"place": "São \'X\'", "days": -3, "deep": true}}, '
     '{"name": "now", "arguments": {}}]',
 }
@@ -68,6 +70,11 @@ def test_calls_are_read_whole_and_cut_everywhere(model: str) -> None:
     assert read(model, ["An answer [1] in words."]) == ("An answer [1] in words.", [])
 
 
+@cache
+def grammar_tokenizer() -> LLTokenizer:
+    return LLTokenizer(demo_text().tokenizer.library.to_str(), eos_token=[EOS])
+
+
 @pytest.mark.parametrize("model", TEMPLATES)
 def test_a_grammar_binds_calls_in_the_syntax(model: str) -> None:
     library = demo_text().tokenizer.library
@@ -76,7 +83,7 @@ def test_a_grammar_binds_calls_in_the_syntax(model: str) -> None:
     assert syntax is not None
     source = grammar(partial(calls, syntax), tools, partial(lark.spelled, {}), forced=True, parallel=True)
     for text, right in ((TEXTS[model].replace("\\'X\\'", "X").replace("'X'", "X"), True), ("Hello", False)):
-        matcher = LLMatcher(LLTokenizer(library.to_str(), eos_token=[EOS]), LLMatcher.grammar_from_lark(source))
+        matcher = LLMatcher(grammar_tokenizer(), LLMatcher.grammar_from_lark(source))
         ids = library.encode(text, add_special_tokens=False).ids
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == right
 

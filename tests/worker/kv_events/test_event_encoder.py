@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.engine.block_contents import BlockContents
 from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
@@ -24,6 +25,15 @@ def encoder() -> tuple[BlockContents, EventEncoder]:
     """An encoder and the contents that it reads."""
     contents = BlockContents()
     return contents, EventEncoder(contents, SIZE, lambda adapter_id: f"named {adapter_id}")
+
+
+def test_blocks_with_media_tell_their_hashes_and_places() -> None:
+    contents, events = encoder()
+    media = (MediaItem("image", "picture", 3, 2, b""), MediaItem("image", "other", 5, 1, b""))
+    job = Job("r", 0, TOKENS, len(TOKENS), Generate(SamplingParams()), "router", media=media)
+    contents.note(job, TOKENS, HASHES, SIZE)
+    (event,) = events.changed(HASHES, ())
+    assert event["extra_keys"] == [None, [("picture", 1)], [("picture", -1), ("other", 1)], None, None]
 
 
 def test_consecutive_blocks_are_one_event() -> None:

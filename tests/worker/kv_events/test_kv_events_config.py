@@ -9,7 +9,7 @@ import pytest
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.kv_events.config import KvEventsConfig, read_kv_events_config
-from kvferry.worker.kv_events.replay_ring import ReplayRing
+from kvferry.worker.kv_events.publisher import ReplayRing
 from kvferry.worker.node import Node
 
 

@@ -39,7 +39,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- define "kvferry.members" -}}
 podSelector:
   matchLabels: {{- include "kvferry.selector" (list (index . 0) "") | nindent 4 }}
-  matchExpressions: [{key: app.kubernetes.io/component, operator: In, values: [{{ concat (list "router" "prefill" "decode") (slice . 1) | join ", " }}]}]
+  matchExpressions: [{key: app.kubernetes.io/component, operator: In, values: [{{ concat (list "router") (include "kvferry.roles" (index . 0) | splitList " ") (slice . 1) | join ", " }}]}]
 {{- end }}
 
 {{- define "kvferry.serviceAccount" -}}

@@ -18,7 +18,7 @@ labels:
   {{- with .values.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- $port := dict "router" "8000" "prefill" "9000" "decode" "9001" "engine" "9001" }}
+{{- $port := dict "router" "8000" "prefill" "9000" "decode" "9001" "encode" "9002" "engine" "9001" }}
 {{- if or .values.podAnnotations (hasKey $port .component) }}
 annotations:
   {{- if .root.pool }}
@@ -109,7 +109,7 @@ topologySpreadConstraints:
 
 {{/* Of the release, for pods that name none. */}}
 {{- define "kvferry.priorityClass" -}}
-{{- if and .root.Values.priorityClass.create (has .component (list "router" "prefill" "decode" "engine" "redis")) }}
+{{- if and .root.Values.priorityClass.create (has .component (list "router" "prefill" "decode" "encode" "engine" "redis")) }}
 {{- .root.Values.priorityClass.name | default (include "kvferry.fullname" .root) }}
 {{- end }}
 {{- end }}
@@ -164,7 +164,7 @@ replicas: {{ .values.replicas }}
 {{- $kserve := and (has .component (list "prefill" "decode")) (eq .root.Values.worker.workload "LLMInferenceService") }}
 {{- $own := get $scaling .component }}
 {{- if eq .component "engine" }}{{ $own = .values.autoscaling }}{{ end }}
-{{- if and (ne $scaling.kind "none") $own.enabled (not $kserve) }}yes{{ end }}
+{{- if and (ne $scaling.kind "none") $own (not $kserve) }}{{ if $own.enabled }}yes{{ end }}{{ end }}
 {{- end }}
 
 {{/* Where clients' files and batches are. Argument: the root. */}}

@@ -26,6 +26,15 @@
 {{- toYaml (dict "Values" (index . 1).values "pool" (index . 1).name "Release" (dict "Name" $release.Release.Name "Namespace" $release.Release.Namespace "Service" $release.Release.Service) "Chart" (dict "Name" $release.Chart.Name "Version" $release.Chart.Version "AppVersion" $release.Chart.AppVersion)) }}
 {{- end }}
 
+{{/* The roles of its own nodes, apart from engines: encode nodes only where a pool has any. */}}
+{{- define "kvferry.roles" -}}
+{{- $roles := "prefill decode" }}
+{{- range (include "kvferry.pools" . | fromYaml).pools }}
+{{- if int .values.encode.replicas }}{{ $roles = "prefill decode encode" }}{{ end }}
+{{- end }}
+{{- $roles }}
+{{- end }}
+
 {{/* What names of a pool's objects begin with. */}}
 {{- define "kvferry.poolName" -}}
 {{- if .pool }}{{ include "kvferry.short" (printf "%s-%s" (include "kvferry.fullname" .) .pool) }}{{ else }}{{ include "kvferry.fullname" . }}{{ end }}

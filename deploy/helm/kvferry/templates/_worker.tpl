@@ -22,6 +22,12 @@ spec:
         - --port={{ index $port 0 }}
         - --link-port={{ index $port 1 }}
         - --drain-timeout={{ .drainTimeout }}
+        {{- if gt (int .nnodes) 1 }}
+        - --nnodes={{ .nnodes }}
+        - --node-rank=$(LWS_WORKER_INDEX)
+        - --master-addr=$(LWS_LEADER_ADDRESS)
+        - --master-port=29500
+        {{- end }}
         {{- with .grantTimeout }}
         - --grant-timeout={{ . }}
         {{- end }}
@@ -35,6 +41,9 @@ spec:
       ports:
         - {name: http, containerPort: {{ index $port 0 }}}
         - {name: link, containerPort: {{ index $port 1 }}}
+        {{- if gt (int .nnodes) 1 }}
+        - {name: hosts, containerPort: 29500}
+        {{- end }}
       # /health answers while the model loads; /ready only after it.
       startupProbe:
         httpGet: {path: /health, port: http}
@@ -66,9 +75,10 @@ spec:
 {{/* What it asks for, with its GPUs and its RDMA devices. */}}
 {{- define "kvferry.workerResources" -}}
 {{- $resources := deepCopy .values.resources }}
+{{- $ranks := div (int .root.Values.worker.tensorParallelSize) (int (default 1 .values.nnodes)) }}
 {{- $devices := dict }}
 {{- with .root.Values.worker }}
-{{- if int .gpus }}{{ $_ := set $devices .gpuResource (max (int .gpus) (int .tensorParallelSize)) }}{{ end }}
+{{- if int .gpus }}{{ $_ := set $devices .gpuResource (max (int .gpus) $ranks) }}{{ end }}
 {{- if .rdma.resource }}{{ $_ := set $devices .rdma.resource (int .rdma.count) }}{{ end }}
 {{- end }}
 {{- range list "requests" "limits" }}
@@ -77,8 +87,8 @@ spec:
 {{- toYaml $resources }}
 {{- end }}
 
-{{/* A role of a LeaderWorkerSet or a DisaggregatedSet: groups of one pod, for a node is one, with all its ranks. What
-restarts in place is a new epoch of the same node, so nothing need be made anew. */}}
+{{/* A role of a LeaderWorkerSet or a DisaggregatedSet: a group is a node, of as many pods as it has hosts. What restarts in
+place is a new epoch of the same node, and its hosts meet again by themselves, so nothing need be made anew. */}}
 {{- define "kvferry.workerGroup" -}}
 {{- if ne (.values.strategy.type | default "RollingUpdate") "RollingUpdate" }}
 {{- fail (printf "%s.strategy.type: a %s rolls" .component .root.Values.worker.workload) }}
@@ -88,7 +98,7 @@ rolloutStrategy:
   type: RollingUpdate
   rollingUpdateConfiguration: {{- toYaml (.values.strategy.rollingUpdate | default dict) | nindent 4 }}
 leaderWorkerTemplate:
-  size: 1
+  size: {{ default 1 .values.nnodes }}
   restartPolicy: None
   workerTemplate:
     {{- include "kvferry.workerPod" . | nindent 4 }}
@@ -101,4 +111,11 @@ leaderWorkerTemplate:
 rolloutStrategy: {{- toYaml (.values.strategy.rollingUpdate | default dict) | nindent 2 }}
 {{ toYaml $pod.metadata }}
 template: {{- toYaml $pod.spec | nindent 2 }}
+{{- end }}
+
+{{/* Whether nodes of the release have several pods each. */}}
+{{- define "kvferry.hasHosts" -}}
+{{- range (include "kvferry.pools" . | fromYaml).pools }}
+{{- if and .values.worker.enabled (gt (max (int .values.prefill.nnodes) (int .values.decode.nnodes)) 1) }}yes{{ end }}
+{{- end }}
 {{- end }}

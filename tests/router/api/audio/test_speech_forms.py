@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.engine_adapter.form_data import form_data
+from kvferry.engine_adapter.engines.vllm_media import form_data
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.audio.body import speech_body
 from kvferry.router.api.audio.form import MAX_FIELDS, MAX_VALUE_BYTES, read_form
@@ -19,15 +19,15 @@ def written(fields: dict[str, Any], **files: Any) -> bytes:
     return httpx.Request("POST", "http://x", data=fields, files=files or {"file": ("a.wav", FILE)}).read()
 
 
-def test_a_clients_form_is_read():
-    form = read_form(written({"model": "m", "language": "en", "timestamp_granularities[]": ["word", "segment"]}))
+async def test_a_clients_form_is_read():
+    form = await read_form(written({"model": "m", "language": "en", "timestamp_granularities[]": ["word", "segment"]}))
     assert (form.file, form.filename) == (FILE, "a.wav")
     assert form.fields == {"model": ["m"], "language": ["en"], "timestamp_granularities[]": ["word", "segment"]}
 
 
-def test_what_the_adapter_writes_is_read_again():
+async def test_what_the_adapter_writes_is_read_again():
     data, kind = form_data([("model", "a/b"), ("prompt", 'quote " and\r\nline')], 'odd "name"\r\n.wav', FILE)
-    form = read_form(data)
+    form = await read_form(data)
     assert kind.startswith("multipart/form-data; boundary=")
     assert (form.file, form.filename) == (FILE, "odd %22name%22%0D%0A.wav")
     assert form.fields == {"model": ["a/b"], "prompt": ['quote " and\r\nline']}
@@ -51,24 +51,24 @@ def test_what_the_adapter_writes_is_read_again():
         ),
     ],
 )
-def test_a_form_beyond_its_bounds_is_refused(data: bytes, why: str):
+async def test_a_form_beyond_its_bounds_is_refused(data: bytes, why: str):
     with pytest.raises(InvalidRequest, match=why):
-        read_form(data)
+        await read_form(data)
 
 
-def test_two_files_are_refused():
+async def test_two_files_are_refused():
     first, second = written({}), written({})
     line = first.split(b"\r\n", 1)[0]
     second = second.replace(second.split(b"\r\n", 1)[0], line)
     with pytest.raises(InvalidRequest, match="one file"):
-        read_form(first.rsplit(line + b"--", 1)[0] + second)
+        await read_form(first.rsplit(line + b"--", 1)[0] + second)
 
 
-def test_fields_reach_an_engine_by_name_alone():
+async def test_fields_reach_an_engine_by_name_alone():
     given = {"model": "m", "language": "en", "temperature": "0.5", "stream": "true", "stream_include_usage": "1",
              "response_format": "verbose_json", "timestamp_granularities[]": ["word"], "vllm_xargs": "{}", "n": "9",
              "prompt": ""}  # fmt: skip
-    body = speech_body(read_form(written(given)))
+    body = speech_body(await read_form(written(given)))
     assert body.model == "m"
     assert body.fields() == (
         ("language", "en"), ("response_format", "verbose_json"), ("temperature", "0.5"), ("stream", "true"),
@@ -91,7 +91,7 @@ def test_fields_reach_an_engine_by_name_alone():
         ({"model": "m" * 300}, "model"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], param: str):
+async def test_a_wrong_field_is_named(fields: dict[str, Any], param: str):
     with pytest.raises(InvalidRequest) as caught:
-        speech_body(read_form(written(fields)))
+        speech_body(await read_form(written(fields)))
     assert caught.value.param == param

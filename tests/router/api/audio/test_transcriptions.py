@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from kvferry.protocol.errors import InvalidRequest, NodeLost, NoNodes
 from kvferry.protocol.media import TRANSCRIPTION
 from kvferry.protocol.speech import SpeechPart
+from kvferry.router.media.prompting import MediaBudget
 from tests.api_parts import Api, FakeCluster, error_of, says
 from tests.router.media import pictures as made
 
@@ -95,6 +97,24 @@ async def test_formats_of_recorders_are_taken(data: bytes):
 @pytest.mark.parametrize(("error", "status"), [(InvalidRequest("odd"), 400), (NoNodes("none"), 503)])
 async def test_errors_before_the_first_byte_have_a_status(error: Any, status: int):
     assert (await transcribe(api_of(error))).status_code == status
+
+
+async def test_audio_counts_as_held_until_its_answer(monkeypatch: pytest.MonkeyPatch):
+    budget = MediaBudget(len(made.wav()) + 10)
+    monkeypatch.setattr("kvferry.router.media.prompting.MediaBudget", lambda: budget)
+    api, seen = api_of(), list[int]()
+    hear = api.cluster.media.transcribe
+
+    async def transcribed(*asked: Any) -> None:
+        seen.append(budget.held)
+        await hear(*asked)
+
+    monkeypatch.setattr(api.cluster.media, "transcribe", transcribed)
+    assert (await transcribe(api)).status_code == 200
+    api.cluster.media.heard.clear()
+    gc.collect()
+    assert (seen, budget.held) == ([len(made.wav())], 0)
+    assert (await transcribe(api, made.wav(seconds=1.0))).status_code == 429
 
 
 async def test_a_json_body_and_a_long_one_are_refused():

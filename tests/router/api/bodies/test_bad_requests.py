@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.api_parts import MESSAGES, Api, FakeCluster, error_of, says
@@ -190,10 +190,15 @@ OTHER = ["model", "prompt", "messages", "logprobs", "top_logprobs", "functions",
 NAMES = sorted({name for fields, _ in CHAT + COMPLETION for name in fields} | {*OTHER})
 
 
+@pytest.fixture
+def api() -> Api:
+    return Api(FakeCluster(says("x")))
+
+
 @given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4), st.booleans())
-@settings(max_examples=150, deadline=None)
-async def test_no_body_makes_the_router_fail(fields: dict[str, Any], chat: bool) -> None:
-    api = Api(FakeCluster(says("x")))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_no_body_makes_the_router_fail(api: Api, fields: dict[str, Any], chat: bool) -> None:
+    """One router answers all of them."""
     base: dict[str, Any] = {"messages": MESSAGES} if chat else {"prompt": "a"}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     response = await api.http.post(path, json={**base, **fields})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,12 +36,17 @@ def prompt_of(api: Api) -> str:
     return harmony_text().tokenizer.decode(api.cluster.dispatches[-1].spec.token_ids, skip_special_tokens=False)
 
 
+@cache
+def grammar_tokenizer() -> LLTokenizer:
+    model = harmony_text()
+    return LLTokenizer(model.tokenizer.library.to_str(), eos_token=list(model.facts.eos_token_ids))
+
+
 def lets(api: Api, text: str) -> bool:
     """Whether the grammar of the last request lets this be the whole output."""
     model, grammar = harmony_text(), api.cluster.grammar
     assert grammar.kind == "lark"
-    library = LLTokenizer(model.tokenizer.library.to_str(), eos_token=list(model.facts.eos_token_ids))
-    matcher = LLMatcher(library, LLMatcher.grammar_from_lark(grammar.source), log_level=0)
+    matcher = LLMatcher(grammar_tokenizer(), LLMatcher.grammar_from_lark(grammar.source), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = model.encode(text, add_special_tokens=False)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())

@@ -56,6 +56,7 @@ async def read(data: bytes, most: int = 2**30) -> Any:
 @pytest.mark.parametrize("window", [8, 64, 1024])
 async def test_values_are_those_of_the_library(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sliced_json, "WINDOW", window)
+    monkeypatch.setattr(sliced_json, "PLAIN", window)
     source = random.Random(window)
     for _ in range(60):
         data = text(source)
@@ -67,6 +68,7 @@ async def test_values_are_those_of_the_library(window: int, monkeypatch: pytest.
 @pytest.mark.parametrize("window", [16, 1024])
 async def test_what_is_no_json_for_the_library_is_none(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sliced_json, "WINDOW", window)
+    monkeypatch.setattr(sliced_json, "PLAIN", window)
     source = random.Random(window)
     damaged = [b"", b"[", b"]", b"[1,]", b"[,1]", b"[,]", b"{,}", b'{"a":1,}', b'{"a"}', b"[1 2]", b"[1}", b'"', b"1 1"]
     damaged += [b"[[1]2]", b'{"a":[1]"b":2}', b'{"a" 1}', b"{1:2}", b'["a\\"]', b"[\x00]", b"nul", b"[1,,2]", b'"\xff"']
@@ -91,6 +93,28 @@ async def test_lists_and_objects_are_counted_outside_of_strings(monkeypatch: pyt
     assert await read(data, 23) == from_json(data)
     with pytest.raises(TooManyObjects):
         await read(data, 22)
+
+
+@pytest.mark.parametrize("character", ["a", "\u00fc", "\u20ac", "\U0001f600"])
+async def test_no_long_string_is_parsed_at_once(character: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are such strings. A piece ends between two characters, whatever their bytes."""
+    lengths = list[int]()
+
+    def watched(data: bytes) -> Any:
+        lengths.append(len(data))
+        return from_json(data)
+
+    monkeypatch.setattr(sliced_json, "WINDOW", 1024)
+    monkeypatch.setattr(sliced_json, "PLAIN", 4096)
+    monkeypatch.setattr(sliced_json, "from_json", watched)
+    for shift in range(4):
+        value = "x" * shift + character * 10_000
+        assert await read(json.dumps([value], ensure_ascii=False).encode()) == [value]
+    assert max(lengths) <= 4096 + 2
+    cut_off = json.dumps("\u20ac" * 10_000, ensure_ascii=False).encode()
+    for damaged in (cut_off[:-2] + b'"', b'"' + b"\x80" * 20_000 + b'"', cut_off.replace(b"\xac", b"\n", 1)):
+        with pytest.raises(ValueError, match="byte"):
+            await read(damaged)
 
 
 async def test_depth_is_bounded() -> None:

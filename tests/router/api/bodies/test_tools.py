@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import openai
@@ -51,10 +52,14 @@ def grammar_of(api: Api) -> str | None:
     return None if grammar is None else grammar.source
 
 
+@cache
+def grammar_tokenizer() -> LLTokenizer:
+    return LLTokenizer(demo_text().tokenizer.library.to_str(), eos_token=[2])
+
+
 def lets(api: Api, text: str) -> bool:
     """Whether the grammar of the last request lets this be the whole output."""
-    library = LLTokenizer(demo_text().tokenizer.library.to_str(), eos_token=[2])
-    matcher = LLMatcher(library, LLMatcher.grammar_from_lark(grammar_of(api) or ""), log_level=0)
+    matcher = LLMatcher(grammar_tokenizer(), LLMatcher.grammar_from_lark(grammar_of(api) or ""), log_level=0)
     ids = demo_text().encode(text, add_special_tokens=False)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 

@@ -170,7 +170,18 @@ async def test_an_error_before_the_first_token_has_its_status() -> None:
         ({"input": ["x"]}, "input"),
         ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}]},
+            "input[0].content[0].file_id",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x", "detail": "max"}]}]},
+            "input[0].content[0].detail",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         (
             {"input": [{"role": "system", "content": [{"type": "input_image", "image_url": "x"}]}]},

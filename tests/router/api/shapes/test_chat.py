@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
@@ -107,11 +107,21 @@ async def test_stop_strings_cut_the_text_wherever_tokens_end(
     assert dispatch.cancelled.is_set() or per_output == 100
 
 
+@pytest.fixture
+def answering() -> Api:
+    return Api(FakeCluster(says("")))
+
+
 @given(st.text("ab \n👩é", max_size=20), st.lists(st.text("ab \n👩é", min_size=1, max_size=3), max_size=3), st.data())
-@settings(max_examples=60, deadline=None)
-async def test_streamed_and_whole_answers_agree_for_any_stops(text: str, stops: list[str], data: st.DataObject) -> None:
-    whole = await Api(FakeCluster(says(text))).chat(stop=stops)
-    streamed = await Api(FakeCluster(says(text, per_output=data.draw(st.integers(1, 4))))).chat(stop=stops, stream=True)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_streamed_and_whole_answers_agree_for_any_stops(
+    answering: Api, text: str, stops: list[str], data: st.DataObject
+) -> None:
+    """One router gives all of them."""
+    answering.cluster.script = says(text)
+    whole = await answering.chat(stop=stops)
+    answering.cluster.script = says(text, per_output=data.draw(st.integers(1, 4)))
+    streamed = await answering.chat(stop=stops, stream=True)
     chunks = events(streamed)[:-1]
     assert content(chunks) == whole.json()["choices"][0]["message"]["content"]
 
@@ -161,18 +171,18 @@ async def test_n_choices_start_after_the_first_ones_first_token_with_seeds_of_th
     started: list[int] = []
 
     def script(spec: RequestSpec) -> list[Output]:
-        started.append(api.cluster.dispatches[0].yielded if api.cluster.dispatches else -1)
+        started.append(seeded.cluster.dispatches[0].yielded if seeded.cluster.dispatches else -1)
         return outputs_for(spec, ids_of(f"seed {spec.params.seed}"))
 
-    api = Api(FakeCluster(script))
-    body = (await api.chat(n=3, seed=7)).json()
+    seeded = Api(FakeCluster(script))
+    body = (await seeded.chat(n=3, seed=7)).json()
     assert [choice["message"]["content"] for choice in body["choices"]] == ["seed 7", "seed 8", "seed 9"]
     assert started == [-1, 1, 1]
-    assert len({dispatch.spec.request_id for dispatch in api.cluster.dispatches}) == 3
-    prompt = len(api.cluster.dispatches[0].spec.token_ids)
+    assert len({dispatch.spec.request_id for dispatch in seeded.cluster.dispatches}) == 3
+    prompt = len(seeded.cluster.dispatches[0].spec.token_ids)
     assert body["usage"]["prompt_tokens"] == prompt
     assert body["usage"]["completion_tokens"] == 3 * (len(ids_of("seed 7")) + 1)
-    chunks = events(await api.chat(n=3, seed=7, stream=True))[:-1]
+    chunks = events(await seeded.chat(n=3, seed=7, stream=True))[:-1]
     assert [content(chunks, index) for index in range(3)] == ["seed 7", "seed 8", "seed 9"]
 
 

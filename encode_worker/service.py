@@ -1,0 +1,122 @@
+"""Encode role: makes the rows of media, keeps them in blocks of its pool, and supplies them to other nodes.
+
+A router asks for a request's media before it sends the request on, and names this node in the job. The node that
+computes the prompt fetches the blocks like those of a prefix. All state here belongs to the asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from fastapi import Request, Response
+
+from kvferry.encode_worker.requests import read_encode
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Event
+from kvferry.protocol.errors import DeadlineExceeded, Overloaded
+from kvferry.protocol.media import Encoded, EncodeRequest, MediaItem
+from kvferry.protocol.messages import CancelRequest
+from kvferry.protocol.wire import pack
+from kvferry.runtime.disconnect import until_disconnect
+from kvferry.worker.endpoints import Endpoints
+from kvferry.worker.service import Base
+
+T = TypeVar("T")
+MOST_WAITING = 256
+"""Requests that may wait for the encoder; further ones are refused, and the rows are made elsewhere."""
+
+
+class EncodeService:
+    """Service of an encode node. Implements `worker.service.Service`."""
+
+    def __init__(self, base: Base) -> None:
+        self._base, self.endpoints = base, Endpoints(base)
+        assert self.endpoints.embeddings is not None, "an encode node without an encoder"
+        self._blocks, self._source = self.endpoints.embeddings.blocks, self.endpoints.embeddings.local
+        self._running = 0
+        base.app.post("/attempts/encode")(self.post_encode)
+
+    async def post_encode(self, request: Request) -> Response:
+        """Answer once the rows of all media are in blocks here; a caller that leaves cancels what only it wants."""
+        asked = await read_encode(request)
+        self._base.require("encode")
+        if self._running >= MOST_WAITING:
+            raise Overloaded(f"{MOST_WAITING} requests are waiting for the encoder")
+        self._running += 1
+        try:
+            async with asyncio.timeout(asked.deadline_s):
+                computed = await until_disconnect(request.receive, self._encode(asked))
+        except TimeoutError:
+            raise DeadlineExceeded(f"not encoded after {asked.deadline_s:.3g} s") from None
+        finally:
+            self._running -= 1
+        return Response(pack(Encoded(computed)), media_type="application/msgpack")
+
+    def cancel(self, cancel: CancelRequest) -> None:
+        """Do nothing: a router cancels by closing its connection."""
+
+    def busy(self) -> bool:
+        return self._running > 0 or self.endpoints.media.busy()
+
+    def router_lost(self, router_id: str) -> None:
+        """Do nothing: the router's connections are closed, too."""
+
+    def stop(self) -> None:
+        self.endpoints.stop()
+
+    def to_link(self, events: Sequence[Event]) -> None:
+        self.endpoints.take(events)
+
+    def to_routers(self, events: Sequence[Event]) -> None:
+        """Do nothing: there are no attempts."""
+
+    async def _encode(self, asked: EncodeRequest) -> int:
+        """Make the rows that no block holds; return for how many media."""
+        runs = {item.hash: self._blocks.hashes(asked.root, item) for item in asked.media}
+        missing = await self._on_engine(lambda engine: [h for h, run in runs.items() if not self._blocks.touch(run)])
+        items = list({item.hash: item for item in asked.media if item.hash in missing}.values())
+        if not items:
+            return 0
+        rows = await self._made(asked.root, items, asked.deadline_s)
+        for item, own in zip(items, rows, strict=True):
+            run = runs[item.hash]
+            if not await self._on_engine(lambda engine, run=run, own=own: self._blocks.store(run, own)):  # type: ignore[misc]
+                raise Overloaded("there is no room for the rows of these media")
+        return len(items)
+
+    async def _made(self, root: bytes, items: Sequence[MediaItem], limit_s: float) -> Sequence[torch.Tensor]:
+        """Return the rows that this node's encoder makes. Raises what went wrong."""
+        made: asyncio.Future[Sequence[torch.Tensor]] = asyncio.get_running_loop().create_future()
+        cancel = self._source.want(
+            root, items, lambda outcome: self._base.call_soon(lambda: _settle(made, outcome)), limit_s
+        )
+        try:
+            return await made
+        finally:
+            if not made.done() or made.cancelled():
+                cancel()
+
+    async def _on_engine(self, call: Callable[[Engine], T]) -> T:
+        """Return the result of a call on the engine thread."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def run(engine: Engine) -> None:
+            try:
+                outcome: T | Exception = call(engine)
+            except Exception as error:
+                outcome = error
+            self._base.call_soon(lambda: _settle(done, outcome))
+
+        self._base.engine.submit(run)
+        return await done
+
+
+def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

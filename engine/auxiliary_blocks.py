@@ -1,0 +1,110 @@
+"""Blocks that a request needs beside its chain in order to go on, as scheduler and transfers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.request import Request
+from kvferry.engine.request_table import RequestTable
+from kvferry.engine.runner import StepRunner
+from kvferry.engine.state_checkpoints import StateCheckpoints
+from kvferry.engine.window_pages import WindowPages
+
+
+class AuxiliaryPrefixes(Protocol):
+    """Blocks that go with those of a chain's tokens wherever these travel, and the prefixes that they allow.
+
+    num_blocks: blocks of a checkpoint or page."""
+
+    num_blocks: int
+
+    @property
+    def reserved(self) -> int:
+        """Return the blocks that a migration reserves for a copy."""
+
+    @property
+    def most(self) -> int:
+        """Return the most blocks that go with a chain to another node."""
+
+    @property
+    def longest(self) -> int:
+        """Return the blocks of the longest chain for which the pool has room."""
+
+    def covered(self, hashes: Sequence[bytes], found: Callable[[bytes], bool] | None = None) -> int:
+        """Return how many of these leading blocks, all of them found, can be reused.
+
+        found: whether such blocks are, by the hash of its last block; None: it is in the pool."""
+
+    def chain(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return these blocks' hashes with those of what another node needs beside them, each behind its parent."""
+
+    def tokens_of(self, blocks: int) -> int:
+        """Return how many blocks of a `chain` of so many blocks hold tokens."""
+
+    def tokens_before(self, index: int, blocks: int) -> int:
+        """Return how many of the first `index` blocks of a `chain` of so many blocks hold tokens."""
+
+    def parent(self, index: int, blocks: int) -> int:
+        """Return the index of the parent of a block in a `chain` of so many blocks; -1: it is the first."""
+
+    def held(self, request: Request) -> int:
+        """Return the leading blocks of a running request that a copy can have."""
+
+    def reused(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks that a request holds to reuse these leading blocks, beside them."""
+
+
+class AuxiliaryBlocks(AuxiliaryPrefixes, Protocol):
+    """Recurrent states (`StateCheckpoints`) or pages of layers with windows (`WindowPages`) of one engine's requests.
+
+    Both are kept in ordinary blocks. A prefix can be reused up to where they are here. stride: blocks between the
+    places at which routers look for them. saved_total, loaded_total: checkpoints. Owned by the engine thread."""
+
+    stride: int
+    saved_total: int
+    loaded_total: int
+
+    def fresh(self, request: Request, reused: int, wanted: int) -> int:
+        """Return how many new blocks a request takes on admission, beside the `wanted` blocks of its chain."""
+
+    def begin(self, request: Request, reused: int, found: int) -> bool:
+        """Prepare a request that reuses so many of the leading blocks found; False if it must wait."""
+
+    def taken(self, request: Request, reused: Sequence[int], fresh: Sequence[int]) -> None:
+        """Give the request the blocks of `reused` and the new ones, once it holds its chain."""
+
+    def missing(self, request: Request, tokens: int) -> int:
+        """Return how many blocks it lacks, beside its chain, to go on to so many tokens."""
+
+    def stop(self, request: Request) -> int:
+        """Return the length up to which the request's next slice may go."""
+
+    def advance(self, request: Request, tokens: int) -> None:
+        """Record that a step that computed `tokens` of the request is committed."""
+
+    def arrived(self, request: Request) -> None:
+        """Take over what a transfer brought in `state_blocks`."""
+
+    def sent(self, request: Request, reserved: Sequence[int]) -> list[int]:
+        """Return the blocks of what another node needs at the request's computed tokens; reserved: for a copy."""
+
+    def end(self, request: Request) -> list[int]:
+        """Take what a request has that ends or loses its blocks; return blocks that rest with its chain, still held."""
+
+    def release(self, request: Request, blocks: list[int]) -> None:
+        """Release the blocks that `end` returned, after those of the request's chain."""
+
+    def check(self, request_table: RequestTable) -> None:
+        """Assert that every request has what it needs."""
+
+
+def make_auxiliary_blocks(
+    runner: StepRunner, pool: BlockPool, block_size: int, step_tokens: int, state_stride: int
+) -> AuxiliaryBlocks | None:
+    """Return what requests of the runner's model need beside the blocks of their chains; None if nothing."""
+    groups = runner.model.info.groups
+    if groups is not None:
+        return WindowPages(pool, groups, block_size, step_tokens)
+    return None if runner.states is None else StateCheckpoints(pool, runner.states, block_size, state_stride)

@@ -1,0 +1,25 @@
+"""Load of an engine, as its node announces it."""
+
+from __future__ import annotations
+
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.request import held_blocks
+from kvferry.engine.request_table import RequestTable
+from kvferry.protocol.lease import Load
+
+
+def current_load(request_table: RequestTable, pool: BlockPool) -> Load:
+    """Return the current load."""
+    seated = request_table.seated
+    granted = [len(held_blocks(r)) - r.first_block for r in seated if r.grant is not None]
+    return Load(
+        waiting_requests=len(request_table.waiting) + len(request_table.awaiting) - len(seated),
+        waiting_tokens=request_table.waiting_tokens,
+        running_requests=len(request_table.running) + len(seated) - len(granted),
+        free_blocks=pool.free_blocks,
+        active_blocks=pool.holds.num_held - sum(granted),
+        cached_blocks=pool.cached_blocks,
+        granted_blocks=sum(granted),
+        total_blocks=pool.num_blocks,
+        open_grants=len(granted),
+    )

@@ -1,0 +1,55 @@
+"""Families of models with audio towers: clips are decoded to samples, and their spectrograms go through the tower."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from kvferry.engine.media.clips import RATE, clip
+from kvferry.engine.media.media_family import Grid, MediaFamily, Placeholders, Tower
+from kvferry.protocol.errors import ConfigError, InvalidRequest
+
+
+class AudioFamily(MediaFamily):
+    """What one family does with audio. Grid: the number of tokens. max_seconds: longest clip."""
+
+    modality = "audio"
+    max_seconds: float
+
+    def __init__(self, tower: Tower, token: str) -> None:
+        super().__init__(tower, token, token)
+        if tower.processor.sampling_rate != RATE:
+            told = f"the audio tower takes {tower.processor.sampling_rate} samples a second; only {RATE} are supported"
+            raise ConfigError(told, param="model")
+
+    @abstractmethod
+    def tokens(self, samples: int) -> int:
+        """Return how many tokens stand for so many samples; 0: the clip is too short."""
+
+    @abstractmethod
+    def rows(self, samples: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, hidden], in the tower's dtype, of float32 samples in -1 … 1."""
+
+    def grid(self, file: bytes, field: str) -> Grid:
+        found = clip(file, field, self.max_seconds)
+        if not (tokens := self.tokens(len(found))):
+            told = f"{field} is too short: it has {len(found) / RATE:.3f} s of audio, which make no token"
+            raise InvalidRequest(told, param=field)
+        return (tokens,)
+
+    def placeholders(self, grid: Grid) -> Placeholders:
+        return Placeholders(self.token * grid[0])
+
+    def encoded(self, file: bytes) -> torch.Tensor:
+        return self.rows(clip(file, "messages", self.max_seconds))
+
+    def _mel(self, samples: torch.Tensor) -> torch.Tensor:
+        """Return the processor's spectrogram [bins, frames] of whole windows, the last one padded with silence."""
+        own = self.tower.processor
+        made = own(
+            samples.numpy(), sampling_rate=RATE, padding="longest", pad_to_multiple_of=own.n_samples, truncation=False,
+            return_tensors="pt",
+        )  # fmt: skip
+        mel: torch.Tensor = made["input_features"][0]
+        return mel.to(self.tower.module.device, self.tower.module.dtype)

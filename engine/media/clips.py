@@ -1,0 +1,19 @@
+"""Audio of requests, decoded within bounds."""
+
+from __future__ import annotations
+
+import torch
+
+from kvferry.engine.speech.audio import AudioFile
+from kvferry.engine.speech.log_mel import RATE
+
+__all__ = ("RATE", "clip")
+
+
+def clip(data: bytes, field: str, max_seconds: float) -> torch.Tensor:
+    """Return the mono samples of an audio file at `RATE`, float32 in -1 … 1. Raises InvalidRequest naming the field."""
+    file = AudioFile(data, max_seconds, field, "what this model hears at once")
+    try:
+        return file.read(int(max_seconds * RATE) + 1)
+    finally:
+        file.close()

@@ -1,0 +1,127 @@
+"""Processor and tower of one model, for images or audio."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import torch
+
+from kvferry.engine.media.chat import ChatMedium, ChatRenderer
+from kvferry.engine.media.data_urls import data_of
+from kvferry.engine.media.embedding_rows import EmbeddingRows
+from kvferry.engine.media.encoder import MediaEncoder
+from kvferry.engine.media.media_family import Grid, MediaFamily
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.media import MediaItem, RenderedPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Medium:
+    """What an item's data hold: the medium's file, its grid, and tokens of text among its own, by their place."""
+
+    file: bytes
+    grid: Grid
+    texts: tuple[tuple[int, int], ...] = ()
+
+    def packed(self) -> bytes:
+        found: bytes = msgpack.packb([self.file, self.grid, self.texts])
+        return found
+
+    @classmethod
+    def of(cls, item: MediaItem) -> _Medium:
+        """Raises InvalidRequest for data that are none of ours."""
+        try:
+            file, grid, texts = msgpack.unpackb(item.data, use_list=False)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            told = f"the data of the {item.modality} {item.hash} are damaged: {error}"
+            raise InvalidRequest(told, param="messages") from error
+        return cls(file, grid, texts)
+
+
+class FamilyEncoder(MediaEncoder):
+    """Implements `MediaEncoder` for the modality of a family.
+
+    embeddings: rows of text tokens among a medium's own; None for a family without any. An item's rows depend on the
+    item alone, so media are encoded one by one."""
+
+    def __init__(
+        self,
+        family: MediaFamily,
+        chats: ChatRenderer,
+        tokenizer: TextTokenizer,
+        hidden: int,
+        embeddings: EmbeddingRows | None,
+    ) -> None:
+        self.modalities = frozenset((family.modality,))
+        self.width = hidden * (1 + family.levels)
+        self.bidirectional = family.bidirectional
+        self._family, self._chats, self._embeddings = family, chats, embeddings
+        self._library = tokenizer.library
+        self._token_id = self._library.token_to_id(family.token)
+
+    def render(self, chat: bytes, template: str = "") -> RenderedPrompt:
+        rendered = self._chats.of(template).render(chat)
+        media = [self._medium(medium) for medium in rendered.media]
+        text, spans = rendered.texts[0], []
+        for medium, behind in zip(media, rendered.texts[1:], strict=True):
+            shown = self._family.placeholders(medium.grid)
+            text += shown.before
+            spans.append((len(text), len(text) + len(shown.own)))
+            text += f"{shown.own}{shown.behind}{behind}"
+        (found,) = self._library.encode_batch([text], add_special_tokens=False)  # the plain `encode` keeps the GIL
+        items = [self._item(medium, found, span) for medium, span in zip(media, spans, strict=True)]
+        return RenderedPrompt(tuple(found.ids), tuple(items))
+
+    def encode(self, items: Sequence[MediaItem]) -> list[torch.Tensor]:
+        return [self._encoded(item) for item in items]
+
+    def rope_positions(self, token_ids: Sequence[int], media: Sequence[MediaItem]) -> torch.Tensor | None:
+        parts: list[torch.Tensor] = []
+        place = position = 0
+        for item in media:
+            own = self._family.positions(_Medium.of(item).grid)
+            if own is None:
+                return None
+            parts += [_line(position, item.offset - place), own + position + item.offset - place]
+            position, place = int(parts[-1].max()) + 1, item.offset + item.length
+        return torch.cat((*parts, _line(position, len(token_ids) - place)), 1) if media else None
+
+    def _medium(self, medium: ChatMedium) -> _Medium:
+        if medium.modality not in self.modalities:
+            raise InvalidRequest(f"{medium.field}: the model takes no {medium.modality}", param=medium.field)
+        file = data_of(medium.url, medium.field)
+        return _Medium(file, self._family.grid(file, medium.field))
+
+    def _item(self, medium: _Medium, found: Any, span: tuple[int, int]) -> MediaItem:
+        """Return the item of a medium whose own text is this range of the encoded text."""
+        offset, end = found.char_to_token(span[0]), found.char_to_token(span[1] - 1) + 1
+        ids, modality = found.ids[offset:end], self._family.modality
+        texts = tuple((place, each) for place, each in enumerate(ids) if each != self._token_id)
+        data = _Medium(medium.file, medium.grid, texts).packed()
+        return MediaItem(modality, hashlib.sha256(modality.encode() + data).hexdigest(), offset, len(ids), data)
+
+    def _encoded(self, item: MediaItem) -> torch.Tensor:
+        medium = _Medium.of(item)
+        rows = self._family.encoded(medium.file)
+        if len(rows) + len(medium.texts) != item.length:
+            raise InvalidRequest(
+                f"the {item.modality} {item.hash} does not have {item.length} tokens", param="messages"
+            )
+        if not medium.texts or self._embeddings is None:
+            return rows
+        places = torch.tensor([place for place, _ in medium.texts], device=rows.device)
+        whole = rows.new_empty(item.length, self.width)
+        whole[places] = torch.stack([self._embeddings[token_id] for _, token_id in medium.texts])
+        own = torch.ones(item.length, dtype=torch.bool, device=rows.device).index_fill_(0, places, False)
+        whole[own] = rows
+        return whole
+
+
+def _line(start: int, count: int) -> torch.Tensor:
+    """Return int64 [3, count], positions of text from `start` on."""
+    return torch.arange(start, start + count).expand(3, -1)

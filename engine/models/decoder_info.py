@@ -1,0 +1,27 @@
+"""Facts of our own decoders, from their configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.kernels.sequence_state import StateLayout
+from kvferry.model_files.source import ModelSource
+
+
+def decoder_info(source: ModelSource, config: DecoderConfig, max_model_len: int, forms: Iterable[str]) -> ModelInfo:
+    """Return the facts of a decoder. forms: what its weights and positions are kept in, unless as the config says."""
+    cached = config.cached
+    return ModelInfo(
+        name=source.name,
+        revision="+".join((source.revision, *forms)),
+        num_layers=len(cached),
+        num_kv_heads=cached[0].kv_heads,
+        head_dim=cached[0].head_dim,
+        planes=cached[0].planes,
+        layers=cached if len(set(cached)) > 1 else (),
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        state_floats=StateLayout(config.states).floats,
+    )

@@ -1,0 +1,1 @@
+"""Speech models: audio decoding, Whisper's encoder and decoder, batched decoding of windows, and transcripts."""

@@ -1,0 +1,28 @@
+"""Rows of recurrent states that a step reads and writes, as inputs of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvferry.engine.step_slices import Slice
+from kvferry.kernels.input_staging import Staging
+from kvferry.kernels.sequence_state import SequenceStates
+
+
+class StateInputs:
+    """Inputs of a runner's steps. rows: float32 [rows, floats]; staging: to the model, for these inputs alone."""
+
+    def __init__(self, rows: torch.Tensor, staging: Staging) -> None:
+        self._rows, self._staging = rows, staging
+
+    def of(self, slices: Sequence[Slice]) -> SequenceStates:
+        """Return the rows of the slices' requests; valid until the next call."""
+        before, after = np.empty((2, len(slices)), dtype=np.int64)
+        for index, part in enumerate(slices):
+            rows = part.request.state_rows
+            assert rows is not None, f"{part.request.key} has no rows for its state"
+            before[index], after[index] = rows.before, rows.after
+        return SequenceStates(self._rows, *self._staging.put((before, after)))

@@ -1,0 +1,29 @@
+"""Images in results of tools, which most chat templates take from users only: they go into the message behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SEE_NEXT = "(image: see the next message)"
+"""What stands in a tool's result in place of an image."""
+
+Part = Mapping[str, Any]
+"""Content part of a chat: a text or an image."""
+
+
+def result_text(parts: Sequence[Part]) -> str:
+    """Return the text of a tool's result."""
+    return "\n".join(SEE_NEXT if is_image(part) else part["text"] for part in parts)
+
+
+def is_image(part: Part) -> bool:
+    """Return whether a content part is an image."""
+    return bool(part["type"] == "image_url")
+
+
+def plain(parts: Sequence[Part]) -> str | list[Part]:
+    """Return the content of a message: one text, or the parts if one of them is an image."""
+    if any(map(is_image, parts)):
+        return list(parts)
+    return "\n".join(part["text"] for part in parts)

@@ -1,0 +1,37 @@
+"""Number of scans of a JPEG: a decoder goes through all pixels for each of them, and a scan may take a few bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import struct
+
+from kvferry.router.media.image_size import MAX_STEPS, UnreadableImage
+
+MAX_SCANS = 100
+"""Largest number of scans of a JPEG; encoders write about ten."""
+SLICE = 2**16
+"""Bytes that are searched before other requests get a turn."""
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
+"""A marker that begins or ends something; among pixels stand 0xff with a zero, restarts, and fill bytes."""
+_ALONE, _START, _END, _SCAN = 0x01, 0xD8, 0xD9, 0xDA
+
+
+async def check_scans(data: bytes) -> None:
+    """Raise UnreadableImage for a JPEG with too many scans; what follows its end does not count."""
+    at, scans = 0, 0
+    for _ in range(MAX_STEPS):
+        while (found := _MARKER.search(data, at, at + SLICE)) is None:
+            at += SLICE - 1  # a marker may lie across two slices
+            if at >= len(data):
+                return
+            await asyncio.sleep(0)
+        at, marker = found.end(), data[found.start() + 1]
+        if marker == _END or at + 2 > len(data):
+            return
+        scans += marker == _SCAN
+        if scans > MAX_SCANS:
+            raise UnreadableImage(f"has more than {MAX_SCANS} scans")
+        if marker not in (_ALONE, _START):
+            at += struct.unpack_from(">H", data, at)[0]
+    raise UnreadableImage(f"has more than {MAX_STEPS} parts")

@@ -1,0 +1,49 @@
+"""Checkpoints of recurrent states on nodes, by their rows in the block index."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.protocol.hashing import state_hash
+from kvferry.protocol.index_rows import row_at
+
+NEAR = 8
+"""Blocks before the end of what a node holds at each of which a checkpoint is looked for."""
+MOST_STRIDES = 64
+"""Most regular checkpoints that are looked for, the last ones of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """How a group of nodes keeps recurrent states: blocks of a checkpoint, and blocks between regular ones."""
+
+    num_blocks: int
+    stride: int
+
+    def places(self, lengths: Collection[int]) -> list[int]:
+        """Return where checkpoints are looked for, in leading blocks, given how many blocks nodes hold of a prompt.
+
+        Nodes keep one where prompts end or part, so near the end of what they hold, and at each stride."""
+        longest = max(lengths, default=0)
+        places = {place for length in lengths for place in range(max(1, length - NEAR + 1), length + 1)}
+        last = longest // self.stride
+        places.update(self.stride * turn for turn in range(max(1, last - MOST_STRIDES + 1), last + 1))
+        return sorted(places)
+
+    def row(self, hashes: Sequence[bytes], count: int) -> bytes:
+        """Return the index row of the last block of the checkpoint after `count` blocks; with it, it is whole."""
+
+        def chain(position: int) -> bytes:
+            return hashes[position] if position < count else state_hash(hashes[count - 1], position - count)
+
+        return row_at(chain, count + self.num_blocks - 1)
+
+    def covered(
+        self, held: Mapping[str, int], places: Sequence[int], holders: Sequence[Collection[str]]
+    ) -> dict[str, int]:
+        """Return how many leading blocks each node can reuse, given the nodes that have a checkpoint at each place."""
+        found: dict[str, int] = {}
+        for place, names in zip(places, holders, strict=True):
+            found.update({name: place for name in names if place <= held.get(name, 0)})
+        return found

@@ -1,0 +1,37 @@
+"""Call of a node that ends as soon as the node is lost or may hang, for work that another node can do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from kvferry.protocol.errors import NodeLost
+from kvferry.router.nodes.node_entry import NodeEntry, ignored
+
+T = TypeVar("T")
+
+
+async def watched(
+    entry: NodeEntry, call: Coroutine[Any, Any, T], limit_s: float, tokens: int = 0, *, patient: bool = False
+) -> T:
+    """Return the result of a call, for which `tokens` are booked on the node meanwhile.
+
+    Raises what the call raises, and NodeLost if the node is lost, suspected unless `patient`, or after limit_s seconds.
+    """
+    lost: asyncio.Future[NodeLost] = asyncio.get_running_loop().create_future()
+
+    def give_up(error: NodeLost | None = None) -> None:
+        if not lost.done():
+            lost.set_result(error or NodeLost(f"{entry.key[0]} may hang"))
+
+    booking, task = entry.promise(tokens, 0, give_up, ignored if patient else give_up), asyncio.ensure_future(call)
+    either: set[asyncio.Future[Any]] = {task, lost}
+    try:
+        await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise lost.result() if lost.done() else NodeLost(f"{entry.key[0]} takes longer than {limit_s:.3g} s")
+    finally:
+        booking.release()
+        task.cancel()

@@ -1,0 +1,1 @@
+"""Node that transcribes speech with kvferry's own Whisper."""

@@ -1,0 +1,42 @@
+"""Progress of a speech node's threads."""
+
+from __future__ import annotations
+
+from kvferry.engine.speech.loop import SpeechLoop
+from kvferry.protocol.messages import Pulse
+from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, held_up_s
+from kvferry.worker.watchdog import LOOP_S, Watched
+
+ENGINE_S = 60.0
+"""Seconds without a turn after which the engine hangs: a layer of a large encoder takes seconds on a CPU."""
+
+
+class SpeechVitals:
+    """Progress of the engine thread and the asyncio loop. Implements `worker.watchdog.Vitals`."""
+
+    def __init__(self, engine: SpeechLoop, loop: LoopClock) -> None:
+        self._engine, self._clock = engine, SuspendAwareClock()
+        self._of_engine = Watched(lambda: engine.mark, starved=lambda: held_up_s(engine.native_id))
+        self._of_loop = Watched(lambda: loop.ticks)
+
+    def look(self) -> None:
+        """Check both once."""
+        self._clock.tick()
+        for each in (self._of_engine, self._of_loop):
+            each.look(self._clock.now())
+
+    @property
+    def pulse(self) -> Pulse:
+        """Return the last observation. A long turn is no sign of a fault to routers: no token stream waits for it."""
+        return Pulse(loop_s=round(self._of_loop.still_s, 2))
+
+    @property
+    def fault(self) -> str | None:
+        """Return why the process must end; None: no fault."""
+        if self._engine.fault:
+            return self._engine.fault
+        if self._of_engine.still_s - self._of_engine.starved_s > ENGINE_S:
+            return f"a turn of the engine has taken {self._of_engine.still_s:.0f} s"
+        if self._of_loop.still_s > LOOP_S:
+            return f"the asyncio loop has not moved for {self._of_loop.still_s:.0f} s"
+        return None

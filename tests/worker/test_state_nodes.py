@@ -1,0 +1,191 @@
+"""Nodes of a model with recurrent layers, over real HTTP and UCX: prompts are shipped with their state, prefixes are
+fetched, copied and kept on disk with a checkpoint, streams are moved and recovered; the books balance on all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.decode_worker import replication
+from kvferry.engine.engine import Engine
+from kvferry.protocol.messages import Holder, Job, MoveRequest
+from kvferry.worker import fetch_client, tier_writes, tiers
+from tests.recurrent_toy import make_recurrent, toy_of
+from tests.toy import VOCAB, expected, make_job
+from tests.waiting import until
+from tests.worker_pair import Router, Worker, routed, worker
+
+STATE_BLOCKS = 3
+MOST = 120
+
+
+def prompt(length: int = 42, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def engine_of(num_blocks: int = 200) -> Engine:
+    return make_recurrent(num_blocks, stride=100)
+
+
+def slow(node: Worker) -> None:
+    """Streams run while blocks travel."""
+    run = node.engine.runner.run
+
+    def slowly(*step: Any, **named: Any) -> Any:
+        time.sleep(0.01)
+        return run(*step, **named)
+
+    node.engine.runner.run = slowly  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_client, "LEAST_S", 30.0)
+    monkeypatch.setattr(replication, "LOOK_S", 0.0)
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    async with (
+        worker("prefill", engine_of()) as prefill,
+        worker("decode", engine_of()) as decode,
+        routed(prefill, decode) as running,
+    ):
+        yield running
+
+
+async def settle(router: Router) -> None:
+    for node in (router.prefill, router.decode):
+        await node.settle()
+
+
+async def shipped(router: Router, job: Job) -> Any:
+    """Compute a job on both nodes; the first delta and the ship."""
+    first, ship = await router.post_prefill(job, router.decode.target).ended()
+    await until(lambda: router.finished(job.request_id))
+    made = [*first.delta.token_ids, *router.tokens(job.request_id)]
+    assert made == expected(list(job.token_ids), job.params.max_tokens)
+    assert first.delta.reuse.balanced
+    return first.delta, ship
+
+
+async def test_a_prompt_is_shipped_with_its_state_and_reused_from_its_checkpoint(router: Router) -> None:
+    first, ship = await shipped(router, make_job("a", prompt(), 9))
+    assert (first.reuse.computed, ship.blocks) == (42, 11 + STATE_BLOCKS)
+    first, ship = await shipped(router, make_job("b", [*prompt(), 1, 2], 9))
+    assert (first.reuse.reused_prefill, first.reuse.computed) == (40, 4)
+    assert ship.blocks == 1 + STATE_BLOCKS, "decode has ten blocks of tokens"
+    await settle(router)
+
+
+async def test_many_at_once(router: Router) -> None:
+    jobs = [make_job(f"r{number}", prompt(3 + 4 * number, number), 12) for number in range(12)]
+    await asyncio.gather(*(shipped(router, job) for job in jobs))
+    await settle(router)
+
+
+async def test_a_lost_link_in_the_middle_of_a_ship_leaves_nothing(router: Router) -> None:
+    router.prefill.pause_at(1)
+    answer = router.post_prefill(make_job("a", prompt(60), 9), router.decode.target)
+    await until(lambda: router.prefill.paused)
+    await router.prefill.lose_link()
+    router.prefill.resume()
+    (failed,) = [each for each in await answer.ended() if hasattr(each, "code")]
+    assert failed.code in ("node_lost", "transfer_failed")
+    await settle(router)
+
+
+async def test_a_prefix_is_fetched_with_its_checkpoint(router: Router) -> None:
+    await router.generate(make_job("before", prompt(), 1))
+    await until(lambda: router.finished("before"))
+    job = replace(make_job("a", [*prompt(), 5], 1), holder=Holder(router.decode.target, 10))
+    first, *_ = await router.post_prefill(job).ended()
+    assert list(first.delta.token_ids) == expected([*prompt(), 5], 1)
+    assert (first.delta.reuse.fetched, first.delta.reuse.computed) == (40, 3)
+    fetched = router.prefill.node.metrics.fetches.blocks["fetched"]._value.get()
+    assert fetched == 10 + STATE_BLOCKS
+    await settle(router)
+
+
+async def test_a_holder_without_a_checkpoint_has_nothing_to_give(router: Router) -> None:
+    await router.generate(make_job("before", prompt(14), 1))
+    await until(lambda: router.finished("before"))
+    job = replace(make_job("a", [*prompt(14), 5], 1), holder=Holder(router.decode.target, 3))
+    first, *_ = await router.post_prefill(job).ended()
+    assert (first.delta.reuse.fetched, first.delta.reuse.computed) == (0, 15)
+    assert router.prefill.node.metrics.fetches.ended["lacking"]._value.get() == 1
+    await settle(router)
+
+
+async def test_a_stream_is_copied_with_checkpoints_and_goes_on_at_its_buddy(router: Router) -> None:
+    slow(router.decode)
+    job = replace(make_job("a", prompt(), MOST), buddy=router.prefill.target)
+    await router.post_prefill(job, router.decode.target).ended()
+    await until(lambda: router.decode.node.metrics.copies["done"]._value.get() >= 2)
+    await until(lambda: router.finished("a"))
+    known = [*prompt(), *expected(prompt(), MOST - 1)]
+    toy_of(router.prefill.engine).computed.clear()
+    again = replace(make_job("a2", known, 2), prompt_len=len(known))
+    first, _ = await router.post_prefill(again, router.decode.target).ended()
+    assert list(first.delta.token_ids) == expected(prompt(), MOST)[-1:]
+    assert first.delta.reuse.reused_prefill >= len(known) - 64, "up to the last copied checkpoint"
+    await until(lambda: router.finished("a2"))
+    await settle(router)
+
+
+async def test_streams_move_with_their_states() -> None:
+    store = MemoryStore()
+    async with (
+        worker("decode", engine_of(), store=store, node_id="a") as source,
+        worker("decode", engine_of(), store=store, node_id="b") as target,
+    ):
+        routers = [Router(None, node, "router") for node in (source, target)]  # type: ignore[arg-type]
+        for each in routers:
+            await each.connect()
+        slow(source)
+        jobs = [make_job(f"r{number}", prompt(30 + number, number), MOST) for number in range(3)]
+        for job in jobs:
+            await routers[0].generate(job)
+        await until(lambda: all(len(routers[0].tokens(job.request_id)) > 5 for job in jobs))
+        answers = await asyncio.gather(
+            *(routers[0]._post(source, "move", MoveRequest(job.request_id, 0, 1, target.target)) for job in jobs)
+        )
+        assert [answer.text for answer in answers if answer.status_code != 202] == []
+        for job in jobs:
+            await until(lambda: routers[1].finished(job.request_id))  # noqa: B023
+            made = [*routers[0].tokens(job.request_id), *routers[1].tokens(job.request_id)]
+            assert made == expected(list(job.token_ids), MOST)
+        assert target.node.metrics.step_tokens["prefill"]._value.get() == 0, "nothing is computed again"
+        for node in (source, target):
+            await node.settle()
+        for each in routers:
+            await each.close()
+
+
+async def test_a_disk_keeps_checkpoints_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_writes, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(tiers, "LEAST_S", 30.0)
+    monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
+    for turn in range(2):
+        async with (
+            worker("prefill", engine_of(), kv_disk_path=str(tmp_path), kv_disk_gib=1.0) as prefill,
+            worker("decode", engine_of()) as decode,
+            routed(prefill, decode) as router,
+        ):
+            first, *_ = await router.post_prefill(make_job("a", prompt(60), 1)).ended()
+            assert list(first.delta.token_ids) == expected(prompt(60), 1)
+            assert (first.delta.reuse.reused_prefill, first.delta.reuse.computed) == ((56, 4) if turn else (0, 60))
+            blocks = prefill.node.metrics.tiers.blocks["disk"]
+            if turn:
+                assert blocks["read"]._value.get() == 14 + STATE_BLOCKS
+            else:
+                await until(lambda: blocks["written"]._value.get() == 15 + STATE_BLOCKS)  # noqa: B023
+            await settle(router)

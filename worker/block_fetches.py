@@ -1,0 +1,114 @@
+"""Fetches of blocks of any kind: grants for those that come, their accounts, and nodes that are left alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvferry.engine.engine import Engine
+from kvferry.kv_transfer.fetch import FetchClient
+from kvferry.kv_transfer.ports import TransferKey
+from kvferry.protocol.errors import (
+    BlocksCorrupt,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    GrantRefused,
+    KvferryError,
+    NotFound,
+    TransferFailed,
+    reason,
+)
+from kvferry.protocol.link_messages import Asked, Commit, EmbeddingSupply, Supply
+from kvferry.protocol.messages import DecodeTarget
+from kvferry.worker.grant_dispatch import GrantDispatch
+from kvferry.worker.service import Base
+
+SHUN_S = 5.0
+"""Seconds for which a holder is not asked after it was late, lost, or sent corrupt blocks."""
+OUTCOMES: tuple[tuple[type[KvferryError], str], ...] = (
+    (NotFound, "lacking"),
+    (GrantRefused, "refused"),
+    (Draining, "refused"),
+    (DeadlineExceeded, "late"),
+    (BlocksCorrupt, "corrupt"),
+    (KvferryError, "lost"),
+)
+"""Metric label of a failed fetch: that of the first class that its error is an instance of."""
+NODE_FAULTS = ("late", "corrupt", "lost")
+
+
+class BlockFetches:
+    """Fetches of one kind of blocks. Implements `kv_transfer.fetch.FetchEvents`, and `GrantEvents` for their supplies.
+
+    kind: of the supplies."""
+
+    def __init__(
+        self, base: Base, arrivals: GrantDispatch, asker: FetchClient, kind: type[Supply | EmbeddingSupply]
+    ) -> None:
+        self._base, self._arrivals, self._asker = base, arrivals, asker
+        self._shunned: dict[DecodeTarget, float] = {}
+        arrivals.take(kind, self)
+
+    # On the engine thread.
+
+    def _hashes(self, engine: Engine, supply: Supply | EmbeddingSupply) -> Sequence[bytes]:
+        """Return the hashes of a supply's blocks. Raises Cancelled if they are no longer wanted."""
+        raise NotImplementedError
+
+    def _landed(self, engine: Engine, key: TransferKey, number: int | None) -> None:
+        """Register the blocks that a grant brought, for this fetch, if it is still open."""
+        raise NotImplementedError
+
+    def _failed(self, engine: Engine, number: int, error: KvferryError) -> None:
+        """End a fetch that failed, if it is still open."""
+        raise NotImplementedError
+
+    def _shuns(self, node: DecodeTarget) -> bool:
+        return self._shunned.get(node, 0.0) > time.monotonic()
+
+    def _blame(self, node: DecodeTarget, error: KvferryError) -> str:
+        """Leave a node alone for SHUN_S if a fetch failed by its fault; return the fetch's metric label."""
+        outcome = next(name for kind, name in OUTCOMES if isinstance(error, kind))
+        if outcome in NODE_FAULTS:
+            now = time.monotonic()
+            self._shunned = {each: until for each, until in self._shunned.items() if until > now}
+            self._shunned[node] = now + SHUN_S
+        return outcome
+
+    def _grant(self, engine: Engine, key: TransferKey, supply: Supply | EmbeddingSupply) -> None:
+        """Reserve blocks for a supply, or refuse it."""
+        try:
+            hashes = self._hashes(engine, supply)
+            self._arrivals.receiver.granted(key, *engine.copies.reserve(key, hashes, len(hashes)))
+        except Exception as error:
+            known = error if isinstance(error, KvferryError) else TransferFailed(reason(error))
+            self._arrivals.refuse(key, known)
+            self._base.dock.submit(lambda: self.failed(key, known))
+
+    # Called on the link thread.
+
+    def reserve(self, key: TransferKey, asked: Asked) -> None:
+        assert isinstance(asked, Supply | EmbeddingSupply)
+        if self._asker.supplied(key, asked):
+            self._base.engine.submit(lambda engine: self._grant(engine, key, asked))
+        else:
+            self._arrivals.refuse(key, Cancelled("these blocks are not wanted"))
+
+    def ready(self, key: TransferKey, commit: Commit) -> None:
+        number, fetches = self._asker.ended(key), self._base.metrics.fetches
+        fetches.blocks["fetched"].inc(commit.block_count)
+        fetches.bytes["fetched"].inc(commit.block_count * self._base.parts.layout.block_bytes)
+        self._base.engine.submit(lambda engine: self._landed(engine, key, number))
+
+    def failed(self, key: TransferKey, error: KvferryError) -> None:
+        """End the fetch; its blocks stay held until `quiet`."""
+        number = self._asker.ended(key)
+        if number is not None:
+            self.unsupplied(number, error)
+
+    def quiet(self, key: TransferKey) -> None:
+        self._base.engine.submit(lambda engine: engine.copies.quiet(key))
+
+    def unsupplied(self, fetch: int, error: KvferryError) -> None:
+        self._base.engine.submit(lambda engine: self._failed(engine, fetch, error))

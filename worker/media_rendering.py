@@ -1,0 +1,81 @@
+"""Prompts of chats with media on an own node, made on threads that give way to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from kvferry.engine.media.encoder import MediaEncoder
+from kvferry.protocol.errors import InvalidRequest, Overloaded
+from kvferry.protocol.media import MODALITIES, RenderedPrompt
+from kvferry.protocol.speech import SpeechRequest
+from kvferry.runtime.limits import available_cores
+from kvferry.runtime.thread_priority import give_way
+
+CORES_PER_THREAD, MAX_THREADS = 8, 4
+"""CPU cores per thread, and most threads: decoding and scaling of images releases the interpreter's lock in part."""
+MAX_WAITING = 64
+"""Chats that may wait for a thread or be in one; further ones are refused."""
+NICENESS = 10
+"""Steps by which the threads give way: a busy engine thread on the same core gets nine tenths of the time."""
+
+
+class MediaRenderer:
+    """Implements `worker.media_engine.MediaEngine` with a model's own processor. Belongs to one asyncio loop.
+
+    limits: most items of a prompt by modality. rendered: called after each prompt."""
+
+    def __init__(self, encoder: MediaEncoder, limits: Mapping[str, int], rendered: Callable[[], None]) -> None:
+        self._encoder, self._limits, self._rendered = encoder, limits, rendered
+        threads = min(MAX_THREADS, max(1, available_cores() // CORES_PER_THREAD))
+        self._threads = ThreadPoolExecutor(threads, "media-render", give_way, (NICENESS,))
+        self._waiting = 0
+
+    async def render(self, chat: bytes, adapter: str = "", template: str = "") -> RenderedPrompt:
+        """Return a chat's prompt; adapters do not change it. See `MediaEngine`.
+
+        Raises InvalidRequest naming the field, and Overloaded."""
+        if self._waiting >= MAX_WAITING:
+            raise Overloaded(f"{self._waiting} chats with media wait on this node", retry_after=1.0)
+        self._waiting += 1
+        try:
+            prompt = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, chat, template)
+        finally:
+            self._waiting -= 1
+        self._rendered()
+        return prompt
+
+    async def transcribe(
+        self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
+    ) -> None:
+        """Raise InvalidRequest: the model answers chats."""
+        raise InvalidRequest("this model does not transcribe audio", param="model")
+
+    def stop(self) -> None:
+        """End the threads after their present chats."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _render(self, chat: bytes, template: str) -> RenderedPrompt:
+        self._check(chat)
+        prompt = self._encoder.render(chat, template)
+        positions = self._encoder.rope_positions(prompt.token_ids, prompt.media)
+        if positions is None:
+            return prompt
+        return replace(prompt, rope_offset=int(positions.max()) + 1 - len(prompt.token_ids))
+
+    def _check(self, chat: bytes) -> None:
+        """Raise InvalidRequest if a chat has more media than the limits allow."""
+        counts = Counter[str]()
+        for message in json.loads(chat)["messages"]:
+            content = message.get("content")
+            kinds = (
+                [str(part.get("type")).removesuffix("_url") for part in content] if isinstance(content, list) else ()
+            )
+            counts.update(kind for kind in kinds if kind in MODALITIES)
+        for kind, count in counts.items():
+            if count > (most := self._limits.get(kind, count)):
+                raise InvalidRequest(f"a prompt may hold at most {most} {kind}s, got {count}", param="messages")

@@ -1,0 +1,130 @@
+"""Routes of a node for media: prompts of chats with images, and transcriptions of audio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from kvferry.protocol.errors import AdapterNotLoaded, DeadlineExceeded, Draining, InvalidRequest, StepFailed
+from kvferry.protocol.media import RenderRequest, joined, with_data, without_data
+from kvferry.protocol.messages import GenerateRequest, PrefillRequest
+from kvferry.protocol.speech import SpeechPart, SpeechRequest
+from kvferry.protocol.wire import MAX_FRAME_BYTES, FrameReader, pack
+from kvferry.runtime.disconnect import until_disconnect
+from kvferry.runtime.http import read_body, read_message
+from kvferry.worker.media_engine import MediaEngine
+
+T = TypeVar("T")
+Attempt = TypeVar("Attempt", GenerateRequest, PrefillRequest)
+MSGPACK = "application/msgpack"
+
+
+async def read_attempt(request: Request, kind: type[Attempt]) -> Attempt:
+    """Return a message with a job, whose media's data follow it. Raises what `read_message` raises."""
+    found = list(FrameReader().feed(bytes(await read_body(request, MAX_FRAME_BYTES))))
+    if not found or not isinstance(found[0], kind):
+        raise InvalidRequest(f"the body must be a {kind.__name__}", param="body")
+    message, datas = found[0], found[1:]
+    if not (message.job.media or datas):
+        return message
+    return replace(message, job=replace(message.job, media=joined(message.job.media, datas)))
+
+
+class MediaRoutes:
+    """Routes `POST /attempts/render` and `POST /attempts/transcribe`. running: requests that they work on.
+
+    adapters: returns names of LoRA adapters by their ids; None while the node takes no new work."""
+
+    def __init__(
+        self, app: FastAPI, media: MediaEngine | None, adapters: Callable[[], Mapping[str, str] | None]
+    ) -> None:
+        self._media, self._adapters, self.running = media, adapters, 0
+        app.post("/attempts/render")(self.post_render)
+        app.post("/attempts/transcribe")(self.post_transcribe)
+
+    async def post_render(self, request: Request) -> Response:
+        """Answer with the RenderedPrompt of a RenderRequest; a caller that leaves ends the engine's work."""
+        asked, (engine, names) = await read_message(request, RenderRequest), self._ready()
+        if asked.adapter and asked.adapter not in names:
+            raise AdapterNotLoaded("the engine has no LoRA adapter of this id")
+        made = engine.render(asked.chat, names.get(asked.adapter, ""), asked.template)
+        prompt = await self._in_time(request, made, asked.deadline_s)
+        message = pack(replace(prompt, media=without_data(prompt.media)))
+        return Response(with_data(message, prompt.media), media_type=MSGPACK)
+
+    async def post_transcribe(self, request: Request) -> Response:
+        """Answer with SpeechParts. An error before the first part has a status; a later one breaks the answer off."""
+        asked, (engine, _) = await read_message(request, SpeechRequest), self._ready()
+        parts = _parts(engine, asked)
+        try:
+            first = await self._in_time(request, anext(parts), asked.deadline_s)
+        except StopAsyncIteration:
+            raise StepFailed("the engine's answer is empty") from None
+        except BaseException:
+            await parts.aclose()
+            raise
+        return StreamingResponse(self._followed(first, parts), media_type=MSGPACK)
+
+    def _ready(self) -> tuple[MediaEngine, Mapping[str, str]]:
+        """Return the engine and the names of its adapters. Raises InvalidRequest and Draining."""
+        if self._media is None:
+            raise InvalidRequest("this model's engine takes no images, audio or video")
+        if (names := self._adapters()) is None:
+            raise Draining("this node takes no new work")
+        return self._media, names
+
+    async def _in_time(self, request: Request, work: Awaitable[T], limit_s: float) -> T:
+        self.running += 1
+        try:
+            async with asyncio.timeout(max(0.0, limit_s)):
+                return await until_disconnect(request.receive, work)
+        except TimeoutError:
+            raise DeadlineExceeded(f"not finished after {limit_s:.3g} s") from None
+        finally:
+            self.running -= 1
+
+    async def _followed(self, first: SpeechPart, parts: AsyncGenerator[SpeechPart]) -> AsyncGenerator[bytes]:
+        self.running += 1
+        try:
+            yield pack(first)
+            async with aclosing(parts):
+                async for part in parts:
+                    yield pack(part)
+        finally:
+            self.running -= 1
+
+
+async def _parts(media: MediaEngine, asked: SpeechRequest) -> AsyncGenerator[SpeechPart]:
+    """Yield the engine's answer as it comes, within the request's deadline."""
+    arrived: asyncio.Queue[SpeechPart | None] = asyncio.Queue()
+    kind = ""
+
+    def begun(content_type: str) -> None:
+        nonlocal kind
+        kind = content_type or "application/octet-stream"
+
+    def deliver(data: bytes) -> None:
+        nonlocal kind
+        arrived.put_nowait(SpeechPart(data, kind))
+        kind = ""
+
+    async def work() -> None:
+        try:
+            async with asyncio.timeout(max(0.0, asked.deadline_s)):
+                await media.transcribe(asked, begun, deliver)
+        finally:
+            arrived.put_nowait(None)
+
+    task = asyncio.create_task(work())
+    try:
+        while (part := await arrived.get()) is not None:
+            yield part
+        await task
+    finally:
+        task.cancel()

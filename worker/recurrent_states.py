@@ -1,0 +1,85 @@
+"""Recurrent states on a node: memory of their rows, and settings that models with recurrent layers do not support."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.scheduler import most_seats
+from kvferry.engine.state_memory import STATE_DTYPE, StateMemory, blocks_of_state, make_rows
+from kvferry.engine.state_rows import ROWS
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import WorkerSettings
+
+log = logging.getLogger("kvferry.worker")
+
+ROWS_SHARE = 0.25
+"""Largest share of the free memory that rows of states take; fewer requests run at once if all need more."""
+
+
+def require_no_ranks(settings: WorkerSettings, info: ModelInfo) -> None:
+    """Raise ConfigError if the model has recurrent layers and several ranks are to compute it."""
+    if info.state_floats and settings.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size must be 1 for {info.name}, which has recurrent layers; use several nodes",
+            param="tensor_parallel_size",
+        )
+
+
+def drafts_of(settings: WorkerSettings, info: ModelInfo) -> int:
+    """Return the most drafts of a stream in a step: none with recurrent layers, which cannot take a token back."""
+    if info.state_floats and settings.num_speculative_tokens:
+        log.warning("%s has recurrent layers: its streams are computed without drafts", info.name)
+        return 0
+    return settings.num_speculative_tokens
+
+
+def state_requests(settings: WorkerSettings, info: ModelInfo, available: float) -> int:
+    """Return how many requests can have a state at once; 0 for a model without recurrent layers.
+
+    available: bytes of free memory, of which the rows take `ROWS_SHARE` at most. Raises ConfigError if not even one
+    fits."""
+    if not info.state_floats:
+        return 0
+    each = rows_bytes(info, 1)
+    most, room = most_seats(settings.max_num_seqs), int(ROWS_SHARE * available // each)
+    if room < 1:
+        raise ConfigError(f"one request's states of {info.name} take {each} bytes, more than memory has room for")
+    if room < most:
+        log.warning(
+            "memory has room for the states of %d requests at once, fewer than --max-num-seqs %d",
+            room, settings.max_num_seqs,
+        )  # fmt: skip
+    return min(most, room)
+
+
+def rows_bytes(info: ModelInfo, requests: int) -> int:
+    """Return the bytes of the rows of that many requests."""
+    return requests * ROWS * info.state_floats * STATE_DTYPE.itemsize
+
+
+def require_room(info: ModelInfo, layout: KVLayout, num_blocks: int) -> int:
+    """Return the blocks that a state takes, beside those of a sequence.
+
+    Raises ConfigError if the pool has no room for both."""
+    blocks = blocks_of_state(info.state_floats, layout.block_bytes)
+    if blocks and num_blocks < blocks + 2:
+        raise ConfigError(
+            f"the KV pool has room for {num_blocks} blocks, of which a state of {info.name} takes {blocks}; raise "
+            "--kv-cache-gib",
+            param="kv_cache_gib",
+        )
+    return blocks
+
+
+def make_states(info: ModelInfo, requests: int, kv: torch.Tensor, device: torch.device) -> StateMemory | None:
+    """Allocate the rows of that many requests, None for a model without recurrent layers. Raises ConfigError."""
+    if not requests:
+        return None
+    try:
+        return StateMemory(make_rows(requests * ROWS, info.state_floats, device), kv)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        raise ConfigError("out of memory for recurrent states; lower --max-num-seqs", param="max_num_seqs") from error
