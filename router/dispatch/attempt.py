@@ -118,11 +118,11 @@ class Attempt:
         """Return whether the first token is out and the decode node has not begun."""
         return self._first_seen and not self.decoding and self.decode_node is not None
 
-    def stall(self) -> None:
-        """Fail the attempt: no token came within its share of the deadline."""
-        place = self.placement
-        node = place.decode if self._first_seen else place.prefill or place.decode
-        self._unreachable(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
+    def stall(self, *, blames: bool) -> None:
+        """Fail the attempt: no token came within its share of the deadline. blames: its node is at fault."""
+        error, place = NodeLost("no token within the attempt's share of the deadline"), self.placement
+        node = (place.decode if self._first_seen else place.prefill or place.decode) or place.prefill
+        (self._unreachable if blames or node is None else self._fail)(error, node)
 
     def delta(self, delta: TokenDelta) -> None:
         """Handle a token delta from the decode node's stream."""
