@@ -245,12 +245,14 @@ def test_a_budget_is_a_share_of_requests_and_a_floor_per_second() -> None:
 
 
 @pytest.mark.parametrize(("deadline_s", "blamed"), [(0.5, False), (4.0, True)])
-async def test_a_node_is_not_blamed_for_a_request_that_was_nearly_out_of_time(deadline_s: float, blamed: bool) -> None:
+async def test_a_node_is_not_blamed_for_a_request_that_was_nearly_out_of_time(
+    deadline_s: float, blamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An attempt is given up after half of what is left; every client with a short timeout had shut a node for all."""
     async with Bench([prefill("p1", prefill_script=hang), decode()]) as bench:
         bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
-        bench.nodes.breakers.late = lambda place, *, ships: None  # type: ignore[method-assign] - counts at a repetition
-        kvferry.router.dispatch.hedging.LATE_S = 1.0
+        monkeypatch.setattr(bench.nodes.breakers, "late", lambda place, *, ships: None)
+        monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 1.0)
         answer = asyncio.create_task(collect(bench.start(6, deadline_s=deadline_s)))
         await until(lambda: bench["p1"].prefills and not bench["p1"].answering)
         assert (("p1", 1) in bench.nodes.breakers.shut().nodes) == blamed
