@@ -27,14 +27,17 @@ async def finish_requests(engine: EngineLoop, busy: Callable[[], bool], may_wait
         await asyncio.sleep(LOOK_S)
     if not busy():
         return
-    given_up: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
+    given_up: asyncio.Future[int] = loop.create_future()
 
     def told(count: int) -> None:
         if not given_up.done():
             given_up.set_result(count)
 
-    engine.give_up(lambda held: loop.call_soon_threadsafe(told, _drop_all(held)))
+    def drop(engine: Engine) -> None:
+        loop.call_soon_threadsafe(told, _drop_all(engine))
+
+    engine.give_up(drop)
     await asyncio.wait({given_up}, timeout=GIVE_UP_S)
     count = given_up.result() if given_up.done() else "all"
     given_up.cancel()
