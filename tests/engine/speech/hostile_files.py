@@ -20,7 +20,7 @@ def full(name: bytes, *fields: int, flags: int = 0, more: bytes = b"") -> bytes:
 
 
 def mp4_of_samples(count: int, edits: int = 0, *, big: bool = False) -> bytes:
-    """Return an MP4 file whose track tells of so many samples of one byte. big: with 64-bit sizes of top-level boxes."""
+    """Return an MP4 file whose track tells of so many samples of a byte. big: with 64-bit sizes of top-level boxes."""
     return _mp4(
         full(b"stts", 1, count, 2), full(b"stsc", 1, 1, count, 1), full(b"stsz", 1, count), full(b"stco", 1, 8),
         edits=edits, big=big,
@@ -64,7 +64,11 @@ def tagged_mp3(tag: bytes) -> bytes:
 
 def tagged_wav(tag: bytes) -> bytes:
     """Return a second of silence as WAV with a tag's chunk."""
-    chunks = ((b"fmt ", struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16)), (b"ID3 ", tag), (b"data", bytes(2 * RATE)))
+    chunks = (
+        (b"fmt ", struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16)),
+        (b"ID3 ", tag),
+        (b"data", bytes(2 * RATE)),
+    )
     body = b"".join(struct.pack("<4sI", name, len(data)) + data + bytes(len(data) % 2) for name, data in chunks)
     return struct.pack("<4sI4s", b"RIFF", 4 + len(body), b"WAVE") + body
 
