@@ -23,9 +23,16 @@ def set_attention(module: Any, ops: CpuOps) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    def attend(part: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **how: Any) -> Any:
-        if mask is not None or not _takes(part, query, value, how):
-            return sdpa_attention_forward(part, query, key, value, mask, **how)
+    def attend(
+        part: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **how: Any,
+    ) -> Any:
+        if attention_mask is not None or not _takes(part, query, value, how):
+            return sdpa_attention_forward(part, query, key, value, attention_mask, **how)
         scale = how.get("scaling")
         return _attention(getattr(part, _OPS), query, key, value, scale or query.shape[-1] ** -0.5), None
 
