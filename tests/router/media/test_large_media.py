@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 from starlette.types import Message
 
+from kvferry.protocol import base64_text
 from kvferry.router.api.bodies import sliced_json
 from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import BodyReader, parsed
-from kvferry.router.media import data_urls
 from kvferry.router.media.data_urls import decoded
 from kvferry.router.media.refusal import InvalidMedia
 from kvferry.router.request_context import CALL, NO_RESUME, RequestContext
@@ -75,7 +75,7 @@ async def test_data_are_decoded_into_one_buffer():
 async def test_no_step_takes_more_than_a_slice(work: Any, monkeypatch: pytest.MonkeyPatch):
     """Each step decodes or checks one piece; what other requests do meanwhile comes between any two."""
     pieces, turns = list[int](), 0
-    decoder = data_urls._DECODER
+    decoder = base64_text._DECODER
 
     class Decoder:
         def validate_json(self, text: str) -> Any:
@@ -86,7 +86,7 @@ async def test_no_step_takes_more_than_a_slice(work: Any, monkeypatch: pytest.Mo
         pieces.append(turns)
         return from_json(data)
 
-    monkeypatch.setattr(data_urls, "_DECODER", Decoder())
+    monkeypatch.setattr(base64_text, "_DECODER", Decoder())
     monkeypatch.setattr(sliced_json, "from_json", watched)
     monkeypatch.setattr(sliced_json, "SLICE_S", 0.0)
     task = asyncio.ensure_future(work())
