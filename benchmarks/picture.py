@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks import servers
+from benchmarks.load import Target
 from benchmarks.models import CACHE, on_path
 from benchmarks.picture_models import TILE, VisionModel, image_tokens, random_vision_model
 from benchmarks.picture_transformers import Transformers
@@ -75,7 +76,7 @@ def picture(number: int) -> bytes:
     return file.getvalue()
 
 
-def by_server(target: servers.Target, png: bytes) -> Answered:
+def by_server(target: Target, png: bytes) -> Answered:
     """Stream a chat, and return when its first text came."""
     url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
