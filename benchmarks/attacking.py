@@ -14,6 +14,8 @@ answers: Counter[str] = Counter()
 """Answers by status, or by error."""
 key = ""
 """API key of all hostile clients."""
+media_model = ""
+"""Model whose chats hold hostile images; empty: the only one."""
 
 
 async def exchange(port: int, data: bytes, *, wait_s: float = 30.0) -> bytes:

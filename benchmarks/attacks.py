@@ -1,6 +1,6 @@
 """Hostile clients, each by name; they run until SIGTERM.
 
-    python -m benchmarks.attacks NAME PORT [KEY]
+    python -m benchmarks.attacks NAME PORT [KEY [MEDIA_MODEL]]
     python -m benchmarks.attacks burn SHARE
 
 `burn` is no attack: it uses a share of a core, which is what an attack costs its own machine. At the end each prints a
@@ -191,6 +191,6 @@ if __name__ == "__main__":
     os.nice(NICE)
     if sys.argv[1] == "burn":
         burn(float(sys.argv[2]))
-    attacking.key = "".join(sys.argv[3:4])
+    attacking.key, attacking.media_model = [*sys.argv[3:5], "", ""][:2]
     asyncio.run(attack(sys.argv[1], int(sys.argv[2])))
     print(json.dumps(answers))

@@ -157,7 +157,9 @@ async def measure(options: argparse.Namespace, phases: dict[str, Phase]) -> None
                     source = random.Random(f"{name} {number}")
                     await load.phase(phases[ALONE], (), options.samples, source)
                     found = phases[name]
-                    await load.phase(found, (name, str(port), keys["hostile"]), options.samples, source)
+                    await load.phase(
+                        found, (name, str(port), keys["hostile"], options.media_model), options.samples, source
+                    )
                     if options.control:
                         share = f"{min(0.99, found.cpu['attackers'] / found.seconds):.2f}"
                         await load.phase(phases[f"{name}: {BURN}"], (BURN, share), options.samples, source)
@@ -206,6 +208,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--control", action="store_true", help="also what the attackers' own use of the CPU does")
     parser.add_argument("--open", action="store_true", help="no keys: nothing tells the neighbour from the attackers")
     parser.add_argument("--serve", default="", help="further flags of kvferry serve")
+    parser.add_argument(
+        "--media-model", default="", help="model of --serve that pictures are sent to; empty: the only one"
+    )
     parser.add_argument("--log", type=int, default=0, help="characters of the cluster's log to show in the end")
     options = parser.parse_args(arguments)
     options.only = options.only.split(",")

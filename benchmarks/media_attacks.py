@@ -7,6 +7,7 @@ import struct
 import zlib
 from typing import Any
 
+from benchmarks import attacking
 from benchmarks.attacking import asking, forever
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -30,7 +31,8 @@ def data_url(data: bytes, mime: str = "image/png") -> str:
 
 def _chat(*urls: str) -> bytes:
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return asking("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 2})
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    return asking("/v1/chat/completions", body | ({"model": name} if (name := attacking.media_model) else {}))
 
 
 async def pictures(port: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+
+from pydantic_core import from_json
 
 from kvferry.engine.media.encoder import MediaEncoder
 from kvferry.protocol.errors import InvalidRequest, Overloaded
@@ -70,7 +71,7 @@ class MediaRenderer:
     def _check(self, chat: bytes) -> None:
         """Raise InvalidRequest if a chat has more media than the limits allow."""
         counts = Counter[str]()
-        for message in json.loads(chat)["messages"]:
+        for message in from_json(chat)["messages"]:
             content = message.get("content")
             kinds = (
                 [str(part.get("type")).removesuffix("_url") for part in content] if isinstance(content, list) else ()

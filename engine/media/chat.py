@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
+from pydantic_core import from_json
 
 from kvferry.model_files.chat_templates import ChatTemplates
 from kvferry.model_files.template_language import environment
@@ -72,7 +73,7 @@ class ChatRenderer:
     def render(self, chat: bytes) -> RenderedChat:
         """Return the chat of a RenderRequest's JSON. Raises InvalidRequest."""
         try:
-            given = json.loads(chat)
+            given = from_json(chat)
             messages = given.pop("messages")
         except (ValueError, KeyError, AttributeError, RecursionError) as error:
             raise InvalidRequest(f"the chat is no JSON object with messages: {error}", param="messages") from error

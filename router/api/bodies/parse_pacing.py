@@ -16,7 +16,7 @@ PATIENCE_S = 10.0
 """Longest wait of a body, in seconds."""
 BYTE_S, VALUE_S, OBJECT_S = 6e-9, 150e-9, 1500e-9
 """Parsing time for each byte, value and object on a slow machine, in seconds."""
-COUNTED = 2**18
+COUNTED = 2**16
 """Bytes of a body that are counted before the event loop goes on."""
 _MARKS = b",{["
 _OTHERS = bytes(set(range(256)) - set(_MARKS))
@@ -36,12 +36,14 @@ async def measured_s(data: bytes) -> float:
 async def counted(data: bytes) -> tuple[int, int, int]:
     """Return how often `,`, `{` and `[` are in a long body; the event loop goes on meanwhile.
 
-    To take out all other bytes at once takes half the time of counting these three."""
+    The data of an image have none of them, which a search tells in a tenth of the time. Elsewhere, taking out all other
+    bytes at once takes half the time of counting these three."""
     found = [0, 0, 0]
     for at in range(0, len(data), COUNTED):
-        marks = data[at : at + COUNTED].translate(None, _OTHERS)
-        for number, mark in enumerate(_MARKS):
-            found[number] += marks.count(mark)
+        if any(data.find(mark, at, at + COUNTED) >= 0 for mark in _MARKS):
+            marks = data[at : at + COUNTED].translate(None, _OTHERS)
+            for number, mark in enumerate(_MARKS):
+                found[number] += marks.count(mark)
         await asyncio.sleep(0)
     return found[0], found[1], found[2]
 

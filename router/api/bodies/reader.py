@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from io import BytesIO
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -75,7 +76,7 @@ class BodyReader:
                 _check_encoding(value.decode("latin-1"))
             elif name == b"content-length" and value.isdigit() and int(value) > self._longest:
                 raise self._too_large()
-        parts, size, more, source = [], 0, True, _source(scope)
+        arrived, size, more, source = BytesIO(), 0, True, _source(scope)
         try:
             while more:
                 message = await receive()
@@ -89,8 +90,8 @@ class BodyReader:
                     raise self._too_large()
                 if self._held[source] > PER_SOURCE * self._longest or self._all > AT_ONCE * self._longest:
                     raise Overloaded("too many large request bodies are arriving", retry_after=1.0)
-                parts.append(part)
-            data = b"".join(parts)
+                arrived.write(part)
+            data = arrived.getvalue()  # without a copy
             if size >= LONG_BYTES:
                 await self._pace.turn(await measured_s(data))
             scope[READ_AT] = time.monotonic()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from kvferry.router.api.tokenization import DetokenizeBody
 MILLION = MAX_VALUES - 100
 HELD_S = 0.02
 """Longest step of a body's parsing, in seconds of CPU; three times as much is allowed on a busy machine."""
+TRIES = 4
+"""Most runs, of which the best one counts: what a busy machine adds to a step, it adds to another one in each run."""
 SCALARS = (0, -7, 1.5, 1e300, True, False, None, "", "a,b", 'q"[{', "\\", "\\\\", "ü€😀", "\n\t", "]}", 2**70)
 
 
@@ -166,6 +169,16 @@ FIELDS: dict[str, tuple[type[RequestBody], bytes]] = {
 """Field names (their last words) with hostile values."""
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """As in a router, what existed before the requests is not looked through in the middle of a step."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("name", FIELDS)
 def test_no_body_holds_the_event_loop(name: str) -> None:
     kind, content = FIELDS[name]
@@ -174,6 +187,9 @@ def test_no_body_holds_the_event_loop(name: str) -> None:
     data = b'{"%b":%b,"prompt":"a"}' if name not in field and kind is CompletionBody else b'{"%b":%b}'
     data %= (field.get(name, name).encode(), content)
     longest, found = longest_step_s(parsed(kind, data))
+    for _ in range(TRIES - 1):
+        if longest >= HELD_S:
+            longest = min(longest, longest_step_s(parsed(kind, data))[0])
     assert longest < 3 * HELD_S
     if name == "logit_bias":
         assert isinstance(found, InvalidRequest)
