@@ -55,7 +55,7 @@ class Mixers:
         q, k, v = torch.split(mixed, [keys, keys, values], 1)
         decay, beta = self._ops.delta_gates(own.rates(x, torch.float32), own.decay, own.dt_bias)
         q, k = (each.reshape(len(x), own.k_heads, own.k_dim) for each in (q, k))
-        if own.tiled:
+        if own.tiled and own.k_heads < own.v_heads:
             q, k = (each.repeat(1, own.v_heads // own.k_heads, 1) for each in (q, k))
         found = self._ops.gated_delta_rule(
             q,

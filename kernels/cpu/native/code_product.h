@@ -31,7 +31,7 @@ KVF_INLINE void product_of(const Quantised& x, int64_t row, int64_t rows, bool, 
 }
 #endif
 
-constexpr int64_t kCodesAhead = 4096;  // bytes of codes prefetched ahead
+constexpr int64_t kCodesAhead = 16384;  // bytes of codes prefetched ahead
 
 // Calls emit(row, values [kPanel]) for rows [begin, begin + rows) of x, without bias. The first tile of rows brings the panel
 // into the caches; the second, which finds it there, asks for the `next` one meanwhile.

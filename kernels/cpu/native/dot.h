@@ -1,7 +1,7 @@
 // Products of unsigned codes with int8 activations, four inputs to a 32-bit lane.
 //
-// Dot<Bits>::Part gathers up to kSteps products before drain() adds it to 32-bit sums; codes are taken `offset` lower
-// where the instruction set multiplies signed bytes.
+// Dot<Bits>::add() adds products to 32-bit sums, or where kSteps is above 0 to a Part of 16 bits, which takes so many of them
+// before drain() makes sums of it. Codes are taken `kOffset` lower where the instruction set multiplies signed bytes.
 #pragma once
 
 #include "vector.h"
@@ -21,28 +21,24 @@ namespace {
 
 template <int Bits>
 struct Dot {
-  using Part = Ints;
-  static constexpr int kSteps = 8, kOffset = 0;
-  static KVF_INLINE void add(Part& part, Words codes, Words x) {
+  static constexpr int kSteps = 0, kOffset = 0;
+  static KVF_INLINE void add(Ints& sums, Words codes, Words x) {
 #if defined(__AVX512VNNI__)
-    part = (Ints)_mm512_dpbusd_epi32((__m512i)part, (__m512i)codes, (__m512i)x);
+    sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
 #else
-    part = (Ints)_mm256_dpbusd_avx_epi32((__m256i)part, (__m256i)codes, (__m256i)x);
+    sums = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, (__m256i)x);
 #endif
   }
-  static KVF_INLINE Ints drain(Part part) { return part; }
 };
 
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
 
 template <int Bits>
 struct Dot {
-  using Part = Ints;
-  static constexpr int kSteps = 8, kOffset = 0;
-  static KVF_INLINE void add(Part& part, Words codes, Words x) {
-    part = (Ints)vusdotq_s32((int32x4_t)part, (uint8x16_t)codes, (int8x16_t)x);
+  static constexpr int kSteps = 0, kOffset = 0;
+  static KVF_INLINE void add(Ints& sums, Words codes, Words x) {
+    sums = (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)codes, (int8x16_t)x);
   }
-  static KVF_INLINE Ints drain(Part part) { return part; }
 };
 
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -50,13 +46,11 @@ struct Dot {
 // Both sides are signed: codes of eight bits are taken 128 lower.
 template <int Bits>
 struct Dot {
-  using Part = Ints;
-  static constexpr int kSteps = 8, kOffset = Bits == 8 ? 128 : 0;
-  static KVF_INLINE void add(Part& part, Words codes, Words x) {
+  static constexpr int kSteps = 0, kOffset = Bits == 8 ? 128 : 0;
+  static KVF_INLINE void add(Ints& sums, Words codes, Words x) {
     if constexpr (Bits == 8) codes ^= 0x80808080u;
-    part = (Ints)vdotq_s32((int32x4_t)part, (int8x16_t)codes, (int8x16_t)x);
+    sums = (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)codes, (int8x16_t)x);
   }
-  static KVF_INLINE Ints drain(Part part) { return part; }
 };
 
 #elif defined(KVF_DOT_VECTOR)
@@ -75,9 +69,8 @@ struct Dot {
 // |code| fits seven bits and more only once the offset is taken off; the sign moves to x.
 template <>
 struct Dot<8> {
-  using Part = Ints;
-  static constexpr int kSteps = 8, kOffset = 128;
-  static KVF_INLINE void add(Part& part, Words codes, Words x) {
+  static constexpr int kSteps = 0, kOffset = 128;
+  static KVF_INLINE void add(Ints& sums, Words codes, Words x) {
     const auto w = (KVF_DOT_VECTOR)(codes ^ 0x80808080u);
 #if defined(__AVX512BW__)
     const __mmask64 negative = _mm512_movepi8_mask(w);
@@ -86,23 +79,20 @@ struct Dot<8> {
     const auto turned = _mm256_sign_epi8((__m256i)x, w);
 #endif
     const auto pairs = KVF_DOT(maddubs_epi16)(KVF_DOT(abs_epi8)(w), turned);
-    part = part + (Ints)KVF_DOT(madd_epi16)(pairs, KVF_DOT(set1_epi16)(1));
+    sums = sums + (Ints)KVF_DOT(madd_epi16)(pairs, KVF_DOT(set1_epi16)(1));
   }
-  static KVF_INLINE Ints drain(Part part) { return part; }
 };
 
 #else
 
 template <int Bits>
 struct Dot {
-  using Part = Ints;
-  static constexpr int kSteps = 8, kOffset = 0;
-  static KVF_INLINE void add(Part& part, Words codes, Words x) {
+  static constexpr int kSteps = 0, kOffset = 0;
+  static KVF_INLINE void add(Ints& sums, Words codes, Words x) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i)
-      part = part + (Ints)((codes >> (8 * i)) & 0xffu) * ((Ints)(x << (24 - 8 * i)) >> 24);
+      sums = sums + (Ints)((codes >> (8 * i)) & 0xffu) * ((Ints)(x << (24 - 8 * i)) >> 24);
   }
-  static KVF_INLINE Ints drain(Part part) { return part; }
 };
 
 #endif
@@ -111,6 +101,19 @@ struct Dot {
 #undef KVF_DOT_VECTOR
 #undef KVF_DOT
 #endif
+
+template <int Step, class V, size_t... Lane>
+KVF_INLINE V exchanged(V value, std::index_sequence<Lane...>) {
+  return __builtin_shufflevector(value, value, (Lane ^ Step)...);
+}
+
+// Joins all lanes; every lane of the result holds what they make. join(a, b): of vectors, the same in any order.
+template <int Step = kLanes / 2, class V, class Join>
+KVF_INLINE V across(V value, Join join) {
+  value = join(value, exchanged<Step>(value, std::make_index_sequence<kLanes>()));
+  if constexpr (Step > 1) return across<Step / 2>(value, join);
+  return value;
+}
 
 KVF_INLINE Words splat_word(const int8_t* four) {
   uint32_t bits;

@@ -52,7 +52,7 @@ struct Quantised {
         const Floats value = load(x + i);
         top = larger(top, larger(value, -value));
       }
-      const float peak = largest(top), inverse = peak > 0 ? 127.0f / peak : 0.0f;
+      const float peak = across(top, larger)[0], inverse = peak > 0 ? 127.0f / peak : 0.0f;
       int32_t both = 0;
       for (int64_t half = at; half < at + kRun; half += kHalfRun) {
         Ints total{};
@@ -62,9 +62,7 @@ struct Quantised {
           total = total + code;
           store_codes(codes + row * in + i, code);
         }
-        int32_t lanes[kLanes], sum = 0;
-        std::memcpy(lanes, &total, sizeof lanes);
-        for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+        const int32_t sum = across(total, [](Ints a, Ints b) { return a + b; })[0];
         half_sums[(row * in + half) / kHalfRun] = sum;
         both += sum;
       }
@@ -113,7 +111,7 @@ template <class C, int Rows>
 KVF_INLINE void group_sums(const Quantised& x, const uint8_t* group, int64_t index, int lane,
                            Ints (&sums)[Rows][2]) {
   using D = Dot<C::bits>;
-  constexpr int kRuns = D::kSteps < C::steps ? D::kSteps : C::steps, kOff = C::offset - D::kOffset;
+  constexpr int kOff = C::offset - D::kOffset;
   const int8_t* codes = x.codes + index * C::group;
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
@@ -137,25 +135,32 @@ KVF_INLINE void group_sums(const Quantised& x, const uint8_t* group, int64_t ind
     return add_pairs<Rows, C::steps>(codes, x.in, unpacked, sums);
   }
 #endif
+  const auto add_step = [&](auto& to, int step) __attribute__((always_inline)) {
+    Words low, high;
+    unpack<C>(group, step, lane, upper_low, upper_high, low, high);
 #pragma GCC unroll 8
-  for (int first = 0; first < C::steps; first += kRuns) {
-    typename D::Part part[Rows][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) part[r][0] = part[r][1] = typename D::Part{};
-#pragma GCC unroll 8
-    for (int step = first; step < first + kRuns; ++step) {
-      Words low, high;
-      unpack<C>(group, step, lane, upper_low, upper_high, low, high);
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        const Words four = splat_word(codes + r * x.in + 4 * step);
-        D::add(part[r][0], low, four);
-        D::add(part[r][1], high, four);
-      }
+    for (int r = 0; r < Rows; ++r) {
+      const Words four = splat_word(codes + r * x.in + 4 * step);
+      D::add(to[r][0], low, four);
+      D::add(to[r][1], high, four);
     }
+  };
+  if constexpr (D::kSteps == 0) {
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r)
-      for (int half = 0; half < 2; ++half) sums[r][half] = sums[r][half] + D::drain(part[r][half]);
+    for (int step = 0; step < C::steps; ++step) add_step(sums, step);
+  } else {
+    constexpr int kRuns = D::kSteps < C::steps ? D::kSteps : C::steps;
+#pragma GCC unroll 8
+    for (int first = 0; first < C::steps; first += kRuns) {
+      typename D::Part part[Rows][2];
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) part[r][0] = part[r][1] = typename D::Part{};
+#pragma GCC unroll 8
+      for (int step = first; step < first + kRuns; ++step) add_step(part, step);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r)
+        for (int half = 0; half < 2; ++half) sums[r][half] = sums[r][half] + D::drain(part[r][half]);
+    }
   }
 }
 
@@ -196,7 +201,7 @@ KVF_INLINE void scale_outputs(const uint8_t* panel, int64_t rows, float* out) {
 }
 
 // out [Rows][kPanel] = the panel's outputs of rows [row, row + Rows) of x. ahead: bytes from what is multiplied to what is
-// prefetched.
+// prefetched, into the second-level cache: the first one lacks room for it beside the rows.
 template <class C, int Rows>
 inline __attribute__((noinline)) void code_tile(Quantised all, int64_t row, const uint8_t* panel, int64_t ahead, float* out) {
   const Quantised x = all.from(row);
@@ -204,7 +209,7 @@ inline __attribute__((noinline)) void code_tile(Quantised all, int64_t row, cons
   const uint8_t* group = panel + C::head;
   for (int64_t index = 0; index < x.in / C::group; ++index, group += C::bytes) {
 #pragma GCC unroll 20
-    for (int at = 0; at < C::bytes; at += 64) __builtin_prefetch(group + ahead + at);
+    for (int at = 0; at < C::bytes; at += 64) __builtin_prefetch(group + ahead + at, 0, 2);
     for (int lane = 0; lane < 16; lane += kLanes) {
       Ints sums[Rows][2];
       group_sums<C, Rows>(x, group, index, lane, sums);
