@@ -14,6 +14,8 @@ MODALITIES = ("image", "audio", "video")
 """Kinds of media that a prompt may hold."""
 TRANSCRIPTION = "transcription"
 """Entry in a lease's modalities: the engine writes down what is said in audio."""
+COMPRESSED_AUDIO = "compressed_audio"
+"""Entry in a lease's modalities: the engine bounds the length of FLAC and Ogg in chats while it decodes them."""
 MAX_ITEMS, MAX_ITEM_BYTES = 64, 48 * 2**20
 """Largest number of media of a prompt, and of their bytes together, which travel in one message."""
 MAX_PIXELS = 2**25

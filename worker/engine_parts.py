@@ -13,6 +13,7 @@ from kvferry.kernels.cpu import CpuOps
 from kvferry.kernels.ops import Ops
 from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.media import COMPRESSED_AUDIO
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.media_loading import NodeMedia
@@ -44,6 +45,11 @@ class EngineParts:
     def modalities(self) -> tuple[str, ...]:
         """Return the media that prompts may hold."""
         return self.media.modalities if self.media is not None else ()
+
+    @property
+    def abilities(self) -> tuple[str, ...]:
+        """Return the entries of a lease's modalities."""
+        return (*self.modalities, COMPRESSED_AUDIO) if "audio" in self.modalities else self.modalities
 
     @property
     def embeddings(self) -> LocalEmbeddings | None:

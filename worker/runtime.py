@@ -168,7 +168,7 @@ class WorkerRuntime:
             rates=self._tiers.paced(self._rates.rates),
             served_names=self._served_names,
             adapters=self._adapters.held,
-            modalities=self.parts.modalities,
+            modalities=self.parts.abilities,
             max_num_seqs=self._settings.max_num_seqs,
             pulse=self.vitals.pulse,
             sent=self._outflow.told(),

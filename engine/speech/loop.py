@@ -131,7 +131,7 @@ class SpeechLoop:
     def _take_commands(self) -> bool:
         """Wait for something to do, take what was asked for and drop what was released; False: stop."""
         with self._wakes:
-            while not (self._stopping or self._commands or self._busy() or self._left()):
+            while not (self._stopping or self._commands or self._busy()):
                 self._idle = True
                 self._wakes.wait()
             self._idle = False
@@ -149,10 +149,8 @@ class SpeechLoop:
         return not self._stopping
 
     def _busy(self) -> bool:
-        return bool(self._encoding or self._attempts or self._readings or self._admissible())
-
-    def _left(self) -> bool:
-        return any(window.released for window in (*self._open, *self._waiting))
+        left = any(window.released for window in (*self._open, *self._waiting))
+        return left or bool(self._encoding or self._attempts or self._readings or self._admissible())
 
     def _admissible(self) -> bool:
         return bool(self._waiting) and len(self._free) >= self._text_blocks + self._audio_blocks

@@ -6,17 +6,19 @@ import struct
 
 FORMATS = {
     "image": ("image/png", "image/jpeg", "image/webp", "image/gif"),
-    "audio": ("audio/wav", "audio/mpeg"),
+    "audio": ("audio/wav", "audio/mpeg", "audio/flac", "audio/ogg"),
     "video": ("video/mp4", "video/webm"),
 }
-"""MIME types of each modality that are taken.
+"""MIME types of each modality that are taken."""
+COMPRESSED = ("audio/flac", "audio/ogg")
+"""MIME types of audio in chats that only engines with `COMPRESSED_AUDIO` get.
 
-Audio has only formats whose decoded length follows from their size: silence in FLAC or Opus takes nearly no bytes."""
+Of WAV and MP3 the decoded length follows from their size; hours of silence in FLAC or Opus take nearly no bytes."""
 SPEECH = ("audio/wav", "audio/mpeg", "audio/flac", "audio/ogg", "video/mp4", "video/webm")
 """MIME types of files whose words can be written down; MP4 and WebM may hold sound alone."""
 _ALIASES = {
     "image/jpg": "image/jpeg", "audio/x-wav": "audio/wav", "audio/wave": "audio/wav", "audio/vnd.wave": "audio/wav",
-    "audio/mp3": "audio/mpeg",
+    "audio/mp3": "audio/mpeg", "audio/x-flac": "audio/flac", "application/ogg": "audio/ogg", "audio/opus": "audio/ogg",
 }  # fmt: skip
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 """Codecs of WAV files that are not compressed."""

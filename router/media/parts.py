@@ -11,7 +11,7 @@ from kvferry.router.media.refusal import refused
 
 MODALITIES = {"image_url": "image", "input_audio": "audio", "audio_url": "audio", "video_url": "video"}
 """Modality of each type of content part; other types hold no media."""
-AUDIO_FORMATS = {"wav": "audio/wav", "mp3": "audio/mpeg"}
+AUDIO_FORMATS = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "ogg": "audio/ogg"}
 """Formats of input_audio, and their MIME types."""
 DETAILS = ("auto", "low", "high", "original")
 """Values of an image's `detail`, which changes nothing: the model's processor chooses the resolution."""
@@ -83,7 +83,7 @@ def _source(kind: str, part: Mapping[str, Any], field: str) -> tuple[str, str, s
     if kind == "input_audio":
         given = value.get("format")
         if not isinstance(given, str) or given not in AUDIO_FORMATS:
-            raise refused(f"{at}.format", f"must be {' or '.join(AUDIO_FORMATS)}, got {given!r}")
+            raise refused(f"{at}.format", f"must be one of {', '.join(AUDIO_FORMATS)}, got {given!r}")
         return f"data:{AUDIO_FORMATS[given]};base64,{_text(value, 'data', f'{at}.data')}", field, f"{at}.data"
     if kind == "image_url":
         check_detail(value.get("detail"), f"{at}.detail")

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from weakref import WeakValueDictionary, finalize
 
 from kvferry.protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from kvferry.protocol.media import RenderRequest
+from kvferry.protocol.media import COMPRESSED_AUDIO, RenderRequest
 from kvferry.router.dispatch.interface import MediaServices
 from kvferry.router.dispatch.prompt_media import RenderedMedia
 from kvferry.router.media.chat import MediaChat
+from kvferry.router.media.formats import COMPRESSED
 from kvferry.router.media.limits import MAX_HELD_BYTES, MAX_RENDERS, RENDERS_PER_TENANT
 from kvferry.router.media.loading import MediaLoader
-from kvferry.router.media.refusal import InvalidMedia
+from kvferry.router.media.parts import MediaPart
+from kvferry.router.media.refusal import InvalidMedia, refused
 from kvferry.router.request_context import RequestContext
+
+_COMPRESSED = tuple(f"data:{mime};" for mime in COMPRESSED)
 
 
 class MediaBudget:
@@ -74,7 +79,7 @@ class MediaPrompter:
                 loaded = await self._loader.load(chat.parts, call.tenant)
                 left_s = max(0.0, call.deadline - time.monotonic())
                 request = RenderRequest(chat.body(loaded), adapter, left_s, self._template)
-                found = await self._nodes.render(request, chat.modalities)
+                found = await self._nodes.render(request, self._abilities(chat, loaded, adapter))
         except TimeoutError:
             raise DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s") from None
         self.budget.hold(call.tenant, found.media, found.media.size)
@@ -89,3 +94,15 @@ class MediaPrompter:
                 why = f"content parts of type {part.kind!r} are not supported: {error.message}"
                 raise InvalidMedia(f"{part.part}: {why}", param=part.part) from error
         self._nodes.check(chat.modalities, adapter)
+
+    def _abilities(self, chat: MediaChat, loaded: Sequence[MediaPart], adapter: str) -> frozenset[str]:
+        """Return what the making node must be able to do; raise InvalidMedia for FLAC and Ogg that no node takes."""
+        part = next((part for part in loaded if part.url.startswith(_COMPRESSED)), None)
+        if part is None:
+            return chat.modalities
+        needed = chat.modalities | {COMPRESSED_AUDIO}
+        try:
+            self._nodes.check(needed, adapter)
+        except InvalidRequest as error:
+            raise refused(part.field, "must be WAV or MP3: no node of the model bounds FLAC and Ogg") from error
+        return needed

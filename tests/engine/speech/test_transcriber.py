@@ -188,7 +188,7 @@ def test_words_of_a_translation_are_english_ones(
     """They have spaces between them, whatever language is spoken."""
     monkeypatch.setattr("kvferry.engine.speech.words.UNSPACED", frozenset(["de"]))
     options, texts = replace(GREEDY, language="de", words=True), [said(parts, " good day", 0, 0.96)]
-    for translate, count in ((False, len(" good day")), (True, 2)):
+    for translate, count in ((False, len("goodday")), (True, 2)):
         _, found = transcribed(parts, threads, noise(1.0), Scripted(texts), replace(options, translate=translate))
         assert len(found[0].words) == count
 

@@ -76,6 +76,7 @@ def wav(seconds: float = 0.1, rate: int = 8000, codec: int = 1, channels: int = 
     return riff(b"WAVE", (b"LIST", b"odd"), (b"fmt ", form), (b"data", samples))
 
 
+FLAC, OGG = b"fLaC\x00\x00\x00\x22" + b"\0" * 400, b"OggS" + b"\0" * 400
 MP3 = b"\xff\xfb\x90\x00" + b"\0" * 400
 MP4 = struct.pack(">I", 16) + b"ftypisom" + b"\0" * 64
 

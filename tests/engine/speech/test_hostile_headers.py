@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry.engine.media.clips import clip
 from kvferry.engine.speech.audio import AudioFile
 from kvferry.engine.speech.containers import MAX_SAMPLES, mp4_fault
 from kvferry.protocol.errors import InvalidRequest
@@ -69,3 +70,22 @@ def test_several_tags_and_footers_are_skipped() -> None:
     assert len(AudioFile(tagged_mp3(tag + footed + tag), 60).read(40_000)) == len(plain)
     with pytest.raises(InvalidRequest, match="cannot be decoded"):
         AudioFile(tag[:12], 60)
+
+
+@pytest.mark.parametrize("name", ["flac", "opus"])
+def test_hours_of_silence_in_a_clip_are_refused_early(name: str) -> None:
+    """A chat's clip is decoded as far as its bound, whatever its size and header tell."""
+    data = encoded(name, tone(40.0)[::3] * 0, rate=16_000)
+    blind = data.replace(data[18:26], data[18:21] + b"\xf0" + bytes(4), 1) if name == "flac" else data
+    before = peak_mib()
+    for each in (data, blind):
+        with pytest.raises(InvalidRequest, match=r"must not be longer than 5 s \(what this model hears at once\)"):
+            clip(each, "messages[0]", 5.0)
+    assert peak_mib() - before < MOST_MIB
+
+
+@pytest.mark.parametrize("magic", [b"fLaC", b"OggS"])
+def test_damaged_clips_are_refused_by_name(magic: bytes) -> None:
+    for tail in (b"", bytes(400), b"\xff" * 4000, bytes(range(256)) * 16):
+        with pytest.raises(InvalidRequest, match=r"^messages\[0\] (cannot be decoded|must have)"):
+            clip(magic + tail, "messages[0]", 5.0)
