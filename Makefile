@@ -35,6 +35,7 @@
 # make bench-tiers  what a prefix on disk is worth: prompts read from there, against computing them
 # make bench-targets  goodput with and without latency targets, at a running cluster's capacity and beyond it
 # make bench-embed  embeddings a second, against one batch of transformers
+# make bench-picture  time to first token of a picture, against transformers and llama.cpp
 # make bench-gpu  check and measure the GPU of this machine: make bench-gpu SECONDS=400 KEEP=folder ARGS="--only cases steps"; with its own Python, if that has torch
 # make wheelhouse  the wheels that a machine with torch but without a network lacks: make wheelhouse ARGS='--python 3.12 --slim house'
 # make wheel     build sdist and wheel into dist/, check both, install the wheel into an empty environment and chat with it
@@ -98,7 +99,7 @@ ENGINED := $(if $(ENGINES),--engines $(ENGINES) --engine-python $(VENV)/engines/
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-matrix test-clients test-engines test-speech test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs screenshots site bench bench-accuracy bench-grammars \
-  bench-router bench-adapter bench-engines bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-targets bench-embed \
+  bench-router bench-adapter bench-engines bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-targets bench-embed bench-picture \
   bench-gpu wheelhouse wheel sbom images lock audit test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
@@ -257,6 +258,9 @@ bench-targets: $(VENV)/test.done $(VENV)/model.done
 
 bench-embed: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.embedding $(ARGS)
+
+bench-picture: $(VENV)/bench.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.picture $(ARGS)
 
 # Without network and environment where $(PYTHON) has all that it imports.
 READY := import torch, triton, transformers, msgpack, psutil; assert torch.cuda.is_available()

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,9 @@ def random_model(name: str, folder: Path) -> Path:
     unfinished, shape, source = target.with_suffix(".unfinished"), SHAPES[name], np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(unfinished), shape.architecture, use_temp_file=True)
     _add_header(writer, shape)
-    _add_tokens(writer, read_gguf(resolve(DEMO_MODEL, weights=False).path), shape.vocabulary)
+    demo = read_gguf(resolve(DEMO_MODEL, weights=False).path)
+    unused = range(len(demo.metadata["tokenizer.ggml.tokens"]), shape.vocabulary)
+    add_tokens(writer, demo, (f"[{index}]" for index in unused), gguf.TokenType.NORMAL)
     for tensor, sizes in tensors(shape):
         if _quantised(tensor, sizes):
             writer.add_tensor(tensor, _codes(source, sizes), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
@@ -75,14 +77,14 @@ def _add_header(writer: gguf.GGUFWriter, shape: Shape) -> None:
         adds[type(value)](f"{shape.architecture}.{key}", value)
 
 
-def _add_tokens(writer: gguf.GGUFWriter, demo: GGUFFile, count: int) -> None:
-    """Write the demo model's vocabulary, with tokens behind it until there are `count`."""
+def add_tokens(writer: gguf.GGUFWriter, demo: GGUFFile, more: Iterable[str], kind: int) -> None:
+    """Write the demo model's vocabulary, with tokens of a kind behind it."""
     tokens, kinds = (list(demo.metadata[f"tokenizer.ggml.{part}"]) for part in ("tokens", "token_type"))
-    tokens += [f"[{index}]" for index in range(len(tokens), count)]
+    tokens += more
     writer.add_tokenizer_model(demo.metadata["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(demo.metadata["tokenizer.ggml.pre"])
     writer.add_token_list(tokens)
-    writer.add_token_types(kinds + [1] * (count - len(kinds)))
+    writer.add_token_types(kinds + [kind] * (len(tokens) - len(kinds)))
     writer.add_token_merges(list(demo.metadata["tokenizer.ggml.merges"]))
     writer.add_bos_token_id(demo.metadata["tokenizer.ggml.bos_token_id"])
     writer.add_eos_token_id(demo.metadata["tokenizer.ggml.eos_token_id"])

@@ -58,7 +58,8 @@ def started(launch: Launch, url: str, log: Path) -> Iterator[psutil.Process]:
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             env=environment(launch),
-            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # no interrupt of a terminal, and the scheduler weighs it as the benchmark's own
         )
     process = psutil.Process(popen.pid)
     try:

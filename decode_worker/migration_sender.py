@@ -30,8 +30,10 @@ GRANT_S = 5.0
 """Seconds to wait for the other node's grant; the router then tries another node."""
 STALL_S = 1.5
 """Seconds without progress after which a ship fails, since the client of a paused stream gets no tokens."""
+PAUSE_S = 3.0
+"""Longest pause of a stream for its hand-over, in seconds; over a slower link the stream continues here."""
 LOOK_S = 0.2
-"""Seconds between two checks whether the router still waits for the migration."""
+"""Seconds between two checks whether the router still waits for the migration, and how long its stream has paused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +46,11 @@ class OutgoingMigration:
     target: DecodeTarget
     answer: asyncio.Future[None]
     stood_at: float | None = None
+
+    @property
+    def paused_s(self) -> float:
+        """Return for how long the stream has paused, in seconds; 0 while it runs."""
+        return time.monotonic() - self.stood_at if self.stood_at is not None else 0.0
 
 
 class MigrationSender:
@@ -70,7 +77,7 @@ class MigrationSender:
 
         Raises the reason if it stays here, but never NodeLost, which a router would take for the loss of this node.
         left: returns whether the router has disconnected. Then a new migration does not begin and a running one is
-        aborted; the stream continues here and can be moved elsewhere."""
+        aborted, as is one whose stream pauses for PAUSE_S; the stream continues here and can be moved elsewhere."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked += 1
         try:
@@ -80,19 +87,24 @@ class MigrationSender:
                 self._base.engine.submit(lambda engine: self._begin(engine, request, answer))
                 while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
                     if await left():
-                        self._give_up(answer)
+                        self._give_up(answer, "the migration is no longer wanted")
+                    self._give_up(answer, f"its stream paused for {PAUSE_S:g} s", paused_s=PAUSE_S)
                 await answer
         finally:
             self._asked -= 1
             if not answer.cancel() and not answer.cancelled():
                 answer.exception()  # mark as retrieved: the router may have disconnected
 
-    def _give_up(self, answer: asyncio.Future[None]) -> None:
-        """Abort the migration that no router awaits any more, if it has begun."""
+    def _give_up(self, answer: asyncio.Future[None], why: str, paused_s: float = 0.0) -> None:
+        """Abort the migration with that answer if it has begun, and its stream has paused for so many seconds."""
         with self._lock:
-            given = [transfer for transfer, departure in self._open.items() if departure.answer is answer]
+            given = [
+                transfer
+                for transfer, departure in self._open.items()
+                if departure.answer is answer and departure.paused_s >= paused_s
+            ]
         for transfer in given:
-            self.sender.abort(transfer, "the migration is no longer wanted")
+            self.sender.abort(transfer, why)
 
     # On the engine thread.
 

@@ -17,6 +17,11 @@ class Cancellations:
 
     def __init__(self) -> None:
         self._upto: dict[str, int] = {}
+        self._all = False
+
+    def announce_all(self) -> None:
+        """Announce that all attempts of all requests will be dropped before the next step."""
+        self._all = True
 
     def announce(self, request_id: str, attempt: int) -> None:
         """Announce that all attempts of the request up to `attempt` will be dropped before the next step."""
@@ -25,10 +30,12 @@ class Cancellations:
     def forget(self) -> None:
         """Forget all announcements: the engine now takes the commands that drop those attempts."""
         self._upto.clear()
+        self._all = False
 
     def includes(self, keys: Iterable[Key]) -> bool:
         """Return whether all of them are leaving."""
-        return bool(self._upto) and all(self._upto.get(request_id, -1) >= attempt for request_id, attempt in keys)
+        leaving = self._upto
+        return self._all or (bool(leaving) and all(leaving.get(name, -1) >= attempt for name, attempt in keys))
 
 
 LATE_S = 1.0

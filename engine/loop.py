@@ -72,6 +72,14 @@ class EngineLoop:
             self._engine.cancellations.announce(request_id, attempt)
             self.submit(lambda engine: engine.cancel(request_id, attempt))
 
+    def give_up(self, drop: Callable[[Engine], None]) -> None:
+        """Run `drop`, which drops all attempts; the running step sees it, too, and ends early.
+
+        May be called from any thread."""
+        with self._wake:
+            self._engine.cancellations.announce_all()
+            self.submit(drop)
+
     def submit(self, call: Callable[[Engine], None], *, urgent: bool = False) -> None:
         """Run `call(engine)` on the engine thread before the next step. urgent: it brings a newcomer's prompt.
 

@@ -32,7 +32,8 @@ SOCKETS_EVERY_S = 0.5e-3
 """Seconds between polls of the sockets while blocks move; each poll releases the GIL."""
 CLOSING_ROUNDS = 100
 """Most rounds of remaining commands that run when the thread ends."""
-STOP_S = 20.0
+STOP_S = 10.0
+"""Longest wait for the thread to end, in seconds. A node must end within 15 s after its drain."""
 READABLE, WRITABLE = select.EPOLLIN, select.EPOLLOUT
 Heard = Callable[[int], bool]
 """Callback with the events of a descriptor; returns whether it did any work."""

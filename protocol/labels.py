@@ -12,9 +12,11 @@ RETRY_STEPS = (
     "local_prefill",
     "another_decode",
     "wait_for_room",
+    "room_elsewhere",
     "hedge",
     "suspicion",
     "move",
+    "drain_timeout",
     "displaced",
 )
 RECOVERED_SOURCES = ("cached", "computed")

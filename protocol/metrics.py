@@ -82,8 +82,9 @@ class RouterMetrics:
         self.retries = Counter(
             "kvferry_ladder_rungs",
             "Attempts after the first: retries by step of the retry policy, hedges of late requests, hedges of those "
-            "whose node may hang (suspicion), migrations (move), and requests that gave way to the targets of others "
-            "(displaced).",
+            "whose node may hang (suspicion), migrations (move), streams that a draining node did not move in time "
+            "(drain_timeout), requests that left a crowded decode node for one with room (room_elsewhere), or gave way "
+            "to the targets of others (displaced).",
             ["rung"],
             registry=r,
         )

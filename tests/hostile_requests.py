@@ -181,10 +181,10 @@ def _deep(levels: int) -> Any:
 
 _NAMES = [
     *sorted({name for body in BODIES.values() for name in body}),
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "functions",
-    "function_call",
-    "parallel_tool_calls", "reasoning_effort", "continue_final_message", "add_generation_prompt", "return_token_ids",
-    "length_penalty", "ignore_eos", "background", "modalities", "audio", "user", "encoding_format",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema", "grammar",
+    "functions", "function_call", "parallel_tool_calls", "reasoning_effort", "continue_final_message",
+    "add_generation_prompt", "return_token_ids", "length_penalty", "ignore_eos", "background", "modalities", "audio",
+    "user", "encoding_format",
 ]  # fmt: skip
 
 

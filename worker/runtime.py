@@ -24,6 +24,7 @@ from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.suspend_aware_clock import LoopClock
 from kvferry.worker.adapters import NodeAdapters
 from kvferry.worker.address import NodeAddress
+from kvferry.worker.draining import finish_requests
 from kvferry.worker.engine_parts import EngineParts
 from kvferry.worker.event_relay import EventRelay, set_load_gauges
 from kvferry.worker.link_factory import LinkParts
@@ -202,15 +203,14 @@ class WorkerRuntime:
         log.info("%s drains%s", self._face.node_id, ", in a hurry" if stop.hurry.is_set() else "")
         if not stop.hurry.is_set():
             await self._membership.announce()
-        while self._busy() and may_wait():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await finish_requests(self.engine, self._busy, may_wait)
         await self._membership.leave()
         self.unwatch()
         await asyncio.to_thread(self.engine.stop)
         await asyncio.sleep(0)
         self._streams.stop()
         self.service.stop()
-        self._dock.stop()
+        await asyncio.to_thread(self._dock.stop)  # it waits for the link, and the streams' last frames must not
         self._tiers.close()
         if self.parts.ranks is not None:
             self.parts.ranks.close()

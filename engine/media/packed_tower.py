@@ -1,4 +1,4 @@
-"""Vision towers on the CPU's kernels: their dense layers are packed, several times as fast as PyTorch's in bfloat16."""
+"""Towers on the CPU's kernels in bfloat16: packed dense layers, activations and attention."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvferry.engine.media.tower_attention import set_attention
 from kvferry.engine.models.hf_dense import DenseModule
+from kvferry.kernels.activation import GELU, GELU_TANH, Activation
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.linear import Linear
 from kvferry.runtime.thread_priority import give_way
 
 NICENESS = 10
 """Steps by which threads of towers give way to those of streams."""
+_ACTIVATIONS = {"GELUActivation": GELU, "GELUTanh": GELU_TANH}
+"""Activations by the names of transformers' modules."""
 
 
 class PatchModule(nn.Module):
@@ -38,9 +42,21 @@ class PatchModule(nn.Module):
         return self.linear(x.reshape(count * math.prod(patches), -1)).view(count, *patches, -1).movedim(-1, 1)
 
 
+class ActivationModule(nn.Module):
+    """Replacement of an activation of each number by itself."""
+
+    def __init__(self, ops: CpuOps, activation: Activation) -> None:
+        super().__init__()
+        self._ops, self._activation = ops, activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the activation of x, of any shape."""
+        return self._ops.activate(x.reshape(-1, x.shape[-1]), self._activation).view(x.shape)
+
+
 @torch.no_grad()
 def pack_tower(module: Any) -> None:
-    """Replace the dense layers of a tower in bfloat16 on a CPU, if the compiled kernels are installed.
+    """Replace the layers of a tower in bfloat16 on a CPU that have compiled kernels, if these are installed.
 
     Its kernels have threads of their own, of the priority of background work."""
     if module.dtype != torch.bfloat16 or module.device.type != "cpu" or instruction_set() is None:
@@ -54,6 +70,10 @@ def pack_tower(module: Any) -> None:
         elif _is_patches(part):
             flat = part.weight.flatten(1).contiguous()
             module.set_submodule(name, PatchModule(ops.linear(flat, part.bias), part))
+        elif (activation := _ACTIVATIONS.get(type(part).__name__)) is not None:
+            module.set_submodule(name, ActivationModule(ops, activation))
+    if hasattr(module, "set_attn_implementation"):
+        set_attention(module, ops)
 
 
 def _is_patches(part: Any) -> bool:

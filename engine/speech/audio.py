@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 
 import av
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from av.audio.resampler import AudioResampler
 
+from kvferry.engine.speech.containers import mp4_fault, readable
 from kvferry.engine.speech.log_mel import RATE
 from kvferry.protocol.errors import InvalidRequest, reason
 
@@ -38,7 +38,10 @@ class AudioFile:
     ) -> None:
         self._max_seconds, self._decoded, self._field, self._bound = max_seconds, 0, field, bound
         try:
-            self._container = av.open(io.BytesIO(data), "r", format=self._format(data), metadata_errors="ignore")
+            form = self._format(data)
+            if form == "mp4" and (fault := mp4_fault(data)):
+                raise self._undecodable(fault)
+            self._container = av.open(readable(data, form), "r", format=form, metadata_errors="ignore")
             stream = next(iter(self._container.streams.audio), None)
         except (av.FFmpegError, ValueError, EOFError) as error:
             raise self._undecodable(reason(error)) from error

@@ -41,7 +41,6 @@ class SpeechBatch:
                 attempts[index].no_speech_prob = prob
         logits = self._decoder.logits(hidden[last])
         self._rules.apply(logits, [attempt.tokens for attempt in attempts])
-        logprobs = logits.log_softmax(-1)
         drawn = self._ops.draw(
             logits,
             [SamplingParams(temperature=attempt.temperature) for attempt in attempts],
@@ -50,7 +49,7 @@ class SpeechBatch:
                 tuple(len(attempt.prompt) + len(attempt.tokens) for attempt in attempts),
             ),
         )
-        chosen = logprobs.gather(1, drawn.clamp(min=0)[:, None]).squeeze(1).tolist()
+        chosen = (logits.gather(1, drawn.clamp(min=0)[:, None]).squeeze(1) - logits.logsumexp(-1)).tolist()
         return [
             attempt
             for attempt, token, logprob in zip(attempts, drawn.tolist(), chosen, strict=True)

@@ -35,7 +35,7 @@ class Decoder:
     def __init__(self, reader: ModuleReader, config: SpeechConfig, ops: Ops, kv: torch.Tensor) -> None:
         self._config, self._ops, self._kv = config, ops, kv
         self._heads, self._dim = config.decoder_heads, config.width // config.decoder_heads
-        self._embedding = reader.embedding("decoder.embed_tokens", config.vocab_size)
+        self._vocabulary = reader.vocabulary("decoder.embed_tokens", config.vocab_size)
         self._places = reader.tensor("decoder.embed_positions.weight", config.context, config.width)
         self._layers = [
             DecoderLayer(
@@ -73,7 +73,7 @@ class Decoder:
         of some heads, if all rows are of one window."""
         own, audio = self._plans(rows)
         ids = torch.tensor([row.token for row in rows], device=self._kv.device)
-        x = self._embedding.rows(ids).to(self._places.dtype) * self._config.embedding_scale
+        x = self._vocabulary.rows(ids).to(self._places.dtype) * self._config.embedding_scale
         x = x + self._places[own.positions]
         for index, layer in enumerate(self._layers):
             pool = self._kv[:, index]
@@ -87,7 +87,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [n, vocabulary] of hidden states."""
-        return self._embedding(hidden, torch.float32)
+        return self._vocabulary.logits(hidden)
 
     def _score(self, heard: Heard, index: int, q: torch.Tensor, pool: torch.Tensor, audio: Sequence[int]) -> None:
         """Add the scores of this layer's alignment heads."""

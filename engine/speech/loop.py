@@ -131,7 +131,7 @@ class SpeechLoop:
     def _take_commands(self) -> bool:
         """Wait for something to do, take what was asked for and drop what was released; False: stop."""
         with self._wakes:
-            while not (self._stopping or self._commands or self._busy() or any(w.released for w in self._open)):
+            while not (self._stopping or self._commands or self._busy() or self._left()):
                 self._idle = True
                 self._wakes.wait()
             self._idle = False
@@ -151,11 +151,14 @@ class SpeechLoop:
     def _busy(self) -> bool:
         return bool(self._encoding or self._attempts or self._readings or self._admissible())
 
+    def _left(self) -> bool:
+        return any(window.released for window in (*self._open, *self._waiting))
+
     def _admissible(self) -> bool:
-        room = len(self._free) >= self._text_blocks + self._audio_blocks
-        return bool(self._waiting) and (room or self._waiting[0].released)
+        return bool(self._waiting) and len(self._free) >= self._text_blocks + self._audio_blocks
 
     def _drop_released(self) -> None:
+        self._waiting = deque(each for each in self._waiting if not each.released)
         self._attempts = [each for each in self._attempts if not each.window.released]
         self._readings = deque(each for each in self._readings if not each.window.released)
         if self._encoding is not None and self._encoding[0].released:
@@ -167,10 +170,8 @@ class SpeechLoop:
 
     def _admit(self) -> None:
         """Begin to encode the next window that waits, if none is being encoded and there are blocks."""
-        while self._encoding is None and self._admissible():
+        if self._encoding is None and self._admissible():
             window = self._waiting.popleft()
-            if window.released:
-                continue
             assert window.mel is not None
             window.text = tuple(self._free.take() for _ in range(self._text_blocks))
             window.audio = tuple(self._free.take() for _ in range(self._audio_blocks))

@@ -15,6 +15,8 @@ from kvferry.kernels.ops import Ops
 
 EPS = 1e-5
 """Added to the variance of layer norms."""
+MOST_COLUMNS = 8
+"""Largest number of rows that are multiplied as columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,28 @@ class DecoderLayer:
     mlp: Mlp
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Embedding, which is the vocabulary projection as well. columns: its weight, if it multiplies few rows as columns.
+
+    PyTorch multiplies one row of float32 in 10.4 ms by the weight of base, two columns in 3.2 ms (Zen 4, two cores)."""
+
+    linear: Linear
+    columns: torch.Tensor | None
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens."""
+        return self.linear.rows(ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [n, vocabulary] of hidden states [n, width]."""
+        count = len(hidden)
+        if self.columns is None or count > MOST_COLUMNS:
+            return self.linear(hidden, torch.float32)
+        pair = hidden.contiguous() if count > 1 else hidden.repeat(2, 1)
+        return torch.mm(self.columns, pair.T)[:, :count].T.contiguous()
+
+
 class ModuleReader:
     """Reads modules in one number format. Raises ConfigError naming a tensor that is missing or of another shape.
 
@@ -105,9 +129,11 @@ class ModuleReader:
         up = self._linear(f"{name}.fc1", inner, self._width)
         return Mlp(self.norm(f"{name}.final_layer_norm"), up, self._linear(f"{name}.fc2", self._width, inner))
 
-    def embedding(self, name: str, rows: int) -> Linear:
-        """Return the embedding, which is the vocabulary projection as well."""
-        return self._ops.linear(self.tensor(f"{name}.weight", rows, self._width))
+    def vocabulary(self, name: str, rows: int) -> Vocabulary:
+        """Return the embedding."""
+        weight = self.tensor(f"{name}.weight", rows, self._width)
+        plain = weight.dtype is torch.float32 and weight.device.type == "cpu"
+        return Vocabulary(self._ops.linear(weight), weight if plain else None)
 
     def _linear(self, name: str, rows: int = 0, columns: int = 0) -> Linear:
         shape = rows or self._width, columns or self._width

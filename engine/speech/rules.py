@@ -30,9 +30,8 @@ class DecodingRules:
         logits.index_fill_(1, self._never, _NEVER)
         for row, tokens in zip(logits, written, strict=True):
             self._apply_to(row, tokens)
-        probs = logits.log_softmax(-1)
-        times = probs[:, first_time:].logsumexp(-1)
-        texts = probs[:, :first_time].amax(-1)
+        times = logits[:, first_time:].logsumexp(-1)
+        texts = logits[:, :first_time].amax(-1)
         logits[:, :first_time].masked_fill_((times > texts)[:, None], _NEVER)
 
     def _apply_to(self, row: torch.Tensor, written: Sequence[int]) -> None:

@@ -25,6 +25,9 @@ MAX_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6
 FORGETS_ABOVE = 0.5
 """Temperature above which a window's text is no prompt for the next one."""
 FRAMES_PER_S = 100
+LEAST_REST = 10
+"""Frames of a file behind its last complete segment from which on they are heard: fewer hold no word, but the model
+writes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,10 @@ class Transcriber:
 
     async def segments(self) -> AsyncIterator[Segment]:
         """Yield segments as their windows are decoded. Raises InvalidRequest for audio that cannot be decoded."""
-        seek, config = 0, self._model.config
-        while len(samples := await self._track.read(seek * HOP, config.frames * HOP)) >= HOP:
-            if quiet := leading_silence(samples, last=len(samples) < config.frames * HOP):
+        seek, count, least = 0, self._model.config.frames * HOP, HOP
+        while len(samples := await self._track.read(seek * HOP, count)) >= least:
+            least = LEAST_REST * HOP
+            if quiet := leading_silence(samples, last=len(samples) < count):
                 seek, self.skipped = seek + quiet, self.skipped + quiet
                 continue
             frames = len(samples) // HOP
@@ -77,15 +81,16 @@ class Transcriber:
                 self.language = await self._spoken(window)
             decoded, temperature = await self._decoded(window)
             if decoded.no_speech_prob > NO_SPEECH and decoded.avg_logprob <= LEAST_LOGPROB:
+                self.language = self._options.language  # what nobody spoke tells none
                 return [], frames
             cuts, ahead = cut(decoded.tokens, self._tokens.timestamps, frames)
-            words = await self._words(window, decoded, cuts, frames, seek) if self._options.words else None
+            words = await self._words(window, cuts, ahead, frames, seek) if self._options.words else None
         finally:
             model.loop.release(window)
         found = list[Segment]()
         for index, part in enumerate(cuts):
             if part.start < part.end and self._text(part.tokens).strip():
-                found.append(self._segment(part, decoded, temperature, seek, words[index] if words else ()))
+                found.append(self._segment(part, decoded, temperature, seek, frames, words[index] if words else ()))
                 self._written += part.tokens
         if temperature > FORGETS_ABOVE:
             self._fresh = len(self._written)
@@ -124,32 +129,35 @@ class Transcriber:
         task = self._tokens.translate if self._options.translate else self._tokens.transcribe
         return [self._tokens.start, dict(self._tokens.languages)[self.language], task]
 
-    async def _words(
-        self, window: Window, decoded: Decoded, cuts: Sequence[Cut], frames: int, seek: int
-    ) -> list[list[Word]]:
-        """Return the words of each segment, aligned over the whole window."""
+    async def _words(self, window: Window, cuts: Sequence[Cut], ahead: int, frames: int, seek: int) -> list[list[Word]]:
+        """Return the words of each segment, aligned over the whole window; none ends after the next one begins."""
         texts = [[token for token in part.tokens if token < self._tokens.end] for part in cuts]
         begin, text = self._beginning(), [token for tokens in texts for token in tokens]
         if not text:
             return [[] for _ in cuts]
         reading = Reading(window, [*begin, self._tokens.no_timestamps, *text, self._tokens.end], heads=True)
         scores = await asyncio.wrap_future(self._model.loop.read(reading))
-        split = [split_words(self._model.tokenizer, tokens, self.language) for tokens in texts]
+        written_in = "en" if self._options.translate else self.language
+        split = [split_words(self._model.tokenizer, tokens, written_in) for tokens in texts]
         lengths = [count for words in split for _, count in words]
-        times = await asyncio.to_thread(word_times, scores, len(begin), lengths, frames // FRAMES_PER_STEP)
-        found, at = [], 0
+        times = await asyncio.to_thread(word_times, scores, len(begin), lengths, max(1, frames // FRAMES_PER_STEP))
+        found, at, last = [], 0, ahead / FRAMES_PER_S
         for words in split:
-            found.append(timed(words, times[at : at + len(words)], seek / FRAMES_PER_S))
+            within = [(min(start, last), min(end, last)) for start, end in times[at : at + len(words)]]
+            found.append(timed(words, within, seek / FRAMES_PER_S))
             at += len(words)
         return found
 
-    def _segment(self, part: Cut, decoded: Decoded, temperature: float, seek: int, words: Sequence[Word]) -> Segment:
-        offset, self._count = seek / FRAMES_PER_S, self._count + 1
+    def _segment(
+        self, part: Cut, decoded: Decoded, temperature: float, seek: int, frames: int, words: Sequence[Word]
+    ) -> Segment:
+        """Return a segment; the model may write times in the silence that fills the last window, behind the audio."""
+        offset, length, self._count = seek / FRAMES_PER_S, frames / FRAMES_PER_S, self._count + 1
         return Segment(
             id=self._count - 1,
             seek=seek,
-            start=round(offset + part.start, 2),
-            end=round(offset + part.end, 2),
+            start=round(offset + min(part.start, length), 2),
+            end=round(offset + min(part.end, length), 2),
             text=self._text(part.tokens),
             tokens=part.tokens,
             temperature=temperature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -87,23 +88,23 @@ def _plain(transcript: Transcript) -> str:
 
 
 def _subrip(transcript: Transcript) -> str:
-    return "".join(
-        f"{number}\n{_time(segment.start, ',')} --> {_time(segment.end, ',')}\n{_cue(segment)}\n\n"
+    cues = (
+        f"{number}\n{_time(segment.start, ',')} --> {_time(segment.end, ',')}\n{_line(segment).replace('-->', '->')}"
         for number, segment in enumerate(transcript.segments, 1)
     )
+    return "".join(f"{cue}\n\n" for cue in cues)
 
 
 def _webvtt(transcript: Transcript) -> str:
     cues = (
-        f"{_time(segment.start, '.')} --> {_time(segment.end, '.')}\n{_cue(segment)}\n\n"
+        f"{_time(segment.start, '.')} --> {_time(segment.end, '.')}\n{html.escape(_line(segment), quote=False)}\n\n"
         for segment in transcript.segments
     )
     return "WEBVTT\n\n" + "".join(cues)
 
 
-def _cue(segment: Segment) -> str:
-    """Return a segment's text as one line without the arrow that separates times."""
-    return " ".join(segment.text.split()).replace("-->", "->")
+def _line(segment: Segment) -> str:
+    return " ".join(segment.text.split())
 
 
 def _time(seconds: float, mark: str) -> str:

@@ -118,11 +118,11 @@ class Attempt:
         """Return whether the first token is out and the decode node has not begun."""
         return self._first_seen and not self.decoding and self.decode_node is not None
 
-    def stall(self) -> None:
-        """Fail the attempt: no token came within its share of the deadline."""
-        place = self.placement
+    def stall(self, *, blames: bool) -> None:
+        """Fail the attempt: no token came within its share of the deadline. blames: its node is at fault."""
+        error, place = NodeLost("no token within the attempt's share of the deadline"), self.placement
         node = place.decode if self._first_seen else place.prefill or place.decode
-        self._unreachable(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
+        self._unreachable(error, node or place.prefill, blames=blames)
 
     def delta(self, delta: TokenDelta) -> None:
         """Handle a token delta from the decode node's stream."""
@@ -191,12 +191,12 @@ class Attempt:
                 self._breakers.corrupt(prefill, decode)
         self._fail(error, *culprits)
 
-    def _unreachable(self, error: KvferryError, node: NodeLease | None) -> None:
+    def _unreachable(self, error: KvferryError, node: NodeLease | None, *, blames: bool = True) -> None:
         """Fail the attempt: a node does not answer, or a call to it failed."""
         assert node
         if self._done_by(node):
             return
-        if isinstance(error, NodeLost) and not self._over:
+        if blames and isinstance(error, NodeLost) and not self._over:
             self._breakers.node_failed(node_key(node))
         self._fail(error, node)
 

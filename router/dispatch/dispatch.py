@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class RequestDispatch:
     """Dispatch of one request. Implements `router.dispatch.interface.Dispatch`.
 
-    It reserves, sends and times nothing before the first iteration, and leaves nothing running after the iteration.
-    Tokens that its request begins with (`RequestSpec.delivered`) are not among its outputs."""
+    It reserves, sends and times nothing before the first iteration, and leaves nothing running after it. Tokens that
+    its request begins with (`RequestSpec.delivered`) are not among its outputs."""
 
     def __init__(self, spec: RequestSpec, context: DispatchContext) -> None:
         self.route: Route | None = spec.delivered.route if spec.delivered else None
@@ -142,10 +142,9 @@ class RequestDispatch:
         self._begin(self._wire_id, placement)
 
     async def _hedge(self, *, late: bool) -> None:
-        """Start a second attempt on other nodes if the first is late or its node may hang.
+        """Start a second attempt on other nodes if the first is late, waits for room, or its node may hang.
 
-        The first token decides between them. The second attempt has a request id of its own, so that each can be
-        cancelled without the other."""
+        The first token decides between them. Each has a request id of its own and is cancelled without the other."""
 
         def is_due() -> bool:
             is_late = self._timers is not None and self._timers.late and not self._inbox
@@ -154,6 +153,8 @@ class RequestDispatch:
         if (hedge := await self._hedge_policy.plan(is_due, late=late)) is not None:
             self._retried(hedge.kind, hedge.nodes, hedge.reason)
             self._begin(f"{self._wire_id}-h{self._attempts}", hedge.placement)
+        elif late and self._timers and self._hedge_policy.waits_for_room:
+            self._timers.look_again()
 
     def _begin(self, name: str, placement: Placement) -> None:
         assert self._timers and self._record  # noqa: PT018
@@ -164,9 +165,8 @@ class RequestDispatch:
         self._attempts += 1
         if not self.route or self._attempts == 1:
             self._record.sent(placement)
-        self._timers.expect(inf if len(self._hedged.runners) > 1 else late_s(placement))
+        self._timers.expect(inf if len(self._hedged.runners) > 1 else self._hedge_policy.late_s(placement))
         self._planner.goes_to(self._hedged.nodes)
-        log.debug("%s attempt %d: %s", name, job.attempt, placement)
 
     def _job(self, name: str, placement: Placement) -> Job:
         """Build the job of the next attempt."""
@@ -236,7 +236,7 @@ class RequestDispatch:
         if alarm is Timer.DEADLINE:
             self._inbox.post(self._planner.expired())
         elif alarm is Timer.STALL:
-            self._hedged.stall()
+            self._hedged.stall(self._timers.stalled_s if self._timers else 0.0)
         else:
             self._inbox.post(alarm)
 

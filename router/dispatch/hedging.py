@@ -1,5 +1,8 @@
 """Hedged attempts of a request: a second one starts while the first is late, or its node may hang.
 
+A request that waits for room on a crowded decode node leaves it for one that has room. Nothing is computed before the
+grant, so that costs no budget, and the first attempt is cancelled before the second one asks for blocks.
+
 A token decides between them, but not the prefill node's of an attempt whose decode node may hang: both go on then,
 since each would send the same tokens."""
 
@@ -9,7 +12,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.placement.types import NodeKey, Placement
+from kvferry.placement.blocks import crowded
+from kvferry.placement.types import NodeKey, NodeView, Placement
+from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import TokenDelta
 from kvferry.router.dispatch.attempt import Attempt
@@ -21,6 +26,10 @@ log = logging.getLogger(__name__)
 
 LATE, LATE_S = 3.0, 1.0
 """An attempt is late after LATE times its expected time to first token, but not before LATE_S seconds."""
+GRANT_S = 2.0
+"""Seconds for which a request waits for room on a crowded decode node before it looks for another one with room."""
+MAX_LEFT = 2
+"""Crowded decode nodes that one request leaves, so that it does not wander and lose its place in every queue."""
 
 
 def late_s(placement: Placement) -> float:
@@ -74,10 +83,12 @@ class HedgedAttempts:
             self.leave(number)
         return [node for place in places for node in (place.prefill, place.decode)]
 
-    def stall(self) -> None:
-        """Fail all attempts for missing progress."""
+    def stall(self, stalled_s: float) -> None:
+        """Fail all attempts for missing progress in so many seconds.
+
+        Their nodes are to blame only if that is late: little time passes where the request is nearly out of it."""
         for runner in self.runners.values():
-            runner.stall()
+            runner.stall(blames=stalled_s >= late_s(runner.placement))
 
     def close(self, *, cancel: bool) -> None:
         """Close all attempts: the request ended or is given up."""
@@ -102,6 +113,9 @@ class HedgePolicy:
 
     def __init__(self, hedged: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext) -> None:
         self._hedged, self._planner, self._context = hedged, planner, context
+        self._left_nodes = 0
+        self._overdue: int | None = None
+        """Number of the attempt that waits for room and was already late for a hedge."""
         self._suspected: int | None = None
         """Number of the attempt beside which a suspicion started another."""
 
@@ -112,6 +126,11 @@ class HedgePolicy:
         first = self._hedged.leader
         if first is None or len(self._hedged.runners) > 1 or not is_due() or not (late or first.suspects):
             return None
+        if late and self.waits_for_room:
+            elsewhere, number = await self._elsewhere(first, is_due), first.job.attempt
+            if elsewhere or first.age_s < late_s(first.placement) or number == self._overdue or not is_due():
+                return elsewhere
+            self._overdue = number
         if late:
             self._context.doubt(first.placement, ships=first.ships)
         reuse = await self._planner.reuse()
@@ -130,6 +149,44 @@ class HedgePolicy:
         log.info("%s: a second attempt beside the one on %s: %s", first.job.request_id, names, reason)
         return Hedge(placement, kind, causes, reason)
 
+    @property
+    def waits_for_room(self) -> bool:
+        """Return whether the only attempt has no token yet, and others wait for blocks on its decode node, too."""
+        first = self._hedged.leader
+        if first is None or len(self._hedged.runners) > 1 or first.ships or first.decoding:
+            return False
+        return self._is_crowded(first.placement)
+
+    def late_s(self, placement: Placement) -> float:
+        """Return the seconds after which to look at an attempt on this placement: it is late, or may wait for room."""
+        usual_s = late_s(placement)
+        return min(usual_s, GRANT_S) if usual_s > GRANT_S and self._is_crowded(placement) else usual_s
+
+    async def _elsewhere(self, first: Attempt, is_due: Callable[[], bool]) -> Hedge | None:
+        """End an attempt that waits for room and return one on a decode node that has room; None if there is none."""
+        tokens = len(first.job.token_ids) + 1
+
+        def roomless() -> set[NodeKey]:
+            return {view.key for view in self._context.model.room.views.values() if not _has_room(view, tokens)}
+
+        decodes = {entry.key for entry in self._context.model.members if entry.lease.role == "decode"}
+        if self._left_nodes >= MAX_LEFT or decodes <= roomless():
+            return None
+        reuse = await self._planner.reuse()
+        if first is not self._hedged.leader or not is_due() or not self.waits_for_room:
+            return None
+        if (placement := self._planner.elsewhere([roomless()], reuse)) is None:
+            return None
+        self._left_nodes += 1
+        nodes = [node for node in (first.placement.decode,) if node]
+        log.info("%s leaves %s, where it waits for room", first.job.request_id, nodes[0].node_id)
+        self._hedged.clear()
+        return Hedge(placement, "room_elsewhere", nodes, "another decode node has room")
+
+    def _is_crowded(self, placement: Placement) -> bool:
+        view = self._context.model.room.views.get(node_key(placement.decode)) if placement.decode else None
+        return view is not None and crowded(view)
+
     def decide(self, delta: TokenDelta, delivered: int) -> None:
         """Drop all attempts but that of `delta`, unless its next token is as doubtful as before, or an earlier one is.
 
@@ -142,3 +199,8 @@ class HedgePolicy:
             log.info("%s: the suspected node's token came first", attempt.job.request_id)
         self._suspected = None
         self._hedged.win(delta.attempt)
+
+
+def _has_room(node: NodeView, tokens: int) -> bool:
+    """Return whether a decode node has free blocks for so many tokens now; true for every other node."""
+    return node.role != "decode" or not (crowded(node) or blocks_for(tokens, node.lease.block_size) > node.ready_blocks)

@@ -82,20 +82,23 @@ class MediaEncoding:
         """Return the first of these nodes that makes the rows; None if none does."""
         for choice in choices[:TRIES]:
             entry, left_s = self._nodes.entries.get(choice.key), asked.deadline_s - (time.monotonic() - began)
-            limit_s = min(left_s, LEAST_S + SLOWNESS * choice.seconds)
-            if entry is not None and limit_s > 0 and await self._encodes(entry, replace(asked, deadline_s=limit_s)):
+            fair_s = LEAST_S + SLOWNESS * choice.seconds
+            if entry is not None and left_s > 0 and await self._encodes(entry, asked, min(left_s, fair_s), fair_s):
                 return entry.lease.target
         return None
 
-    async def _encodes(self, entry: NodeEntry, asked: EncodeRequest) -> bool:
-        """Have a node make the rows; return whether it has them all."""
+    async def _encodes(self, entry: NodeEntry, asked: EncodeRequest, limit_s: float, fair_s: float) -> bool:
+        """Have a node make the rows within limit_s seconds; return whether it has them all.
+
+        A node that had less than fair_s seconds, since the request is nearly out of time, is not blamed for it."""
+        began = time.monotonic()
         try:
-            tokens = sum(item.length for item in asked.media)
-            encoded = await watched(entry, self._call(entry.lease, asked), asked.deadline_s, tokens)
+            tokens, call = sum(item.length for item in asked.media), replace(asked, deadline_s=limit_s)
+            encoded = await watched(entry, self._call(entry.lease, call), limit_s, tokens)
         except KvferryError as error:
             self._metrics.calls["failed"].inc()
             log.info("%s does not encode: %s", entry.key[0], error)
-            if isinstance(error, NodeLost):
+            if isinstance(error, NodeLost) and (limit_s >= fair_s or time.monotonic() - began < limit_s):
                 self._nodes.breakers.node_failed(entry.key)
             return False
         self._metrics.calls["encoded" if encoded.computed else "cached"].inc()

@@ -17,8 +17,10 @@ from kvferry.router.dispatch.hedging import HedgedAttempts
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
 from kvferry.router.nodes.node_entry import node_key
 
-PAUSE_S = 0.5
-"""Pause before another try to move a stream, after no node could take it or the chosen node failed, in seconds."""
+PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
+"""Pause before another try to move a stream, in seconds: after no node could take it, and after several moves failed.
+
+A move over a slow link pauses the stream before it fails, so each failed move doubles the pause."""
 
 
 class Migration:
@@ -32,6 +34,8 @@ class Migration:
         self._hedged, self._planner, self._context, self._post = hedged, planner, context, post
         self._successor: MigrationAttempt | None = None
         self._unfit: set[NodeKey] = set()
+        self._failed = 0
+        """Moves that failed since the last one that succeeded."""
 
     def concerns(self, number: int) -> bool:
         """Return whether `number` is the successor's attempt number."""
@@ -77,7 +81,7 @@ class Migration:
         if successor is None:
             return False
         if isinstance(failure.error, Moved) and failure.error.later == successor.job.attempt:
-            self._successor = None
+            self._successor, self._failed = None, 0
             self._hedged.succeed(failure.attempt, successor)
             self._planner.goes_to(self._hedged.nodes)
             successor.inherit()
@@ -87,7 +91,8 @@ class Migration:
             return False
         self._unfit.update(map(node_key, failure.culprits))
         if self._hedged.leader:
-            self._again(self._hedged.leader.job.attempt)
+            self._again(self._hedged.leader.job.attempt, min(PAUSE_S * 2**self._failed, MAX_PAUSE_S))
+        self._failed += 1
         return True
 
     def end(self) -> None:
@@ -96,5 +101,5 @@ class Migration:
             self._successor.close(cancel=True)
         self._successor = None
 
-    def _again(self, number: int) -> None:
-        asyncio.get_running_loop().call_later(PAUSE_S, self._post, Drains(number))
+    def _again(self, number: int, pause_s: float | None = None) -> None:
+        asyncio.get_running_loop().call_later(pause_s or PAUSE_S, self._post, Drains(number))

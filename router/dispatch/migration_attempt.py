@@ -9,12 +9,15 @@ from typing import Any
 
 from kvferry.placement.types import Placement
 from kvferry.protocol.errors import BlocksCorrupt, NodeLost, TransferFailed
+from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job, MoveRequest, TokenDelta
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.failures import known
 from kvferry.router.nodes.node_entry import node_key
 
+MOVE_S = 120.0
+"""Longest wait for a node to move a stream, in seconds. The node aborts a move whose call is given up."""
 UNTOLD_S = 5.0
 """Longest time to wait for the outcome of a move after its call broke, in seconds."""
 
@@ -54,6 +57,7 @@ class MigrationAttempt(Attempt):
         assert source
         assert target
         before, now = self._forerunner.job, self.job
+        overdue = asyncio.get_running_loop().call_later(MOVE_S, self._overdue, target)
         try:
             await self._client.move(source, MoveRequest(before.request_id, before.attempt, now.attempt, target.target))
         except NodeLost as error:
@@ -67,3 +71,10 @@ class MigrationAttempt(Attempt):
                 self._breakers.corrupt(node_key(source), node_key(target))
             culprit = target if self._kept is not None else source
             self._fail(TransferFailed(str(known(error, source))), culprit)
+        finally:
+            overdue.cancel()
+
+    def _overdue(self, target: NodeLease) -> None:
+        """Fail the move unless the handover has happened."""
+        if self._kept is not None:
+            self._fail(TransferFailed(f"the migration takes longer than {MOVE_S:g} s"), target)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvferry.placement.rejections import no_nodes
-from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeLost, StepFailed
+from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDied, NodeLost, StepFailed
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest, joined
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
@@ -21,6 +24,9 @@ from kvferry.router.nodes.node_table import NodeTable
 from kvferry.router.nodes.watched_call import watched
 
 log = logging.getLogger(__name__)
+
+HEARD_S, LOOK_S = 10.0, 0.1
+"""Longest wait for the only node to be heard again, and time between two looks, in seconds."""
 
 T = TypeVar("T")
 
@@ -48,16 +54,16 @@ class ModelMedia:
     async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
         """Return a chat's prompt from the least busy node that takes its media, or from one other if that fails."""
 
-        async def asked(node: NodeLease, is_last: bool) -> RenderedMedia:
+        async def asked(node: NodeLease, is_last: bool, left_s: float) -> RenderedMedia:
             found: list[Any] = []
-            limit_s, entry = request.deadline_s, self._nodes.entries.get(node_key(node))
-            if entry is None:
+            if (entry := self._nodes.entries.get(node_key(node))) is None:
                 raise NodeLost(f"{node.node_id} is lost")
-            call = self._client.call(node, "POST /attempts/render", pack(request), limit_s, None, found.append)
-            await watched(entry, call, limit_s, patient=is_last)
+            body = pack(replace(request, deadline_s=left_s))
+            call = self._client.call(node, "POST /attempts/render", body, left_s, None, found.append)
+            await watched(entry, call, left_s, patient=is_last)
             return RenderedMedia(*_prompt(found, node))
 
-        return await self._first(modalities, request.adapter, asked)
+        return await self._first(modalities, request.adapter, asked, request.deadline_s)
 
     async def transcribe(self, request: SpeechRequest, deliver: Callable[[SpeechPart], None]) -> None:
         """Deliver what the least busy node that transcribes answers; another one is asked if it fails before that."""
@@ -70,35 +76,50 @@ class ModelMedia:
             begun = True
             deliver(message)
 
-        async def asked(node: NodeLease, is_last: bool) -> None:
-            await self._client.call(node, "POST /attempts/transcribe", pack(request), request.deadline_s, None, answer)
+        async def asked(node: NodeLease, is_last: bool, left_s: float) -> None:
+            body = pack(replace(request, deadline_s=left_s))
+            await self._client.call(node, "POST /attempts/transcribe", body, left_s, None, answer)
 
-        await self._first((TRANSCRIPTION,), "", asked, lambda: not begun)
+        await self._first((TRANSCRIPTION,), "", asked, request.deadline_s, lambda: not begun)
 
     async def _first(
         self,
         abilities: Collection[str],
         adapter: str,
-        ask: Callable[[NodeLease, bool], Awaitable[T]],
+        ask: Callable[[NodeLease, bool, float], Awaitable[T]],
+        deadline_s: float,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> T:
         """Return the answer of a node, or of one other if that fails. Raises NoNodes, or the last node's error.
 
-        ask: calls a node, and is told whether it is the last one.
+        ask: calls a node, and is told whether it is the last one, and the seconds that are left.
 
-        Two nodes at most: media that end engines must not end all of them."""
+        Two nodes at most: media that end engines must not end all of them. The only node is asked again once its
+        process, which was silent, is heard again. No node is blamed for what lasts until the request's deadline."""
         nodes = [entry.lease for entry in self._able(adapter, abilities)]
         if not nodes:
             raise no_nodes(self._model.name.first)
+        until = time.monotonic() + deadline_s
         try:
-            return await ask(nodes[0], len(nodes) == 1)
+            return await ask(nodes[0], len(nodes) == 1, deadline_s)
         except KvferryError as error:
-            if isinstance(error, NodeLost):
+            if isinstance(error, NodeLost) and time.monotonic() < until:
                 self._nodes.breakers.node_failed(node_key(nodes[0]))
-            if not error.retryable or len(nodes) == 1 or not may_repeat():
+            if not error.retryable or time.monotonic() >= until or not may_repeat():
+                raise
+            if len(nodes) == 1 and not (isinstance(error, NodeLost) and await self._heard(nodes[0], error, until)):
                 raise
             log.info("%s does not answer for media: %s", nodes[0].node_id, error)
-            return await ask(nodes[1], True)
+            return await ask(nodes[-1] if len(nodes) == 1 else nodes[1], True, until - time.monotonic())
+
+    async def _heard(self, node: NodeLease, error: NodeLost, until: float) -> bool:
+        """Return whether a node that was only silent is heard again within HEARD_S and before a time."""
+        until = min(until, time.monotonic() + HEARD_S)
+        while not isinstance(error, NodeDied) and time.monotonic() < until:
+            if (entry := self._nodes.entries.get(node_key(node))) is not None and entry.reachable:
+                return True
+            await asyncio.sleep(LOOK_S)
+        return False
 
     def _able(self, adapter: str, abilities: Collection[str]) -> list[NodeEntry]:
         """Return the nodes that can be asked now: not suspected ones, encode nodes, those with the least work first.

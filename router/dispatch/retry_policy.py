@@ -66,6 +66,8 @@ class RetryPolicy:
         if failure.culprits[0].role == "prefill":
             return self._after_prefill(error, keys[0], delivered, prefills)
         self.excluded.add(keys[0])
+        if isinstance(error, Draining) and delivered:
+            return "drain_timeout"
         return "wait_for_room" if isinstance(error, GrantRefused | Overloaded) else "another_decode"
 
     def forgive(self) -> None:

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 SHARE = 0.5
 """Fraction of the remaining time that may pass without a new token before the attempt is given up."""
+AGAIN_S = 0.5
+"""Pause before another LATE of a request that waits for room on a crowded node, in seconds."""
 LEAST_STALL_S = 0.25
 """Shortest time without progress before a STALL, in seconds, so that each attempt can get somewhere."""
 
@@ -72,7 +74,8 @@ class Timers:
     `ring` is called with
     - DEADLINE once, and nothing after it,
     - STALL when SHARE of the remaining time has passed without progress,
-    - LATE when no token came within the time for which `expect` was called; `late` is true until one does.
+    - LATE when no token came within the time for which `expect` was called, and AGAIN_S after `look_again`; `late` is
+      true until a token comes.
 
     `deadline` is a time of the loop's clock. Recording progress re-arms no timer."""
 
@@ -81,6 +84,8 @@ class Timers:
         self._loop, self._ring = asyncio.get_running_loop(), ring
         self._progress, self._late_at, self.late = self._loop.time(), inf, False
         self._timer: asyncio.TimerHandle | None = None
+        self.stalled_s = 0.0
+        """Seconds without progress at the last STALL."""
 
     def pause(self, seconds: float, post: Callable[[None], None]) -> None:
         """Call `post` after a pause in which no attempt runs; the deadline counts in it, too."""
@@ -98,6 +103,13 @@ class Timers:
         self.stop()
         stalls_s = max(LEAST_STALL_S, SHARE * (self.deadline - now))
         self._timer = self._loop.call_at(min(self._late_at, now + stalls_s, self.deadline), self._look)
+
+    def look_again(self) -> None:
+        """Ring LATE once more in a while, unless a token arrives."""
+        if self.late and self._timer:
+            self._late_at = self._loop.time() + AGAIN_S
+            self.stop()
+            self._timer = self._loop.call_at(min(self._late_at, self._stalled_at, self.deadline), self._look)
 
     def progressed(self) -> None:
         """Note that a token arrived."""
@@ -123,7 +135,7 @@ class Timers:
             self._late_at, self.late = inf, True
             self._ring(Timer.LATE)
         if now >= self._stalled_at:
-            self._progress = now
+            self.stalled_s, self._progress = now - self._progress, now
             self._ring(Timer.STALL)
         self._timer = self._loop.call_at(min(self._late_at, self._stalled_at, self.deadline), self._look)
 

@@ -24,6 +24,11 @@ log = logging.getLogger(__name__)
 
 LOST = 2.0
 """Multiple of the silence limit after which a stream counts as lost."""
+SLOW, MAX_LOST_S, HALF_S = 3.0, 4.0, 30.0
+"""Multiple of the longest recent gap between two signs of life that a stream may be silent before it counts as lost,
+the longest such silence in seconds, and the half-life of that gap in seconds.
+
+A process that gets too little of a busy machine is often late with its heartbeats; it is not lost for that."""
 ACKNOWLEDGE_S = 1.0
 """Interval of acknowledgements to a node, in seconds."""
 
@@ -63,7 +68,7 @@ class TokenStream:
     def __init__(self, client: NodeClient, entry: NodeEntry, queue: DeltaQueue) -> None:
         self._client, self._entry, self._queue = client, entry, queue
         self._seen: int | None = None
-        self._heard = 0.0
+        self._heard, self._gap_s = 0.0, 0.0
 
     async def read(self, first_s: float, last_s: float) -> None:
         """Keep the stream open until cancelled, with pauses growing from `first_s` to `last_s` between failed tries."""
@@ -83,7 +88,10 @@ class TokenStream:
 
         def accepted() -> None:
             nonlocal opened
-            opened, self._seen, self._heard = True, self._seen or 0, self._client.clock()
+            if self._seen is None:
+                self._heard, self._gap_s = self._client.clock(), 0.0
+            opened, self._seen = True, self._seen or 0
+            self._hear()
             self._entry.opened()
 
         try:
@@ -97,7 +105,7 @@ class TokenStream:
 
     def _deal(self, frame: StepFrame) -> None:
         assert self._seen is not None
-        self._heard = self._client.clock()
+        self._hear()
         content = bool(frame.deltas or frame.failed or frame.deviations)
         if frame.number > self._seen + content:
             raise WireError(f"frame {frame.number} came after {self._seen}")
@@ -105,6 +113,17 @@ class TokenStream:
             return
         self._seen = max(self._seen, frame.number)
         self._queue.deal(self._entry, frame)
+
+    def _hear(self) -> None:
+        """Note a sign of life of the node, and how long it was silent before."""
+        now = self._client.clock()
+        gap_s = now - self._heard
+        self._heard, self._gap_s = now, max(gap_s, self._gap_s * 0.5 ** (gap_s / HALF_S))
+
+    @property
+    def _lost_s(self) -> float:
+        """Return the seconds of silence after which the node counts as lost."""
+        return max(LOST * self._client.silence_s, min(SLOW * self._gap_s, MAX_LOST_S))
 
     def _ended(self, error: KvferryError) -> None:
         """Decide after a break or refusal whether the node is lost or the stream may resume."""
@@ -117,7 +136,7 @@ class TokenStream:
             not isinstance(error, NodeLost)
             or isinstance(error, Fenced)
             or isinstance(error.__cause__, WireError)
-            or silent_s >= LOST * self._client.silence_s
+            or silent_s >= self._lost_s
         ):
             self._lose(error)
         elif self._entry.open:

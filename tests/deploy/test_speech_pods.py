@@ -1,4 +1,4 @@
-"""The chart's example of a Whisper pool: decode nodes alone, of the image with FFmpeg."""
+"""The chart's example of a Whisper pool and the overlays' component: decode nodes alone, of the image with FFmpeg."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.deploy.binaries import ROOT
 from tests.deploy.charts import chart
-from tests.deploy.manifests import of_kind, pod_specs
+from tests.deploy.manifests import OVERLAYS, of_kind, pod_specs, render_within
 from tests.deploy.test_pools import settings
 
 PREFILL, DECODE = "kvferry-speech-prefill", "kvferry-speech-decode"
@@ -36,3 +36,19 @@ def test_no_autoscaler_starts_a_prefill_node_of_whisper(kind: str) -> None:
     assert DECODE in scalers
     assert PREFILL not in scalers
     assert of_kind(objects, "Deployment")[PREFILL]["spec"]["replicas"] == 0
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_component_makes_an_overlay_transcribe(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects, example = render_within(overlay, "speech"), chart(examples=("speech",))
+    assert not [item for item in objects if item["metadata"]["name"] == "kvferry-prefill"]
+    node, router = (settings(objects, name, monkeypatch) for name in ("kvferry-decode", "kvferry-router"))
+    charts = settings(example, "kvferry-router", monkeypatch)
+    assert node["max_num_seqs"] == settings(example, DECODE, monkeypatch)["max_num_seqs"]
+    assert [router[name] for name in ("max_body_mib", "request_timeout")] == [
+        charts[name] for name in ("max_body_mib", "request_timeout")
+    ]
+    ours, theirs = (pod_specs(each)["kvferry-router"] for each in (objects, example))
+    for spec in (ours, theirs):
+        assert spec["terminationGracePeriodSeconds"] >= 5 + router["request_timeout"] + 15
+    assert ours["containers"][0]["resources"] == theirs["containers"][0]["resources"]

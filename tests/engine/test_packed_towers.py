@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from kvferry.engine.media.packed_tower import PatchModule, pack_tower
+from kvferry.engine.media import tower_attention
+from kvferry.engine.media.packed_tower import ActivationModule, PatchModule, pack_tower
 from kvferry.engine.models.hf_dense import DenseModule
-from kvferry.kernels.cpu import instruction_set
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from tests.engine.tiny_models import transformers
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -57,3 +59,31 @@ def test_packed_layers_compute_the_same(dims: int) -> None:
     torch.testing.assert_close(packed(x.bfloat16()).float(), wanted, rtol=0.03, atol=0.03)
     pack_tower(tower)
     assert type(tower.up) is nn.Linear, "in float32 it stays PyTorch's"
+
+
+@pytest.mark.parametrize(("hidden", "native"), [(64, True), (48, False)])
+@torch.inference_mode()
+def test_the_kernels_attend_within_a_tower(hidden: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two images by itself, with a number of patches that fills no panel; a head of 24 stays PyTorch's."""
+    torch.manual_seed(4)
+    sizes = {"hidden_size": hidden, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=35, patch_size=5, hidden_act="gelu_pytorch_tanh")
+    tower = transformers.SiglipVisionModel(config).eval()
+    for parameter in tower.parameters():
+        parameter.normal_(0.0, 0.2)
+    pixels = torch.randn(2, 3, 35, 35)
+    wanted = tower(pixels).last_hidden_state
+    calls = []
+    attend = tower_attention._attention
+
+    def attended(ops: CpuOps, *given: Any) -> torch.Tensor:
+        calls.append(given)
+        return attend(ops, *given)
+
+    monkeypatch.setattr(tower_attention, "_attention", attended)
+    packed = copy.deepcopy(tower).bfloat16()
+    pack_tower(packed)
+    assert sum(type(part) is ActivationModule for part in packed.modules()) >= 2
+    found = packed(pixels.bfloat16()).last_hidden_state.float()
+    assert len(calls) == (2 if native else 0)
+    assert torch.nn.functional.cosine_similarity(found, wanted, dim=-1).min() > 0.999

@@ -25,7 +25,7 @@ from kvferry.worker.tier_opening import open_tiers
 from tests.toy import FINGERPRINT, make_engine, make_job
 from tests.waiting import until
 from tests.worker.test_fetch_client import FULL, LENGTH, prompt
-from tests.worker.tiered import ask, count, reads, retract, settle
+from tests.worker.tiered import ask, count, evict_the_oldest, reads, retract, settle
 from tests.worker_pair import Router, routed, worker
 
 POOL = 40
@@ -48,6 +48,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "LEAST_S", 30.0)
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
     monkeypatch.setattr(groups, "GROUP", 5)
+    evict_the_oldest(monkeypatch)
 
 
 @contextlib.asynccontextmanager

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from kvferry.engine import eviction
 from kvferry.engine.engine import Engine
-from tests.toy import expected, make_job
-from tests.worker.test_fetch_client import prompt
+from kvferry.protocol.hashing import chain, root_hash
+from tests.toy import FINGERPRINT, expected, make_job
+from tests.worker.test_fetch_client import FULL, prompt
 from tests.worker_pair import Router, Worker
+
+
+def evict_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pools evict what is idle longest, also where a slow machine's pauses would teach them another order."""
+    monkeypatch.setattr(eviction, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 async def ask(router: Router, name: str, seed: int = 0, **change: Any) -> Any:
@@ -25,6 +35,12 @@ def reads(tier: str, node: Worker, outcome: str) -> float:
 
 def count(tier: str, node: Worker, way: str) -> float:
     return float(node.node.metrics.tiers.blocks[tier][way]._value.get())
+
+
+def in_pool(node: Worker, seed: int = 0) -> bool:
+    """Whether any block of the prompt of this seed has not left the node's pool."""
+    hashes = list(chain(root_hash(FINGERPRINT, ""), prompt(seed), 4))
+    return bool(node.engine.pool.match(hashes[:FULL]))
 
 
 def retract(node: Worker, blocks: int) -> None:

@@ -1,4 +1,5 @@
-"""Structured-output fields: OpenAI's response_format, vLLM's structured_outputs and its older guided_* names.
+"""Structured-output fields: OpenAI's response_format, vLLM's structured_outputs and its older guided_* names, and
+llama.cpp's json_schema and grammar.
 
 A request may have one of them."""
 
@@ -21,6 +22,8 @@ Asked = tuple[str, Grammar]
 """Name of the field, for errors, and its grammar."""
 FORMATS = ("text", "json_object", "json_schema", "structural_tag", "regex", "grammar")
 """Supported types of response_format."""
+GUIDED = ("json", "regex", "choice", "grammar")
+"""Kinds of vLLM's older guided_* fields."""
 JsonText = Annotated[dict[str, Any] | str | StrictBool | None, Field(description="A JSON schema, or its text")]
 
 
@@ -34,6 +37,8 @@ class StructuredFields(BaseModel):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    json_schema: JsonText = None
+    gbnf: Annotated[str | None, Field(alias="grammar", description="llama.cpp's name of guided_grammar")] = None
 
     def parsing(self, text: TextModel) -> Parsing:
         """Return the parsing options of the output; raise InvalidRequest."""
@@ -41,13 +46,16 @@ class StructuredFields(BaseModel):
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
         """Return the grammar for this prompt's output; raise InvalidRequest naming the field."""
-        guided = [
-            kind for kind in ("json", "regex", "choice", "grammar") if getattr(self, f"guided_{kind}") is not None
-        ]
+        kinds = {
+            **{f"guided_{kind}": (kind, getattr(self, f"guided_{kind}")) for kind in GUIDED},
+            "json_schema": ("json", self.json_schema),
+            "grammar": ("grammar", self.gbnf or None),
+        }
+        guided = [name for name, (_, value) in kinds.items() if value is not None]
         formatted = format_grammar(self.response_format, "response_format")
         fields = [name for name in ("response_format",) if formatted is not None]
         fields += [name for name in ("structured_outputs",) if self.structured_outputs is not None]
-        fields += [f"guided_{kind}" for kind in guided]
+        fields += guided
         if len(fields) > 1:
             raise InvalidRequest(
                 f"{' and '.join(fields)} exclude each other: an output has one grammar", param=fields[1]
@@ -57,8 +65,8 @@ class StructuredFields(BaseModel):
         if self.structured_outputs is not None:
             return "structured_outputs", structured_outputs(self.structured_outputs)
         if guided:
-            value = getattr(self, f"guided_{guided[0]}")
-            return fields[0], of_kind(guided[0], value, self.guided_whitespace_pattern, fields[0])
+            kind, value = kinds[guided[0]]
+            return guided[0], of_kind(kind, value, self.guided_whitespace_pattern, guided[0])
         return None
 
 
@@ -67,8 +75,8 @@ def format_grammar(value: Mapping[str, Any] | None, param: str) -> Grammar | Non
     kind = "text" if value is None else value.get("type", "text")
     if value is None or kind == "text":
         return None
-    if kind == "json_object":
-        return Grammar("json_object", "")
+    if kind == "json_object":  # llama.cpp and others take a schema with it
+        return Grammar("json_object", "") if value.get("schema") is None else _schema(value, param)
     if kind == "json_schema":
         inner = value.get("json_schema", value)
         if not isinstance(inner, Mapping):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import math
 import wave
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from kvferry.engine.speech.options import TEMPERATURES, SpeechOptions
 from kvferry.engine.speech.segments import Segment
 from kvferry.engine.speech.track import Track
 from kvferry.engine.speech.transcriber import Transcriber
-from kvferry.engine.speech.window import Attempt, Decoded, Window
+from kvferry.engine.speech.window import Attempt, Decoded, Reading, Window
 from kvferry.protocol.errors import StepFailed
 from kvferry.speech_worker.assembly import SpeechParts
 from tests.engine.speech.conftest import noise
@@ -48,6 +50,8 @@ class Scripted:
     texts: list[Decoded]
     attempts: list[Attempt] = field(default_factory=list)
     open: int = 0
+    config: Any = None
+    languages: list[str] = field(default_factory=list)
 
     def encode(self, window: Window) -> Future[None]:
         self.open += 1
@@ -59,6 +63,18 @@ class Scripted:
         attempt.done.set_result(self.texts[len(self.attempts) - 1])
         return attempt.done
 
+    def read(self, reading: Reading) -> Future[Any]:
+        """Hear the next language; tokens of a text at the end of the window."""
+        if reading.heads:
+            scores = torch.zeros(1, len(reading.tokens), 50)
+            scores[:, :, 40:] = torch.linspace(0, 9, len(reading.tokens))[None, :, None]
+            reading.done.set_result(scores)
+        else:
+            logits = torch.zeros(self.config.vocab_size)
+            logits[dict(self.config.tokens.languages)[self.languages.pop(0)]] = 1
+            reading.done.set_result(logits)
+        return reading.done
+
     def release(self, window: Window) -> None:
         self.open -= 1
 
@@ -67,6 +83,8 @@ def transcribed(
     parts: SpeechParts, threads: ThreadPoolExecutor, samples: torch.Tensor, loop: Any, options: SpeechOptions = GREEDY
 ) -> tuple[Transcriber, list[Segment]]:
     async def run() -> tuple[Transcriber, list[Segment]]:
+        if isinstance(loop, Scripted):
+            loop.config = parts.model.config
         track = Track(wav(samples), 60, threads)
         made = Transcriber(replace(parts.model, loop=loop), track, options)
         found = [segment async for segment in made.segments()]
@@ -134,6 +152,62 @@ def test_digital_silence_asks_no_model(parts: SpeechParts, threads: ThreadPoolEx
     assert [(each.text, each.start) for each in found] == [(" late", 1.6), (" words", 2.58)]
     assert made.windows == 2
     assert made.skipped / 100 == pytest.approx(1.6 + 6 - 3.56)
+
+
+def test_times_end_with_the_audio(parts: SpeechParts, threads: ThreadPoolExecutor) -> None:
+    loop = Scripted([said(parts, " one", 0, 0.6), said(parts, " two", 0.2, 0.9)])
+    _, found = transcribed(parts, threads, noise(1.1), loop)
+    assert [(each.text, each.start, each.end) for each in found] == [(" one", 0.0, 0.6), (" two", 0.8, 1.1)]
+
+
+def test_a_rest_of_a_few_frames_is_not_heard(parts: SpeechParts, threads: ThreadPoolExecutor) -> None:
+    loop = Scripted([said(parts, " one", 0, 0.96)])
+    transcribed(parts, threads, noise(1.03), loop)
+    assert len(loop.attempts) == 1
+
+
+def test_a_window_in_which_nobody_speaks_tells_no_language(parts: SpeechParts, threads: ThreadPoolExecutor) -> None:
+    loop = Scripted([said(parts, " x", 0, 1, -1.2, silence=0.9), said(parts, " a", 0, 0.9)], languages=["de", "en"])
+    made, _ = transcribed(parts, threads, noise(1.9), loop, replace(GREEDY, language=""))
+    assert made.language == "en"
+    assert dict(parts.model.config.tokens.languages)["en"] in loop.attempts[1].prompt
+
+
+def test_words_are_in_order_where_windows_overlap(parts: SpeechParts, threads: ThreadPoolExecutor) -> None:
+    """Attention may put a window's last word behind the begin of the next window."""
+    loop = Scripted([said(parts, " one two", 0, 0.4), said(parts, " six", 0, 0.9)])
+    _, found = transcribed(parts, threads, noise(1.3), loop, replace(GREEDY, words=True))
+    bounds = [(word.start, word.end) for each in found for word in each.words]
+    assert all(start <= end for start, end in bounds)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(bounds)), bounds
+
+
+def test_words_of_a_translation_are_english_ones(
+    parts: SpeechParts, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have spaces between them, whatever language is spoken."""
+    monkeypatch.setattr("kvferry.engine.speech.words.UNSPACED", frozenset(["de"]))
+    options, texts = replace(GREEDY, language="de", words=True), [said(parts, " good day", 0, 0.96)]
+    for translate, count in ((False, len(" good day")), (True, 2)):
+        _, found = transcribed(parts, threads, noise(1.0), Scripted(texts), replace(options, translate=translate))
+        assert len(found[0].words) == count
+
+
+def test_windows_of_files_that_left_are_not_kept(parts: SpeechParts) -> None:
+    """While all blocks are taken and another file's window waits before them."""
+    loop, held = parts.model.loop, [Window(parts.model.log_mel(noise(1.0))[0]) for _ in range(5)]
+    for encoded in [loop.encode(window) for window in held][:4]:
+        encoded.result(60)
+    gone = [Window(parts.model.log_mel(noise(1.0))[0]) for _ in range(8)]
+    spectrograms = [weakref.ref(window.mel) for window in gone if window.mel is not None]
+    for window in gone:
+        loop.encode(window)
+        loop.release(window)
+    del gone, window
+    wait_for(lambda: not any(each() is not None for each in spectrograms))
+    for window in held:
+        loop.release(window)
+    wait_for(lambda: loop.free_blocks == loop.blocks)
 
 
 def test_several_files_and_one_that_leaves(parts: SpeechParts, threads: ThreadPoolExecutor) -> None:

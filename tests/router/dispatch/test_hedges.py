@@ -242,3 +242,18 @@ def test_a_budget_is_a_share_of_requests_and_a_floor_per_second() -> None:
     clock.now = 1000.0
     budget.requests += 1000
     assert [budget.spend() for _ in range(6)] == [True] * 5 + [False], "what was not used is not kept for ever"
+
+
+@pytest.mark.parametrize(("deadline_s", "blamed"), [(0.5, False), (4.0, True)])
+async def test_a_node_is_not_blamed_for_a_request_that_was_nearly_out_of_time(
+    deadline_s: float, blamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt is given up after half of what is left; every client with a short timeout had shut a node for all."""
+    async with Bench([prefill("p1", prefill_script=hang), decode()]) as bench:
+        bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
+        monkeypatch.setattr(bench.nodes.breakers, "late", lambda place, *, ships: None)
+        monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 1.0)
+        answer = asyncio.create_task(collect(bench.start(6, deadline_s=deadline_s)))
+        await until(lambda: bench["p1"].prefills and not bench["p1"].answering)
+        assert (("p1", 1) in bench.nodes.breakers.shut().nodes) == blamed
+        await asyncio.gather(answer, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from kvferry.placement.encoders import USUAL_TOKENS_PER_S
 from kvferry.placement.types import Demand
-from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.errors import DeadlineExceeded, Overloaded
 from kvferry.protocol.hashing import chain, embedding_hashes, root_hash
 from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.lease import Rates
@@ -178,3 +179,15 @@ async def test_a_first_token_is_late_only_after_the_time_of_encoding() -> None:
         assert longer.first_token_s == plain.first_token_s + 59 / USUAL_TOKENS_PER_S
         cached = replace(plain, cached_len=len(PROMPT))
         assert with_encoding(cached, PromptMedia((CAT,), "fp"), model) is cached
+
+
+@pytest.mark.parametrize(("deadline_s", "blamed"), [(0.6, False), (60.0, True)])
+async def test_a_node_is_blamed_only_if_it_had_the_time_of_its_work(
+    deadline_s: float, blamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.LEAST_S", 1.0)
+    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.SLOWNESS", 0.0)
+    async with Bench(nodes(encode(encodings=[SILENCE]))) as bench:
+        with contextlib.suppress(DeadlineExceeded, Overloaded):
+            await collect(bench.start(media=MEDIA, deadline_s=deadline_s))
+        assert (("e1", 1) in bench.nodes.breakers.shut().nodes) == blamed

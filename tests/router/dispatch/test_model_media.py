@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvferry.protocol.adapters import AdapterName
-from kvferry.protocol.errors import InvalidRequest, KvferryError, NoNodes, Overloaded, StepFailed
+from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeLost, NoNodes, Overloaded, StepFailed
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.lease import Load
@@ -159,3 +160,27 @@ async def test_the_last_node_is_waited_for_though_it_is_suspected():
         (entry,) = bench.nodes.entries.values()
         entry.pause(is_silent=True)
         assert (await asyncio.wait_for(task, 15.0)).token_ids == PROMPT
+
+
+async def test_the_last_node_is_asked_again_once_its_process_is_heard_again():
+    """Its stream was silent for too long on a busy machine, and the request ended with node_lost."""
+    lone = seer("d1", SILENCE, ANSWER)
+    async with Bench([lone]) as bench:
+        task = asyncio.create_task(rendered(bench))
+        await until(lambda: lone.rendered)
+        (entry,) = bench.nodes.entries.values()
+        entry.broken(NodeLost("silent for 0.8 s"))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        entry.opened()
+        assert (await asyncio.wait_for(task, 15.0)).token_ids == PROMPT
+        assert len(lone.rendered) == 2
+
+
+async def test_a_node_is_not_blamed_for_a_request_that_was_nearly_out_of_time():
+    hangs, other = seer("d1", SILENCE), seer("d2", ANSWER, load=BUSY)
+    async with Bench([hangs, other]) as bench:
+        with pytest.raises(KvferryError):
+            await bench.cluster.media.render(replace(ASKED, deadline_s=0.3), ("image",))
+        assert not bench.nodes.breakers.shut().nodes
+        assert not other.rendered, "nobody waits for its answer any more"

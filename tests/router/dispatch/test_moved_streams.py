@@ -332,3 +332,28 @@ async def test_a_stream_moves_only_after_its_first_token() -> None:
         async with asyncio.timeout(10.0):
             assert await tokens == expected(PROMPT, MOST)
         assert (early, len(at.moves), len(other.jobs)) == (0, 1, 1)
+
+
+async def test_a_stream_that_was_not_moved_in_time_is_recovered_elsewhere_and_nobody_is_suspected() -> None:
+    """The draining node says so before it ends; its end alone would look like a death."""
+    async with Bench(workers()) as bench:
+        at, other, tokens = await begun(bench)
+        job = at.jobs[0]
+        at._running[job.request_id].cancel()
+        ended = AttemptFailed(job.request_id, job.attempt, "draining", "the node ends")
+        at._queues[job.router_id].put_nowait(StepFrame(failed=(ended,)))
+        assert await tokens == expected(PROMPT, MOST)
+        assert bench.rungs() == {"drain_timeout": 1}
+        assert len(other.jobs) == 1
+        assert not bench.cluster.deaths.any
+        assert not bench.nodes.breakers.shut().nodes
+
+
+async def test_a_move_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node has it happen after all, for a successor that nobody waits for any more."""
+    monkeypatch.setattr(kvferry.router.dispatch.migration_attempt, "MOVE_S", 0.1)
+    async with Bench(workers(move_wait_s=0.25)) as bench:
+        at, _, tokens = await begun(bench)
+        await drain(bench, at)
+        assert await tokens == expected(PROMPT, MOST)
+        assert len(at.moves) > 1

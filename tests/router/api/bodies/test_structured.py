@@ -40,6 +40,13 @@ ACCEPTED: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_choice": ["yes", "no"]}, Grammar("choice", '["yes", "no"]')),
     ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
     ({"guided_grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+    ({"json_schema": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"grammar": "", "guided_regex": "a"}, Grammar("regex", "a")),
+    (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        Grammar("json_schema", json.dumps(SCHEMA), lenient=True),
+    ),
     ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
     (
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},

@@ -1,0 +1,63 @@
+"""Attention within towers on the CPU's kernels: each token of an image or a clip sees all others.
+
+Registered as one of transformers' attention functions. What the kernels do not take runs in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvferry.engine.models.hf import transformers_module
+from kvferry.kernels.cpu import CpuOps
+
+_NAME, _OPS = "kvferry_tower", "kvferry_tower_ops"
+"""Name of the function, and of the attribute of a tower's modules with the operations that it calls."""
+_UNIT, _MAX_HEAD_DIM = 32, 256
+"""Head dims that the kernel takes are multiples of the first, up to the second."""
+
+
+def set_attention(module: Any, ops: CpuOps) -> None:
+    """Let a tower's attention modules call these operations."""
+    transformers = transformers_module()
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    def attend(part: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **how: Any) -> Any:
+        if mask is not None or not _takes(part, query, value, how):
+            return sdpa_attention_forward(part, query, key, value, mask, **how)
+        scale = how.get("scaling")
+        return _attention(getattr(part, _OPS), query, key, value, scale or query.shape[-1] ** -0.5), None
+
+    transformers.AttentionInterface.register(_NAME, attend)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    module.set_attn_implementation(_NAME)
+    for part in module.modules():
+        setattr(part, _OPS, ops)
+
+
+def _takes(part: Any, query: torch.Tensor, value: torch.Tensor, how: dict[str, Any]) -> bool:
+    """Return whether the kernel computes this attention, which has no mask."""
+    causal = how.get("is_causal")
+    dim = query.shape[-1]
+    return (
+        query.dtype == torch.bfloat16
+        and not (getattr(part, "is_causal", True) if causal is None else causal)
+        and not any(how.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+        and query.shape[2] == value.shape[2]
+        and dim % _UNIT == 0
+        and dim == value.shape[-1]
+        and dim <= _MAX_HEAD_DIM
+    )
+
+
+def _attention(ops: CpuOps, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return [n, T, heads, dim] of query, key and value [n, heads, T, dim]; each of the n is one block of a cache."""
+    count, heads, tokens, dim = query.shape
+    cache = torch.stack((key, value), 1)
+    out = torch.empty(count, tokens, heads, dim, dtype=query.dtype)
+    last = torch.full((tokens,), tokens - 1, dtype=torch.int32)
+    for place in range(count):
+        block, own = torch.tensor([place], dtype=torch.int32), query[place].transpose(0, 1).contiguous()
+        ops.kernels.prefill(own, cache, block, tokens, scale, 0, 0.0, None, last, out[place])
+    return out
