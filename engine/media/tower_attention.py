@@ -20,8 +20,8 @@ _UNIT, _MAX_HEAD_DIM = 32, 256
 def set_attention(module: Any, ops: CpuOps) -> None:
     """Let a tower's attention modules call these operations."""
     transformers = transformers_module()
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    functions, masks = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    in_pytorch = functions()["sdpa"]
 
     def attend(
         part: Any,
@@ -32,12 +32,12 @@ def set_attention(module: Any, ops: CpuOps) -> None:
         **how: Any,
     ) -> Any:
         if attention_mask is not None or not _takes(part, query, value, how):
-            return sdpa_attention_forward(part, query, key, value, attention_mask, **how)
+            return in_pytorch(part, query, key, value, attention_mask, **how)
         scale = how.get("scaling")
         return _attention(getattr(part, _OPS), query, key, value, scale or query.shape[-1] ** -0.5), None
 
-    transformers.AttentionInterface.register(_NAME, attend)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    functions.register(_NAME, attend)
+    masks.register(_NAME, masks()["sdpa"])
     module.set_attn_implementation(_NAME)
     for part in module.modules():
         setattr(part, _OPS, ops)
