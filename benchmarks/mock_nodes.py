@@ -19,7 +19,7 @@ from benchmarks.mock_http import Exchange
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.registry import LeaseKeeper
 from kvferry.protocol.layout import blocks_for
-from kvferry.protocol.lease import Load, NodeLease
+from kvferry.protocol.lease import Load, NodeLease, Rates
 from kvferry.protocol.messages import FirstToken, GenerateRequest, Job, PrefillRequest, ShipDone, StepFrame, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import FrameReader, pack, unpack
@@ -30,6 +30,8 @@ MODEL = "mock"
 """Name of the model that the nodes report."""
 MAX_MODEL_LEN, BLOCK_SIZE, BLOCKS = 131072, 16, 1_000_000
 HEARTBEAT_S = 0.4
+SLOWEST_STEP_S = 1.0
+"""Step time that the lease tells, in seconds: no request asks for tokens further apart."""
 WORDS, STRIDE = range(1000, 40000), 7919
 """Tokens of plain words in the vocabularies of today's models, and the distance between two consecutive tokens."""
 
@@ -211,7 +213,7 @@ async def serve(role: str, redis_url: str) -> None:
     link = await loop.create_server(decode.link, HOST, 0)
     lease = NodeLease(
         f"mock-{role}", role, 1, "ready", f"http://{_address(http)}", _address(link), "mock", MODEL,
-        MAX_MODEL_LEN, BLOCK_SIZE, 1, Load(free_blocks=BLOCKS, total_blocks=BLOCKS),
+        MAX_MODEL_LEN, BLOCK_SIZE, 1, Load(free_blocks=BLOCKS, total_blocks=BLOCKS), Rates(step_s=SLOWEST_STEP_S),
     )  # fmt: skip
     store = RedisStore(redis_url, "default")
     keeper = LeaseKeeper(store, lambda: lease)

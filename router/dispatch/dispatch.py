@@ -20,7 +20,7 @@ from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
 from kvferry.router.dispatch.events import Drains, Event, Suspected
 from kvferry.router.dispatch.failures import Failure
-from kvferry.router.dispatch.hedging import HedgedAttempts, HedgePolicy, late_s
+from kvferry.router.dispatch.hedging import HedgedAttempts, HedgePolicy, ship_late_s
 from kvferry.router.dispatch.interface import Enough, Fork, Output, RequestSpec, Route
 from kvferry.router.dispatch.migration import Migration
 from kvferry.router.dispatch.prediction import ReuseAccount
@@ -93,7 +93,7 @@ class RequestDispatch:
                     for delta in self._sequence.push(event):
                         yield self._output(delta)
                     if event.reuse is not None and (leader := self._hedged.leader) and leader.ships and not self._over:
-                        self._timers.expect(late_s(leader.placement))
+                        self._timers.expect(ship_late_s(leader.placement))
                 elif isinstance(event, Failure):
                     self._fail(event)
                 elif isinstance(event, Drains):

@@ -35,8 +35,14 @@ MAX_LEFT = 2
 def late_s(placement: Placement) -> float:
     """Return the seconds after which an attempt on this placement is late with its first token.
 
-    After it the decode node has as long for its own first one."""
+    After it the decode node has as long for its own first one, and the time of its steps."""
     return max(LATE_S, LATE * placement.first_token_s)
+
+
+def ship_late_s(placement: Placement) -> float:
+    """Return the seconds after which the decode node's first token is late, behind the prefill node's."""
+    step_s = placement.decode.rates.step_s if placement.decode else 0.0
+    return max(LATE_S, LATE * (placement.first_token_s + step_s))
 
 
 class HedgedAttempts:

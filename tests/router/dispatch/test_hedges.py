@@ -164,6 +164,16 @@ async def test_one_whose_blocks_arrive_in_time_is_not_late() -> None:
         assert bench.rungs() == {}
 
 
+async def test_a_decode_node_of_long_steps_is_not_late_with_its_first_one() -> None:
+    """Steps of 0.9 s under 2,000 streams made the only pair doubtful, and a request ended with no_nodes."""
+    slow = {"rates": Rates(step_s=0.3)}
+    async with Bench([prefill("p1", prefill_script=ship_after(0.5)), decode(changes=slow)]) as bench:
+        for _ in range(2):
+            assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert bench.rungs() == {}
+        assert not bench.nodes.breakers.shut().pairs
+
+
 async def test_nothing_is_hedged_beyond_the_budget() -> None:
     async with Bench([prefill("p1", prefill_script=after(0.6)), prefill("p2"), decode()]) as bench:
         bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
