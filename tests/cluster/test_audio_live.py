@@ -95,25 +95,29 @@ def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hearing]:
 
 
 def test_a_clip_is_encoded_apart_and_once(hearing: Hearing) -> None:
-    heard = clip(0.9, 10)
-    first = ("What do you hear in this? ", heard, " Tell me.")
-    with streams_running(hearing.cluster, NAME, 4):
-        answer = hearing.ask(first)
-    hearing.check(first, answer)
-    details = answer["usage"]["prompt_tokens_details"]
-    assert (details["audio_tokens"], details["cached_tokens"]) == (22, 0)
-    assert hearing.encoded() == {"prefill": 0, "decode": 0, "encode": 1}
-    assert value(scrape(hearing.cluster.url), "kvferry_placements_total", kind="remote") >= 1
+    clips = 0
+    while not (clips and value(scrape(hearing.cluster.url), "kvferry_placements_total", kind="remote")):
+        clips += 1
+        assert clips < 10, "none went to the prefill node, although streams keep the decode nodes busy"
+        heard = clip(0.9, 9 + clips)
+        first = ("What do you hear in this? ", heard, " Tell me.")
+        with streams_running(hearing.cluster, NAME, 4):
+            answer = hearing.ask(first)
+        hearing.check(first, answer)
+        details = answer["usage"]["prompt_tokens_details"]
+        assert details["audio_tokens"] == 22
+        assert details["cached_tokens"] == 0 or clips > 1
+        assert hearing.encoded() == {"prefill": 0, "decode": 0, "encode": clips}
     second = (*first, " And what not?")
     again = hearing.ask(second)
     hearing.check(second, again)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 48
     elsewhere = ("Again: ", heard)
     hearing.check(elsewhere, hearing.ask(elsewhere))
-    assert hearing.encoded() == {"prefill": 0, "decode": 0, "encode": 1}, "its rows are kept"
+    assert hearing.encoded() == {"prefill": 0, "decode": 0, "encode": clips}, "its rows are kept"
     salted = hearing.ask(first, cache_salt="another tenant's")
     assert salted["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
-    assert sum(hearing.encoded().values()) == 2, "tenants share no rows"
+    assert sum(hearing.encoded().values()) == clips + 1, "tenants share no rows"
     models = httpx.get(f"{hearing.cluster.url}/v1/models").json()["data"]
     assert models[0]["input_modalities"] == ["text", "audio"]
     hearing.cluster.settle()
