@@ -1,7 +1,7 @@
-"""Structured-output fields: OpenAI's response_format, vLLM's structured_outputs and its older guided_* names, and
-llama.cpp's json_schema and grammar.
+"""Structured-output fields of OpenAI, vLLM and llama.cpp.
 
-A request may have one of them."""
+OpenAI's response_format, vLLM's structured_outputs and its older guided_* names, llama.cpp's json_schema and grammar. A
+request may have one of them."""
 
 from __future__ import annotations
 
