@@ -89,7 +89,7 @@ def transcribes(model: str) -> bool:
 def require_decoder() -> None:
     """Raise ConfigError unless the package that decodes audio files is installed. Imports nothing."""
     if importlib.util.find_spec("av") is None:
-        raise ConfigError("a model that transcribes speech needs PyAV; run: pip install 'kvferry[worker,speech]'")
+        raise ConfigError("a model that takes audio needs PyAV; run: pip install 'kvferry[worker,speech]'")
 
 
 def read_speech_config(source: ModelSource) -> SpeechConfig:

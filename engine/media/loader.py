@@ -17,7 +17,6 @@ from kvferry.engine.media.idefics3 import Idefics3
 from kvferry.engine.media.media_family import MediaFamily, Tower
 from kvferry.engine.media.mistral3 import Mistral3
 from kvferry.engine.media.packed_tower import pack_tower
-from kvferry.engine.media.qwen2_audio import Qwen2Audio
 from kvferry.engine.media.qwen_vl import QwenVL
 from kvferry.engine.models.hf import transformers_module
 from kvferry.model_files.chat_templates import ChatTemplates, read_chat_templates
@@ -25,6 +24,7 @@ from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import is_text, media_taken
 from kvferry.model_files.safetensors_headers import safetensors_header
 from kvferry.model_files.source import ModelSource, read_json
+from kvferry.model_files.speech_config import require_decoder
 from kvferry.model_files.tokenizer import TextTokenizer, load_tokenizer
 from kvferry.protocol.errors import ConfigError, reason
 
@@ -39,13 +39,20 @@ def _qwen_vl(tower: Tower, text: Text) -> MediaFamily:
     return QwenVL(tower, text(tower.config.image_token_id))
 
 
+def _qwen2_audio(tower: Tower, text: Text) -> MediaFamily:
+    require_decoder()
+    from kvferry.engine.media.qwen2_audio import Qwen2Audio  # imports PyAV, which nodes of other models do without
+
+    return Qwen2Audio(tower, text(tower.config.audio_token_id))
+
+
 _FAMILIES: dict[str, Made] = {
     "gemma3": lambda tower, text: Gemma3(
         tower, *(text(getattr(tower.config, f"{name}_token_index")) for name in ("image", "boi", "eoi"))
     ),
     "idefics3": lambda tower, text: Idefics3(tower, text(tower.config.image_token_id)),
     "mistral3": lambda tower, text: Mistral3(tower, text(tower.config.image_token_index)),
-    "qwen2_audio": lambda tower, text: Qwen2Audio(tower, text(tower.config.audio_token_id)),
+    "qwen2_audio": _qwen2_audio,
     "smolvlm": lambda tower, text: Idefics3(tower, text(tower.config.image_token_id)),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _qwen_vl),
 }
