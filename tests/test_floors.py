@@ -48,6 +48,8 @@ TORCHLESS = [
     "simulate",
 ]
 WORKERS = ["torch", "transformers", "safetensors", "ucxx", "libucx", "triton", "accelerate", "numpy", "gguf", "PIL"]
+OPTIONAL = ("av", "zmq", "grpc", "obstore")
+"""Packages of extras that a worker has beside its own only where it needs them."""
 """What a router's environment lacks."""
 TRANSFORMERS_DOOR = Path("engine/models/hf.py")
 
@@ -164,6 +166,18 @@ def test_what_a_router_loads_brings_no_torch_through_others():
         f"large = {set(WORKERS)} & set(sys.modules)\n"
         "sys.exit(f'loaded {sorted(large)}' if large else 0)"
     )
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nodes_start_without_what_other_extras_install():
+    names = [f"kvferry.{role}_worker.service" for role in ("prefill", "decode", "encode", "elastic")]
+    code = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({OPTIONAL}))  # importing any of them fails\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    names += ["kvferry.worker.serve", "kvferry.cli.main", "kvferry.router.main"]
     done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
