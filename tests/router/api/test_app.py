@@ -220,7 +220,7 @@ def test_settings_name_the_model_and_replace_its_template(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_its_journeys_at_once(stream: bool) -> None:
+async def test_a_client_that_leaves_cancels_its_dispatches_at_once(stream: bool) -> None:
     api = Api(FakeCluster(LONG, gap_s=0.02))
     with served(api.app) as url:
         async with httpx.AsyncClient(base_url=url) as http:

@@ -141,7 +141,7 @@ async def test_without_a_listener_all_is_read_and_only_the_reader_wakes(request_
     assert request.dispatches[0].woken == 1
 
 
-async def test_a_text_that_ends_while_it_is_heard_ends_its_journey_alone(request_of_four: Request) -> None:
+async def test_a_text_that_ends_while_it_is_heard_ends_its_dispatch_alone(request_of_four: Request) -> None:
     request = request_of_four
     await request.put((0, 2), (0, 0), (2, 2))
     assert request.dispatches[0].ended
@@ -153,7 +153,7 @@ async def test_a_text_that_ends_while_it_is_heard_ends_its_journey_alone(request
     assert [found for found in request.read if found[1] == "0"] == [(0, "0"), (1, "0"), (2, "0"), (3, "0")]
 
 
-async def test_what_a_listener_or_a_journey_raises_is_raised_to_the_reader(request_of_four: Request) -> None:
+async def test_what_a_listener_or_a_dispatch_raises_is_raised_to_the_reader(request_of_four: Request) -> None:
     request = request_of_four
 
     def broken(choice: Choice, piece: Piece) -> None:
@@ -169,7 +169,7 @@ async def test_what_a_listener_or_a_journey_raises_is_raised_to_the_reader(reque
         await request.task
 
 
-async def test_no_more_journeys_are_under_way_than_may_be() -> None:
+async def test_no_more_dispatches_are_under_way_than_may_be() -> None:
     request = Request(3, at_once=2)
     await request.put()
     assert set(request.dispatches) == {0, 3}

@@ -67,7 +67,7 @@ def following(tokens: int) -> tuple[SequenceStream, Journey, Whole, Choice]:
     return SequenceStream(choice, dispatch.outputs(), whole), dispatch, whole, choice
 
 
-async def test_a_text_that_ends_before_its_journey_ends_it() -> None:
+async def test_a_text_that_ends_before_its_dispatch_ends_it() -> None:
     pieces, dispatch, whole, choice = following(9)
     assert [(told is choice, piece.finish_reason) async for told, piece in pieces] == [
         (True, None), (True, None), (True, "stop"),
@@ -77,7 +77,7 @@ async def test_a_text_that_ends_before_its_journey_ends_it() -> None:
     assert sum(whole.metrics.itl.counts) == 2
 
 
-async def test_pieces_that_are_left_early_end_the_journey() -> None:
+async def test_pieces_that_are_left_early_end_the_dispatch() -> None:
     pieces, dispatch, whole, _ = following(9)
     async with aclosing(pieces):
         await anext(pieces)
@@ -86,7 +86,7 @@ async def test_pieces_that_are_left_early_end_the_journey() -> None:
     assert not whole.cancels, "that is for its request to say"
 
 
-async def test_a_journey_that_ends_without_a_reason_is_an_error() -> None:
+async def test_a_dispatch_that_ends_without_a_reason_is_an_error() -> None:
     pieces, _, _, choice = following(1)
     await anext(pieces)
     with pytest.raises(KvferryError, match="finish reason"):
@@ -109,7 +109,7 @@ async def test_pieces_that_are_heard_count_like_those_that_are_read() -> None:
     assert dispatch.listener is None
 
 
-async def test_a_text_that_ends_while_it_is_heard_ends_its_journey_and_its_last_piece_is_read() -> None:
+async def test_a_text_that_ends_while_it_is_heard_ends_its_dispatch_and_its_last_piece_is_read() -> None:
     pieces, dispatch, whole, choice = following(9)
     heard: list[Piece] = []
     await anext(pieces)

@@ -242,7 +242,7 @@ async def test_deadline() -> None:
         await until(lambda: bench["d1"].running == 0)
 
 
-async def test_a_deadline_that_passed_before_the_journey_began() -> None:
+async def test_a_deadline_that_passed_before_the_dispatch_began() -> None:
     async with Bench([prefill(), decode()]) as bench:
         with pytest.raises(DeadlineExceeded):
             await collect(bench.start(1000, deadline_s=-1.0))

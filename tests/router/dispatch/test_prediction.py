@@ -28,7 +28,7 @@ from tests.fake_workers import (
     lease_of,
     prefill,
 )
-from tests.router.dispatch.test_journey_failures import crash_at_once, failing
+from tests.router.dispatch.test_dispatch_failures import crash_at_once, failing
 
 
 async def silent(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:

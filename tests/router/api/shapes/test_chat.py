@@ -306,6 +306,6 @@ async def test_token_ids_are_returned_when_asked_for() -> None:
     assert ids == body["choices"][0]["token_ids"]
 
 
-async def test_a_journey_that_ends_without_a_reason_is_an_error() -> None:
+async def test_a_dispatch_that_ends_without_a_reason_is_an_error() -> None:
     api = Api(FakeCluster(lambda spec: [Output((ids_of("Hello")[0],))]))
     assert (await api.chat()).status_code == 500

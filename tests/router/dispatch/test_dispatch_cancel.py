@@ -122,7 +122,7 @@ async def test_while_waiting_for_a_node() -> None:
         assert in_time(time.monotonic() - began, 0.5)
 
 
-async def test_leaving_the_loop_ends_the_journey() -> None:
+async def test_leaving_the_loop_ends_the_dispatch() -> None:
     async with Bench([prefill(), decode()]) as bench:
         outputs = []
         async for output in bench.start(10_000):
@@ -134,7 +134,7 @@ async def test_leaving_the_loop_ends_the_journey() -> None:
         assert len(bench["d1"].cancels) == 1
 
 
-async def test_a_listener_that_has_enough_ends_the_journey_well() -> None:
+async def test_a_listener_that_has_enough_ends_the_dispatch_well() -> None:
     async with Bench([prefill(), decode()]) as bench:
         dispatch, outputs = bench.start(10_000), list[Output]()
 
@@ -183,7 +183,7 @@ async def test_no_output_follows_a_cancel() -> None:
             await anext(outputs)
 
 
-async def test_journeys_never_iterated_hold_nothing() -> None:
+async def test_dispatches_never_iterated_hold_nothing() -> None:
     async with Bench([prefill(), decode()]) as bench:
         kept = [bench.start(5) for _ in range(10)]
         assert bench.balanced()
