@@ -22,8 +22,11 @@ Asked = tuple[str, Grammar]
 """Name of the field, for errors, and its grammar."""
 FORMATS = ("text", "json_object", "json_schema", "structural_tag", "regex", "grammar")
 """Supported types of response_format."""
-GUIDED = ("json", "regex", "choice", "grammar")
-"""Kinds of vLLM's older guided_* fields."""
+KINDS = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "json_schema": "json", "grammar": "grammar",
+}  # fmt: skip
+"""Kinds of grammars by the fields of vLLM's older form and of llama.cpp."""
 JsonText = Annotated[dict[str, Any] | str | StrictBool | None, Field(description="A JSON schema, or its text")]
 
 
@@ -46,12 +49,7 @@ class StructuredFields(BaseModel):
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
         """Return the grammar for this prompt's output; raise InvalidRequest naming the field."""
-        kinds = {
-            **{f"guided_{kind}": (kind, getattr(self, f"guided_{kind}")) for kind in GUIDED},
-            "json_schema": ("json", self.json_schema),
-            "grammar": ("grammar", self.gbnf or None),
-        }
-        guided = [name for name, (_, value) in kinds.items() if value is not None]
+        guided = [name for name in KINDS if self._value(name) is not None]
         formatted = format_grammar(self.response_format, "response_format")
         fields = [name for name in ("response_format",) if formatted is not None]
         fields += [name for name in ("structured_outputs",) if self.structured_outputs is not None]
@@ -65,9 +63,12 @@ class StructuredFields(BaseModel):
         if self.structured_outputs is not None:
             return "structured_outputs", structured_outputs(self.structured_outputs)
         if guided:
-            kind, value = kinds[guided[0]]
-            return guided[0], of_kind(kind, value, self.guided_whitespace_pattern, guided[0])
+            name = guided[0]
+            return name, of_kind(KINDS[name], self._value(name), self.guided_whitespace_pattern, name)
         return None
+
+    def _value(self, field: str) -> Any:
+        return (self.gbnf or None) if field == "grammar" else getattr(self, field)
 
 
 def format_grammar(value: Mapping[str, Any] | None, param: str) -> Grammar | None:
