@@ -39,7 +39,7 @@ def mp4_fault(data: bytes) -> str:
 
 
 def _boxes(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each top-level box that is not media data; what cannot be parsed counts as one."""
+    """Yield where each top-level box but media data begins and ends; what cannot be parsed counts as one."""
     at = 0
     while at < len(data):
         size, name = struct.unpack_from(">I4s", data, at) if at + 8 <= len(data) else (0, b"")
@@ -52,7 +52,7 @@ def _boxes(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _after_tags(data: bytes) -> int:
-    """Return the place behind the tags at the begin of an MP3 file."""
+    """Return the place behind the tags at the beginning of an MP3 file."""
     at = 0
     while data[at : at + 3] == b"ID3" and at + _ID3_HEADER <= len(data):
         size = 0

@@ -110,7 +110,7 @@ class ModelMedia:
             if len(nodes) == 1 and not (isinstance(error, NodeLost) and await self._heard(nodes[0], error, until)):
                 raise
             log.info("%s does not answer for media: %s", nodes[0].node_id, error)
-            return await ask(nodes[-1] if len(nodes) == 1 else nodes[1], True, until - time.monotonic())
+            return await ask(nodes[:2][-1], True, until - time.monotonic())
 
     async def _heard(self, node: NodeLease, error: NodeLost, until: float) -> bool:
         """Return whether a node that was only silent is heard again within HEARD_S and before a time."""
