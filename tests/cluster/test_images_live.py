@@ -3,6 +3,7 @@ happens to the nodes, and nothing encoded or computed twice without need."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -79,6 +80,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
     yield from seeing("qwen2_5_vl", tmp_path_factory.mktemp("images") / "qwen2_5_vl")
 
 
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    """One node, for what is counted: placement has no choice that depends on the speed of the machine."""
+    yield from seeing("qwen2_5_vl", tmp_path_factory.mktemp("node") / "qwen2_5_vl", "--prefill", "0", "--decode", "1")
+
+
 def body(content: Sequence[str | Image.Image], **more: Any) -> dict[str, Any]:
     parts = [tiny_vision.part(each) for each in content]
     given = {"messages": [{"role": "user", "content": parts}], "max_tokens": TOKENS, "temperature": 0}
@@ -117,6 +124,10 @@ def picture(seed: int) -> Image.Image:
     return tiny_vision.picture(40, 30, seed)
 
 
+NEW = itertools.count(10)
+"""Seeds of pictures that no node has seen, also when a test is tried again."""
+
+
 @pytest.mark.parametrize(("name", "more"), [("gemma3", ()), ("qwen3_vl", ("--decode", "1", "-tp", "2"))])
 def test_images_that_are_computed_whole_and_rows_on_several_ranks(
     name: str, more: Sequence[str], tmp_path: Path
@@ -130,38 +141,38 @@ def test_images_that_are_computed_whole_and_rows_on_several_ranks(
         own.cluster.settle()
 
 
-def test_a_second_question_about_a_picture_encodes_nothing(qwen: Seeing) -> None:
-    before, shown = qwen.encoded(), picture(10)
+def test_a_second_question_about_a_picture_encodes_nothing(node: Seeing) -> None:
+    before, shown = node.encoded(), picture(next(NEW))
     first = ("What is in this picture? ", shown, " Tell me.")
-    answer = ask(qwen, first)
-    qwen.check(first, answer)
+    answer = ask(node, first)
+    node.check(first, answer)
     details = answer["usage"]["prompt_tokens_details"]
     assert (details["image_tokens"], details["cached_tokens"]) == (6, 0)
     second = (*first, " And what is not?")
-    again = ask(qwen, second)
-    qwen.check(second, again)
+    again = ask(node, second)
+    node.check(second, again)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
-    assert qwen.encoded() == before + 1
-    other = ask(qwen, ("What is in this picture? ", picture(11), " Tell me."))
+    assert node.encoded() == before + 1
+    other = ask(node, ("What is in this picture? ", picture(next(NEW)), " Tell me."))
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 32, "the text before the picture"
-    salted = ask(qwen, first, cache_salt="another tenant's")
+    salted = ask(node, first, cache_salt="another tenant's")
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert salted["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
-    assert qwen.encoded() == before + 3, "tenants do not share rows"
-    qwen.cluster.settle()
+    assert node.encoded() == before + 3, "tenants do not share rows"
+    node.cluster.settle()
 
 
-def test_choices_and_other_apis_see_the_same_picture(qwen: Seeing) -> None:
-    shown, before = picture(20), qwen.encoded()
-    whole = ask(qwen, ("Look: ", shown), max_tokens=6)
-    several = ask(qwen, ("Look: ", shown), n=2, temperature=1.0, seed=3, max_tokens=6)
-    single = ask(qwen, ("Look: ", shown), temperature=1.0, seed=3, max_tokens=6)
+def test_choices_and_other_apis_see_the_same_picture(node: Seeing) -> None:
+    shown, before = picture(next(NEW)), node.encoded()
+    whole = ask(node, ("Look: ", shown), max_tokens=6)
+    several = ask(node, ("Look: ", shown), n=2, temperature=1.0, seed=3, max_tokens=6)
+    single = ask(node, ("Look: ", shown), temperature=1.0, seed=3, max_tokens=6)
     assert several["choices"][0]["token_ids"] == single["choices"][0]["token_ids"]
     assert several["usage"]["prompt_tokens"] == single["usage"]["prompt_tokens"]
     url = tiny_vision.url(shown)
     messages = httpx.post(
-        f"{qwen.cluster.url}/v1/messages", timeout=120, json={
-            "model": qwen.name, "max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": [
+        f"{node.cluster.url}/v1/messages", timeout=120, json={
+            "model": node.name, "max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": [
                 {"type": "text", "text": "Look: "},
                 {"type": "image", "source": {
                     "type": "base64", "media_type": "image/png", "data": url.split(",", 1)[1]}},
@@ -169,8 +180,8 @@ def test_choices_and_other_apis_see_the_same_picture(qwen: Seeing) -> None:
         },
     ).json()  # fmt: skip
     responses = httpx.post(
-        f"{qwen.cluster.url}/v1/responses", timeout=120, json={
-            "model": qwen.name, "max_output_tokens": 6, "temperature": 0, "input": [{"role": "user", "content": [
+        f"{node.cluster.url}/v1/responses", timeout=120, json={
+            "model": node.name, "max_output_tokens": 6, "temperature": 0, "input": [{"role": "user", "content": [
                 {"type": "input_text", "text": "Look: "}, {"type": "input_image", "image_url": url, "detail": "auto"},
             ]}],
         },
@@ -182,8 +193,8 @@ def test_choices_and_other_apis_see_the_same_picture(qwen: Seeing) -> None:
     assert [part["text"] for part in messages["content"]] == [text]
     assert responses["output"][0]["content"][0]["text"] == text
     assert responses["usage"]["input_tokens_details"]["image_tokens"] == 6
-    assert qwen.encoded() == before + 1
-    qwen.cluster.settle()
+    assert node.encoded() == before + 1
+    node.cluster.settle()
 
 
 def test_killed_nodes_cost_no_token(qwen: Seeing) -> None:
