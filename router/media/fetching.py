@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from urllib.parse import urljoin, urlsplit
-from weakref import WeakValueDictionary
 
 import httpx
 
@@ -20,6 +19,7 @@ from kvferry.router.media.limits import (
     MAX_URL_CHARS,
 )
 from kvferry.router.media.refusal import refused
+from kvferry.router.media.tenant_places import TenantPlaces
 
 PORTS = {"http": 80, "https": 443}
 """Ports of the schemes; URLs with others are refused."""
@@ -46,8 +46,7 @@ class MediaFetcher:
     ) -> None:
         self._hosts = frozenset(host.lower().rstrip(".") for host in hosts)
         self._resolve, self._allowed, self._ports = resolve, allowed, ports
-        self._places = asyncio.Semaphore(MAX_FETCHES)
-        self._places_of = WeakValueDictionary[str, asyncio.Semaphore]()
+        self._places = TenantPlaces(MAX_FETCHES, FETCHES_PER_TENANT)
         self._client: httpx.AsyncClient | None = None
 
     async def close(self) -> None:
@@ -63,9 +62,8 @@ class MediaFetcher:
         """Return the bytes of a URL and their declared MIME type.
 
         Raises InvalidMedia naming the field."""
-        places = self._places_of.setdefault(tenant, asyncio.Semaphore(FETCHES_PER_TENANT))
         try:
-            async with asyncio.timeout(FETCH_S), places, self._places:
+            async with asyncio.timeout(FETCH_S), self._places.taken(tenant):
                 return await self._followed(url, field)
         except TimeoutError:
             raise refused(field, f"was not fetched within {FETCH_S:g} s") from None

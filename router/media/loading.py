@@ -13,9 +13,10 @@ from kvferry.router.media.data_urls import data_url, decoded, is_data_url, opene
 from kvferry.router.media.formats import FORMATS, format_of, usual_name, wav_fault
 from kvferry.router.media.image_size import UnreadableImage, image_size
 from kvferry.router.media.jpeg_scans import check_scans
-from kvferry.router.media.limits import MAX_SIDE, MAX_TOTAL_BYTES, MAX_TOTAL_PIXELS
+from kvferry.router.media.limits import LOADS_PER_TENANT, MAX_LOADS, MAX_SIDE, MAX_TOTAL_BYTES, MAX_TOTAL_PIXELS
 from kvferry.router.media.parts import MediaPart
 from kvferry.router.media.refusal import refused
+from kvferry.router.media.tenant_places import TenantPlaces
 
 UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")
 """MIME types of servers that do not know what they send."""
@@ -59,7 +60,7 @@ class MediaLoader:
 
     def __init__(self, fetcher: Fetcher | None = None) -> None:
         self._fetcher = fetcher or NoFetcher()
-        self._long = asyncio.Lock()
+        self._long, self._loads = asyncio.Lock(), TenantPlaces(MAX_LOADS, LOADS_PER_TENANT)
 
     @classmethod
     def of(cls, domains: str) -> Self:
@@ -84,7 +85,7 @@ class MediaLoader:
                 self._fetcher.check(part.url, part.field)
         given = [await self._given(part, books) if is_data_url(part.url) else None for part in parts]
         away = [part for part, loaded in zip(parts, given, strict=True) if loaded is None]
-        fetched = iter(await self._fetched(away, tenant, books))
+        fetched = iter(await self._fetched(away, tenant, books) if away else ())
         return [loaded or next(fetched) for loaded in given]
 
     async def _given(self, part: MediaPart, books: _Books) -> MediaPart:
@@ -106,13 +107,14 @@ class MediaLoader:
             found = await books.take(part, data, format_of(data) if mime in UNKNOWN else mime)
             return replace(part, url=data_url(data, found))
 
-        tasks = [asyncio.create_task(one(part)) for part in parts]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with self._loads.taken(tenant):
+            tasks = [asyncio.create_task(one(part)) for part in parts]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Books:

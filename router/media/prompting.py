@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from weakref import WeakValueDictionary, finalize
+from weakref import finalize
 
 from kvferry.protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from kvferry.protocol.media import COMPRESSED_AUDIO, RenderRequest
@@ -18,6 +18,7 @@ from kvferry.router.media.limits import MAX_HELD_BYTES, MAX_RENDERS, RENDERS_PER
 from kvferry.router.media.loading import MediaLoader
 from kvferry.router.media.parts import MediaPart
 from kvferry.router.media.refusal import InvalidMedia, refused
+from kvferry.router.media.tenant_places import TenantPlaces
 from kvferry.router.request_context import RequestContext
 
 _COMPRESSED = tuple(f"data:{mime};" for mime in COMPRESSED)
@@ -60,8 +61,7 @@ class MediaPrompter:
 
     def __init__(self, loader: MediaLoader, nodes: MediaServices, template: str = "") -> None:
         self._loader, self._nodes, self._template, self.budget = loader, nodes, template, MediaBudget()
-        self._places = asyncio.Semaphore(MAX_RENDERS)
-        self._places_of = WeakValueDictionary[str, asyncio.Semaphore]()
+        self._renders = TenantPlaces(MAX_RENDERS, RENDERS_PER_TENANT)
 
     async def close(self) -> None:
         """Close all connections for fetching."""
@@ -73,17 +73,23 @@ class MediaPrompter:
         Raises InvalidRequest naming the field, Overloaded, NoNodes, DeadlineExceeded, or the making node's error."""
         self._check(chat, adapter)
         self.budget.hold(call.tenant, holder, chat.size)
-        places = self._places_of.setdefault(call.tenant, asyncio.Semaphore(RENDERS_PER_TENANT))
         try:
-            async with asyncio.timeout(call.deadline - time.monotonic()), places, self._places:
+            async with asyncio.timeout(call.deadline - time.monotonic()):
                 loaded = await self._loader.load(chat.parts, call.tenant)
-                left_s = max(0.0, call.deadline - time.monotonic())
-                request = RenderRequest(chat.body(loaded), adapter, left_s, self._template)
-                found = await self._nodes.render(request, self._abilities(chat, loaded, adapter))
+                self.budget.hold(call.tenant, holder, max(0, sum(len(part.url) for part in loaded) - chat.size))
+                async with self._renders.taken(call.tenant):
+                    found = await self._rendered(chat, loaded, call, adapter)
         except TimeoutError:
             raise DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s") from None
         self.budget.hold(call.tenant, found.media, found.media.size)
         return found
+
+    async def _rendered(
+        self, chat: MediaChat, loaded: Sequence[MediaPart], call: RequestContext, adapter: str
+    ) -> RenderedMedia:
+        left_s = max(0.0, call.deadline - time.monotonic())
+        request = RenderRequest(chat.body(loaded), adapter, left_s, self._template)
+        return await self._nodes.render(request, self._abilities(chat, loaded, adapter))
 
     def _check(self, chat: MediaChat, adapter: str) -> None:
         """Raise InvalidRequest for the first medium that no node takes, and for media that no node takes together."""
