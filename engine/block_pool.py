@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from kvferry.engine import audit
 from kvferry.engine.block_contents import BlockContents
+from kvferry.engine.block_interfaces import EvictionOrder, Holds
 from kvferry.engine.cache_use import CacheUse
 from kvferry.engine.eviction import ValueEviction
 from kvferry.engine.free_list import FreeList
 from kvferry.engine.index_changes import IndexChanges
 from kvferry.engine.miss_reasons import EVICTED, MissReasons
 from kvferry.engine.partial_blocks import PartialBlocks
-from kvferry.engine.ports import EvictionOrder, Holds
 
 
 @dataclass(slots=True)

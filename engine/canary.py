@@ -22,12 +22,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+from kvferry.engine.block_interfaces import CANARY
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.canary_check import CanaryCheck, Computes, draws_likeliest
 from kvferry.engine.events import BlocksChanged, CanaryChecked, Event
 from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.models.base import ForwardAbandoned, Wanted
-from kvferry.engine.ports import CANARY
 from kvferry.engine.request import Request
 from kvferry.engine.request_table import RequestTable
 from kvferry.protocol.layout import blocks_for

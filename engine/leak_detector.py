@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable
 
+from kvferry.engine.block_interfaces import GRANT, REQUEST, SHIP
 from kvferry.engine.engine import Engine
-from kvferry.engine.ports import GRANT, REQUEST, SHIP
 from kvferry.engine.request_states import State
 
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from kvferry.engine.block_interfaces import SHIP
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.events import Event, Failed
-from kvferry.engine.ports import SHIP
 from kvferry.engine.request import Key, Request
 from kvferry.engine.request_states import Awaits, State
 from kvferry.engine.request_table import pause

@@ -9,9 +9,9 @@ from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import nlargest
 
 from kvferry.engine.auxiliary_blocks import AuxiliaryBlocks
+from kvferry.engine.block_interfaces import GRANT, SHIP
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.migration import streams
-from kvferry.engine.ports import GRANT, SHIP
 from kvferry.engine.request import Key, Request
 from kvferry.engine.request_table import RequestTable
 from kvferry.protocol.errors import GrantRefused

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvferry.engine.block_interfaces import GRANT, REQUEST
 from kvferry.engine.cache_use import MAX_NAME, CacheUse
 from kvferry.engine.media.request_media import RequestMedia
 from kvferry.engine.ngram_drafts import NgramDrafts
-from kvferry.engine.ports import GRANT, REQUEST
 from kvferry.engine.request_states import MOVES, Awaits, State
 from kvferry.engine.sampler import SampleRow
 from kvferry.engine.state_rows import StateRows

@@ -6,7 +6,7 @@
        │ ▼    preempted        │ ▼ to be handed over
     AWAITING  ─────────────────┘ has its blocks, and all conditions are met
 
-A request with conditions that come before its blocks is AWAITING at once, and WAITING when they are met. A request
+A request that must meet conditions before it gets blocks starts AWAITING, and is WAITING when they are met. A request
 whose prompt arrives by a grant is WAITING for blocks first, then AWAITING."""
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class RequestTable:
 
     waiting   in the order of admission, by `Request.place`. Streams that began, here or on a lost node, come first,
               because their clients notice each pause. Attempts that failed or were refused before come next, so that
-              none is refused for ever. Then come prompts: newcomers' first, then by fair queuing, as if all that wait
+              none is refused for ever. Then come prompts: first those of tenants that have used less than others
+              (newcomers), then by fair queuing, as if all that wait
               shared the node's tokens equally. So a short prompt passes a crowd of long ones, and a long one is passed
               until it would have had its share, and no longer
     awaiting  with blocks (`seated` counts them) or without
     running   in the order in which they began
-    shared    virtual time of fair queuing: tokens that each waiting prompt would have had so far. A prompt is due when
-              it has grown by the tokens that the prompt lacks here
+    shared    virtual time of fair queuing: tokens that each waiting prompt would have had so far. A prompt is due
+              once this time has advanced by the number of tokens that it lacks here
     left      called with each request that ended or lost its blocks
     """
 
@@ -57,7 +58,7 @@ class RequestTable:
 
     @property
     def busy(self) -> bool:
-        """Return whether there is one whose next move is not the link's. From any thread."""
+        """Return whether any request waits for something other than a transfer. May be called from any thread."""
         return bool(self.running or self.waiting) or len(self.awaiting) > len(self._grants)
 
     @property
@@ -71,7 +72,7 @@ class RequestTable:
         return [request for request in self.awaiting.values() if request.block_ids]
 
     def attempts(self, request_id: str, upto: int) -> list[Request]:
-        """Return a request's attempts, those after `upto` left out."""
+        """Return a request's attempts up to and including `upto`."""
         return [request for attempt, request in self._attempts.get(request_id, {}).items() if attempt <= upto]
 
     def find(self, key: Key) -> Request | None:
@@ -83,7 +84,7 @@ class RequestTable:
         return self._grants.get(grant)
 
     def enter(self, request: Request) -> None:
-        """Add a new request; a fork of a request whose prompt is still to arrive by a grant awaits that one."""
+        """Add a new request; a fork waits until its parent's prompt has arrived by a grant."""
         siblings = self._attempts.get(request.job.fork_of, {}).values() if request.grant is None else ()
         request.behind = next((sibling for sibling in siblings if sibling.grant is not None), None)
         if request.behind is not None:
@@ -123,7 +124,7 @@ class RequestTable:
     def resume(self, request: Request, awaited: Awaits) -> None:
         """Record that a condition is met; the request continues unless it awaits another one.
 
-        Without blocks it is queued at the place that it had all the time."""
+        Without blocks it returns to its old place in the queue."""
         request.awaits.discard(awaited)
         if request.awaits or request.state is not State.AWAITING:
             return
@@ -200,7 +201,7 @@ def expect(request_table: RequestTable, request: Request, tokens: int) -> None:
 
 
 def share(request_table: RequestTable, tokens: int, prompts: int = 0) -> None:
-    """Count tokens computed or received, of which all `prompts` that run and those that wait had a part."""
+    """Advance fair queuing's time by tokens that waiting prompts and `prompts` running ones share."""
     request_table.shared += tokens / max(1, len(request_table.waiting) + prompts)
 
 
@@ -229,4 +230,6 @@ def check_integrity(request_table: RequestTable) -> None:
     grants = {request.grant for request in request_table if request.grant is not None}
     assert grants == request_table._grants.keys(), "grants and their requests differ"
     queued = sum(to_compute(r) for r in request_table if not r.block_ids)
-    assert request_table._queued_tokens == queued, f"{request_table._queued_tokens} queued tokens are {queued}"
+    assert request_table._queued_tokens == queued, (
+        f"{request_table._queued_tokens} queued tokens are counted, but there are {queued}"
+    )

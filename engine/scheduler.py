@@ -20,12 +20,12 @@ from itertools import chain
 
 from kvferry.engine.auxiliary_blocks import AuxiliaryBlocks
 from kvferry.engine.block_assignment import BlockAssignment
+from kvferry.engine.block_interfaces import REQUEST, SHIP
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Budget, Limits
 from kvferry.engine.deadlock_check import require_progress
 from kvferry.engine.media.media_requests import MediaRequests
 from kvferry.engine.media.request_media import RequestMedia
-from kvferry.engine.ports import REQUEST, SHIP
 from kvferry.engine.request import Place, Request, coming, grows, held_blocks, held_up, junior, resumed
 from kvferry.engine.request_states import Awaits, State
 from kvferry.engine.request_table import PLACE, RequestTable, arriving, share, suspend

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.ports import REQUEST
 from kvferry.engine.request import Request
 from kvferry.engine.request_table import RequestTable
 from kvferry.engine.state_memory import StateMemory

@@ -14,8 +14,8 @@ class StateMemory:
     """Rows of recurrent states on the model's device.
 
     rows: float32 [rows, floats]. kv: the block pool [block, ...], whose blocks are contiguous; a state takes
-    `num_blocks` of them, its bytes one after another, the last block filled up with zeros. Copies are ordered with the
-    steps: before what the next one writes, after what the last one wrote."""
+    `num_blocks` of them, with the last block zero-padded. A copy runs after the last step's writes and before the next
+    step's."""
 
     def __init__(self, rows: torch.Tensor, kv: torch.Tensor) -> None:
         self.rows = rows
@@ -38,7 +38,7 @@ class StateMemory:
             piece.copy_(self._blocks[block_id, : len(piece)])
 
     def _pieces(self, row: int) -> Sequence[torch.Tensor]:
-        """Return the row's bytes by the block that holds them."""
+        """Split the row's bytes into one piece per block."""
         return torch.split(self._rows[row], self._block_bytes)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from kvferry.engine import fault_isolation, output
+from kvferry.engine.block_interfaces import REQUEST, SHIP
 from kvferry.engine.cancellations import Cancellations, Deadlines
 from kvferry.engine.draft_acceptance import Accepted
 from kvferry.engine.events import BlocksChanged, Event, Failed, ReservationFailed
@@ -15,7 +16,6 @@ from kvferry.engine.fault_isolation import DeviceLost, Drawn, StepFault
 from kvferry.engine.grammar_mask import GrammarMask
 from kvferry.engine.lookahead import Lookahead
 from kvferry.engine.pooling import Read
-from kvferry.engine.ports import REQUEST, SHIP
 from kvferry.engine.prefix_registration import make_findable
 from kvferry.engine.request import Request
 from kvferry.engine.request_states import State

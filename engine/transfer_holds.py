@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from kvferry.engine.block_interfaces import GRANT, QUIESCE, SHIP
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.ports import GRANT, QUIESCE, SHIP
 from kvferry.engine.request import Request, held_blocks
 from kvferry.engine.request_states import State
 

@@ -1,4 +1,4 @@
-"""Additions to and penalties on logits: min_tokens, logit_bias, repetition, presence and frequency penalties.
+"""Logit adjustments of one request (min_tokens, logit_bias, penalties), with token counts that follow its output.
 
 Adjustments are built once per request and follow its tokens, so a step costs only what changed plus one pass over the
 distinct tokens. They depend on the tokens alone, so another node gets the same result. Order and meaning are vLLM's."""
@@ -15,7 +15,7 @@ import torch
 from kvferry.protocol.sampling import SamplingParams
 
 _FEW = 8
-"""Most new tokens that are written to the device one by one; more are written at once."""
+"""Maximum number of new tokens that are written to the device one by one; more are written at once."""
 
 
 class Adjustments:
@@ -31,7 +31,7 @@ class Adjustments:
         self._on_device: _OnDevice | None = None
 
     def active(self, output_len: int) -> bool:
-        """Return whether there are any after that many output tokens."""
+        """Return whether any adjustment applies after `output_len` output tokens."""
         params = self.params
         repeats = params.repetition_penalty != 1.0
         return bool(repeats or params.logit_bias or output_len < params.min_tokens or (self.penalised and output_len))
@@ -54,8 +54,8 @@ class Adjustments:
 class Adjusted(NamedTuple):
     """Row of logits, its adjustments, and the number of its request's output tokens.
 
-    behind: index among the tokens drawn on the device of the request's last token, which the host does not know yet;
-    negative: the host knows all."""
+    behind: index of the request's last token among those drawn on the device, if the host does not have it yet; else
+    negative."""
 
     row: int
     adjustments: Adjustments
@@ -145,7 +145,7 @@ class Tally:
         return place
 
     def _write_all(self) -> None:
-        """Write all of it anew, with capacity to grow."""
+        """Rewrite both tensors, with capacity to grow."""
         spare = [0] * max(64, len(self._often) // 4)
         ids, counts = np.array([*self._places, *spare], dtype=np.int64), np.array([*self._often, *spare], np.float32)
         self._ids = torch.from_numpy(ids).to(self._ids.device)

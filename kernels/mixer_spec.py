@@ -64,8 +64,8 @@ class StateSpace:
 
     inputs: the output's gate, then the convolution's channels (inputs of the heads, input vectors and output vectors of
     the groups), then a time step of each head. decay: float32 [heads], negative. skip, dt_bias: float32 [heads]. norm:
-    float32 [heads * dim], of the gated output by groups, or None; norm_first: it comes before its gate. limits: least
-    and largest time step. state: numbers of each channel."""
+    float32 [heads * dim], applied to the gated output per group, or None; norm_first: applied before the gate instead.
+    limits: smallest and largest time step. state: numbers of each channel."""
 
     inputs: Linear
     conv: torch.Tensor
@@ -93,8 +93,9 @@ class StateSpace:
 class Mamba:
     """Selective state space of Mamba (Gu and Dao 2023) with Jamba's norms.
 
-    inputs: the convolution's channels, then the output's gate. selection: of the convolution's output the ranks of time
-    steps, the input vector and the output vector, each with a norm. steps: ranks to a time step of each channel. decay:
+    inputs: the convolution's channels, then the output's gate. selection: maps the convolution's output to the time
+    steps' ranks, the input vector and the output vector, each with a norm. steps: maps the ranks to one time step per
+    channel. decay:
     float32 [channels, state], negative. skip, dt_bias: float32 [channels]."""
 
     inputs: Linear

@@ -15,7 +15,7 @@ from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.capabilities import Capabilities
 from kvferry.kernels.decoder_spec import DecoderForm, Gated, GroupedGated, Latent, Stored
 from kvferry.kernels.decoder_step import OneByOne, Step
-from kvferry.kernels.gated_activation import SILU, Gate
+from kvferry.kernels.gate_spec import SILU, Gate
 from kvferry.kernels.layer_norm import LayerNorm
 from kvferry.kernels.linear import Linear, LinearOfHeads, StoredLinear
 from kvferry.kernels.logit_adjustments import Adjusted

@@ -1,4 +1,6 @@
-"""Reference backend in plain PyTorch, against which all others are tested.
+"""Reference backend in plain PyTorch: attention, rotation, norm and gate; the rest is in torch_operations.
+
+All other backends are tested against it.
 
 `BatchIndex` builds what depends on the batch alone (gather indices, masks, rows of the rotary tables) at the first
 layer that needs it; all other layers reuse it."""
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from kvferry.kernels.batch_index import AttentionGroup, BatchIndex, block_rows
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import Latent
-from kvferry.kernels.gated_activation import SILU, Gate
+from kvferry.kernels.gate_spec import SILU, Gate
 from kvferry.kernels.latent import absorbed, expanded, expands, put_out
 from kvferry.kernels.quantised_cache import PEAKS, as_bytes, dequantise, quantise
 from kvferry.kernels.torch_operations import TorchShared

@@ -9,8 +9,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.ports import REQUEST
 from kvferry.protocol.hashing import embedding_hashes
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.media import MediaItem

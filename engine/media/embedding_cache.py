@@ -1,4 +1,4 @@
-"""Rows of media by content, bounded by bytes; the least recently used leave first."""
+"""LRU cache of media embeddings by content hash, bounded in bytes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kvferry.engine.models.multipliers import Multipliers, parse_multipliers
 from kvferry.engine.models.rope_config import RopeConfig, parse_rope, rope_dicts
 from kvferry.engine.models.unsupported_configs import UNGATED, unsupported
 from kvferry.engine.models.windows import rotations_and_windows
-from kvferry.kernels import gated_activation
+from kvferry.kernels import gate_spec
 from kvferry.kernels.activation import Kind
 from kvferry.model_files.config_fields import check_layers, number_or, whole, whole_or
 from kvferry.model_files.expert_fields import common_names
@@ -139,11 +139,11 @@ class DecoderConfig:
         return () if self.hybrid is None else self.hybrid.states
 
     @property
-    def gate(self) -> gated_activation.Gate:
+    def gate(self) -> gate_spec.Gate:
         """Return the activation of its MLPs."""
         if self.experts is not None and self.experts.gate is not None:
             return self.experts.gate
-        return gated_activation.GELU if self.family.gelu else gated_activation.SILU
+        return gate_spec.GELU if self.family.gelu else gate_spec.SILU
 
     @property
     def q_size(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.engine.models.family import ExpertNames, Family
 from kvferry.kernels.expert_routing import Routing
-from kvferry.kernels.gated_activation import Gate
+from kvferry.kernels.gate_spec import Gate
 from kvferry.model_files.config_fields import whole
 from kvferry.model_files.expert_fields import COUNTS, holds_experts, shared_width
 from kvferry.model_files.recurrent_fields import SIZES

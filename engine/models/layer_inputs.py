@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.engine.models.reader import TensorReader
-from kvferry.kernels.gated_activation import GELU
+from kvferry.kernels.gate_spec import GELU
 from kvferry.kernels.linear import Linear
 from kvferry.kernels.ops import Ops
 from kvferry.model_files.layer_shapes import LayerShapes

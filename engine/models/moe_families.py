@@ -1,4 +1,4 @@
-"""Families whose layers hold experts."""
+"""Table of model families with mixture-of-experts layers: where each departs from the defaults."""
 
 from __future__ import annotations
 

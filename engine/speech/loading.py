@@ -23,7 +23,7 @@ _ENCODER_TENSORS, _DECODER_TENSORS = 15, 24
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Number formats of encoder and decoder. The decoder keeps its K and V in its own.
+    """Number formats of encoder and decoder. The decoder's K/V cache uses the decoder's format.
 
     A decode step reads all weights for a few tokens, so compiled kernels run it in bfloat16. The encoder multiplies
     1,500 rows at once, which PyTorch does faster in float32 where the processor does not multiply bfloat16."""

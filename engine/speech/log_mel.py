@@ -9,7 +9,7 @@ import torch
 RATE = 16_000
 """Samples per second."""
 HOP, FFT = 160, 400
-"""Samples from one frame to the next, and of the window that is transformed."""
+"""Samples between frames, and samples in a transformed window."""
 _RANGE = 8.0
 """Powers of ten below the peak at which a spectrogram is cut off."""
 _LINEAR_HZ, _MEL_STEP = 1000.0, 200.0 / 3.0
@@ -33,7 +33,7 @@ class LogMel:
     def __call__(self, samples: torch.Tensor, peak: float = -math.inf) -> tuple[torch.Tensor, float]:
         """Return the model's input and its peak. peak: log10 of the largest power before these samples.
 
-        The reference takes the peak of the whole file, which a file that is still being decoded does not tell."""
+        The reference takes the peak of the whole file, which is unknown while the file is being decoded."""
         powers = self.powers(samples)
         peak = max(peak, float(powers.max()))
         return (powers.clamp_(min=peak - _RANGE) + 4.0) / 4.0, peak

@@ -28,7 +28,7 @@ class Kernels:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float
     ) -> None: ...
     def gate_mul(self, gate_up: Tensor, out: Tensor, slope: float, cubic: float, limit: float, offset: float) -> None:
-        """The constants are those of kernels.gated_activation.Gate."""
+        """The constants are those of kernels.gate_spec.Gate."""
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float) -> None: ...
     def activate(
         self, x: Tensor, out: Tensor, which: int, positive: float, negative: float, beta: float, bound: float

@@ -17,7 +17,7 @@ from kvferry.kernels.cpu.recurrent import CpuRecurrent
 from kvferry.kernels.cpu.step import CpuStep, record
 from kvferry.kernels.decoder_spec import DecoderForm, Latent
 from kvferry.kernels.decoder_step import OneByOne
-from kvferry.kernels.gated_activation import SILU, Gate
+from kvferry.kernels.gate_spec import SILU, Gate
 from kvferry.kernels.gumbel_noise import row_key
 from kvferry.kernels.latent import absorbed
 from kvferry.kernels.layer_norm import LayerNorm

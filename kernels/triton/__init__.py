@@ -23,7 +23,7 @@ from kvferry.kernels.decoder_spec import (
     Stored,
 )
 from kvferry.kernels.decoder_step import OneByOne, Step
-from kvferry.kernels.gated_activation import SILU, Gate
+from kvferry.kernels.gate_spec import SILU, Gate
 from kvferry.kernels.gpu_weight_layout import form_of_stored, laid_together
 from kvferry.kernels.input_staging import Staging
 from kvferry.kernels.logit_adjustments import Adjusted

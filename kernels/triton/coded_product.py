@@ -16,7 +16,7 @@ from kvferry.kernels.gpu_weight_layout import CodedForm
 from kvferry.kernels.triton.decode_codes import E4M3, four_bits, level, level_in, number, word_of
 from kvferry.kernels.triton.dequantised_product import product_of_unpacked
 from kvferry.kernels.triton.device_features import hardware_bfloat16, hardware_e4m3, on_amd, precision_of
-from kvferry.kernels.triton.tile_sizes import kv_splits, power_of_two, product_tile
+from kvferry.kernels.triton.tile_sizes import power_of_two, product_splits, product_tile
 
 ORDERED = CAPTURED_ROWS[-1]
 """Rows of the largest batch that is summed in the same order as all smaller ones."""
@@ -214,7 +214,7 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
     tile = product_tile(rows, form.tile, x.element_size(), on_amd(x.device))
     unroll, word = unrolled(form, columns)
     steps, wide = triton.cdiv(columns, form.tile * unroll), triton.cdiv(outputs, tile.keys)
-    splits = kv_splits(wide, steps, processors)
+    splits = product_splits(wide, steps, processors)
     parts = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
     added = out if bias is None else bias
     unit, scales, offsets, sums = form.unit, form.scales, form.offsets, out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.activation import KINDS, Activation
-from kvferry.kernels.gated_activation import Gate
+from kvferry.kernels.gate_spec import Gate
 from kvferry.kernels.triton.tile_sizes import power_of_two
 
 TILE = 2048

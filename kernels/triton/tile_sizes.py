@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 MAX_SPLITS = 64
-"""Most parts of a product's inputs."""
+"""Maximum number of parts of a product's inputs."""
 MIN_TILES_PER_SPLIT = 2
-"""Fewest tiles of keys that a split handles."""
+"""Minimum number of tiles of inputs in a part."""
 PROGRAMS_PER_PROCESSOR = 2
 """Programs of a split product per multiprocessor."""
 MIN_TILES_PER_PART = 2
-"""Fewest tiles of K/V in a part of a sequence."""
+"""Minimum number of tiles of K/V in a part of a sequence."""
 DECODE_PARTS, LATENT_PARTS = 8, 4
-"""Parts per multiprocessor beyond one per sequence and K/V head, or per sequence and tile of heads."""
+"""Extra parts per multiprocessor, besides the one of each sequence and K/V head (or tile of heads)."""
 
 
 TALLEST_ROWS = 256
@@ -24,7 +24,7 @@ AHEAD = 5
 Addresses come from the block table, an indirect load, and Triton runs each of the two levels (stages - 1) / 2 steps
 ahead: with fewer than five stages, K/V is not read ahead."""
 AMD_KEYS, AMD_BYTES = 64, 32 << 10
-"""Most positions per loop step on AMD GPUs, and bytes of their K and V: half the shared memory of gfx942."""
+"""Maximum positions per loop step on AMD GPUs, and bytes of their K and V: half the shared memory of gfx942."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def kv_splits(programs: int, keys: int, processors: int) -> int:
+def product_splits(programs: int, keys: int, processors: int) -> int:
     """Return the number of parts, a power of two, into which to split the inputs of a product.
 
-    It gives each of the device's `processors` PROGRAMS_PER_PROCESSOR programs for `programs` tiles of outputs, as long
-    as each part keeps MIN_TILES_PER_SPLIT of the `keys` tiles of inputs."""
+    Enough that `programs` tiles of outputs fill the device's `processors`, while each part keeps MIN_TILES_PER_SPLIT of
+    the `keys` tiles of inputs."""
     wanted = processors * PROGRAMS_PER_PROCESSOR // max(1, programs)
     most = max(1, min(wanted, keys // MIN_TILES_PER_SPLIT, MAX_SPLITS))
     return 1 << (most.bit_length() - 1)
@@ -76,7 +76,7 @@ def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
 
 
 def amd_tile(tile: Tile, element_bytes: int) -> Tile:
-    """Return the tile of attention, not of the tallest, as AMD GPUs run it.
+    """Adapt an attention tile (not the tallest) to AMD GPUs.
 
     There Triton keeps in registers what it reads ahead. With two stages, AMD_KEYS and four warps of 64 threads they do
     not overflow. Where the fewest keys of float32 take more than AMD_BYTES, nothing is read ahead."""
@@ -86,15 +86,15 @@ def amd_tile(tile: Tile, element_bytes: int) -> Tile:
 
 
 def latent_tile(rank: int, element_bytes: int) -> Tile:
-    """Return the tile of a program of heads that attend to cached latents: a head's sums are as wide as these."""
+    """Return the tile of a program of heads on cached latents: each head's accumulator is as wide as a latent."""
     dim = power_of_two(rank, 16)
     return _float32_tile(16, dim) if element_bytes == 4 else Tile(16, 32, dim, warps=4, stages=2)
 
 
 def fills(rows: int, heads: int, processors: int) -> bool:
-    """Return whether the tallest tiles give every multiprocessor some of a chunk of that many rows.
+    """Return whether the tallest tiles occupy every multiprocessor for a chunk of `rows` rows.
 
-    The longest chunk of a step decides alone. A longer one never has a lower tile, so warming up the longest compiles
+    Only a step's longest chunk counts. A longer chunk never has a shorter tile, so warming up the longest compiles
     every tile that others may need."""
     return rows * heads >= TALLEST_ROWS * PROGRAMS_PER_PROCESSOR * processors
 
@@ -113,7 +113,7 @@ def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = 
 
 
 def product_tile(rows: int, inputs: int, element_bytes: int, amd: bool = False) -> Tile:
-    """Return the tile of a product with codes: rows by outputs (`keys`), with that many inputs per loop step.
+    """Return the tile of a product with quantised weights: rows by outputs (`keys`), with `inputs` per loop step.
 
     Both heights sum in the same order. amd: on a GPU of AMD, see `amd_tile`."""
     if element_bytes == 4:

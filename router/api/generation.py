@@ -16,7 +16,7 @@ from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.router.api.admission import TokenUsage
-from kvferry.router.api.choice_merge import ChoiceMerge
+from kvferry.router.api.choice_streams import ChoiceMerge
 from kvferry.router.api.sequence_stream import Choice, Listener, OutputJournal, Pieces, SequenceStream
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.dispatch.interface import Dispatch, RequestSpec, Route

@@ -1,4 +1,4 @@
-"""One request with its journal: new, taken up again, or followed while another router works on it."""
+"""One request with its journal: new, resumed, or followed while another router serves it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class JournaledRequest:
     """A recorded request, as one router serves it.
 
     call         its context, with the identity that was recorded
-    after        the place behind which the client wants its stream; None: from the beginning
-    after_event  the same as the number of an event
+    after        the place after which the client wants the stream to continue; None: from the beginning
+    after_event  that place as an event number
     outputs      its outputs, recorded and new
     is_lost      another router owns the journal now
-    cancel       ends the generation; called when that happens
+    cancel       ends the generation; called when the journal is lost
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class JournaledRequest:
         return self.outputs.followed.recording.tokens if self.outputs.followed is not None else 0
 
     def used(self, used: Callable[[], TokenUsage]) -> Callable[[], TokenUsage]:
-        """Return what counts the tokens that this router computed, given what counts those of the answer."""
+        """Wrap `used`, which counts the answer's tokens, so that only those computed by this router count."""
         if self.outputs.followed is None:
             return used
         return lambda: TokenUsage(output=max(0, used().output - self.recorded_tokens) if self.is_own else 0)
@@ -90,7 +90,7 @@ class JournaledRequest:
         return self._writer.begin(written)
 
     def go_on(self) -> None:
-        """Keep the journal after the block; the caller must call `leave`."""
+        """Keep the journal open after the `with` block; the caller must call `leave`."""
         self._goes_on = True
 
     async def given_up(self, within_s: float) -> None:
@@ -102,7 +102,7 @@ class JournaledRequest:
                     await self.outputs.written.over.wait()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the journal; after an error another router may go on with it if tokens are out."""
+        """End the journal; after an error another router may continue it if tokens were delivered."""
         if self.outputs.written is None or self.outputs.written.left is not None:
             return
         begun = self.outputs.written.tape.has_tokens or self.recorded_tokens

@@ -26,7 +26,7 @@ class JournalHead:
 
     id         of its answer's RequestContext
     timeout_s  seconds from its arrival to its deadline
-    watched    other routers go on with it by themselves
+    watched    other routers take it over unasked
     """
 
     path: str
@@ -48,24 +48,24 @@ class JournalHead:
         """Parse what `packed` wrote. Raises WireError."""
         value = unpack(data)
         if not isinstance(value, list) or len(value) != 9 or value[0] != _VERSION:
-            raise WireError("a journal's head of another version")
+            raise WireError("the journal's head is of another version")
         _, path, body, name, nonce, created, seed, timeout_s, watched = value
         return cls(path, body, name, RequestIdentity(nonce, created, seed), timeout_s, watched)
 
     def is_of(self, path: str, body: bytes) -> bool:
-        """Return whether the request was this one."""
+        """Return whether the recorded request had this path and body."""
         return self.path == path and self.body == body
 
 
 class Tape:
-    """Outputs of one request that are not in its journal yet, as one entry."""
+    """Outputs of one request that are not yet written, which become the journal's next entry."""
 
     __slots__ = ("_items", "_open", "has_tokens")
 
     def __init__(self) -> None:
         self._items: list[tuple[int, int, object]] = []
         self._open: dict[int, list[int]] = {}
-        """Token ids of each choice that more may be added to."""
+        """Token lists that can still grow, by choice."""
         self.has_tokens = False
 
     def __bool__(self) -> bool:
@@ -162,7 +162,9 @@ class Recording:
 
 
 def digest(prompts: Sequence[RequestSpec]) -> bytes:
-    """Return a digest of the prompts' tokens: a chat template may show the time, or have changed since."""
+    """Return a digest of the prompts' tokens, which shows whether a prompt that is rendered again has changed.
+
+    A chat template may show the time, or be another one."""
     digested = hashlib.blake2b(digest_size=16)
     for spec in prompts:
         digested.update(pack(spec.token_ids))

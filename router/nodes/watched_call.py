@@ -1,4 +1,4 @@
-"""Call of a node that ends as soon as the node is lost or may hang, for work that another node can do."""
+"""Call of a node to encode or render media, given up as soon as the node is lost or suspected of hanging."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ async def watched(
 ) -> T:
     """Return the result of a call, for which `tokens` are booked on the node meanwhile.
 
-    Raises what the call raises, and NodeLost if the node is lost, suspected unless `patient`, or after limit_s seconds.
-    """
+    Raises what the call raises, and NodeLost if the node is lost, if it is suspected of hanging (unless `patient`), or
+    after limit_s seconds."""
     lost: asyncio.Future[NodeLost] = asyncio.get_running_loop().create_future()
 
     def give_up(error: NodeLost | None = None) -> None:

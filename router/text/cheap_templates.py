@@ -1,9 +1,10 @@
 """Rendering of small prompts in the router's own process, for templates that use no operation of unknown cost.
 
-`is_cheap` admits a template by its syntax: literals of constants, and filters and tests of a list. While it renders,
-each loop turn, macro call and made text spends from a small budget, in advance where the result can be larger than the
-operands (`cheap_costs`). Lists and objects come from the variables alone, are never combined, and the caller keeps them
-small. So a rendering takes milliseconds, or it raises Costly, and a child process renders the prompt."""
+`is_cheap` admits a template by its syntax: constant literals, and only allowed filters and tests. While it renders,
+each loop iteration, macro call and produced string is charged to a small budget (`cheap_costs`); where the result can
+be larger than the operands, before it is made. Lists and objects come from the variables alone, are never combined, and
+the caller keeps them small. So a rendering takes milliseconds, or it raises Costly, and a child process renders the
+prompt."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ _TESTS = frozenset((
     "integer", "float",
 ))  # fmt: skip
 _HIDDEN = frozenset(("varargs", "kwargs", "caller", "self"))
-"""Names of values that calls make."""
+"""Names that Jinja defines inside a macro."""
 
 
 def is_cheap(tree: nodes.Template, source: str) -> bool:
@@ -138,7 +139,7 @@ class _Charging(NodeTransformer):
         return _guarded(node, SLICED) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
-        """Guard the sides of a comparison, unless one of two is a constant, which ends it after the constant."""
+        """Guard the sides of a comparison, unless one of two sides is a constant, which bounds the cost."""
         self.generic_visit(node)
         first, searches = node.ops[0], [each.op in ("in", "notin") for each in node.ops]
         if len(node.ops) == 1 and (_constant(first.expr) or (_constant(node.expr) and not searches[0])):

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
-from kvferry.router.text.length_bound import reach_of
+from kvferry.router.text.length_bound import length_bound_of
 from kvferry.router.text.text_model import TextModel
 from kvferry.router.text.token_cache import TokenCache
 from kvferry.router.text.tokenizer_threads import SHORT, TokenizerThreads
@@ -56,7 +56,7 @@ class Encoder:
 
     def __init__(self, text: TextModel, most: int = MOST_TOKENS) -> None:
         self._text, self._most = text, most
-        self._reach = reach_of(text.tokenizer.library)
+        self._reach = length_bound_of(text.tokenizer.library)
         self._lanes = TokenizerThreads()
         encode = partial(text.encode_all, add_special_tokens=False)
         self._memo, self._words = TokenCache(text.tokenizer.library, encode), WordCache(text.tokenizer.library, encode)

@@ -1,4 +1,4 @@
-"""Upper bound of characters per token: rejects text that exceeds the context without encoding it.
+"""Upper bound on characters per token, by which text that cannot fit the context is rejected without encoding it.
 
 A tokenizer is a pipeline in which every step may drop text: a normalizer that composes characters, a pre-tokenizer that
 drops spaces, a byte without a token. An unknown step means that there is no bound."""
@@ -21,7 +21,7 @@ _CUTTING = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"
 """Pre-tokenizers that only cut, unless their behavior is `removed`."""
 _SPACES = " \t\r\n\f\v"
 _CONTINUATION = range(0x80, 0xC0)
-"""UTF-8 bytes of which every character outside ASCII has at least one."""
+"""UTF-8 continuation bytes; every character outside ASCII has at least one."""
 
 State = Mapping[str, Any]
 
@@ -50,7 +50,7 @@ class LengthBound:
 
 
 @lru_cache(maxsize=16)
-def reach_of(tokenizer: Tokenizer) -> LengthBound:
+def length_bound_of(tokenizer: Tokenizer) -> LengthBound:
     """Return the tokenizer's length bound, cached because it scans the whole vocabulary."""
     return LengthBound(tokenizer)
 

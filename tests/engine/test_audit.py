@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine import audit
+from kvferry.engine.block_interfaces import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.eviction import ValueEviction
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.protocol.hashing import chain
 from kvferry.protocol.layout import blocks_for
 from kvferry.worker.event_relay import block_books

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.cache_use import CacheUse
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.ports import REQUEST
 from kvferry.protocol.hashing import chain
 from kvferry.protocol.index_rows import GROUP, rows_of
 from kvferry.protocol.layout import blocks_for

@@ -16,6 +16,7 @@ import torch
 from kvferry.engine import canary as canary_module
 from kvferry.engine import output_tolerance, scheduler
 from kvferry.engine.batch_planner import Part
+from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.canary import MOST_S, PATIENCE_S, REST, Canary
@@ -27,7 +28,6 @@ from kvferry.engine.loop import EngineLoop
 from kvferry.engine.models import load_model
 from kvferry.engine.models.base import ForwardAbandoned, Model, Wanted
 from kvferry.engine.models.decoder import Decoder
-from kvferry.engine.ports import REQUEST
 from kvferry.engine.runner import Runner
 from kvferry.kernels.decoder_step import always
 from kvferry.kernels.ops import select

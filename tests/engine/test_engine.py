@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine import request_table
+from kvferry.engine.block_interfaces import GRANT
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import BlocksChanged, Computed, Failed, Generated, ReservationFailed, Reserved
-from kvferry.engine.ports import GRANT
 from kvferry.engine.request_states import Awaits
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import TokenDelta

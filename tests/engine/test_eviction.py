@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
+from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.cache_use import CacheUse, Pause
 from kvferry.engine.eviction import CLASSES, COPIED, REMEMBERED, SESSIONS, ValueEviction
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.ports import REQUEST
 from kvferry.protocol.hashing import chain
 
 BS = 2

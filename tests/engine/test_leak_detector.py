@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.engine import Engine
 from kvferry.engine.leak_detector import LeakDetector
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.ports import REQUEST
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.hashing import chain, root_hash
 from tests.toy import expected, finish, make_engine, make_job, tokens_of

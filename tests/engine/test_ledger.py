@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvferry.engine.block_interfaces import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from tests.ledger_books import blocks, count, holds_of, owners
 
 NUM_BLOCKS = 8

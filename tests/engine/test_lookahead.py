@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine import cancellations, request_table
+from kvferry.engine.block_interfaces import GRANT, SHIP
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Computed, Event, Failed, Generated, ReservationFailed, Reserved
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.ports import GRANT, SHIP
 from kvferry.engine.request_states import State
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.protocol.errors import TransferFailed

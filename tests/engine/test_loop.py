@@ -13,11 +13,11 @@ import torch
 from kvferry.engine import audit_schedule, cancellations, suspended_steps
 from kvferry.engine import loop as engine_loop
 from kvferry.engine.audit_schedule import audit
+from kvferry.engine.block_interfaces import GRANT
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import BlocksChanged, Event, Failed, Generated
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
-from kvferry.engine.ports import GRANT
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
 from kvferry.protocol.messages import Job

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine import migration
+from kvferry.engine.block_interfaces import SHIP
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Reserved
-from kvferry.engine.ports import SHIP
 from kvferry.protocol.errors import Cancelled, StepFailed, TransferFailed
 from kvferry.protocol.hashing import state_hashes
 from tests.engine.carrying import BUDDY, Ship, begin, copy, granted, move_over

@@ -11,7 +11,7 @@ import torch
 from kvferry.kernels.activation import GELU as GELU_BY_ERF
 from kvferry.kernels.activation import GELU_TANH, RELU2, Activation
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.gated_activation import GELU, SILU, Gate
+from kvferry.kernels.gate_spec import GELU, SILU, Gate
 from kvferry.kernels.quantised_cache import dequantise, quantise, vector_width
 from kvferry.protocol.layout import blocks_for
 from tests.device_plans import moved

@@ -14,10 +14,10 @@ from kvferry.kernels.triton.tile_sizes import (
     PROGRAMS_PER_PROCESSOR,
     amd_tile,
     decode_tile,
-    kv_splits,
     latent_tile,
     power_of_two,
     prefill_tile,
+    product_splits,
     spare_parts,
 )
 
@@ -38,12 +38,12 @@ HOPPER = 132
     ],
 )
 def test_splits_on_a_hopper(programs: int, tiles: int, expected: int) -> None:
-    assert kv_splits(programs, tiles, HOPPER) == expected
+    assert product_splits(programs, tiles, HOPPER) == expected
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 200))
 def test_splits_keep_their_bounds(programs: int, tiles: int, processors: int) -> None:
-    splits = kv_splits(programs, tiles, processors)
+    splits = product_splits(programs, tiles, processors)
     assert splits & (splits - 1) == 0
     assert 1 <= splits <= MAX_SPLITS
     if splits > 1:

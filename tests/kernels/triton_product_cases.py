@@ -183,10 +183,12 @@ def test_a_row_has_the_same_bits_in_every_batch_of_the_ladder(name: str) -> None
 
 def test_large_layers_are_split_along_their_inputs_and_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvferry.kernels.triton import coded_product
-    from kvferry.kernels.triton.tile_sizes import kv_splits
+    from kvferry.kernels.triton.tile_sizes import product_splits
 
     splits: list[int] = []
-    monkeypatch.setattr(coded_product, "kv_splits", lambda *given: splits.append(kv_splits(*given)) or splits[-1])
+    monkeypatch.setattr(
+        coded_product, "product_splits", lambda *given: splits.append(product_splits(*given)) or splits[-1]
+    )
     codes = Codes(integers(-8, 7, 1280), scales_of(OUT, 10))
     bias = torch.linspace(-1, 1, OUT)
     linear = layer(codes, bias=bias, processors=64)

@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
+from kvferry.engine.block_interfaces import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.ports import BlockMemory, ShipStats
 from kvferry.kv_transfer.receiver import Receiver

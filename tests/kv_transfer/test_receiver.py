@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvferry.engine.ports import QUIESCE
+from kvferry.engine.block_interfaces import QUIESCE
 from kvferry.protocol import errors
 from kvferry.protocol.link_messages import Commit, CommitAck, Grant, GrantRequest
 from kvferry.protocol.wire import pack, unpack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, cast
 
-from kvferry.engine.ports import Holds
+from kvferry.engine.block_interfaces import Holds
 from kvferry.kv_transfer.link import Peer
 from kvferry.protocol.errors import NodeLost
 from tests.kv_transfer.fault_injection import FaultyLink

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+from kvferry.engine.block_interfaces import SHIP
 from kvferry.engine.migration import OutboundMigration, OutboundMigrations
-from kvferry.engine.ports import SHIP
 from kvferry.router.dispatch.migration import Migration
 from tests.virtual.mistake import Mutant, mutant
 

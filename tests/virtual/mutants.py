@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 from kvferry.decode_worker.grants import Grants
+from kvferry.engine.block_interfaces import QUIESCE, SHIP
 from kvferry.engine.engine import Engine
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.ports import QUIESCE, SHIP
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.transfer_holds import TransferHolds
 from kvferry.kv_transfer import receiver as receiver_module

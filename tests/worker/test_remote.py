@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvferry.cluster_state import index, memory_store
+from kvferry.engine.block_interfaces import GRANT
 from kvferry.engine.engine import Engine
-from kvferry.engine.ports import GRANT
 from kvferry.engine.replication import Replicas
 from kvferry.kv_transfer.tiers import groups, remote
 from kvferry.kv_transfer.tiers.objects import Objects

@@ -1,4 +1,4 @@
-"""Parser for Llama 3 calls: `{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; several by `;`."""
+"""Parser for Llama 3 calls: `{"name": ..., "parameters": {...}}` after an optional `<|python_tag|>`, split by `;`, `,`."""
 
 from __future__ import annotations
 

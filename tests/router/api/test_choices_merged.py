@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.api.choice_merge import ChoiceMerge
+from kvferry.router.api.choice_streams import ChoiceMerge
 from kvferry.router.api.sequence_stream import Choice, SequenceStream
 from kvferry.router.dispatch.interface import Enough, Output, RequestSpec
 from kvferry.router.dispatch.timers import EventQueue

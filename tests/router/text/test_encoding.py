@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.router.text.encoding import TRUNCATED_CHARS, Bound, Encoder
-from kvferry.router.text.length_bound import LengthBound, reach_of
+from kvferry.router.text.length_bound import LengthBound, length_bound_of
 from kvferry.router.text.text_model import TextModel
 from tests.api_parts import demo_text
 
@@ -84,7 +84,7 @@ async def test_ids_are_those_of_each_text_by_itself(texts: list[str], marked: bo
 @given(st.text(max_size=400) | st.text("\x04\x06\x13 \n#=-\U00050000", max_size=400).map(lambda text: text * 9))
 @settings(max_examples=300, deadline=None)
 def test_no_tokens_reach_further_than_they_are_said_to(text: str) -> None:
-    reach, ids = reach_of(demo_text().tokenizer.library), demo_text().encode(text, add_special_tokens=False)
+    reach, ids = length_bound_of(demo_text().tokenizer.library), demo_text().encode(text, add_special_tokens=False)
     most = reach.most(len(ids))
     assert most is not None
     assert reach.least(text) <= most

@@ -13,9 +13,10 @@ from kvferry.router.text.parsers.json_call import CallObject, ValueEnd, is_objec
 
 
 class ArgumentReader(Protocol):
-    """Reader of arguments from text that grows, which it does not keep.
+    """Incremental reader of arguments. The caller keeps text that was not read and passes it again.
 
-    done, broken  complete, or no arguments
+    done          the arguments are complete
+    broken        the text holds no arguments
     valid         complete arguments are a JSON object
     name          of the tool, once known
     raw           all text that was read
@@ -33,7 +34,7 @@ class ArgumentReader(Protocol):
     def valid(self) -> bool: ...
 
     def feed(self, text: str, *, ended: bool) -> int:
-        """Read more and return the position reached; what follows comes again. `ended`: no more text comes."""
+        """Read more and return the position reached; pass the rest again. `ended`: no more text comes."""
 
     def take(self) -> str:
         """Return the arguments as JSON, as far as they were read since the last call."""
@@ -108,7 +109,7 @@ class JsonReader(_Read):
 
 
 class LiteralReader(_Read):
-    """Reader of arguments that are literals within brackets, shown once complete. Implements ArgumentReader."""
+    """Reader of arguments that are literals within brackets, emitted once complete. Implements ArgumentReader."""
 
     def __init__(self, form: Arguments, name: str) -> None:
         super().__init__(name)

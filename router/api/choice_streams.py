@@ -1,4 +1,4 @@
-"""Merge of several choices' streams into one, in arrival order."""
+"""Starts all choices of a request, later ones as forks of the first, and merges their streams in arrival order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.router.api.sequence_stream import Choice, ChoicePiece, Listener, Se
 from kvferry.router.dispatch.timers import EventQueue
 from kvferry.router.text.transcript import Piece
 
-AT_ONCE = 16
+STARTS_PER_TURN = 16
 """Number of dispatches started before other requests get a turn of the event loop."""
 
 
@@ -21,7 +21,7 @@ class ChoiceMerge:
 
     groups   choices of each prompt; the first starts first, and its first token starts the others as its forks
     follow   starts a choice
-    at_once  largest number of dispatches in flight
+    at_once  maximum number of dispatches in flight
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ChoiceMerge:
     async def _start(self) -> None:
         for number, (leader, *followers) in enumerate(self._groups, start=1):
             self._tasks.add(asyncio.create_task(self._pump(leader, followers)))
-            if number % AT_ONCE == 0:
+            if number % STARTS_PER_TURN == 0:
                 await asyncio.sleep(0)
 
     async def _pump(self, choice: Choice, followers: Sequence[Choice] = ()) -> None:

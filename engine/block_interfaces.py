@@ -1,4 +1,4 @@
-"""Protocols that the engine needs from outside; the worker connects them to implementations."""
+"""Interfaces of the block pool's ledger of holds and of its eviction order, and the reasons for a hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Holds(Protocol):
         """Hold these blocks for the owner and reason."""
 
     def release(self, owner: Hashable, reason: str, block_ids: Iterable[int] | None = None) -> list[int]:
-        """Give up holds; returns the blocks, in the order given, that nobody holds any more."""
+        """Give up holds; return the blocks, in the order given, that nobody holds any more."""
 
     def held(self, block_id: int) -> bool:
         """Return whether anybody holds the block."""
@@ -46,7 +46,7 @@ class Holds(Protocol):
 
 
 class EvictionOrder(Protocol):
-    """Idle blocks of a pool and the order in which they leave (engine/eviction.py). Owned by the engine thread."""
+    """Idle blocks of a pool and the order of their eviction (engine/eviction.py). Owned by the engine thread."""
 
     stats: IdleStats
 
@@ -55,13 +55,13 @@ class EvictionOrder(Protocol):
     def __contains__(self, block_id: int) -> bool: ...
 
     def use(self, cache_use: CacheUse, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in cache_use."""
+        """Learn that a request is about to use `reused`, the blocks of the first `hashes`; fill in cache_use."""
 
     def rest(self, cache_use: CacheUse, block_ids: Sequence[int]) -> None:
-        """Learn which blocks a request that ends leaves; they are `put` once nothing else uses them."""
+        """Learn which blocks an ended request has left; they are `put` once nothing else uses them."""
 
     def leave_first(self, block_ids: Sequence[int]) -> None:
-        """Learn which blocks a request gives up that goes on; once nothing else uses them they leave before others."""
+        """Learn which blocks a continuing request gives up; once nothing else uses them they are evicted first."""
 
     def pause(self, request_id: str, reason: Pause, tools: int = 0) -> None:
         """Learn why the session of a request that ended pauses; ignored if the request is not remembered.
@@ -69,7 +69,7 @@ class EvictionOrder(Protocol):
         tools: group of the tools that its output calls, 0 if unknown."""
 
     def close(self, session: str) -> None:
-        """Let the blocks of a session alone leave before all others; ignored if it is not remembered."""
+        """Evict first the blocks that only this session used; ignored if it is not remembered."""
 
     def put(self, block_id: int, *, leaf: bool) -> None:
         """Add a block that has no user left. leaf: it has no children."""

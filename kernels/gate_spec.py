@@ -1,4 +1,4 @@
-"""Gated activations of MLPs (Shazeer 2020): one formula with four constants."""
+"""Constants that define a gated activation of an MLP (Shazeer 2020); the backends compute it."""
 
 from __future__ import annotations
 
