@@ -10,9 +10,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvferry.engine.block_interfaces import EvictionOrder
 from kvferry.engine.cache_use import CacheUse
 from kvferry.engine.eviction import ValueEviction
-from kvferry.engine.ports import EvictionOrder
 from kvferry.simulate.choices import check_known
 from kvferry.simulate.segmented_lru import PROTECTED, SegmentedLru, WithoutSessions
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from kvferry.model_files.model_name import ModelName
@@ -14,6 +18,7 @@ from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
 from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import Prefixes
+from kvferry.router.dispatch.request_targets import RequestTargets
 from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.dispatch.shared import Shared
 from kvferry.router.nodes.client import NodeClient
@@ -21,26 +26,41 @@ from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
 from kvferry.router.nodes.node_table import NodeTable
 from kvferry.router.nodes.session_notes import SessionNoter
+from kvferry.router.request_context import RequestContext
 from kvferry.router.request_log import RequestLog
 from kvferry.simulate.fleet import Fleet
 from kvferry.simulate.node import Node, Run
 from kvferry.simulate.policy import Choice
 from kvferry.simulate.results import Goal
+from kvferry.simulate.scenario import Scenario
 
 LOOKUP_S = 60.0
 """Timeout of an index lookup, in seconds; on the virtual clock every lookup is instant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Number of a run's delivered tokens, as a collection."""
+
+    run: Run
+
+    def __len__(self) -> int:
+        """Return the tokens delivered so far."""
+        return self.run.delivered
 
 
 class KvferryPolicy:
     """kvferry's policy, with reservations made and released as in a real dispatch (router/dispatch/attempt.py).
 
     Implements `simulate.policy.Policy`. local_tokens: see RouterSettings.local_prefill_tokens. targets: of all
-    requests, as of tenants with `ttft_ms` and `itl_ms`; None: no request is rejected."""
+    requests but patient ones, as of tenants with `ttft_ms` and `itl_ms`; None: no request is rejected."""
 
     def __init__(self, local_tokens: int = 0, targets: Goal | None = None) -> None:
         self._local_tokens, self._targets = local_tokens, targets
         self._bookings: dict[Run, list[Reservation]] = {}
         self._expected: dict[Run, ExpectedPrefix] = {}
+        self._requests: dict[Run, RequestTargets] = {}
+        self._displaced: list[Run] = []
 
     def enter(self, fleet: Fleet) -> None:
         metrics, clock = RouterMetrics(), fleet.clock.time
@@ -67,24 +87,28 @@ class KvferryPolicy:
         )
         nodes = {model: self.table.add(ModelNodes(ModelName(model, ()))) for model in fleet.shape.models}
         self._clusters = {model: ModelCluster(each, shared) for model, each in nodes.items()}
-        self._taken = dict.fromkeys(fleet.shape.models, 0)
+        self._taken = Counter[tuple[str, bool]]()
 
     async def choose(self, run: Run) -> Choice | None:
         ask, cluster = run.ask, self._clusters[run.ask.model]
         seats, left_s = cluster.capacity().sequences, self._left_s(run)
-        if seats and self._taken[ask.model] >= seats and not run.delivered:
+        if seats and self._before(ask) >= seats and (ask.patient or not run.delivered):
             if left_s < 0:
                 raise too_late(-left_s)
             return None
+        request = self._requests.get(run) or self._request(run, cluster)
+        if request.waits and not cluster.displacement.may_try(request):
+            return None
         hashes = ask.hashes[: run.length // self._fleet.shape.machine.block_size]
-        itl_s = self._targets.itl_s if self._targets and ask.output_len > 1 else inf
-        demand = Demand(run.length, recovers=bool(run.delivered), itl_s=itl_s)
+        demand = Demand(run.length, recovers=bool(run.delivered), itl_s=self._itl_s(ask))
         try:
             held = await cluster.reuse({group.fingerprint: hashes for group in cluster.model.groups}, {})
-            placement = cluster.place(demand, held)
+            placement = request.place(demand, held, cluster.model.groups, left_s)
         except TargetMissed:
             raise
         except (NoNodes, Overloaded):
+            return None
+        if placement is None:
             return None
         if placement.promised_s > left_s:
             raise too_late(placement.promised_s - left_s)
@@ -92,20 +116,48 @@ class KvferryPolicy:
         assert placement.decode
         prefill = nodes[placement.prefill.node_id] if placement.prefill else None
         decode = nodes[placement.decode.node_id]
-        self._taken[ask.model] += 1
+        self._taken[ask.model, ask.patient] += 1
         uncached = max(0, run.length - placement.cached_len)
         blocks = decode.machine.blocks_for(run.length + 1)
         booked = [self._entry(decode).promise(0 if prefill else uncached, blocks, _nobody)]
         if prefill:
             booked.insert(0, self._entry(prefill).promise(uncached, 0, _nobody))
         self._bookings[run] = booked
+        request.goes_to([self._entry(node).key for node in (prefill, decode) if node])
         computing = self._entry(prefill or decode)
         self._expected[run] = cluster.inflight_prefixes.sent(hashes, computing.key)
         return Choice(prefill, decode)
 
+    def _before(self, ask: Scenario) -> int:
+        """Return the requests of the window that this one cannot take: patient ones give way to all others."""
+        return self._taken[ask.model, False] + (self._taken[ask.model, True] if ask.patient else 0)
+
+    def _request(self, run: Run, cluster: ModelCluster) -> RequestTargets:
+        """Return the targets of a new request, or what lets it give way to those of others."""
+        ask, now = run.ask, run.arrived
+        first_by = inf if self._targets is None or ask.patient else now + self._targets.first_s(run)
+        call = RequestContext(
+            str(ask.number), now, inf, first_by=first_by, itl_s=self._itl_s(ask), is_patient=ask.patient
+        )
+        leave = partial(self._leave, run)
+        made = self._requests[run] = RequestTargets(call, cluster, Delivered(run), leave, lambda _: None)
+        return made
+
+    def _itl_s(self, ask: Scenario) -> float:
+        return self._targets.itl_s if self._targets and ask.output_len > 1 and not ask.patient else inf
+
+    def _leave(self, run: Run) -> None:
+        """Release what a displaced request holds; it waits until `displaced` tells of it."""
+        self._release(run)
+        self._displaced.append(run)
+
+    def displaced(self) -> Sequence[Run]:
+        found, self._displaced = self._displaced, []
+        return found
+
     def _left_s(self, run: Run) -> float:
         """Return the seconds until a new request's first token is due; infinite without targets."""
-        if self._targets is None or run.delivered:
+        if self._targets is None or run.delivered or run.ask.patient:
             return inf
         return run.arrived + self._targets.first_s(run) - self._fleet.clock.now
 
@@ -125,10 +177,17 @@ class KvferryPolicy:
             bookings[0].release()
 
     def ended(self, run: Run) -> None:
+        self._release(run)
+        if request := self._requests.pop(run, None):
+            request.end()
+
+    def _release(self, run: Run) -> None:
+        """Release all that an attempt holds."""
         for booking in self._bookings.pop(run, ()):
             booking.release()
         self._expected.pop(run).over()
-        self._taken[run.ask.model] -= 1
+        self._taken[run.ask.model, run.ask.patient] -= 1
+        self._requests[run].goes_to(())
 
     async def poll(self) -> None:
         await self.table.refresh()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
+from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.cache_use import CacheUse
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.ports import REQUEST
 from kvferry.simulate.eviction import EVICTIONS, order_of
 
 COPY_KEPT = 4

@@ -59,6 +59,10 @@ class Counting:
     async def poll(self) -> None:
         """Ignored: these policies poll nothing."""
 
+    def displaced(self) -> Sequence[Run]:
+        """Return nothing: these policies let nothing give way."""
+        return ()
+
     def lost(self, node: Node) -> None:
         """Ignored: the fleet lists only live nodes."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvferry.simulate.fleet import Fleet
@@ -41,6 +42,10 @@ class Policy(Protocol):
 
     async def poll(self) -> None:
         """Refresh the view of the cluster; called every half second."""
+
+    def displaced(self) -> Sequence[Run]:
+        """Return the requests that gave way since the last call; they wait at the router from now on."""
+        ...
 
     def lost(self, node: Node) -> None:
         """Report that the node died, as a router sees from its connections."""

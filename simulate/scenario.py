@@ -21,7 +21,8 @@ class Scenario:
     hashes      of the full blocks of its prompt and its output
     after       number of an earlier request, for a client that waits for its answer; -1: none
     session     key that a client would send for session affinity
-    tool        name of the tool that its output calls; empty: none"""
+    tool        name of the tool that its output calls; empty: none
+    patient     nobody waits for it, as for a batch's rows: it gives way to requests with targets"""
 
     number: int
     at: float
@@ -32,6 +33,7 @@ class Scenario:
     session: str = ""
     model: str = "m"
     tool: str = ""
+    patient: bool = False
 
     @property
     def cache_use(self) -> CacheUse:
@@ -43,7 +45,8 @@ class Scenario:
 class RunOf(Generic[N]):
     """Request in the simulation, from its arrival on.
 
-    delivered: output tokens delivered. attempt: number of nodes lost so far. cached_len: tokens reused where the prompt
+    delivered: output tokens delivered. attempt: number of attempts that ended early, by the
+    loss of a node or for a request with targets. cached_len: tokens reused where the prompt
     was computed, in the first attempt. first_s, last_s: times of the first and last token. begun_s: time at which the
     prompt started. here: leading blocks that the decode node held when it granted. failed: it fits on no node, or was
     rejected."""

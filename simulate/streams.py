@@ -35,8 +35,11 @@ class Streams:
         self.context += run.length
 
     def drop(self, run: Run) -> None:
-        """Remove a run's stream."""
-        self._ends = [each for each in self._ends if each[2] is not run]
+        """End a run's stream, if it has one here, with the tokens that it has."""
+        for each in [each for each in self._ends if each[2] is run]:
+            self._ends.remove(each)
+            self._deliver(each[0], run)
+            self.context -= run.length
         heapify(self._ends)
 
     def go_on(self, steps: float) -> None:
@@ -59,7 +62,11 @@ class Streams:
     def break_off(self) -> list[Run]:
         """End all streams with the tokens that they have, and return their runs."""
         for end, _, run, _ in self._ends:
-            run.delivered = run.ask.output_len - math.ceil(end - self.steps - NEAR)
+            self._deliver(end, run)
         here = [each[2] for each in self._ends]
         self._ends, self.context = [], 0.0
         return here
+
+    def _deliver(self, end: float, run: Run) -> None:
+        """Count the tokens of a stream that would end after so many steps."""
+        run.delivered = run.ask.output_len - math.ceil(end - self.steps - NEAR)

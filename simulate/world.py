@@ -52,6 +52,8 @@ class World:
         self.runs: list[Run] = []
         self._left = len(trace)
         self._waiting: deque[Run] = deque()
+        self._patient: deque[Run] = deque()
+        self._gave_way: list[Run] = []
         self._after: dict[int, list[Scenario]] = {}
         self._pumping = False
 
@@ -82,32 +84,50 @@ class World:
         async def arrive() -> None:
             run = Run(ask, self.clock.now)
             self.runs.append(run)
-            self._waiting.append(run)
+            (self._patient if ask.patient else self._waiting).append(run)
             await self._pump()
 
         return arrive
 
     async def _pump(self) -> None:
-        """Place requests that wait at the router, in order, while the policy places them."""
+        """Place requests that wait at the router, in order, while the policy places them; patient ones last."""
         if self._pumping:
             return
         self._pumping = True
-        while self._waiting:
-            run = self._waiting[0]
-            try:
-                choice = await self.policy.choose(run)
-            except (ContextLengthExceeded, Overloaded) as error:
-                self._waiting.popleft()
-                run.failed, run.rejected = True, isinstance(error, Overloaded)
-                self._end(run)
-                continue
-            if choice is None:
-                break
+        while self._waiting and await self._placed(self._waiting[0]):
             self._waiting.popleft()
-            run.prefill, run.decode = choice
-            self.policy.launched(run)
-            self._launch(run)
+        if not self._waiting:
+            await self._pump_patient()
         self._pumping = False
+
+    async def _pump_patient(self) -> None:
+        """Place patient requests: first those that gave way or have been tried."""
+        for run in list(self._gave_way):
+            if await self._placed(run):
+                self._gave_way.remove(run)
+        while self._patient and not self._gave_way:
+            run = self._patient.popleft()
+            if not await self._placed(run):
+                self._gave_way.append(run)
+
+    async def _placed(self, run: Run) -> bool:
+        """Place a request, and launch it or let it fail; return False if it has to wait."""
+        try:
+            choice = await self.policy.choose(run)
+        except (ContextLengthExceeded, Overloaded) as error:
+            run.failed, run.rejected = True, isinstance(error, Overloaded)
+            self._end(run)
+            return True
+        finally:
+            for other in self.policy.displaced():
+                self._leave(other)
+                self._gave_way.append(other)
+        if choice is None:
+            return False
+        run.prefill, run.decode = choice
+        self.policy.launched(run)
+        self._launch(run)
+        return True
 
     def _launch(self, run: Run) -> None:
         prefill, decode, attempt = run.prefill, run.decode, run.attempt
@@ -191,7 +211,7 @@ class World:
             self._pace.left(self._left)
         for ask in self._after.pop(run.ask.number, ()):
             self.clock.soon(ask.at, self._arrival(ask))
-        if self._waiting:
+        if self._waiting or self._patient or self._gave_way:
             self.clock.soon(0.0, self._pump)
 
     def _lose(self, loss: Loss) -> None:
@@ -212,10 +232,17 @@ class World:
     def _begin_again(self, run: Run, lost: Node) -> None:
         if run.prefill is lost and run.decode is not None and run in run.decode.streams:
             return
-        for node in (run.prefill, run.decode):
-            if node is not None:  # also a dead one: it may have got a grant meanwhile
-                node.drop(run)
         self.policy.ended(run)
+        self._leave(run)
+        if run.ask.patient:
+            self._gave_way.append(run)
+        else:
+            self._waiting.appendleft(run)
+
+    def _leave(self, run: Run) -> None:
+        """End an attempt on its nodes, also on a dead one: it may have got a grant meanwhile."""
+        for node in (run.prefill, run.decode):
+            if node is not None:
+                node.drop(run)
         run.attempt += 1
         run.prefill = run.decode = None
-        self._waiting.appendleft(run)

@@ -1,4 +1,4 @@
-"""Parser for Llama 3 calls: `{"name": ..., "parameters": {...}}` after an optional `<|python_tag|>`, split by `;`, `,`."""
+"""Parser for Llama 3 calls: `{"name": ..., "parameters": {...}}`, maybe after `<|python_tag|>`, split by `;` or `,`."""
 
 from __future__ import annotations
 
