@@ -51,6 +51,7 @@ CASES: Mapping[str, Case] = {
     "several-tools": Case("several-tools", 24),
     "bursts": Case("bursts", 32),
     "documents": Case("documents", 1.3),
+    "batch-rows": Case("batch-rows", 34),
     "mixed-models": Case("mixed-models", 60),
     "node-loss": Case("chat", 120, LOSSES),
 }

@@ -40,7 +40,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Results of one policy on one trace.
+    """Results of one policy on one trace; patient requests count in `requests`, `hit_rate`, `imbalance` and `failed`.
 
     ttft_s, itl_s   percentiles (50, 90, 99) in seconds; a request's itl_s is the mean time between its tokens
     goodput         requests that met the goal, per second of arrivals
@@ -68,17 +68,19 @@ class Figures:
 def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal, virtual_s: float) -> Figures:
     """Return the results of at least one run; all runs must have ended."""
     done = [run for run in runs if not run.failed]
-    first = _percentiles([run.ttft_s for run in done])
-    between = _percentiles([run.itl_s for run in done if run.ask.output_len > 1])
-    met = sum(map(goal.met, runs))
+    awaited = [run for run in runs if not run.ask.patient] or runs
+    served = [run for run in awaited if not run.failed]
+    first = _percentiles([run.ttft_s for run in served])
+    between = _percentiles([run.itl_s for run in served if run.ask.output_len > 1])
+    met = sum(map(goal.met, awaited))
     arrivals_s = max(run.arrived for run in runs) - min(run.arrived for run in runs)
     prompts = sum(run.ask.prompt_len for run in done)
     reused = sum(max(0, run.cached_len) for run in done)
     computing = [node.busy_s for node in nodes if node.role == "prefill"] or [node.busy_s for node in nodes]
     mean_s = sum(computing) / len(computing)
     return Figures(
-        policy, len(runs), first, between, met / max(arrivals_s, 1e-9), met / len(runs), reused / max(1, prompts),
-        max(computing) / mean_s if mean_s else 1.0, len(runs) - len(done), virtual_s, kept=met / max(1, len(done)),
+        policy, len(runs), first, between, met / max(arrivals_s, 1e-9), met / len(awaited), reused / max(1, prompts),
+        max(computing) / mean_s if mean_s else 1.0, len(runs) - len(done), virtual_s, kept=met / max(1, len(served)),
     )  # fmt: skip
 
 

@@ -92,6 +92,11 @@ def documents(asked: Asked) -> list[Scenario]:
     return sorted(writer.trace, key=lambda ask: ask.at)
 
 
+def batch_rows(asked: Asked) -> list[Scenario]:
+    """Return a trace of prompts that share no prefix; half of them are a batch's rows, for which nobody waits."""
+    return [replace(ask, patient=ask.number % 2 > 0) for ask in low_sharing(asked)]
+
+
 def mixed_models(asked: Asked) -> list[Scenario]:
     """Return a trace for two models on separate nodes: agents for one, unshared prompts for the other."""
     half = replace(asked, count=-(-asked.count // 2))
@@ -111,5 +116,6 @@ WORKLOADS: Mapping[str, Callable[[Asked], list[Scenario]]] = {
     "several-tools": several_tools,
     "bursts": bursts,
     "documents": documents,
+    "batch-rows": batch_rows,
     "mixed-models": mixed_models,
 }

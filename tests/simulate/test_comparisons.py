@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from dataclasses import replace
@@ -16,12 +17,15 @@ from kvferry.protocol.lease import Load, NodeLease, Rates
 from kvferry.simulate.calibrate import calibrated, of_model
 from kvferry.simulate.compare import POLICIES, case, simulated
 from kvferry.simulate.fleet import Shape
+from kvferry.simulate.kvferry_policy import KvferryPolicy
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.plan import BUSY, Need, checks, encoding, guess
 from kvferry.simulate.plots import goodputs
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal, medians
+from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.trace_writer import Asked
+from kvferry.simulate.world import World
 
 
 def test_ours_wins_where_sharing_is_high_and_caches_overflow() -> None:
@@ -278,6 +282,34 @@ def test_targets_keep_the_goodput_under_overload(shape: Shape, scale: float, goa
     assert crowded.failed > usual.failed
     assert (plain.failed, plain.kept) == (0, plain.share)
     assert plain.goodput < 0.7 * crowded.goodput
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 2), Shape(4, 1)], ids=["prefill is short", "decode is short"])
+def test_a_batch_gives_way_to_requests_with_targets_and_loses_nothing(shape: Shape) -> None:
+    """At 1.3 times the capacity, half of it a batch's rows: those who wait are served as if there were no batch."""
+    trace, *_ = case("batch-rows", Asked(600, 0.33, 1))
+    others = [ask for ask in trace if not ask.patient]
+    hurried = [replace(ask, patient=False) for ask in trace]
+    goal = Goal(itl_s=0.03)
+    alone, beside, equal = (simulated("kvferry", shape, each, goal, targets=True) for each in (others, trace, hurried))
+    assert beside.kept >= 0.97
+    assert beside.goodput >= 0.95 * alone.goodput
+    assert beside.failed <= alone.failed + 0.02 * len(others)
+    assert equal.failed > beside.failed + 0.05 * len(trace)
+
+
+def test_what_gives_way_goes_on_behind_its_tokens() -> None:
+    shape, policy = Shape(1, 1, replace(Machine(), max_num_seqs=4)), KvferryPolicy(targets=Goal(itl_s=0.03))
+    rows = [Scenario(number, 0.0, 600, 400, (), patient=True) for number in range(4)]
+    late = [Scenario(4 + number, 2.0 + number, 600, 40, ()) for number in range(3)]
+    world = World(shape, policy, [*rows, *late])
+    asyncio.run(world.play())
+    gave_way = [run for run in world.runs if run.attempt]
+    assert gave_way
+    assert all(run.ask.patient for run in gave_way)
+    assert all(run.delivered == run.ask.output_len and not run.failed for run in world.runs)
+    assert max(run.ttft_s for run in world.runs if not run.ask.patient) < 1.0
+    assert not policy.displaced()
 
 
 def test_the_command_compares_loads_with_targets() -> None:
