@@ -104,6 +104,29 @@ inline float total(__m512 a) {
   return lanes.of[0];
 }
 
+inline float most(__m512 a) {
+  const Lanes<float, __m512> lanes(a);
+  float out = lanes.of[0];
+  for (int i = 1; i < 16; ++i) out = lanes.of[i] > out ? lanes.of[i] : out;
+  return out;
+}
+
+// What is above the integer below x; of infinities, nothing.
+inline __m512 above_integer(__m512 a, int) {
+  return each<float, __m512, float>(a, [](float x) { return std::isinf(x) ? 0.0f : x - std::floor(x); });
+}
+inline __m512 scaled(__m512 a, __m512 powers) {
+  const Lanes<float, __m512> by(powers);
+  Lanes<float, __m512> of(a);
+  for (int i = 0; i < 16; ++i) of.of[i] *= std::exp2(std::floor(by.of[i]));
+  return of;
+}
+inline __m512i four_times(__m128i a) {
+  Lanes<int, __m512i> out{zero()};
+  for (int i = 0; i < 4; ++i) std::memcpy(out.of + 4 * i, &a, sizeof a);
+  return out;
+}
+
 inline __mmask16 common_bits(__m512i a, __m512i b) {
   const Lanes<int, __m512i> x(a), y(b);
   uint32_t mask = 0;
@@ -197,6 +220,10 @@ inline __m256bh to_bf16(__m512 a) { return each<uint16_t, __m256bh, uint32_t>(a,
 #define _mm512_abs_epi8 emulated::magnitude
 #define _mm512_add_epi16 emulated::add16
 #define _mm512_reduce_add_ps emulated::total
+#define _mm512_reduce_max_ps emulated::most
+#define _mm512_reduce_ps emulated::above_integer
+#define _mm512_scalef_ps emulated::scaled
+#define _mm512_broadcast_i32x4 emulated::four_times
 #define _mm512_test_epi32_mask emulated::common_bits
 #define _mm512_maskz_compress_ps emulated::compressed
 #define _mm512_movepi8_mask emulated::signs

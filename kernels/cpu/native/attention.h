@@ -4,25 +4,13 @@
 
 #include <type_traits>
 
-#include "cache.h"
-#include "scores.h"
+#include "paired_heads.h"
 #include "types.h"
-#include "vector.h"
 
 namespace kvferry {
 namespace {
 
 constexpr int kColumns = kLanes == 16 ? 4 : 2;
-
-// Queries as they are multiplied: bfloat16 where the instruction set multiplies it with what is stored, else widened once.
-// Processors with tiles have vectors' products of bfloat16, too, and are slow at them.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-constexpr bool kBf16Products = true;
-#else
-constexpr bool kBf16Products = false;
-#endif
-template <class T, class S>
-using Query = std::conditional_t<kBf16Products && std::is_same_v<T, bf16> && std::is_same_v<S, bf16>, bf16, float>;
 
 // total [Heads] = lane-wise products of each head's q (`dim` apart) and k [dim], summed over groups of lanes. k is read
 // once for all heads.
@@ -36,22 +24,6 @@ KVF_INLINE void dots(const float* q, const S* k, int64_t dim, Floats (&total)[He
   }
 }
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-template <int Heads>
-KVF_INLINE void dots(const bf16* q, const bf16* k, int64_t dim, Floats (&total)[Heads]) {
-  for (int h = 0; h < Heads; ++h) total[h] = Floats{};
-  int64_t d = 0;
-  for (; d + 32 <= dim; d += 32) {
-    const auto value = (__m512bh)_mm512_loadu_si512(k + d);
-#pragma GCC unroll 4
-    for (int h = 0; h < Heads; ++h)
-      total[h] = (Floats)_mm512_dpbf16_ps((__m512)total[h], (__m512bh)_mm512_loadu_si512(q + h * dim + d), value);
-  }
-  for (; d < dim; d += kLanes)
-    for (int h = 0; h < Heads; ++h) total[h] = total[h] + load(q + h * dim + d) * load(k + d);
-}
-#endif
-
 // The scales of K and V [kTile] of a tile, 1 behind its positions.
 KVF_INLINE void read_scales(const Tile<int8_t>& tile, HeadDims dims, float* k, float* v) {
   for (int64_t j = 0; j < tile.count; ++j) k[j] = scale_of(tile.k[j], dims.k), v[j] = scale_of(tile.v[j], dims.v);
@@ -64,10 +36,10 @@ KVF_INLINE void scale_all(float* values, const float* scales, int64_t count) {
 
 // scores [Heads][kTile] = scale * q[head] . k[j] of the tile's positions, -inf behind them, up to a whole vector. The
 // rows of `ahead` are fetched meanwhile: blocks lie apart, which no hardware prefetcher foresees.
-template <class Q, class S, int Dim, int Heads>
-inline __attribute__((noinline)) void score_heads(const Q* q, const Tile<S>& tile, const Tile<S>& ahead, int64_t dim,
+template <class S, int Dim, int Heads>
+inline __attribute__((noinline)) void score_heads(const float* q, const Tile<S>& tile, const Tile<S>& ahead, int64_t dim,
                                                   float scale, float* scores) {
-  const int64_t width = Dim > 0 ? Dim : dim, count = tile.count;
+  const int64_t width = Dim > kPairs ? Dim : dim, count = tile.count;
   for (int64_t j = 0; j < count; j += kLanes) {
     for (int64_t i = j; i < j + kLanes && i < ahead.count; ++i) fetch(ahead.k[i], width);
     Floats parts[Heads][kLanes];
@@ -120,20 +92,35 @@ struct Span {
   int64_t head, begin, end;
 };
 
+// Calls visit(the number of heads, 1 to 4, as a constant).
+template <class Visit>
+KVF_INLINE void with_heads(int64_t heads, Visit visit) {
+  switch (heads) {
+    case 1: return visit(std::integral_constant<int, 1>{});
+    case 2: return visit(std::integral_constant<int, 2>{});
+    case 3: return visit(std::integral_constant<int, 3>{});
+    default: return visit(std::integral_constant<int, 4>{});
+  }
+}
+
 // Of `group` query heads (q, `dim` apart): partial results over the span, each `partial_step` floats apart. `after`:
 // what this thread attends to next, or null. K and V are stored as S: the scales of int8 multiply scores and weights.
+// Dim: the head's, kPairs where it is some other multiple of that, or 0.
 template <class T, class S, int Dim>
 inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KVLayer& kv, const Span& span,
                                              const Span* after, const Scoring& scoring, float* partial,
                                              int64_t partial_step) {
-  const int64_t dim = kv.dim, v_dim = kv.v_dim;
-  const float scale = scoring.scale;
   constexpr bool kScaled = sizeof(S) == 1;
+  constexpr bool kPaired = kBf16Products && std::is_same_v<T, bf16> && std::is_same_v<S, bf16> && Dim > 0;
+  using Number = std::conditional_t<kPaired, bf16, float>;
+  const int64_t dim = kv.dim, v_dim = kv.v_dim;
+  const auto power = [](Floats x) { return kPaired ? power_of_two(x * kLog2E) : exponential(x); };
   Tile<S> tiles[2];
   alignas(64) float k_scales[kTile], v_scales[kTile];
-  alignas(64) float weights[4 * kTile];
+  alignas(64) float scores[4 * kTile];
+  alignas(64) Number weights[4 * kTile];
   alignas(64) float total[4 * kMaxDim];
-  alignas(64) Query<T, S> queries[4 * kMaxDim];
+  alignas(64) Number queries[4 * kMaxDim];
   for (int64_t first = 0; first < group; first += 4) {
     const int64_t heads = group - first < 4 ? group - first : 4;
     float highest[4], weight[4];
@@ -153,42 +140,41 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
       else
         ahead->count = 0;
       if constexpr (kScaled) read_scales(*tile, kv.dims(), k_scales, v_scales);
-      switch (heads) {
-        case 1: score_heads<Query<T, S>, S, Dim, 1>(queries, *tile, *ahead, dim, scale, weights); break;
-        case 2: score_heads<Query<T, S>, S, Dim, 2>(queries, *tile, *ahead, dim, scale, weights); break;
-        case 3: score_heads<Query<T, S>, S, Dim, 3>(queries, *tile, *ahead, dim, scale, weights); break;
-        default: score_heads<Query<T, S>, S, Dim, 4>(queries, *tile, *ahead, dim, scale, weights);
-      }
+      with_heads(heads, [&](auto count) {
+        if constexpr (kPaired)
+          score_pairs<Dim, count>(queries, *tile, *ahead, dim, scoring.scale, scores);
+        else
+          score_heads<S, Dim, count>(queries, *tile, *ahead, dim, scoring.scale, scores);
+      });
       for (int64_t h = 0; h < heads; ++h) {
-        float* scores = weights + h * kTile;
-        if constexpr (kScaled) scale_all(scores, k_scales, tile->count);
-        if (scoring.cap > 0) cap_scores(scores, tile->count, scoring.cap);
-        Floats top = load(scores);
-        for (int64_t j = kLanes; j < tile->count; j += kLanes) top = larger(top, load(scores + j));
+        float* row = scores + h * kTile;
+        if constexpr (kScaled) scale_all(row, k_scales, tile->count);
+        if (scoring.cap > 0) cap_scores(row, tile->count, scoring.cap);
+        Floats top = load(row);
+        for (int64_t j = kLanes; j < tile->count; j += kLanes) top = larger(top, load(row + j));
         const float peak = largest(top), higher = peak > highest[h] ? peak : highest[h];
         Floats added{};
         for (int64_t j = 0; j < tile->count; j += kLanes) {
-          const Floats e = exponential(load(scores + j) - higher);
+          const Floats e = power(load(row + j) - higher);
           added = added + e;
-          store(scores + j, e);
+          store(weights + h * kTile + j, kScaled ? e * load(v_scales + j) : e);
         }
         if (at == span.begin) {
           weight[h] = sum(added);
         } else {
-          const Floats kept = exponential(splat(highest[h] - higher));
+          const Floats kept = power(splat(highest[h] - higher));
           weight[h] = weight[h] * kept[0] + sum(added);
           float* of_head = total + h * v_dim;
           for (int64_t d = 0; d < v_dim; d += kLanes) store(of_head + d, load(of_head + d) * kept);
         }
         highest[h] = higher;
-        if constexpr (kScaled) scale_all(scores, v_scales, tile->count);
       }
-      switch (heads) {
-        case 1: weigh_heads<S, 1>(*tile, ahead, weights, v_dim, total); break;
-        case 2: weigh_heads<S, 2>(*tile, ahead, weights, v_dim, total); break;
-        case 3: weigh_heads<S, 3>(*tile, ahead, weights, v_dim, total); break;
-        default: weigh_heads<S, 4>(*tile, ahead, weights, v_dim, total);
-      }
+      with_heads(heads, [&](auto count) {
+        if constexpr (kPaired)
+          weigh_pairs<Dim, count>(*tile, ahead, weights, v_dim, total);
+        else
+          weigh_heads<S, count>(*tile, ahead, weights, v_dim, total);
+      });
       std::swap(tile, ahead);
     }
     for (int64_t h = 0; h < heads; ++h) {
@@ -203,10 +189,12 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
 template <class T, class S>
 KVF_INLINE void attend_stored(const T* q, int64_t group, const KVLayer& kv, const Span& span, const Span* after,
                               const Scoring& scoring, float* partial, int64_t partial_step) {
-  if (kv.dim == 64)
+  if (kv.dim == 64 && kv.v_dim == 64)
     attend<T, S, 64>(q, group, kv, span, after, scoring, partial, partial_step);
-  else if (kv.dim == 128)
+  else if (kv.dim == 128 && kv.v_dim == 128)
     attend<T, S, 128>(q, group, kv, span, after, scoring, partial, partial_step);
+  else if (kv.dim % kPairs == 0 && kv.v_dim % kPairs == 0)
+    attend<T, S, kPairs>(q, group, kv, span, after, scoring, partial, partial_step);
   else
     attend<T, S, 0>(q, group, kv, span, after, scoring, partial, partial_step);
 }

@@ -1,6 +1,7 @@
 // The paged cache: K and V of a head and slot as the model's numbers, or as int8 with a float32 scale behind them.
 #pragma once
 
+#include <algorithm>
 #include <cfloat>
 
 #include "types.h"
@@ -69,11 +70,12 @@ struct Tile {
   void find(const KVLayer& kv, int64_t head, const int32_t* table, int64_t begin, int64_t end) {
     count = end - begin < kTile ? end - begin : kTile;
     int64_t block = begin / kv.block_size, slot = begin % kv.block_size;
-    for (int64_t j = 0; j < count; ++j) {
-      k[j] = static_cast<const S*>(kv.data) + offset_of(kv, table[block], slot, head);
-      v[j] = k[j] + kv.kv_step;
-      if (++slot == kv.block_size) slot = 0, ++block;
+    for (int64_t j = 0; j < count; slot = 0, ++block) {
+      const S* from = static_cast<const S*>(kv.data) + offset_of(kv, table[block], slot, head);
+      for (const int64_t end = std::min(count, j + kv.block_size - slot); j < end; ++j, from += kv.slot_step)
+        k[j] = from, v[j] = from + kv.kv_step;
     }
+    for (int64_t j = count; j % kLanes != 0; ++j) k[j] = k[count - 1], v[j] = v[count - 1];  // for whole vectors of them
   }
 };
 

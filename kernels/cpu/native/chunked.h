@@ -14,6 +14,7 @@
 #include "chunk_memory.h"
 #include "delta_step.h"
 #include "small_products.h"
+#include "transposed.h"
 
 namespace kvferry {
 namespace {

@@ -35,13 +35,9 @@ KVF_INLINE T word(const bf16* pair) {
 
 constexpr int kTileRows = 12;
 
-// out [Rows][kPanel] = the panel's outputs of `Rows` rows of x (`step` elements apart).
+// total += the panel's outputs of `Rows` rows of x (`step` elements apart), each one chain of sums.
 template <int Rows>
-inline __attribute__((noinline)) void panel_tile(const bf16* x, int64_t step, const uint8_t* panel, int64_t pairs,
-                                                 float* out) {
-  Floats total[Rows][kParts];
-#pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) total[r][0] = total[r][1] = Floats{};
+KVF_INLINE void add_pairs(const bf16* x, int64_t step, const uint8_t* panel, int64_t pairs, Floats (&total)[Rows][kParts]) {
   for (int64_t k = 0; k < pairs; ++k, panel += kPanel * 4) {
     __builtin_prefetch(panel + kAhead);
     __builtin_prefetch(panel + kAhead + 64);
@@ -53,6 +49,14 @@ inline __attribute__((noinline)) void panel_tile(const bf16* x, int64_t step, co
       total[r][1] = (Floats)_mm512_dpbf16_ps((__m512)total[r][1], w1, pair);
     }
   }
+}
+
+// out [Rows][kPanel] = the panel's outputs of `Rows` rows of x.
+template <int Rows>
+inline __attribute__((noinline)) void panel_tile(const bf16* x, int64_t step, const uint8_t* panel, int64_t pairs,
+                                                 float* out) {
+  Floats total[Rows][kParts] = {};
+  add_pairs<Rows>(x, step, panel, pairs, total);
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
     store(out + r * kPanel, total[r][0]);

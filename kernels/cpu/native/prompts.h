@@ -20,8 +20,12 @@ struct PrefillTask {
   KVLayer kv;
 };
 
-constexpr int64_t kPrefillBlock = 128;  // positions
+constexpr int64_t kPrefillBlock = 256;  // positions
 constexpr int64_t kPrefillRows = 96;
+constexpr int64_t kScoredRows = 48;  // rows whose scores and weights are held at once, whole vectors of them
+
+// Rows' sums and highest scores are read and written in whole vectors.
+inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
 
 // Query rows of one tile: whole tokens under one K/V head.
 inline int64_t prefill_rows(int64_t group) { return group > kPrefillRows ? group : kPrefillRows / group * group; }
@@ -40,7 +44,7 @@ inline int64_t prefill_bytes(const PrefillTask& t) {
 }
 
 inline int64_t rows_memory(int64_t rows, HeadDims dims) {
-  return (rows * (6 * kPrefillBlock + 2 * dims.k + 4 * dims.v + 12) + 127) / 64 * 64;
+  return (6 * kScoredRows * kPrefillBlock + rows * (2 * dims.k + 4 * dims.v) + 12 * padded_rows(rows) + 127) / 64 * 64;
 }
 
 inline int64_t prefill_memory(int64_t group, HeadDims dims) { return rows_memory(prefill_rows(group), dims); }

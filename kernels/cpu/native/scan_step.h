@@ -5,6 +5,7 @@
 
 #include "recurrence.h"
 #include "stream.h"
+#include "transposed.h"
 
 namespace kvferry {
 namespace {

@@ -192,33 +192,15 @@ KVF_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 KVF_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
 KVF_INLINE float largest(Floats value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)value);
+#else
   float lanes[kLanes];
   store(lanes, value);
   float out = lanes[0];
   for (int i = 1; i < kLanes; ++i) out = lanes[i] > out ? lanes[i] : out;
   return out;
-}
-
-// One step of the transposing sum: lanes whose index has bit `Step` clear come from a, the others from b, each being
-// the sum of the two lanes of its vector that differ in that bit.
-template <int Step, size_t... Lane>
-KVF_INLINE Floats fold(Floats a, Floats b, std::index_sequence<Lane...>) {
-  const Floats low = __builtin_shufflevector(a, b, ((Lane & Step) ? kLanes + (Lane & ~Step) : Lane)...);
-  const Floats high = __builtin_shufflevector(a, b, ((Lane & Step) ? kLanes + Lane : (Lane | Step))...);
-  return low + high;
-}
-
-template <int Step>
-KVF_INLINE void fold_all(Floats* values) {
-  for (int i = 0; i < Step; ++i)
-    values[i] = fold<Step>(values[i], values[i + Step], std::make_index_sequence<kLanes>());
-  if constexpr (Step > 1) fold_all<Step / 2>(values);
-}
-
-// Lane i of the result is the sum of values[i]; values [kLanes] is overwritten.
-KVF_INLINE Floats sums(Floats* values) {
-  fold_all<kLanes / 2>(values);
-  return values[0];
+#endif
 }
 
 // e^x within 2 units in the last place (range reduction by ln 2 in two parts, polynomial of Cephes' expf);

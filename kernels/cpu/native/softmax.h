@@ -1,0 +1,111 @@
+// Weights of attention: an online softmax (Milakov and Gimelshein 2018) of as many query rows at a time as a vector has lanes.
+#pragma once
+
+#include "chunks.h"
+#include "scores.h"
+#include "transposed.h"
+
+namespace kvferry {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 2^x within 9e-5 of itself, a twentieth of what rounding weights to bfloat16 costs; exactly 1 of 0, and 0 of -infinity.
+// x: to 126.
+KVF_INLINE Floats power_of_two(Floats x) {
+#if defined(__AVX512F__)
+  const Floats rest = (Floats)_mm512_reduce_ps((__m512)x, 1);  // above the integer below x
+#else
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const Floats bounded = larger(x, splat(-126.0f)), shifted = bounded - 0.5f + kRound;
+  const Floats rest = bounded - (shifted - kRound);
+#endif
+  Floats p = rest * 7.706713327e-2f + 2.276448658e-1f;
+  p = p * rest + 6.951168240e-1f;
+  p = p * rest + 1.0f;
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  const Ints exponent = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
+  return x < splat(-126.0f) ? Floats{} : p * reinterpret_cast<Floats>(exponent);
+#endif
+}
+
+// Which positions of a block, which begins at `begin`, the query rows see: row r (token r / group, from `token` on) those
+// in its window up to its own, or up to the last one of the tokens' that is named.
+struct Sight {
+  int64_t group, begin, token, window;
+  const int32_t* see_until = nullptr;
+
+  // How many positions from the block's first on the row sees, or the window hides from it.
+  int64_t seen(int64_t row) const {
+    const int64_t number = row / group;
+    return (see_until == nullptr ? token + number : see_until[number]) + 1 - begin;
+  }
+  // Of the block's first `width`, those up to the last one that rows to `last` see: whole vectors of any width, 16 at least.
+  int64_t near(int64_t last, int64_t width) const {
+    const int64_t own = see_until == nullptr ? (seen(last) + 15) / 16 * 16 : width;
+    return own < 16 ? 16 : own < width ? own : width;
+  }
+  // Whether rows from `first` on may see less than that.
+  bool partial(int64_t first, int64_t width) const { return window != 0 || token + first / group + 1 - begin < width; }
+  int64_t hidden(int64_t row) const { return first_seen(token + row / group, window) - begin; }
+
+  // Scores [width] (whole vectors) of the row's positions that it does not see become -infinity.
+  void hide(int64_t row, float* scores, int64_t width) const {
+    Ints lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    const auto low = static_cast<int32_t>(hidden(row)), high = static_cast<int32_t>(seen(row));
+    const auto set = [&](int64_t j) {
+      const Ints at = lane + static_cast<int32_t>(j);
+      store(scores + j, at >= low && at < high ? load(scores + j) : splat(-__builtin_inff()));
+    };
+    for (int64_t j = 0; j < low && j < width; j += kLanes) set(j);
+    for (int64_t j = high < 0 ? 0 : high / kLanes * kLanes; j < width; j += kLanes) set(j);
+  }
+};
+
+// What rows carry from block to block: their highest score so far, their sum of weights, and how much of what they had is
+// kept since the highest score rose.
+struct RowState {
+  float *highest, *weight, *kept;
+};
+
+// The weights [count][step] of `width` positions (whole vectors) from their scores, which are to be multiplied by `scale`; the weights of V
+// in int8 are multiplied by its scales. count: 1 to kLanes rows, whose states are padded to so many.
+template <bool Scaled>
+KVF_INLINE void weigh_rows(const float* scores, int64_t step, int64_t count, int64_t width, float scale,
+                           const float* v_scales, const RowState& state, bf16* weights) {
+  Floats lanes[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) lanes[i] = splat(-__builtin_inff());
+  for (int64_t i = 0; i < count; ++i) {
+    const float* row = scores + i * step;
+    Floats top = load(row);
+#pragma GCC unroll 2
+    for (int64_t j = kLanes; j < width; j += kLanes) top = larger(top, load(row + j));
+    lanes[i] = top;
+  }
+  const Floats before = load(state.highest), higher = larger(maxima(lanes) * scale, before);
+  const Floats finite = larger(higher, splat(-1e38f));  // rows that have seen nothing so far
+  const Floats origin = finite * kLog2E, kept = power_of_two((before - finite) * kLog2E);
+  alignas(64) float origins[kLanes];
+  store(origins, origin);
+  for (int64_t i = 0; i < count; ++i) {
+    const float* row = scores + i * step;
+    bf16* to = weights + i * step;
+    Floats added{};
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < width; j += kLanes) {
+      const Floats e = power_of_two(load(row + j) * (scale * kLog2E) - origins[i]);
+      added = added + e;
+      store(to + j, Scaled ? e * load(v_scales + j) : e);
+    }
+    lanes[i] = added;
+  }
+  store(state.weight, load(state.weight) * kept + sums(lanes));
+  store(state.highest, higher);
+  store(state.kept, kept);
+}
+
+}  // namespace
+}  // namespace kvferry
