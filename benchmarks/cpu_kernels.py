@@ -17,12 +17,12 @@ import sys
 import time
 from pathlib import Path
 
-from kvferry.protocol.layout import KVLayout, blocks_for
 from kvferry.protocol.work import Generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.cpu_latent import latent_subjects
+from benchmarks.cpu_layers import bench_attention, bench_dense, random_pool, report, shuffled_plan
 from benchmarks.cpu_recurrent import recurrent_subjects
 from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
 from benchmarks.overhead import bench_overhead
@@ -30,7 +30,6 @@ from kvferry.cli.bootstrap import set_threads
 from kvferry.runtime.limits import available_cores
 
 SECTIONS = ("limits", "dense", "attention", "latent", "recurrent", "step", "engine", "overhead")
-ROWS = (1, 4, 8, 16, 64, 512)
 DECODES = ((1, 128), (1, 2048), (8, 384), (32, 384))
 PREFILLS = (128, 512, 2048)
 STREAMS = ((1, 32, 96), (8, 64, 48), (32, 32, 48))
@@ -43,91 +42,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
     return parser.parse_args()
-
-
-def report(title: str, limits: Limits, times: list[float], moved: float, work: float, unit: str = "") -> None:
-    """Print a row. times: median seconds of ours, the peer if any, reading and multiplying."""
-    ours, *peer, read, multiply = times
-    gbs, gflops = limits.shares(read, multiply)
-    line = f"{title:34} {ours * 1e3:9.3f} ms"
-    line += f" {peer[0] / ours:6.2f} x reference" if peer else " " * 19
-    line += f" {moved / ours / 1e9:7.1f} GB/s ({100 * moved / ours / 1e9 / gbs:3.0f} % of {gbs:.0f})"
-    line += f" {work / ours / 1e9:7.0f} GFLOP/s ({100 * work / ours / 1e9 / gflops:3.0f} % of {gflops:.0f})"
-    print(line + unit, flush=True)
-
-
-def bench_dense(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
-    """Time the dense layers of SmolLM2-135M, with enough copies to exceed the caches."""
-    import torch
-    import torch.nn.functional as F
-
-    for out, inputs in ((3072, 576), (576, 1536), (49152, 576)):
-        copies = max(1, (96 << 20) // (2 * out * inputs))
-        weights = [torch.randn(out, inputs).bfloat16() for _ in range(copies)]
-        packed = [ops.linear(weight) for weight in weights]
-        for rows in ROWS:
-            x = torch.randn(rows, inputs).bfloat16()
-            torch.testing.assert_close(packed[0](x), F.linear(x, weights[0]), atol=0.5, rtol=2e-2)
-            forms = [
-                lambda packed=packed, x=x: [layer(x) for layer in packed],
-                lambda weights=weights, x=x: [F.linear(x, weight) for weight in weights],
-                limits.read,
-                limits.multiply,
-            ]
-            times = interleaved(forms, max(3, runs // (1 + rows // 64)))
-            size = copies * out * inputs
-            report(f"dense {inputs} -> {out}, {rows} rows", limits, times, 2.0 * size, 2.0 * size * rows)
-
-
-def shuffled_plan(query_len: int, total_len: int, seqs: int):  # type: ignore[no-untyped-def]
-    """Return a plan of equal sequences whose blocks lie in shuffled order, and the blocks of its pool."""
-    import torch
-
-    from kvferry.kernels.batch_plan import BatchPlan
-
-    per = blocks_for(total_len, 16)
-    table = torch.randperm(seqs * per, generator=torch.Generator().manual_seed(0)).int().view(seqs, per)
-    positions = torch.arange(total_len - query_len, total_len).repeat(seqs)
-    rows = torch.arange(seqs).repeat_interleave(query_len)
-    slots = table[rows, positions // 16].long() * 16 + positions % 16
-    starts = torch.arange(seqs + 1, dtype=torch.int32) * query_len
-    total = torch.full((seqs,), total_len, dtype=torch.int32)
-    decodes = seqs if query_len == 1 else 0
-    lens = ((query_len,) * seqs, (total_len,) * seqs)
-    return BatchPlan(positions, slots, table, starts, total, *lens, decodes, 16), seqs * per
-
-
-def random_pool(blocks: int, layers: int, heads: int, dim: int, planes: int = 2):  # type: ignore[no-untyped-def]
-    """Return random K/V in a node's kind of memory; on small pages, page-table walks would dominate."""
-    import torch
-
-    from kvferry.worker.pool_memory import make_pool
-
-    pool = make_pool(KVLayout(layers, heads, dim, "bfloat16", 16, planes), blocks, torch.device("cpu"))
-    return pool.copy_(torch.randn(pool.shape))
-
-
-def bench_attention(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
-    import torch
-
-    from kvferry.kernels.reference import ReferenceOps
-
-    reference, heads, kv_heads, dim, layers = ReferenceOps(), 9, 3, 64, 6
-    for seqs, query_len, total_len in [(s, 1, n) for s, n in DECODES] + [(1, n, n) for n in PREFILLS]:
-        plan, blocks = shuffled_plan(query_len, total_len, seqs)
-        pool = random_pool(blocks, layers, kv_heads, dim)
-        q = torch.randn(seqs * query_len, heads, dim).bfloat16()
-
-        def form(row, pool=pool, q=q, plan=plan):  # type: ignore[no-untyped-def]
-            return [row.paged_attention(q, pool[:, layer], plan, 0.125) for layer in range(layers)]
-
-        torch.testing.assert_close(form(ops)[0], form(reference)[0], atol=3e-2, rtol=3e-2)
-        forms = [lambda form=form: form(ops), lambda form=form: form(reference), limits.read, limits.multiply]
-        times = interleaved(forms, max(3, runs // (1 + query_len // 256)))
-        moved = 4.0 * layers * seqs * total_len * kv_heads * dim
-        pairs = query_len * (query_len + 1) / 2 + query_len * (total_len - query_len)
-        kind = f"decode {seqs} x {total_len}" if query_len == 1 else f"prefill {query_len}"
-        report(f"attention {kind}", limits, times, moved, 4.0 * layers * seqs * pairs * heads * dim)
 
 
 def bench_latent(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]

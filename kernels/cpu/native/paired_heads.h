@@ -143,6 +143,11 @@ inline __attribute__((noinline)) void weigh_pairs(const Tile<bf16>& tile, const 
 
 #else
 constexpr bool kBf16Products = false;
+
+template <int Dim, int Heads>
+void score_pairs(const bf16*, const Tile<bf16>&, const Tile<bf16>&, int64_t, float, float*);
+template <int Dim, int Heads>
+void weigh_pairs(const Tile<bf16>&, const Tile<bf16>*, const bf16*, int64_t, float*);
 #endif
 
 }  // namespace
