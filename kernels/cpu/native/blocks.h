@@ -13,6 +13,7 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kBlock = kPrefillBlock;
+static_assert(kScoredRows % kLanes == 0, "the state of rows is written in whole vectors");
 
 // What query rows carry from block to block: total [rows][dims.v], highest and weight, one behind the other.
 struct BlockBuffers {

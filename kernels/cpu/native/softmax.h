@@ -37,19 +37,21 @@ struct Sight {
   int64_t group, begin, token, window;
   const int32_t* see_until = nullptr;
 
-  // How many positions from the block's first on the row sees, or the window hides from it.
+  // Positions from the block's first on that the row sees, and how many of those its window hides.
   int64_t seen(int64_t row) const {
     const int64_t number = row / group;
     return (see_until == nullptr ? token + number : see_until[number]) + 1 - begin;
   }
-  // Of the block's first `width`, those up to the last one that rows to `last` see: whole vectors of any width, 16 at least.
+  int64_t hidden(int64_t row) const { return first_seen(token + row / group, window) - begin; }
+
+  // Positions of the block's `width` up to the last one that rows to `last` see, in whole vectors of any width, 16 at least.
   int64_t near(int64_t last, int64_t width) const {
     const int64_t own = see_until == nullptr ? (seen(last) + 15) / 16 * 16 : width;
     return own < 16 ? 16 : own < width ? own : width;
   }
-  // Whether rows from `first` on may see less than that.
+
+  // Whether rows from `first` on may see less than the block's first `width` positions.
   bool partial(int64_t first, int64_t width) const { return window != 0 || token + first / group + 1 - begin < width; }
-  int64_t hidden(int64_t row) const { return first_seen(token + row / group, window) - begin; }
 
   // Scores [width] (whole vectors) of the row's positions that it does not see become -infinity.
   void hide(int64_t row, float* scores, int64_t width) const {
