@@ -11,8 +11,11 @@ ROWS = (1, 4, 8, 16, 32, 64, 128, 512)
 """Rows that dense layers are multiplied with."""
 HEADS = ((9, 3, 64), (32, 8, 64), (32, 8, 128))
 """Query heads, K/V heads and head dim of attention: SmolLM2-135M's, then those of Llama models of 1 and 8 billion."""
-ATTENTION = ((1, 1, 128), (1, 1, 2048), (8, 1, 384), (32, 1, 384), (1, 1, 8192), (1, 128, 128), (1, 512, 512))
-ATTENTION += ((1, 2048, 2048), (1, 8192, 8192))
+DECODES = ((1, 128), (1, 2048), (8, 384), (32, 384), (1, 8192))
+"""Sequences and positions of each."""
+PREFILLS = (128, 512, 2048, 8192)
+"""Tokens of a prompt."""
+ATTENTION = [(seqs, 1, total_len) for seqs, total_len in DECODES] + [(1, length, length) for length in PREFILLS]
 """Sequences, query tokens and positions of each."""
 
 
