@@ -71,6 +71,11 @@ class RunOf(Generic[N]):
         return self.ask.prompt_len + self.delivered
 
     @property
+    def over(self) -> bool:
+        """Return whether it has ended."""
+        return self.failed or self.delivered >= self.ask.output_len
+
+    @property
     def ttft_s(self) -> float:
         """Return the time to first token, in seconds."""
         return self.first_s - self.arrived

@@ -220,14 +220,11 @@ class World:
         node = nodes[int(loss.share * len(nodes))]
         gone = node.die()
         self.policy.lost(node)
-        under_way = [run for run in self.runs if node in (run.prefill, run.decode) and not self._over(run)]
+        under_way = [run for run in self.runs if node in (run.prefill, run.decode) and not run.over]
         for run in dict.fromkeys([*gone, *under_way]):
             self._begin_again(run, node)
         self.clock.soon(loss.back_s, node.live)
         self.clock.soon(0.0, self._pump)
-
-    def _over(self, run: Run) -> bool:
-        return run.failed or run.delivered >= run.ask.output_len
 
     def _begin_again(self, run: Run, lost: Node) -> None:
         if run.prefill is lost and run.decode is not None and run in run.decode.streams:

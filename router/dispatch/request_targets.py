@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Sized
 from dataclasses import replace
 
 from kvferry.placement.rejections import TargetMissed
@@ -24,7 +24,7 @@ class RequestTargets:
         self,
         call: RequestContext,
         context: DispatchContext,
-        delivered: Sequence[int],
+        delivered: Sized,
         leave: Callable[[], None],
         wake: Callable[[None], None],
     ) -> None:
