@@ -59,8 +59,11 @@ class LocalCluster:
 
     @property
     def redis_url(self) -> str:
+        """Its socket, once it listens there."""
         (valkey,) = self.children("valkey-server")
-        return "unix://" + next(each.laddr for each in valkey.net_connections("unix") if each.laddr)
+        found: list[str] = []
+        wait_for(lambda: found.extend(each.laddr for each in valkey.net_connections("unix") if each.laddr) or found)
+        return f"unix://{found[0]}"
 
     def leases(self) -> list[NodeLease]:
         """What the registry says, read as any process would."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import openai
@@ -22,11 +23,11 @@ from tests.cluster.tiny_checkpoints import save_checkpoint
 from tests.forked_process import ForkedProcess
 from tests.forked_python import ROUTERS, forked_python
 from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
-from tests.resumed_streams import Gateway, Heard, listen, resumed
+from tests.resumed_streams import Gateway, Heard, background, ended, free_pair, listen, output, resumed
 from tests.router.page.chat_tab import ENDED, ask, opened, set_fields
 from tests.waiting import wait_for
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Tell me a long story about a river."}]
 START_S, TAKEOVER_S = 60.0, 2.0
 STEP_S = 0.005
@@ -116,14 +117,14 @@ def test_a_stream_whose_router_freezes(cluster: LocalCluster, other: OtherRouter
     undisturbed, heard = Heard(), Heard()
     listen(undisturbed, cluster.url, path, body)
     listen(heard, other.url, path, body, events=20)
-    unheard = Heard()
-    running = threading.Thread(target=listen, args=(unheard, other.url, path, body), kwargs={"idempotency_key": "f"})
+    unheard, key = Heard(), uuid4().hex
+    running = threading.Thread(target=listen, args=(unheard, other.url, path, body), kwargs={"idempotency_key": key})
     running.start()
     wait_for(lambda: len(unheard.events) >= 40)
     other.process.send_signal(signal.SIGSTOP)
     again = Heard()
     began = time.monotonic()
-    listen(again, cluster.url, path, body, idempotency_key="f")
+    listen(again, cluster.url, path, body, idempotency_key=key)
     assert again.is_whole
     assert again.texts() == undisturbed.texts()
     assert time.monotonic() - began < 30
@@ -145,7 +146,7 @@ def test_openai_s_own_retries_get_one_answer(cluster: LocalCluster, other: Other
     before = value(scrape(cluster.url), "kvferry_takeovers_total", kind="stream")
     answer = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=LONGER, temperature=1.0, seed=5, n=2,  # type: ignore[arg-type]
-        extra_body={"ignore_eos": True}, extra_headers={"Idempotency-Key": "one"},
+        extra_body={"ignore_eos": True}, extra_headers={"Idempotency-Key": uuid4().hex},
     )  # fmt: skip
     gateway.close()
     assert [choice.message.content for choice in answer.choices] == [
@@ -155,39 +156,14 @@ def test_openai_s_own_retries_get_one_answer(cluster: LocalCluster, other: Other
     cluster.settle()
 
 
-def begun(url: str, **more: Any) -> str:
-    """Begin a background response; return its id."""
-    body = {"input": "Tell me a long story.", "max_output_tokens": LONGER, "temperature": 1.0, "ignore_eos": True}
-    response = httpx.post(url + RESPONSES, json={**body, **more, "background": True}, timeout=30)
-    assert response.status_code == 200, response.text
-    return str(response.json()["id"])
-
-
-def output(response: dict[str, Any]) -> str:
-    text: str = response["output"][0]["content"][0]["text"]
-    return text
-
-
-def ended(url: str, name: str, within_s: float = 60.0) -> dict[str, Any]:
-    """Return a background response once it is not in progress."""
-    found: list[dict[str, Any]] = []
-
-    def over() -> bool:
-        found[:] = [httpx.get(f"{url}{RESPONSES}/{name}", timeout=10).json()]
-        return bool(found[0]["status"] != "in_progress")
-
-    wait_for(over, within_s)
-    return found[0]
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_a_background_response_goes_on_at_another_router(
     cluster: LocalCluster, other: OtherRouter, how: signal.Signals
 ) -> None:
     seed = 1000 + how
-    whole = begun(cluster.url, seed=seed)
+    whole = background(cluster.url, LONGER, seed)
     expected = ended(cluster.url, whole)
-    name = begun(other.url, seed=seed)
+    name = background(other.url, LONGER, seed)
     time.sleep(0.8)
     before = value(scrape(cluster.url), "kvferry_takeovers_total", kind="response")
     os.kill(other.process.pid, how)
@@ -219,7 +195,7 @@ def test_redis_dies_and_streams_go_on(cluster: LocalCluster, other: OtherRouter)
 def test_serve_with_two_routers(model: tuple[str, ...]) -> None:
     """Each has a port of its own; a stream of the second goes on at the first."""
     path, body = BODIES[0]
-    port = free_port()
+    port = free_pair()
     with local_cluster("--routers", "2", "--port", str(port), *model, *EXACT, step_s=STEP_S) as running:
         second = f"http://127.0.0.1:{port + 1}"
         wait_for(lambda: httpx.get(f"{second}/ready?nodes=1", timeout=2).status_code == 200, START_S)
