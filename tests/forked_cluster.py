@@ -46,10 +46,12 @@ class ForkServer:
         self._socket.settimeout(IMPORT_S)
         assert self._socket.recv(16) == b"imported", "the process to fork from did not start"
 
-    def serve(self, words: Sequence[str], env: dict[str, str], step_s: float = 0.0) -> ForkedProcess:
-        """Run `kvferry serve` with these words. step_s: seconds that each engine step lasts at least."""
+    def serve(
+        self, words: Sequence[str], env: dict[str, str], step_s: float = 0.0, token_s: float = 0.0
+    ) -> ForkedProcess:
+        """Run `kvferry serve` with these words, and engine steps at this pace (paced_steps)."""
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        asked = {"words": words, "env": env, "parent": os.getpid(), "step_s": step_s}
+        asked = {"words": words, "env": env, "parent": os.getpid(), "pace": (step_s, token_s)}
         before = adopt_orphans(True)
         socket.send_fds(self._socket, [json.dumps(asked).encode()], [out_end, err_end])
         pid = int(self._socket.recv(16))  # it is adopted by then
@@ -91,7 +93,7 @@ def _serve(asked: dict[str, Any], stdout: int, stderr: int) -> None:
     kept = frozenset(int(name) for name in os.listdir("/proc/self/fd")) - {stdout, stderr}
     real = Child._spawn
     Child._spawn = lambda child: _spawn(child, kept, real)  # type: ignore[method-assign, assignment, return-value]
-    pace_steps(asked["step_s"])
+    pace_steps(*asked["pace"])
     _run(["kvferry", *asked["words"]], asked["env"], stdout, stderr)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 def pace_steps(step_s: float, token_s: float = 0.0) -> None:
     """Let each step of this process's engine last so long at least, and longer by `token_s` for each prompt token."""
-    if not step_s:
+    if not step_s + token_s:
         return
     from kvferry.engine.runner import Runner
 
