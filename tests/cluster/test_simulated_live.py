@@ -2,8 +2,8 @@
 
 The machine that runs the tests is seldom quiet: what counts is the medians over some rounds, of those in which its
 speed stayed about the same; the figures are printed (`pytest -s`). KVFERRY_TEST_SIMULATED=8 (`make test-simulated`)
-has so many, of the demo model. The short form has two or three, of a tiny model at a set pace, which the simulation must
-find, too; their medians may be 30 % off.
+has so many, of the demo model. The short form has two or three of a tiny model at a set pace, whose rates the probe
+must find, and medians that may be 30 % off.
 """
 
 from __future__ import annotations
