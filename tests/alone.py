@@ -10,7 +10,6 @@ ALONE = frozenset(
         "test_canary_live.py",
         "test_chaos.py",
         "test_cluster.py",
-        "test_elastic_live.py",
         "test_fairness.py",
         "test_parity.py",
         "test_shared_cores.py",
