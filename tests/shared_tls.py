@@ -16,7 +16,7 @@ OWN = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 def share_tls_context() -> None:
     """Let clients that name no certificates share the context of the first one."""
-    make = default.create_ssl_context
+    make = default.create_ssl_context  # type: ignore[attr-defined]
     usual = functools.cache(make)
 
     def shared(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:

@@ -63,7 +63,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The options that name a tiny model, whose streams break and go on as those of any other."""
-    shape = {"num_attention_heads": 2, "max_position_embeddings": 2048}
+    shape: dict[str, Any] = {"num_attention_heads": 2, "max_position_embeddings": 2048}
     path = save_checkpoint(tmp_path_factory.mktemp("model"), "LlamaConfig", **shape)
     return "--model", str(path), "--served-model-name", MODEL
 
