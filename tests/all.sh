@@ -14,11 +14,10 @@ set -uo pipefail
 python=$1 logs=$2
 shift 2
 
-engine() { printf 'tests/engine/test_%s.py ' "$@"; }
-BESIDE="tests/kernels tests/virtual tests/simulate $(engine local_parity adapters adapters_gguf encoders hf hf_packed models \
-  models_cpu models_dense_families models_gguf models_gguf_dense models_gguf_experts models_gguf_gemma models_gguf_hybrid \
-  models_hybrid models_latent models_mixtures models_multimodal models_quantised models_shaped ranks ranks_adapters \
-  ranks_apart ranks_experts ranks_invariant sampler vision_models window_models window_pages)"
+# Engine tests that look at clocks, or wait for threads or processes only so long.
+WAITING="canary|core_lock|core_turns|fault_isolation|grammar_masks|grammars|leak_detector|local_embeddings|loop|models_memory\
+|models_one_copy|newcomer_priority|unrunnable"
+BESIDE="tests/kernels tests/virtual tests/simulate tests/placement $(ls tests/engine/test_*.py | grep -vE "/test_($WAITING)\.py")"
 CLUSTERS="tests/cluster tests/chaos tests/clients tests/attack"
 SELECTED="not clients and not images and not engines"
 idle="nice -n 19"

@@ -7,14 +7,10 @@ import pytest
 
 ALONE = frozenset(
     {
-        "test_abort_storms.py",
         "test_canary_live.py",
         "test_chaos.py",
         "test_cluster.py",
-        "test_drains.py",
-        "test_elastic_live.py",
         "test_fairness.py",
-        "test_faults.py",
         "test_parity.py",
         "test_shared_cores.py",
         "test_simulated_live.py",

@@ -21,11 +21,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests.alone import mark
 from tests.crowded import SecondTries, send_at_once
 from tests.longest import begin_first
+from tests.shared_tls import share_tls_context
 from tests.short_form import shorten
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvferry")
+share_tls_context()
 
 
 @pytest.hookimpl(trylast=True)

@@ -25,6 +25,7 @@ from typing import Any
 
 from tests.chaos.zygote import IMPORT_S, IMPORTED, LIBC, PR_SET_PDEATHSIG, Forked, adopt_orphans, fork_for_requests
 from tests.forked_process import ForkedProcess
+from tests.paced_steps import pace_steps
 
 ROOT = Path(__file__).parents[1]
 PR_SET_NAME = 15
@@ -45,10 +46,12 @@ class ForkServer:
         self._socket.settimeout(IMPORT_S)
         assert self._socket.recv(16) == b"imported", "the process to fork from did not start"
 
-    def serve(self, words: Sequence[str], env: dict[str, str]) -> ForkedProcess:
-        """Run `kvferry serve` with these words."""
+    def serve(
+        self, words: Sequence[str], env: dict[str, str], step_s: float = 0.0, token_s: float = 0.0
+    ) -> ForkedProcess:
+        """Run `kvferry serve` with these words, and engine steps at this pace (paced_steps)."""
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        asked = {"words": words, "env": env, "parent": os.getpid()}
+        asked = {"words": words, "env": env, "parent": os.getpid(), "pace": (step_s, token_s)}
         before = adopt_orphans(True)
         socket.send_fds(self._socket, [json.dumps(asked).encode()], [out_end, err_end])
         pid = int(self._socket.recv(16))  # it is adopted by then
@@ -90,6 +93,7 @@ def _serve(asked: dict[str, Any], stdout: int, stderr: int) -> None:
     kept = frozenset(int(name) for name in os.listdir("/proc/self/fd")) - {stdout, stderr}
     real = Child._spawn
     Child._spawn = lambda child: _spawn(child, kept, real)  # type: ignore[method-assign, assignment, return-value]
+    pace_steps(*asked["pace"])
     _run(["kvferry", *asked["words"]], asked["env"], stdout, stderr)
 
 

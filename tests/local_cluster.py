@@ -59,8 +59,11 @@ class LocalCluster:
 
     @property
     def redis_url(self) -> str:
+        """Its socket, once it listens there."""
         (valkey,) = self.children("valkey-server")
-        return "unix://" + next(each.laddr for each in valkey.net_connections("unix") if each.laddr)
+        found: list[str] = []
+        wait_for(lambda: found.extend(each.laddr for each in valkey.net_connections("unix") if each.laddr) or found)
+        return f"unix://{found[0]}"
 
     def leases(self) -> list[NodeLease]:
         """What the registry says, read as any process would."""
@@ -142,18 +145,25 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def local_cluster(
-    *args: str, inside: Sequence[str] = (), env: Mapping[str, str] | None = None, forked: bool = True
+    *args: str,
+    inside: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    forked: bool = True,
+    step_s: float = 0.0,
+    token_s: float = 0.0,
 ) -> Iterator[LocalCluster]:
     """`kvferry serve --port 0 …`; ended with SIGTERM, and by id if that does not do.
 
     inside: a command that becomes the one that follows it, in other surroundings. env: further variables. forked: its
-    processes are forks of one that has imported what they need; with `inside` or `env` each starts as for users."""
+    processes are forks of one that has imported what they need; with `inside` or `env` each starts as for users.
+    step_s, token_s: seconds that each engine step of forked processes lasts at least, and for each prompt token."""
     words = ["serve", "--port", "0", *args]
     began = time.monotonic()
     data = tempfile.TemporaryDirectory(prefix="kvferry-")
     given = {**_environment(), "KVFERRY_DATA_DIR": data.name, **(env or {})}
     forks = forked and not inside and not env
-    process: Served = fork_server().serve(words, given) if forks else subprocess.Popen(
+    assert forks or not step_s + token_s, "only forked processes are paced"
+    process: Served = fork_server().serve(words, given, step_s, token_s) if forks else subprocess.Popen(
         [*inside, sys.executable, "-m", "kvferry.cli.main", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True, preexec_fn=_end_with_parent, env=given,
     )  # fmt: skip

@@ -15,6 +15,7 @@ LONGEST = frozenset(
         "test_described_truth.py",
         "test_drafter.py",
         "test_elastic_adapter_live.py",
+        "test_elastic_live.py",
         "test_gpu.py",
         "test_hostile_jobs.py",
         "test_hostile_requests.py",

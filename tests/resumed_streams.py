@@ -13,6 +13,11 @@ from typing import Any
 
 import httpx
 
+from benchmarks.servers import free_port
+from tests.waiting import wait_for
+
+RESPONSES = "/v1/responses"
+
 
 @dataclass
 class Heard:
@@ -76,6 +81,40 @@ def resumed(heard: Heard, url: str, path: str, body: dict[str, Any]) -> None:
         status = listen(heard, url, path, body, last_event_id=heard.last_id)
         assert status in (200, 503)
         time.sleep(0.05)
+
+
+def background(url: str, tokens: int, seed: int) -> str:
+    """Begin a background response; return its id."""
+    body = {"input": "Tell me a long story.", "max_output_tokens": tokens, "temperature": 1.0, "seed": seed}
+    body |= {"ignore_eos": True, "background": True}
+    response = httpx.post(url + RESPONSES, json=body, timeout=30)
+    assert response.status_code == 200, response.text
+    return str(response.json()["id"])
+
+
+def output(response: dict[str, Any]) -> str:
+    text: str = response["output"][0]["content"][0]["text"]
+    return text
+
+
+def ended(url: str, name: str, within_s: float = 60.0) -> dict[str, Any]:
+    """Return a background response once it is not in progress."""
+    found: list[dict[str, Any]] = []
+
+    def over() -> bool:
+        found[:] = [httpx.get(f"{url}{RESPONSES}/{name}", timeout=10).json()]
+        return bool(found[0]["status"] != "in_progress")
+
+    wait_for(over, within_s)
+    return found[0]
+
+
+def free_pair() -> int:
+    """Return a port that was free a moment ago, as was the next one."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
 
 
 class Gateway:

@@ -76,8 +76,8 @@ def test_a_full_disk_fails_uploads_alone(cramped: Attacked) -> None:
         _is_an_error(answer, 507, "insufficient_storage", str(cramped.home))
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
     row |= {"body": {"model": MODEL, "prompt": "1, 2, 3,", "max_tokens": 2}}  # type: ignore[dict-item]
-    while _upload(cramped, b"y" * (16 << 10)).status_code == 200:
-        pass
+    while (answer := _upload(cramped, b"y" * (16 << 10))).status_code == 200:
+        stored.append(answer.json()["id"])
     cramped.says("hello")
     for each in stored:
         assert cramped.ask("DELETE", f"/v1/files/{each}").status_code == 200

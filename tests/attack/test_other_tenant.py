@@ -9,6 +9,7 @@ import re
 import time
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -96,8 +97,10 @@ def test_ids_cannot_be_guessed(attacked: Attacked, goods: Goods) -> None:
 def test_a_cached_prefix_of_another_tenant_is_no_faster(attacked: Attacked) -> None:
     """At most: nothing; its own second prompt shows that reuse works."""
 
+    prompt = uuid4().hex + MARKER * 12  # new, also when the test is tried again
+
     def cached(tenant: str, **more: str) -> int:
-        body = {"model": MODEL, "prompt": MARKER * 12, "max_tokens": 2, **more}
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, **more}
         usage = attacked.ask("POST", "/v1/completions", tenant, json=body).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 

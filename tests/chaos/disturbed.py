@@ -2,8 +2,7 @@
 
 A thread listens on the socket `$CHAOS_DIR/$CHAOS_NAME.sock`: one JSON object and its answer per connection. It hangs
 threads, breaks the link (fault_injection), jumps the clock, ends or stops the process at the n-th block of a ship,
-and reads the books. With CHAOS_STEP_MS and CHAOS_TOKEN_US a step lasts at least as long as on a device that needs no
-core of this machine: what waits then waits for the device, as in production, and not for the test's own load.
+and reads the books. CHAOS_STEP_MS and CHAOS_TOKEN_US pace its engine's steps (paced_steps).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any
 from tests.chaos.queues import log_queues
 from tests.chaos.tracing import log_spans
 from tests.chaos.weather import Weather
+from tests.paced_steps import pace_steps
 
 HOME, NAME = Path(os.environ["CHAOS_DIR"]), os.environ["CHAOS_NAME"]
 STEP_S, TOKEN_S = (float(os.environ.get(name, "0")) for name in ("CHAOS_STEP_MS", "CHAOS_TOKEN_US"))
@@ -61,7 +61,6 @@ def prepare_worker() -> None:
 
     set_threads(1)
     import kvferry.engine.loop
-    import kvferry.engine.runner
     import kvferry.worker.link_factory
     from tests.chaos.weather import StormyLink
 
@@ -72,21 +71,13 @@ def prepare_worker() -> None:
         return PARTS.link
 
     kvferry.worker.link_factory.UcxLink = make_link  # type: ignore[assignment, attr-defined]
-    run, start = kvferry.engine.runner.Runner.run, kvferry.engine.loop.EngineLoop.start
-
-    def paced(self: Any, slices: Any, *rest: Any) -> Any:
-        began = time.monotonic()
-        made = run(self, slices, *rest)
-        length = STEP_S + TOKEN_S * sum(each.count for each in slices if not each.decodes)
-        time.sleep(max(0.0, began + length - time.monotonic()))
-        return made
+    start = kvferry.engine.loop.EngineLoop.start
 
     def started(self: Any) -> None:
         PARTS.engine = self
         start(self)
 
-    if STEP_S:
-        kvferry.engine.runner.Runner.run = paced  # type: ignore[assignment, method-assign]
+    pace_steps(STEP_S, TOKEN_S)
     kvferry.engine.loop.EngineLoop.start = started  # type: ignore[method-assign]
 
 

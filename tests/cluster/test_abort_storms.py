@@ -1,5 +1,7 @@
 """Clients that leave by the dozen in one phase of their requests: a moment later every process is idle, and anyone
-who comes next waits no longer than before. `KVFERRY_TEST_LEAVERS=1000` is the long form."""
+who comes next waits no longer than before. `KVFERRY_TEST_LEAVERS=1000` is the long form.
+
+A tiny model at a set pace: every phase lasts long enough on any machine for clients to leave in it."""
 
 from __future__ import annotations
 
@@ -13,16 +15,21 @@ import statistics
 import struct
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.local_cluster import LocalCluster, local_cluster
+from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
+from tests.local_cluster import MODEL, LocalCluster, local_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LEAVERS = int(os.environ.get("KVFERRY_TEST_LEAVERS", "50"))
 AT_ONCE = 125
+STEP_S, TOKEN_S = 0.01, 0.0005
+"""Seconds that a step of a node lasts at least, and for each prompt token."""
+ARGUMENTS = ("--served-model-name", MODEL, "--threads", "1", "--kv-blocks", "2000", "--prefill", "1", "--decode", "1")
 IDLE_S = 5.0
 """A second on a machine of one's own; here tests share two cores with much else."""
 BUSY = (
@@ -53,7 +60,7 @@ PHASES = {
 
 async def leave(port: int, how: Leaving, rng: random.Random) -> None:
     """Three in ten reset their connection."""
-    prompt = rng.choices(range(1000, 40_000), k=how.prompt)
+    prompt = rng.choices(range(3, VOCAB), k=how.prompt)
     data = json.dumps({"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": how.stream}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
@@ -72,7 +79,7 @@ async def leave(port: int, how: Leaving, rng: random.Random) -> None:
 async def first_token_s(client: httpx.AsyncClient, rng: random.Random) -> float:
     """Of a neighbour's request."""
     began = time.monotonic()
-    body = {"prompt": rng.choices(range(1000, 40_000), k=100), "max_tokens": 3, "stream": True}
+    body = {"prompt": rng.choices(range(3, VOCAB), k=100), "max_tokens": 3, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
         arrivals = [time.monotonic() async for _ in response.aiter_bytes()]
@@ -105,7 +112,8 @@ async def storms(cluster: LocalCluster) -> list[str]:
     return found
 
 
-def test_after_a_storm_of_aborts_in_any_phase_all_processes_are_idle() -> None:
-    with local_cluster("--prefill", "1", "--decode", "1") as cluster:
+def test_after_a_storm_of_aborts_in_any_phase_all_processes_are_idle(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "model", "LlamaConfig", max_position_embeddings=2048)
+    with local_cluster("--model", str(path), *ARGUMENTS, step_s=STEP_S, token_s=TOKEN_S) as cluster:
         print("", *asyncio.run(storms(cluster)), sep="\n")
         cluster.settle()

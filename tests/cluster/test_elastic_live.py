@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -25,19 +24,15 @@ ARGUMENTS = (
     *("--elastic", "--elastic-rest", "1", "--prefill", "2", "--decode", "1", "--max-num-seqs", str(SEATS)),
     *("--dtype", "float32", "--threads", "1", "--kv-blocks", "2000", "--served-model-name", "tiny"),
 )
-SHAPE: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 4096,
-}
+STEP_S, TOKEN_S = 0.01, 0.0002
+"""Seconds that a step of a node lasts at least, and for each prompt token."""
 CHANGE_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    path = save_checkpoint(tmp_path_factory.mktemp("model") / "ckpt", "LlamaConfig", **SHAPE)
-    with local_cluster("--model", str(path), *ARGUMENTS) as cluster:
+    path = save_checkpoint(tmp_path_factory.mktemp("model") / "ckpt", "LlamaConfig", max_position_embeddings=4096)
+    with local_cluster("--model", str(path), *ARGUMENTS, step_s=STEP_S, token_s=TOKEN_S) as cluster:
         yield cluster
 
 

@@ -11,10 +11,13 @@ import httpx
 import pytest
 
 from kvferry.router.tenants.keys import entry
+from tests.cluster.tiny_checkpoints import save_checkpoint
 from tests.local_cluster import LocalCluster, local_cluster, scrape, value
 
 FLOOD, STEADY = 24, 6
 SETTLE_S = 3.0
+STEP_S = 0.02
+"""Seconds that a step lasts at least, of a tiny model: a flood lasts as long as it takes with any."""
 TRIES = 3
 """Others may compute on the machine while either is measured."""
 
@@ -95,8 +98,10 @@ def test_streams_of_a_flood_stand_still_for_a_prompt_on_their_cores(tmp_path: Pa
 def test_a_flood_delays_itself(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(entry("flood", "key-flood") + entry("steady", "key-steady"))
+    path = save_checkpoint(tmp_path / "model", "LlamaConfig", vocab_size=49_152)
+    seats = ("--prefill", "0", "--max-num-seqs", "8", "--threads", "1")
     cluster: LocalCluster
-    with local_cluster("--prefill", "0", "--max-num-seqs", "8", "--api-keys", str(keys)) as cluster:
+    with local_cluster("--model", str(path), *seats, "--api-keys", str(keys), step_s=STEP_S) as cluster:
         flooded, steady = asyncio.run(waits(cluster.url))
         assert statistics.median(steady) < 0.5 * statistics.median(flooded), (steady, flooded)
         assert value(scrape(cluster.url), "kvferry_turn_wait_seconds_count") >= FLOOD / 2

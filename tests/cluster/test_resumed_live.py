@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import openai
@@ -18,18 +19,23 @@ import pytest
 
 from benchmarks.servers import free_port
 from tests.browser import CHROMIUM, browser
+from tests.cluster.tiny_checkpoints import save_checkpoint
 from tests.forked_process import ForkedProcess
 from tests.forked_python import ROUTERS, forked_python
-from tests.local_cluster import LocalCluster, local_cluster, scrape, value
-from tests.resumed_streams import Gateway, Heard, listen, resumed
+from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
+from tests.resumed_streams import Gateway, Heard, background, ended, free_pair, listen, output, resumed
 from tests.router.page.chat_tab import ENDED, ask, opened, set_fields
 from tests.waiting import wait_for
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Tell me a long story about a river."}]
 START_S, TAKEOVER_S = 60.0, 2.0
+STEP_S = 0.005
+"""Seconds that a step of a node lasts at least: a tiny model would end its streams before anything befalls them."""
 LONG, LONGER = 160, 600
-"""Tokens: a second or more of the demo model, and several seconds even on a fast machine."""
+"""Tokens: a second and several seconds of paced steps."""
+EXACT = ("--batch-invariant", "--dtype", "bfloat16", "--threads", "1", "--kv-blocks", "1000")
+"""Options of nodes: other sums would decide near ties otherwise."""
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": MESSAGES, "max_tokens": LONG, "temperature": 0.0, "ignore_eos": True}),
     (CHAT, {"messages": MESSAGES, "max_tokens": LONG, "temperature": 1.0, "seed": 5, "ignore_eos": True, "n": 2}),
@@ -55,17 +61,25 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(secret: Path) -> Iterator[LocalCluster]:
-    exact = ("--batch-invariant", "--dtype", "bfloat16")  # other sums decide near ties otherwise
-    with local_cluster("--cluster-secret-file", str(secret), *exact) as running:
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The options that name a tiny model, whose streams break and go on as those of any other."""
+    shape: dict[str, Any] = {"num_attention_heads": 2, "max_position_embeddings": 2048}
+    path = save_checkpoint(tmp_path_factory.mktemp("model"), "LlamaConfig", **shape)
+    return "--model", str(path), "--served-model-name", MODEL
+
+
+@pytest.fixture(scope="module")
+def cluster(secret: Path, model: tuple[str, ...]) -> Iterator[LocalCluster]:
+    with local_cluster("--cluster-secret-file", str(secret), *model, *EXACT, step_s=STEP_S) as running:
         yield running
 
 
 @pytest.fixture
-def other(cluster: LocalCluster, secret: Path, tmp_path: Path) -> Iterator[OtherRouter]:
+def other(cluster: LocalCluster, secret: Path, model: tuple[str, ...], tmp_path: Path) -> Iterator[OtherRouter]:
     """A second router, which a test may kill."""
     port = free_port()
     words = ["-m", "kvferry.cli.main", "router", "--redis-url", cluster.redis_url, "--cluster-secret-file", str(secret)]
+    words += model
     words += ["--port", str(port), "--data-dir", str(tmp_path / "data")]
     with (tmp_path / "log").open("wb") as log:
         process = forked_python(ROUTERS).start(words, log.fileno(), log.fileno())
@@ -103,13 +117,14 @@ def test_a_stream_whose_router_freezes(cluster: LocalCluster, other: OtherRouter
     undisturbed, heard = Heard(), Heard()
     listen(undisturbed, cluster.url, path, body)
     listen(heard, other.url, path, body, events=20)
-    running = threading.Thread(target=listen, args=(Heard(), other.url, path, body), kwargs={"idempotency_key": "f"})
+    unheard, key = Heard(), uuid4().hex
+    running = threading.Thread(target=listen, args=(unheard, other.url, path, body), kwargs={"idempotency_key": key})
     running.start()
-    time.sleep(1.0)
+    wait_for(lambda: len(unheard.events) >= 40)
     other.process.send_signal(signal.SIGSTOP)
     again = Heard()
     began = time.monotonic()
-    listen(again, cluster.url, path, body, idempotency_key="f")
+    listen(again, cluster.url, path, body, idempotency_key=key)
     assert again.is_whole
     assert again.texts() == undisturbed.texts()
     assert time.monotonic() - began < 30
@@ -130,8 +145,8 @@ def test_openai_s_own_retries_get_one_answer(cluster: LocalCluster, other: Other
     threading.Timer(0.8, other.process.kill).start()
     before = value(scrape(cluster.url), "kvferry_takeovers_total", kind="stream")
     answer = client.chat.completions.create(
-        model="SmolLM2-135M-Instruct", messages=MESSAGES, max_tokens=LONGER, temperature=1.0, seed=5, n=2,  # type: ignore[arg-type]
-        extra_body={"ignore_eos": True}, extra_headers={"Idempotency-Key": "one"},
+        model=MODEL, messages=MESSAGES, max_tokens=LONGER, temperature=1.0, seed=5, n=2,  # type: ignore[arg-type]
+        extra_body={"ignore_eos": True}, extra_headers={"Idempotency-Key": uuid4().hex},
     )  # fmt: skip
     gateway.close()
     assert [choice.message.content for choice in answer.choices] == [
@@ -141,39 +156,14 @@ def test_openai_s_own_retries_get_one_answer(cluster: LocalCluster, other: Other
     cluster.settle()
 
 
-def begun(url: str, **more: Any) -> str:
-    """Begin a background response; return its id."""
-    body = {"input": "Tell me a long story.", "max_output_tokens": LONGER, "temperature": 1.0, "ignore_eos": True}
-    response = httpx.post(url + RESPONSES, json={**body, **more, "background": True}, timeout=30)
-    assert response.status_code == 200, response.text
-    return str(response.json()["id"])
-
-
-def output(response: dict[str, Any]) -> str:
-    text: str = response["output"][0]["content"][0]["text"]
-    return text
-
-
-def ended(url: str, name: str, within_s: float = 60.0) -> dict[str, Any]:
-    """Return a background response once it is not in progress."""
-    found: list[dict[str, Any]] = []
-
-    def over() -> bool:
-        found[:] = [httpx.get(f"{url}{RESPONSES}/{name}", timeout=10).json()]
-        return bool(found[0]["status"] != "in_progress")
-
-    wait_for(over, within_s)
-    return found[0]
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_a_background_response_goes_on_at_another_router(
     cluster: LocalCluster, other: OtherRouter, how: signal.Signals
 ) -> None:
     seed = 1000 + how
-    whole = begun(cluster.url, seed=seed)
+    whole = background(cluster.url, LONGER, seed)
     expected = ended(cluster.url, whole)
-    name = begun(other.url, seed=seed)
+    name = background(other.url, LONGER, seed)
     time.sleep(0.8)
     before = value(scrape(cluster.url), "kvferry_takeovers_total", kind="response")
     os.kill(other.process.pid, how)
@@ -202,11 +192,11 @@ def test_redis_dies_and_streams_go_on(cluster: LocalCluster, other: OtherRouter)
     assert "taken up" in lost.json()["error"]["message"]
 
 
-def test_serve_with_two_routers() -> None:
+def test_serve_with_two_routers(model: tuple[str, ...]) -> None:
     """Each has a port of its own; a stream of the second goes on at the first."""
     path, body = BODIES[0]
-    port = free_port()
-    with local_cluster("--routers", "2", "--batch-invariant", "--dtype", "bfloat16", "--port", str(port)) as running:
+    port = free_pair()
+    with local_cluster("--routers", "2", "--port", str(port), *model, *EXACT, step_s=STEP_S) as running:
         second = f"http://127.0.0.1:{port + 1}"
         wait_for(lambda: httpx.get(f"{second}/ready?nodes=1", timeout=2).status_code == 200, START_S)
         (process,) = (each for each in running.children("router") if str(port + 1) in each.cmdline())
