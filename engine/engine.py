@@ -22,6 +22,7 @@ from kvferry.engine.load import current_load
 from kvferry.engine.media.encoder import EmbeddingSource, MediaEncoder
 from kvferry.engine.media.media_requests import MediaRequests
 from kvferry.engine.migration import OutboundMigrations, widen
+from kvferry.engine.prefault import Prefault
 from kvferry.engine.replication import Replicas
 from kvferry.engine.request import Key, Request, key_of
 from kvferry.engine.request_states import Awaits
@@ -87,6 +88,7 @@ class Engine:
         info = runner.model.info
         self.grammars = Grammars(runner.masks, lambda key: self.resume(key, Awaits.GRAMMAR), self.fail)
         self.canary: Canary | None = None
+        self.prefault: Prefault | None = None
         self._admission = Admission(self.longest, info.vocab_size, config.takes, info.name, self.media.check)
         self.adapters = Adapters()
         self.moving = OutboundMigrations(pool, self.scheduler, self.longest, self.events)

@@ -54,8 +54,10 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, and the engine's `prefault`."""
         self._thread.start()
+        if self._engine.prefault:
+            self._engine.prefault.start()
 
     def stop(self) -> None:
         """End after the current step; work in progress is left as it is."""
@@ -63,6 +65,8 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+        if self._engine.prefault:
+            self._engine.prefault.stop()
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Call `Engine.cancel`; the running step sees it, too, and ends early if all its attempts are cancelled.

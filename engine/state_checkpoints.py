@@ -112,6 +112,10 @@ class StateCheckpoints(StatePrefixes):
         self._stream_stride = min(self.stride, stride_of(self.num_blocks, COPIED_BLOCKS))
         self.saved_total = self.loaded_total = 0
 
+    def rows_used(self) -> float:
+        """Return the share of rows that requests have. May be called from any thread."""
+        return self._rows.used
+
     def fresh(self, request: Request, reused: int, wanted: int) -> int:
         """Return the blocks with which a transfer takes the request's state to another node, or brings it."""
         return self.num_blocks if request.grant is not None or request.transfer is not None else 0

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvferry.runtime.huge_pages import map_zeros
+
 STATE_DTYPE = torch.float32
 """Number format of recurrent states, whatever the model's."""
 
@@ -48,5 +50,10 @@ def blocks_of_state(floats: int, block_bytes: int) -> int:
 
 
 def make_rows(rows: int, floats: int, device: torch.device) -> torch.Tensor:
-    """Allocate rows of states as zeros, float32 [rows, floats]."""
+    """Allocate rows of states as zeros, float32 [rows, floats].
+
+    On a CPU a page takes memory only once it is first written. Raises OSError, OverflowError or RuntimeError."""
+    if device.type == "cpu":
+        pages = map_zeros(rows * floats * STATE_DTYPE.itemsize)
+        return torch.frombuffer(pages, dtype=STATE_DTYPE).view(rows, floats)
     return torch.zeros(rows, floats, dtype=STATE_DTYPE, device=device)

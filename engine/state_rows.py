@@ -68,6 +68,11 @@ class StateRowPool:
         """Return how many more requests can have rows."""
         return len(self._free)
 
+    @property
+    def used(self) -> float:
+        """Return the share of rows that requests have. May be called from any thread."""
+        return 1 - len(self._free) / self.requests
+
     def take(self) -> StateRows | None:
         """Return rows for a request that begins with no state; None if all are taken."""
         return StateRows(self._free.pop()) if self._free else None

@@ -18,6 +18,7 @@ from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.models.dense_modules import load_dense
 from kvferry.engine.output_tolerance import tolerance
 from kvferry.engine.pooling import Pooler
+from kvferry.engine.prefault import Prefault, Region
 from kvferry.engine.runner import Runner
 from kvferry.engine.shared_cores.core_lock import CoreLock
 from kvferry.engine.shared_cores.core_turns import CoreTurns
@@ -47,6 +48,7 @@ from kvferry.worker.recurrent_states import (
     require_no_ranks,
     require_room,
     rows_bytes,
+    rows_in_use,
     state_requests,
 )
 from kvferry.worker.window_layers import divide, longest_chain, pool_tokens
@@ -125,6 +127,10 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
             pool, engine.request_table, runner, engine.events,
             block_size=settings.block_size, rate=settings.canary_rate, tolerated=tolerated,
         )  # fmt: skip
+    if device.type == "cpu":
+        engine.prefault = Prefault(
+            Region(kv, lambda: 1 - pool.free_blocks / num_blocks), *rows_in_use(engine.states, states)
+        )
     adapters = read_first(settings, model)
     for _, adapter in adapters:
         engine.adapters.put(adapter)

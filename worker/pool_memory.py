@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from kvferry.kv_transfer.ports import BlockMemory
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import CPU_POOL_GIB, WorkerSettings
+from kvferry.runtime.huge_pages import map_zeros
 from kvferry.runtime.limits import available_memory
 from kvferry.worker.device_copies import DeviceCopies
 
@@ -93,28 +93,17 @@ def pool_blocks(
 
 
 def make_pool(
-    layout: KVLayout, num_blocks: int, device: torch.device, mapped: Callable[[int], torch.Tensor] | None = None
+    layout: KVLayout, num_blocks: int, device: torch.device, mapped: Callable[[int], mmap.mmap] | None = None
 ) -> torch.Tensor:
     """Allocate the pool as zeros [block, layer, plane, kv_head, slot, dim]. Raises ConfigError.
 
     On a CPU a page takes memory only once its block is first written. mapped: allocates that memory instead of
-    `_mapped`."""
+    `map_zeros`."""
     shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
     try:
         if device.type == "cpu":
-            return (mapped or _mapped)(num_blocks * layout.block_bytes).view(dtype).view(shape)
+            pages = (mapped or map_zeros)(num_blocks * layout.block_bytes)
+            return torch.frombuffer(pages, dtype=dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
     except (OSError, OverflowError, RuntimeError, torch.OutOfMemoryError) as error:
         raise ConfigError("out of memory for the KV pool; lower --kv-cache-gib", param="kv_cache_gib") from error
-
-
-def _mapped(num_bytes: int) -> torch.Tensor:
-    """Map zeros uint8 [num_bytes], aligned to a page, on huge pages if the system has them.
-
-    With huge pages first writes fault once per 2 MiB. Zeroing a page costs far less than computing or receiving its
-    content."""
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)

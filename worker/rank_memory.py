@@ -34,7 +34,7 @@ class RankMemory:
         self.places = numbers.view(TURNS, ranks, ROOM)
 
 
-def shared_pool(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """Map zeros uint8 [num_bytes], shared by all ranks; a page takes memory once written. Raises OSError."""
+def shared_pool(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Map zeros, shared by all ranks; a page takes memory once written. Raises OSError."""
     os.ftruncate(descriptor, num_bytes)
-    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+    return mmap.mmap(descriptor, num_bytes)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 
+from kvferry.engine.auxiliary_blocks import AuxiliaryBlocks
 from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.prefault import Region
 from kvferry.engine.scheduler import most_seats
+from kvferry.engine.state_checkpoints import StateCheckpoints
 from kvferry.engine.state_memory import STATE_DTYPE, StateMemory, blocks_of_state, make_rows
 from kvferry.engine.state_rows import ROWS
 from kvferry.protocol.errors import ConfigError
@@ -81,5 +85,11 @@ def make_states(info: ModelInfo, requests: int, kv: torch.Tensor, device: torch.
         return None
     try:
         return StateMemory(make_rows(requests * ROWS, info.state_floats, device), kv)
-    except (RuntimeError, torch.OutOfMemoryError) as error:
+    except (OSError, OverflowError, RuntimeError, torch.OutOfMemoryError) as error:
         raise ConfigError("out of memory for recurrent states; lower --max-num-seqs", param="max_num_seqs") from error
+
+
+def rows_in_use(checkpoints: AuxiliaryBlocks | None, states: StateMemory | None) -> Iterator[Region]:
+    """Yield the rows as memory that running requests use, if the model has recurrent layers."""
+    if states is not None and isinstance(checkpoints, StateCheckpoints):
+        yield Region(states.rows, checkpoints.rows_used)
