@@ -232,6 +232,7 @@ class StateCheckpoints(StatePrefixes):
             taken = pool.acquire(owner(request), REQUEST, [parent], self.num_blocks)
             if taken is None:
                 return
+            taken[1:] = sorted(taken[1:])  # neighbours are copied together
             self._memory.save(row, taken[1:])
             for place, name in enumerate(names, 1):
                 taken[place] = pool.register([(owner(request), REQUEST)], taken[place], name, taken[place - 1])

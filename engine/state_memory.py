@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -22,26 +22,32 @@ class StateMemory:
     def __init__(self, rows: torch.Tensor, kv: torch.Tensor) -> None:
         self.rows = rows
         self._rows = rows.view(torch.uint8)
-        self._blocks = kv.view(torch.uint8).flatten(1)
-        self._block_bytes = self._blocks.shape[1]
+        self._blocks = kv.view(torch.uint8).flatten()
+        self._block_bytes = len(self._blocks) // len(kv)
         self.num_blocks = blocks_of_state(rows.shape[1], self._block_bytes)
 
     @torch.inference_mode()
     def save(self, row: int, block_ids: Sequence[int]) -> None:
         """Copy a row's state into these blocks."""
-        for block_id, piece in zip(block_ids, self._pieces(row), strict=True):
-            self._blocks[block_id, : len(piece)].copy_(piece)
-            self._blocks[block_id, len(piece) :].zero_()
+        for blocks, piece in self._runs(block_ids, row):
+            blocks[: len(piece)].copy_(piece)
+            blocks[len(piece) :].zero_()
 
     @torch.inference_mode()
     def load(self, block_ids: Sequence[int], row: int) -> None:
         """Copy the state in these blocks into a row."""
-        for block_id, piece in zip(block_ids, self._pieces(row), strict=True):
-            piece.copy_(self._blocks[block_id, : len(piece)])
+        for blocks, piece in self._runs(block_ids, row):
+            piece.copy_(blocks[: len(piece)])
 
-    def _pieces(self, row: int) -> Sequence[torch.Tensor]:
-        """Split the row's bytes into one piece per block."""
-        return torch.split(self._rows[row], self._block_bytes)
+    def _runs(self, block_ids: Sequence[int], row: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the bytes of each run of neighbouring blocks, and those of the row that they hold."""
+        assert len(block_ids) == self.num_blocks
+        size, begin = self._block_bytes, 0
+        for end in range(1, len(block_ids) + 1):
+            if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
+                blocks = self._blocks[block_ids[begin] * size : (block_ids[end - 1] + 1) * size]
+                yield blocks, self._rows[row, begin * size : end * size]
+                begin = end
 
 
 def blocks_of_state(floats: int, block_bytes: int) -> int:
