@@ -42,6 +42,8 @@ def recurrent_subjects(ops: CpuOps) -> Iterator[Subject]:
     """Yield the subjects: delta rule of Qwen3.5, scans of Granite 4 and Jamba, lightning attention and convolutions."""
     import torch
 
+    from kvferry.engine.state_memory import make_rows
+
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape).bfloat16()
 
@@ -55,7 +57,7 @@ def recurrent_subjects(ops: CpuOps) -> Iterator[Subject]:
         work: float,
     ) -> Subject:
         size = int(torch.tensor(shape).prod())
-        rows = torch.zeros(2 * seqs, LAYERS * size)
+        rows = make_rows(2 * seqs, LAYERS * size, torch.device("cpu"))  # a node's kind of memory
         plan = state_plan(seqs, tokens, rows)
         states = [rows[:, i * size : (i + 1) * size].view(len(rows), *shape) for i in range(LAYERS)]
         used = states if tokens == 1 else states[:1]

@@ -35,7 +35,7 @@ SCANS = {
 }  # fmt: skip
 """Heads, their dim, groups and n."""
 
-CHANNELS = {"Jamba": (96, 1, 1, 16), "odd": (37, 1, 1, 7)}
+CHANNELS = {"Jamba": (300, 1, 1, 16), "odd": (37, 1, 1, 7)}
 """The same of Mamba 1."""
 
 ROWS = 12

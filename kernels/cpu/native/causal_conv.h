@@ -8,7 +8,6 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kConvBlock = 64;  // channels of an item of work
-
 constexpr int64_t kConvRun = 16;    // tokens that a vector of channels takes before the next vector
 
 // What a block of channels needs, with the channels in a vector's lanes: taps, and the inputs before the next token, the
@@ -46,14 +45,13 @@ KVF_INLINE Floats row_of(const Floats* columns, std::integer_sequence<int, Lane.
 }
 
 template <int Columns, class T, int... Column>
-KVF_INLINE void load_columns_of(const T* from, float (*to)[kConvBlock], int64_t c, std::integer_sequence<int, Column...>) {
+KVF_INLINE void load_columns_of(const T* from, Floats* to, std::integer_sequence<int, Column...>) {
   const Floats rows[] = {load(from + Column * kLanes)...};
-  (store(to[Column] + c, column_of<Columns, Column>(rows, std::make_integer_sequence<int, kLanes>())), ...);
+  ((to[Column] = column_of<Columns, Column>(rows, std::make_integer_sequence<int, kLanes>())), ...);
 }
 
 template <int Columns, bool Stream, int... Column>
-KVF_INLINE void store_rows_of(const float (*from)[kConvBlock], int64_t c, float* to, std::integer_sequence<int, Column...>) {
-  const Floats columns[] = {load(from[Column] + c)...};
+KVF_INLINE void store_rows_of(const Floats* columns, float* to, std::integer_sequence<int, Column...>) {
   (put<Stream>(to + Column * kLanes, row_of<Columns, Column>(columns, std::make_integer_sequence<int, kLanes>())), ...);
 }
 
@@ -62,8 +60,11 @@ template <int Columns, class T>
 KVF_INLINE void load_turned(const T* from, int64_t count, int64_t columns, float (*to)[kConvBlock]) {
   int64_t c = 0;
   if constexpr (Columns > 0)
-    for (; c + kLanes <= count; c += kLanes)
-      load_columns_of<Columns>(from + c * Columns, to, c, std::make_integer_sequence<int, Columns>());
+    for (; c + kLanes <= count; c += kLanes) {
+      Floats found[Columns];
+      load_columns_of<Columns>(from + c * Columns, found, std::make_integer_sequence<int, Columns>());
+      for (int i = 0; i < Columns; ++i) store(to[i] + c, found[i]);
+    }
   for (; c < count; ++c)
     for (int64_t i = 0; i < columns; ++i) to[i][c] = load_one(from + c * columns + i);
 }
@@ -73,8 +74,11 @@ template <int Columns, bool Stream>
 KVF_INLINE void store_turned(const float (*from)[kConvBlock], int64_t count, int64_t columns, float* to) {
   int64_t c = 0;
   if constexpr (Columns > 0)
-    for (; c + kLanes <= count; c += kLanes)
-      store_rows_of<Columns, Stream>(from, c, to + c * Columns, std::make_integer_sequence<int, Columns>());
+    for (; c + kLanes <= count; c += kLanes) {
+      Floats columns[Columns];
+      for (int i = 0; i < Columns; ++i) columns[i] = load(from[i] + c);
+      store_rows_of<Columns, Stream>(columns, to + c * Columns, std::make_integer_sequence<int, Columns>());
+    }
   for (; c < count; ++c)
     for (int64_t i = 0; i < columns; ++i) to[c * columns + i] = from[i][c];
 }
@@ -115,13 +119,41 @@ KVF_INLINE void convolve_lanes(const ConvTask& t, int64_t begin, int64_t end, in
   for (int64_t i = 0; i + 1 < width; ++i) store(block.last[i] + c, inputs[i]);
 }
 
+// One token of one whole block of channels, whose state goes from registers to registers.
+template <class T, int Width, bool Stream>
+inline __attribute__((noinline)) void convolve_token(const ConvTask& t, int64_t first, int64_t token, const float* before, float* after,
+                               const ConvBlock& block) {
+  constexpr auto kColumns = std::make_integer_sequence<int, Width - 1>();
+  const T* x = static_cast<const T*>(t.x) + token * t.x_step + first;
+  T* out = static_cast<T*>(t.out) + token * t.channels + first;
+  const bool activate = t.silu;
+#pragma GCC unroll 4
+  for (int c = 0; c < kConvBlock; c += kLanes) {
+    Floats inputs[Width], total = load(block.bias + c);
+    load_columns_of<Width - 1>(before + c * (Width - 1), inputs, kColumns);
+    inputs[Width - 1] = load(x + c);
+#pragma GCC unroll 4
+    for (int i = 0; i < Width; ++i) total = total + load(block.taps[i] + c) * inputs[i];
+    store(out + c, activate ? silu(total) : total);
+    store_rows_of<Width - 1, Stream>(inputs + 1, after + c * (Width - 1), kColumns);
+  }
+}
+
 // One sequence's tokens of one block of channels.
 template <class T, int Width>
 KVF_INLINE void convolve(const ConvTask& t, int64_t first, int64_t count, int64_t seq, ConvBlock& block) {
   constexpr int kKept = Width > 0 ? Width - 1 : 0;
   const int64_t kept = t.width - 1, last = t.seqs.starts[seq + 1];
   const float* before = t.states.row(t.seqs.before[seq]);
+  float* after = t.states.row(t.seqs.after[seq]);
+  const bool read_next = seq + 1 < t.seqs.chains[t.seqs.chain_count] && t.seqs.before[seq + 1] == t.seqs.after[seq];
+  const bool stream = !read_next && after != nullptr && streams(after, kConvBlock);
   if (before != nullptr) prefetch_all(before + (first + count) * kept, count * kept);  // of the next block
+  if constexpr (Width > 0)
+    if (before != nullptr && after != nullptr && count == kConvBlock && last - t.seqs.starts[seq] == 1) {
+      const auto convolve_one = stream ? convolve_token<T, Width, true> : convolve_token<T, Width, false>;
+      return convolve_one(t, first, last - 1, before + first * kept, after + first * kept, block);
+    }
   if (before != nullptr)
     load_turned<kKept>(before + first * kept, count, kept, block.last);
   else
@@ -132,10 +164,8 @@ KVF_INLINE void convolve(const ConvTask& t, int64_t first, int64_t count, int64_
       prefetch_all(static_cast<const T*>(t.x) + token * t.x_step + first, count);
     for (int64_t c = 0; c < count; c += kLanes) convolve_lanes<T, Width>(t, at, end, first, c, count - c, block);
   }
-  float* after = t.states.row(t.seqs.after[seq]);
   if (after == nullptr) return;
-  const bool read_next = seq + 1 < t.seqs.chains[t.seqs.chain_count] && t.seqs.before[seq + 1] == t.seqs.after[seq];
-  if (!read_next && streams(after, kConvBlock))
+  if (stream)
     store_turned<kKept, true>(block.last, count, kept, after + first * kept);
   else
     store_turned<kKept, false>(block.last, count, kept, after + first * kept);

@@ -101,15 +101,16 @@ struct DeltaGatesTask {
   int64_t tokens, heads;
 };
 
-// Rows of a scan's state, of which each belongs to a head's dimension, that one item of work holds.
-constexpr int64_t kScanRows = 64;
+// Rows of a scan's state [n], of which each belongs to a head's dimension, that one item of work holds: enough bytes to begin
+// an item for, in a core's first cache.
+inline int64_t scan_item_rows(int64_t n) { return n > 0 && n < 64 ? 4096 / n / 16 * 16 : 64; }
 
 inline int64_t padded_to(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 inline int64_t delta_floats(int64_t k_dim, int64_t v_dim) {
   return 2 * padded_to(k_dim, 16) + padded_to(k_dim * v_dim, 16);
 }
-inline int64_t scan_floats(int64_t n) { return 2 * padded_to(n, 16) + padded_to(kScanRows * n, 16); }
+inline int64_t scan_floats(int64_t n) { return 2 * padded_to(n, 16) + padded_to(scan_item_rows(n) * n, 16); }
 
 struct RecurrentKernels {
   Team::Function causal_conv[2], delta_rule[2], state_space[2];    // float32, bfloat16

@@ -12,6 +12,8 @@ namespace {
 
 constexpr int64_t kScanAhead = 512;  // floats of a state prefetched ahead
 constexpr int64_t kTokensAhead = 4;  // tokens
+constexpr int kMamba1Numbers = 16;      // of a row in published models
+constexpr float kLog2E = 1.44269504f;
 
 // A token's rows [first, first + count) of one group; b, c [n].
 struct ScanRows {
@@ -50,32 +52,35 @@ KVF_INLINE void load_lanes(const ScanTask& t, const ScanRows& rows, int64_t base
   store(found.decays, exponential(load(found.decays)));
 }
 
-// Lane i of the result: the sum over row `base + i` of from, as it is once the token is in, times c.
-template <bool Stream, bool EachState>
+// Lane i of the result: the sum over row `base + i` of from, as it is once the token is in, times c. Numbers: of a row, known
+// to the compiler, or 0.
+template <bool Stream, bool EachState, int Numbers>
 KVF_INLINE Floats scan_rows(const ScanTask& t, const ScanRows& rows, int64_t base, int64_t lanes, const ScanLanes& own,
                             const float* from, float* to) {
-  const int64_t whole = t.n / kLanes * kLanes;
+  const int64_t n = Numbers > 0 ? Numbers : t.n, whole = n / kLanes * kLanes;
+  constexpr int kKnown = Numbers > kLanes ? Numbers / kLanes : 1;
   float rest[kLanes];
-  Floats values[kLanes];
+  Floats values[kLanes], known_b[kKnown], known_c[kKnown];
+  for (int j = 0; Numbers > 0 && j < kKnown; ++j) known_b[j] = load(rows.b + j * kLanes), known_c[j] = load(rows.c + j * kLanes);
   for (int64_t i = lanes; i < kLanes; ++i) values[i] = Floats{}, rest[i] = 0;
   for (int64_t i = 0; i < lanes; ++i) {
-    const float *before = from == nullptr ? nullptr : from + (base + i) * t.n, *rates = rows.a + own.heads[i] * t.n;
-    float* next = to == nullptr ? nullptr : to + (base + i) * t.n;
-    const float step = own.steps[i], decay = own.decays[i], input = own.inputs[i];
+    const float *before = from == nullptr ? nullptr : from + (base + i) * n, *rates = rows.a + own.heads[i] * n;
+    float* next = to == nullptr ? nullptr : to + (base + i) * n;
+    const float step = own.steps[i] * kLog2E, decay = own.decays[i], input = own.inputs[i];
     Floats total{};
     for (int64_t k = 0; k < whole; k += kLanes) {
-      Floats state = load(rows.b + k) * input;
+      Floats state = (Numbers > 0 ? known_b[k / kLanes] : load(rows.b + k)) * input;
       if (before != nullptr) {
         __builtin_prefetch(before + k + kScanAhead);
-        const Floats kept = EachState ? exponential(load(rates + k) * step) : splat(decay);
+        const Floats kept = EachState ? power_of_two(load(rates + k) * step) : splat(decay);
         state = state + load(before + k) * kept;
       }
-      total = total + state * load(rows.c + k);
+      total = total + state * (Numbers > 0 ? known_c[k / kLanes] : load(rows.c + k));
       if (next != nullptr) put<Stream>(next + k, state);
     }
     rest[i] = 0;
-    for (int64_t k = whole; k < t.n; ++k) {
-      const float kept = EachState ? exponential(splat(rates[k] * step))[0] : decay;
+    for (int64_t k = whole; k < n; ++k) {
+      const float kept = EachState ? power_of_two(splat(rates[k] * step))[0] : decay;
       const float state = rows.b[k] * input + (before == nullptr ? 0.0f : before[k] * kept);
       rest[i] += state * rows.c[k];
       if (next != nullptr) next[k] = state;
@@ -86,14 +91,14 @@ KVF_INLINE Floats scan_rows(const ScanTask& t, const ScanRows& rows, int64_t bas
 }
 
 // One token: from and to are the rows' states before and after, null for zeros, and if nobody needs them.
-template <bool Stream, bool EachState, class T>
+template <bool Stream, bool EachState, int Numbers, class T>
 inline __attribute__((noinline)) void scan_token(const ScanTask& t, const ScanRows& rows, const T* x, const float* from,
                                                  float* to, T* out) {
   for (int64_t base = 0; base < rows.count; base += kLanes) {
     const int64_t left = rows.count - base, lanes = left < kLanes ? left : kLanes;
     ScanLanes own;
     load_lanes(t, rows, base, lanes, x, own);
-    const Floats found = scan_rows<Stream, EachState>(t, rows, base, lanes, own, from, to);
+    const Floats found = scan_rows<Stream, EachState, Numbers>(t, rows, base, lanes, own, from, to);
     store_part(out + base, found + load(own.direct), lanes);
   }
 }
@@ -117,16 +122,20 @@ KVF_INLINE void scan_tokens(const ScanTask& t, ScanRows rows, int64_t group, int
     T* out = static_cast<T*>(t.out) + at * t.heads * t.dim + rows.first;
     float* next = at + 1 == end ? to : spare;
     prefetch_all(x + kTokensAhead * t.x_step, rows.count);
-    if (t.each_state)
-      stream ? scan_token<true, true>(t, rows, x, from, next, out) : scan_token<false, true>(t, rows, x, from, next, out);
-    else
-      stream ? scan_token<true, false>(t, rows, x, from, next, out) : scan_token<false, false>(t, rows, x, from, next, out);
+    const auto scan = !t.each_state ? (stream ? scan_token<true, false, 0, T> : scan_token<false, false, 0, T>)
+                      : t.n == kMamba1Numbers
+                          ? (stream ? scan_token<true, true, kMamba1Numbers, T> : scan_token<false, true, kMamba1Numbers, T>)
+                          : (stream ? scan_token<true, true, 0, T> : scan_token<false, true, 0, T>);
+    scan(t, rows, x, from, next, out);
     from = next;
   }
 }
 
-// Runs of kScanRows rows that a group has.
-inline int64_t scan_runs(const ScanTask& t) { return (t.heads / t.groups * t.dim + kScanRows - 1) / kScanRows; }
+// Items of work that a group's rows are.
+inline int64_t scan_runs(const ScanTask& t) {
+  const int64_t rows = scan_item_rows(t.n);
+  return (t.heads / t.groups * t.dim + rows - 1) / rows;
+}
 
 }  // namespace
 }  // namespace kvferry

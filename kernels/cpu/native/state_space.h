@@ -48,12 +48,12 @@ KVF_INLINE void scan_chunks(const ScanTask& t, int64_t first, int64_t count, int
     transpose_all(m.states + head * m.state_floats(), m.step, t.n, t.dim, after + (first + head) * size, t.n);
 }
 
-// One sequence of a run of kScanRows rows of a group's.
+// One sequence of an item's rows of a group.
 template <class T>
 KVF_INLINE void scan_run(const ScanTask& t, int64_t number, int64_t seq, bool alone, float* memory) {
   const int64_t rows = t.heads / t.groups * t.dim, runs = scan_runs(t), group = number / runs;
-  const int64_t skipped = number % runs * kScanRows, left = rows - skipped;
-  const ScanRows own{group * rows + skipped, left < kScanRows ? left : kScanRows, nullptr, nullptr, nullptr, nullptr};
+  const int64_t most = scan_item_rows(t.n), skipped = number % runs * most, left = rows - skipped;
+  const ScanRows own{group * rows + skipped, left < most ? left : most, nullptr, nullptr, nullptr, nullptr};
   scan_tokens<T>(t, own, group, seq, alone, memory);
 }
 

@@ -223,6 +223,25 @@ KVF_INLINE Floats exponential(Floats x) {
   return x < splat(-87.0f) ? Floats{} : value;
 }
 
+// 2^x within 2 units in the last place, for x up to 127; 0 below -126. Taylor's polynomial, since x - n is exact.
+KVF_INLINE Floats power_of_two(Floats x) {
+  constexpr float kRound = 12582912.0f;
+  const Floats shifted = x + kRound, n = shifted - kRound, r = x - n;
+  Floats p = splat(1.54035304e-4f);
+  p = p * r + 1.33335581e-3f;
+  p = p * r + 9.61812911e-3f;
+  p = p * r + 5.55041087e-2f;
+  p = p * r + 2.40226507e-1f;
+  p = p * r + 6.93147181e-1f;
+  p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ), (__m512)p, (__m512)n);
+#else
+  const Ints exponent = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
+  return x < splat(-126.0f) ? Floats{} : p * reinterpret_cast<Floats>(exponent);
+#endif
+}
+
 // x / (1 + e^-x)
 KVF_INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
