@@ -19,6 +19,9 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection"))
+"""Headers that tell where a response ends."""
+
 
 class ResponseCycle(RequestResponseCycle):
     """Implements uvicorn's cycle, without its access log.
@@ -84,6 +87,8 @@ class ResponseCycle(RequestResponseCycle):
         for name, value in (*self.default_headers, *message.get("headers", ())):
             name, line = header_line(name, value)
             lines.append(line)
+            if name not in _FRAMING:
+                continue
             if name == b"content-length" and self.chunked_encoding is None:
                 self.expected_content_length, self.chunked_encoding = int(value), False
             elif name == b"transfer-encoding" and value.lower() == b"chunked":
