@@ -33,6 +33,8 @@ class WordCache:
         self._around = around(tokenizer) if cuts(tokenizer) else None
         self._known: dict[str, list[int]] = {}
         """Ids by word without the space before it; a text's first word stands behind one."""
+        self._plain: dict[str, list[int]] = {}
+        """Those of them between which every space is a cut: with these alone, a text need not be searched for cuts."""
 
     @property
     def apart(self) -> bool:
@@ -46,16 +48,27 @@ class WordCache:
         return [*before, *self._ids(text), *after]
 
     def _ids(self, text: str) -> list[int]:
-        first, *words = SPACE.split(text)
-        words.insert(0, " " + first)
+        words = text.split(" ")
+        ids = self._looked_up(words, self._plain)
+        if ids is None:
+            words = SPACE.split(text)
+            ids = self._looked_up(words, self._known)
+        return self._learned(text, words) if ids is None else ids
+
+    def _looked_up(self, words: list[str], known: dict[str, list[int]]) -> list[int] | None:
+        """Return the ids of a text cut into these words, with `known` for all but the last; None if one is new."""
+        words[0] = " " + words[0]
+        last = words.pop()
         try:
-            return list(chain.from_iterable(map(self._known.__getitem__, words)))
+            return [*chain.from_iterable(map(known.__getitem__, words)), *self._known[last]]
         except KeyError:
-            return self._learned(text, words)
+            return None
+        finally:
+            words.append(last)
 
     def _learned(self, text: str, words: list[str]) -> list[int]:
         """Return the ids of a text with new words, some of which are kept."""
-        new = {word for word in words if word not in self._known}
+        new = set(words).difference(self._known)
         if len(new) > LEARNED:
             learned = [word for word in new if len(word) <= LONGEST][:LEARNED]
             whole, *apart = self._encode([text, *map(_text, learned)])
@@ -69,7 +82,10 @@ class WordCache:
     def _keep(self, found: dict[str, list[int]]) -> None:
         if len(self._known) + len(found) > self._most:
             self._known.clear()
-        self._known.update((word, ids) for word, ids in found.items() if len(word) <= LONGEST)
+            self._plain.clear()
+        kept = {word: ids for word, ids in found.items() if len(word) <= LONGEST}
+        self._known |= kept
+        self._plain |= {word: ids for word, ids in kept.items() if "!" <= word[-1] <= "~" and " " not in word[1:]}
 
 
 def _text(word: str) -> str:
