@@ -40,7 +40,7 @@ def check_frame(frame: Any) -> StepFrame:
         for delta in frame.deltas:
             _check_delta(delta)
     told = frame.deviations
-    if type(told) is not tuple or not all(isinstance(each, Deviation) and _sound(each) for each in told):
+    if type(told) is not tuple or (told and not all(isinstance(each, Deviation) and _sound(each) for each in told)):
         raise WireError("an invalid Deviation")
     for failure in frame.failed:
         if not isinstance(failure, AttemptFailed) or not _sound(failure):

@@ -72,7 +72,7 @@ class GenerationBody(
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    stop: Stops = Field(default=())
+    stop: Stops = Field(default_factory=list)
     include_stop_str_in_output: StrictBool | None = False
     skip_special_tokens: StrictBool | None = True
     spaces_between_special_tokens: StrictBool | None = True
