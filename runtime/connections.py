@@ -49,8 +49,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._address: str | None = None
         self._active: ResponseCycle | None = None
         self._begun = self._reading_on = self._refused = False
-        self._length = RequestLength(limits.body_bytes)
-        self._data, self._body_bytes, self._drained = b"", 0, 0
+        self._length, self._data, self._body_bytes, self._drained = RequestLength(limits.body_bytes), b"", 0, 0
         self._heard = self._began = self._body_began = self._paced_from = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._reader: UnreadOutput | None = None

@@ -33,8 +33,6 @@ class WordCache:
         self._around = around(tokenizer) if cuts(tokenizer) else None
         self._known: dict[str, list[int]] = {}
         """Ids by word without the space before it; a text's first word stands behind one."""
-        self._plain: dict[str, list[int]] = {}
-        """Those of them between which every space is a cut: with these alone, a text need not be searched for cuts."""
 
     @property
     def apart(self) -> bool:
@@ -48,23 +46,12 @@ class WordCache:
         return [*before, *self._ids(text), *after]
 
     def _ids(self, text: str) -> list[int]:
-        words = text.split(" ")
-        ids = self._looked_up(words, self._plain)
-        if ids is None:
-            words = SPACE.split(text)
-            ids = self._looked_up(words, self._known)
-        return self._learned(text, words) if ids is None else ids
-
-    def _looked_up(self, words: list[str], known: dict[str, list[int]]) -> list[int] | None:
-        """Return the ids of a text cut into these words, with `known` for all but the last; None if one is new."""
-        words[0] = " " + words[0]
-        last = words.pop()
+        first, *words = SPACE.split(text)
+        words.insert(0, " " + first)
         try:
-            return [*chain.from_iterable(map(known.__getitem__, words)), *self._known[last]]
+            return list(chain.from_iterable(map(self._known.__getitem__, words)))
         except KeyError:
-            return None
-        finally:
-            words.append(last)
+            return self._learned(text, words)
 
     def _learned(self, text: str, words: list[str]) -> list[int]:
         """Return the ids of a text with new words, some of which are kept."""
@@ -82,10 +69,7 @@ class WordCache:
     def _keep(self, found: dict[str, list[int]]) -> None:
         if len(self._known) + len(found) > self._most:
             self._known.clear()
-            self._plain.clear()
-        kept = {word: ids for word, ids in found.items() if len(word) <= LONGEST}
-        self._known |= kept
-        self._plain |= {word: ids for word, ids in kept.items() if "!" <= word[-1] <= "~" and " " not in word[1:]}
+        self._known.update((word, ids) for word, ids in found.items() if len(word) <= LONGEST)
 
 
 def _text(word: str) -> str:
