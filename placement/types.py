@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvferry.protocol.fast_init import fast_init
 from kvferry.protocol.lease import NodeLease
@@ -33,6 +33,7 @@ class TierPrefix(NamedTuple):
     block_s: float
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """State of a live node for one placement: its lease, with the router's own dispatched requests added.
@@ -91,27 +92,28 @@ class NodeView:
     spare_blocks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lease, load, rates, put = self.lease, self.lease.load, self.lease.rates, object.__setattr__
+        made: Any = self  # not frozen yet, see `fast_init`
+        lease, load, rates = self.lease, self.lease.load, self.lease.rates
         rate, total = max(rates.prefill_tokens_per_s, 1.0), load.total_blocks or UNKNOWN_BLOCKS
         free = load.free_blocks - max(0, self.pending_blocks - load.granted_blocks)
-        put(self, "key", (lease.node_id, lease.epoch))
-        put(self, "role", lease.role if lease.state == "ready" else "")
-        put(self, "bare_size", 0 if self.cached_len or self.kept else lease.block_size)
-        put(self, "turn", (self.placed, lease.node_id))
-        put(self, "counted", (self.waiting_tokens, self.streams, self.pending_blocks))
-        put(self, "rate", rate)
-        put(self, "queue_s", self.waiting_tokens / rate)
-        put(self, "step_s", rates.step_s * (1 + STREAM_SHARE * self.streams))
-        put(self, "next_itl_s", _next_itl_s(lease, self.streams))
-        put(self, "block_s", lease.block_bytes / max(rates.ship_bytes_per_s, 1.0))
+        made.key = (lease.node_id, lease.epoch)
+        made.role = lease.role if lease.state == "ready" else ""
+        made.bare_size = 0 if self.cached_len or self.kept else lease.block_size
+        made.turn = (self.placed, lease.node_id)
+        made.counted = (self.waiting_tokens, self.streams, self.pending_blocks)
+        made.rate = rate
+        made.queue_s = self.waiting_tokens / rate
+        made.step_s = rates.step_s * (1 + STREAM_SHARE * self.streams)
+        made.next_itl_s = _next_itl_s(lease, self.streams)
+        made.block_s = lease.block_bytes / max(rates.ship_bytes_per_s, 1.0)
         read_s = rates.store_block_s / lease.block_size
-        put(self, "gain_s", max(0.0, 1 / rate - read_s) if read_s else 0.0)
-        put(self, "total_blocks", total)
-        put(self, "pool_tokens", total * lease.block_size)
-        put(self, "free_blocks", free)
-        put(self, "unasked_blocks", max(0, load.free_blocks - self.waiting_tokens // lease.block_size))
-        put(self, "ready_blocks", free + load.cached_blocks if load.total_blocks else UNKNOWN_BLOCKS)
-        put(self, "spare_blocks", BACKLOG * total - load.active_blocks - self.pending_blocks)
+        made.gain_s = max(0.0, 1 / rate - read_s) if read_s else 0.0
+        made.total_blocks = total
+        made.pool_tokens = total * lease.block_size
+        made.free_blocks = free
+        made.unasked_blocks = max(0, load.free_blocks - self.waiting_tokens // lease.block_size)
+        made.ready_blocks = free + load.cached_blocks if load.total_blocks else UNKNOWN_BLOCKS
+        made.spare_blocks = BACKLOG * total - load.active_blocks - self.pending_blocks
 
 
 def _next_itl_s(lease: NodeLease, streams: int) -> float:

@@ -26,16 +26,23 @@ STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 """Upper bounds of step-time histograms' buckets, in seconds."""
 
 
+class QuickCounter(Counter):
+    """Counter without the checks of its amount and labels, which take longer than counting."""
+
+    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
+        self._value.inc(amount)
+
+
 class RouterMetrics:
     """Metrics of a router process; one instance per process."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = registry or CollectorRegistry()
-        self.requests = Counter(
+        self.requests = QuickCounter(
             "kvferry_requests", "Requests finished, by endpoint and HTTP status.", ["endpoint", "status"], registry=r
         )
         self.inflight = Gauge("kvferry_requests_inflight", "Requests in progress.", registry=r)
-        self.ttft = Histogram(
+        self.ttft = TokenHistograms(
             "kvferry_time_to_first_token_seconds",
             "Seconds from a request's arrival to its first output token, by model.",
             labels.MODEL,
@@ -49,16 +56,16 @@ class RouterMetrics:
             registry=r,
             buckets=STEP_BUCKETS,
         )
-        self.e2e = Histogram(
-            "kvferry_request_seconds", "Seconds from arrival to last token.", registry=r, buckets=LATENCY_BUCKETS
+        self.e2e = TokenHistograms(
+            "kvferry_request_seconds", "Seconds from arrival to last token.", [], registry=r, buckets=LATENCY_BUCKETS
         )
-        self.prompt_tokens = Counter(
+        self.prompt_tokens = QuickCounter(
             "kvferry_prompt_tokens",
             "Prompt tokens of finished placements by source: computed, reused_prefill, reused_decode, fetched.",
             [*labels.MODEL, "source"],
             registry=r,
         )
-        self.output_tokens = Counter(
+        self.output_tokens = QuickCounter(
             "kvferry_output_tokens", "Output tokens delivered, by model.", labels.MODEL, registry=r
         )
         self.reuse = ReuseMetrics(r)
@@ -67,7 +74,7 @@ class RouterMetrics:
             "First tokens whose reuse accounting the router found wrong: a bug of the node named in the log.",
             registry=r,
         )
-        self.placements = Counter(
+        self.placements = QuickCounter(
             "kvferry_placements",
             "Attempts started, by where the prompt is computed: remote (a prefill node), local (the decode node). A "
             "request starts one, and one more after each failure and for each hedge; migrations compute no prompt.",
@@ -132,7 +139,7 @@ class RouterMetrics:
             ["status", "code"],
             registry=r,
         )
-        self.tenant_tokens = Counter(
+        self.tenant_tokens = QuickCounter(
             "kvferry_tenant_tokens",
             "Tokens by tenant (empty: requests without a tenant's key) and kind: prompt, cached (of the "
             "prompt), output.",
@@ -158,6 +165,7 @@ class RouterMetrics:
         self.journals = JournalMetrics(r)
         self.batches = BatchMetrics(r)
         self.scaling = RouterScaling(r)
+        self.e2e.labels()
         _exist(self.requests, labels.ENDPOINTS, ("200",))
         _exist(self.placements, labels.PLACEMENT_KINDS)
         _exist(self.retries, labels.RETRY_STEPS)

@@ -20,7 +20,7 @@ class ModelMetrics:
 
     prompt_tokens: by source."""
 
-    ttft: Histogram
+    ttft: TokenHistogram
     itl: TokenHistogram
     prompt_tokens: dict[str, Counter]
     output_tokens: Counter

@@ -36,6 +36,8 @@ class Reuse:
     def balanced(self) -> bool:
         """Return whether the parts add up and none is negative."""
         parts = (self.reused_prefill, self.reused_decode, self.fetched, self.computed)
+        if not self.missed:
+            return min(parts) >= 0 and sum(parts) == self.prompt_len and 0 <= self.written <= self.computed
         missed = [tokens for _, tokens in self.missed]
         known = all(reason in FOUND_MISSING for reason, _ in self.missed)
         adds_up = sum(parts) == self.prompt_len and max(sum(missed), self.written) <= self.computed

@@ -30,6 +30,8 @@ BUFFER_BYTES = 256
 The codec's defaults are 256 KiB for a writer and 1 MiB for a stream reader. Allocating those costs more than reading or
 writing most messages."""
 
+_NEW = tuple.__new__
+"""Makes an ExtType, which is a named tuple, without its checks."""
 _READING: dict[str, Any] = {
     "raw": False, "strict_map_key": False, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS
 }  # fmt: skip
@@ -93,7 +95,8 @@ def pack(value: Any) -> bytes:
 
     Raises Unwritable."""
     try:
-        return bytes(msgpack.Packer(default=_to_ext, buf_size=BUFFER_BYTES).pack(value))
+        packed: bytes = msgpack.Packer(default=_to_ext, buf_size=BUFFER_BYTES).pack(value)
+        return packed
     except _UNWRITABLE as error:
         raise Unwritable(f"a {type(value).__name__} cannot be sent: {error}") from error
 
@@ -134,7 +137,8 @@ def _to_ext(value: Any) -> Any:
     code = _CODES.get(type(value))
     if code is None:
         raise TypeError(f"{type(value).__name__} is not a message")
-    return msgpack.ExtType(code, pack(_READ[type(value)](value)))
+    made: bytes = msgpack.Packer(default=_to_ext, buf_size=BUFFER_BYTES).pack(_READ[type(value)](value))
+    return _NEW(msgpack.ExtType, (code, made))
 
 
 def _outermost(code: int, data: bytes) -> Any:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine, Generator
+from collections.abc import Awaitable, Coroutine, Generator, Iterator
 from types import coroutine
 from typing import Any
+
+
+class EndedCall:
+    """Awaitable of a call that has ended already; it takes no coroutine."""
+
+    def __await__(self) -> Iterator[Any]:
+        return iter(())
+
+
+ENDED: Any = EndedCall()
 
 
 def begun(call: Awaitable[None]) -> Coroutine[Any, Any, None] | None:
     """Run the first step of a call; return one that goes on with it, for a task, or None if it has ended.
 
     The first step may not ask for its task, as `asyncio.timeout` does. Raises what it raises."""
+    if call is ENDED:
+        return None
     steps: Any = call.__await__()
     try:
         return _rest(steps, steps.send(None))

@@ -29,6 +29,8 @@ def lingering(limits: Limits, throttle: RejectionThrottle) -> type[asyncio.Proto
 class LingeringProtocol(GuardedProtocol):
     """Connection that accepts one last request for LINGER_S seconds after `shutdown`."""
 
+    __slots__ = ("_ends",)
+
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._ends = False

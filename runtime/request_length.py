@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvferry.protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge
 from kvferry.runtime.connection_limits import FRAMING, MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS
@@ -30,11 +31,9 @@ class RequestLength:
         """Reset the counts for a new request."""
         self.received = self.body = self.trailers = 0
 
-    def count_fault(self, headers: Sequence[tuple[bytes, bytes]]) -> KvferryError | None:
-        """Return an error if the request has too many headers."""
-        if len(headers) > MAX_HEADERS:
-            return HeaderTooLong(f"the request has more than {MAX_HEADERS} headers")
-        return None
+    def count_fault(self) -> KvferryError:
+        """Return the error of a request with too many headers."""
+        return HeaderTooLong(f"the request has more than {MAX_HEADERS} headers")
 
     def header_fault(self, url: bytes, headers: Sequence[tuple[bytes, bytes]], ahead: int) -> KvferryError | None:
         """Return an error if the complete header is too long or too many requests are pipelined.
@@ -42,7 +41,8 @@ class RequestLength:
         ahead: earlier requests of the connection whose responses have not begun."""
         if ahead > MAX_AHEAD:
             return Overloaded(f"more than {MAX_AHEAD} requests were pipelined", retry_after=1.0)
-        if len(url) + sum(len(name) + len(value) + _AROUND for name, value in headers) > MAX_HEADER_BYTES:
+        length = len(url) + sum(map(len, chain.from_iterable(headers))) + _AROUND * len(headers)
+        if length > MAX_HEADER_BYTES:
             return _long_header()
         return None
 

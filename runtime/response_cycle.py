@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -18,6 +18,11 @@ from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+
+from kvferry.runtime.first_step import ENDED
+
+_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection"))
+"""Headers that tell where a response ends."""
 
 
 class ResponseCycle(RequestResponseCycle):
@@ -62,10 +67,20 @@ class ResponseCycle(RequestResponseCycle):
         if gone is not None:
             gone()
 
-    async def send(self, message: Any) -> None:
-        """Send a part of the response (ASGI). Raises RuntimeError for a part out of its order."""
+    def send(self, message: Any) -> Awaitable[None]:  # type: ignore[override]
+        """Send a part of the response (ASGI), at once if the client keeps up: a coroutine costs as much as the rest.
+
+        Raises RuntimeError for a part out of its order."""
         if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
+            return self._send_later(message)
+        self._send_now(message)
+        return cast(Awaitable[None], ENDED)
+
+    async def _send_later(self, message: Any) -> None:
+        await self.flow.drain()
+        self._send_now(message)
+
+    def _send_now(self, message: Any) -> None:
         if self.disconnected:
             return
         kind = message["type"]
@@ -84,6 +99,8 @@ class ResponseCycle(RequestResponseCycle):
         for name, value in (*self.default_headers, *message.get("headers", ())):
             name, line = header_line(name, value)
             lines.append(line)
+            if name not in _FRAMING:
+                continue
             if name == b"content-length" and self.chunked_encoding is None:
                 self.expected_content_length, self.chunked_encoding = int(value), False
             elif name == b"transfer-encoding" and value.lower() == b"chunked":

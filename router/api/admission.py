@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from prometheus_client import Counter
 
 from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
-from kvferry.protocol.fast_init import fast_init
+from kvferry.protocol.fast_init import fast_init, replaced
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.sessions import session_name
 from kvferry.router.api.bodies.fields import TIER_PRIORITY, TierFields
@@ -49,7 +49,7 @@ class AdmittedRequest:
     def __init__(
         self, call: RequestContext, tenant_registry: TenantRegistry, metrics: RouterMetrics, span: Span
     ) -> None:
-        self.call = call if span.trace == call.trace else replace(call, trace=span.trace)
+        self.call = call if span.trace == call.trace else replaced(call, trace=span.trace)
         self._span = span
         self._tenant_registry, self._metrics = tenant_registry, metrics
         self._meter = tenant_registry.meter(call.tenant)
@@ -104,7 +104,7 @@ class AdmittedRequest:
 
     def identify(self, call: RequestContext) -> None:
         """Take over the context of the request that this one repeats or goes on with."""
-        self.call = replace(call, trace=self.call.trace)
+        self.call = replaced(call, trace=self.call.trace)
 
     def prefer(
         self, body: TierFields, *, resumes: bool = False, sees_tokens: bool = True, session: str | None = None
@@ -123,7 +123,7 @@ class AdmittedRequest:
         priority = body.priority or call.priority or TIER_PRIORITY.get(tier, 0)
         name = call.session or session_name(call.tenant, session or "")
         if priority or tenant.ttft_ms or tenant.itl_ms or is_patient or name:
-            self.call = replace(
+            self.call = replaced(
                 call, priority=priority, first_by=first_by, itl_s=itl_s, is_patient=is_patient, session=name
             )
         return self.call

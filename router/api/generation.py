@@ -66,6 +66,7 @@ class Generation:
         self._pieces: SequenceStream | ChoiceMerge | None = None
         self._started = False
         self.prompts = tuple(prompts)
+        self._prompt_tokens = sum([len(spec.token_ids) for spec in prompts])
         self.choices = [
             Choice(number * n + i, number, spec)
             for number, first in enumerate(prompts)
@@ -116,25 +117,25 @@ class Generation:
     @property
     def size(self) -> Size:
         """Return the size of the request's work."""
-        prompt = sum([len(spec.token_ids) for spec in self.prompts])
         works = [spec.work for spec in self.prompts]
         longest = max([work.params.max_tokens for work in works if isinstance(work, Generate)])
-        return Size(len(self.choices), prompt, longest)
+        return Size(len(self.choices), self._prompt_tokens, longest)
 
     def used(self) -> TokenUsage:
         """Return the tokens used so far; each prompt counts once."""
-        prompt = output = cached = written = 0
-        for spec in self.prompts:
-            prompt += len(spec.token_ids)
+        output, cached, written, itl_s = 0, 0, 0, 0.0
         for choice in self.choices:
             if choice.transcript is not None:
                 output += choice.transcript.completion_tokens
-        for leader, *_ in self._groups:
-            if leader.dispatch is not None and (route := leader.dispatch.route) is not None:
-                cached += route.reuse.cached_len
-                written += route.reuse.written
-        itl_s = max((choice.pace_s / choice.paced for choice in self.choices if choice.paced), default=0.0)
-        return TokenUsage(prompt, cached, output, itl_s, written)
+            if choice.paced:
+                itl_s = max(itl_s, choice.pace_s / choice.paced)
+        for group in self._groups:
+            dispatch = group[0].dispatch
+            if dispatch is not None and dispatch.route is not None:
+                reuse = dispatch.route.reuse
+                cached += reuse.cached_len
+                written += reuse.written
+        return TokenUsage(self._prompt_tokens, cached, output, itl_s, written)
 
     def _media_tokens(self) -> dict[str, int]:
         """Return the prompts' tokens that stand for images, audio and video, by their names in the usage."""

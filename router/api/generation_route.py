@@ -87,6 +87,7 @@ class GenerationRoute(Generic[Described]):
         self._reader = reader
         self._tenant_registry = tenant_registry
         self._metrics = metrics
+        self._e2e = metrics.e2e.labels()
         self._counters: dict[int, Counter] = {}
         """Finished requests by status; looking up a counter by its labels costs more than counting."""
 
@@ -106,7 +107,7 @@ class GenerationRoute(Generic[Described]):
                     del data  # it may be long, and the stream too
                     answer = await until_disconnect(receive, work)
                     status = 200
-                    metrics.e2e.observe(time.monotonic() - call.arrival)
+                    self._e2e.observe(time.monotonic() - call.arrival)
                     await answer.finish(responder)
                 finally:
                     self._admission.leave()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from kvferry.placement.types import NodeKey, Placement
 from kvferry.protocol.errors import BlocksCorrupt, Incompatible, KvferryError, NodeLost
+from kvferry.protocol.fast_init import replaced
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import (
@@ -65,7 +65,7 @@ class Attempt:
         self._span = TRACER.start("attempt", job.trace, number=job.attempt, expected_cached=placement.cached_len)
         names = [node.node_id if node else "" for node in (placement.prefill, placement.decode)]
         self._span.tell(prefill=names[0], decode=names[1])
-        self.job = job if self._span.trace == job.trace else replace(job, trace=self._span.trace)
+        self.job = job if self._span.trace == job.trace else replaced(job, trace=self._span.trace)
         self.placement = placement
         self._post, self._breakers, self._client, self._background_calls = post, breakers, client, background_calls
         self._prefill_node, self.decode_node, self._request_log, self._expected = prefill, decode, request_log, expected

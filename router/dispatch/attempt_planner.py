@@ -201,12 +201,14 @@ class AttemptPlanner:
 
     def _demand(self) -> Demand:
         fork, deaths, retry_policy = self._spec.fork_of, self._context.deaths, self._retry_policy
-        barred = deaths.barred(self._suspect) if deaths.any else set()
+        excluded, broken = retry_policy.excluded, retry_policy.broken
+        if deaths.any:
+            excluded |= deaths.barred(self._suspect)
         return Demand(
             total_len=len(self._spec.token_ids) + len(self._delivered),
             prompt_only=self._spec.work.ends_on_prompt(len(self._delivered)),
-            excluded=frozenset(retry_policy.excluded | barred),
-            broken=frozenset(retry_policy.broken),
+            excluded=excluded,
+            broken=broken,
             doubts=deaths.doubts(self._suspect) if deaths.any else {},
             recovers=bool(self._delivered),
             pinned=retry_policy.pinned,

@@ -33,7 +33,7 @@ class Migration:
     ) -> None:
         self._hedged, self._planner, self._context, self._post = hedged, planner, context, post
         self._successor: MigrationAttempt | None = None
-        self._unfit: set[NodeKey] = set()
+        self._unfit: frozenset[NodeKey] = frozenset()
         self._failed = 0
         """Moves that failed since the last one that succeeded."""
 
@@ -64,7 +64,7 @@ class Migration:
                 return False  # the node no longer drains
             placement = self._planner.onward(attempt.placement, self._unfit, reuse)
         if attempt is None or placement is None:
-            self._unfit.clear()
+            self._unfit = frozenset()
             self._again(number)
             return False
         successor = self._context.launch(make_job(attempt.job.request_id, placement), placement, self._post, attempt)
@@ -89,7 +89,7 @@ class Migration:
         self.end()
         if failure.attempt != successor.job.attempt:
             return False
-        self._unfit.update(map(node_key, failure.culprits))
+        self._unfit |= {*map(node_key, failure.culprits)}
         if self._hedged.leader:
             self._again(self._hedged.leader.job.attempt, min(PAUSE_S * 2**self._failed, MAX_PAUSE_S))
         self._failed += 1

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvferry.placement.place import place_among
 from kvferry.placement.rejections import no_nodes
 from kvferry.placement.types import Demand, NodeKey, NodeView, Placement
 from kvferry.protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
+from kvferry.protocol.fast_init import replaced
 from kvferry.protocol.labels import PLACEMENT_KINDS, ROLES
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import DecodeTarget, Job
@@ -146,7 +146,7 @@ class ModelCluster:
         if suspects or any(shut):
             nodes = demand.excluded | (shut.nodes | suspects) - {demand.pinned}
             broken = demand.broken | shut.pairs
-            wary = [(replace(each, excluded=nodes, broken=broken), views) for each, views in sides]
+            wary = [(replaced(each, excluded=nodes, broken=broken), views) for each, views in sides]
             if demand.source:
                 return place_among(wary)
             with contextlib.suppress(NoNodes, Overloaded, ContextLengthExceeded):
@@ -155,7 +155,7 @@ class ModelCluster:
 
     def _side(self, demand: Demand, group: FingerprintGroup, held: Mapping[str, int]) -> tuple[Demand, list[NodeView]]:
         """Return the demand on a group, and its nodes."""
-        demand = replace(
+        demand = replaced(
             demand,
             local_tokens=self._local_tokens,
             model=self.model.name.first,
@@ -174,7 +174,7 @@ class ModelCluster:
             return MigrationAttempt(forerunner, job, placement, post, **self._parts(placement, ()))
         self._placements["remote" if placement.prefill else "local"].inc()
         if self._buddies and isinstance(job.work, Generate) and placement.decode:
-            job = replace(job, buddy=self._buddy(placement.prefill, placement.decode))
+            job = replaced(job, buddy=self._buddy(placement.prefill, placement.decode))
         return Attempt(job, placement, post, **self._parts(placement, hashes, media=bool(job.media)))
 
     def doubt(self, late: Placement, *, ships: bool = False) -> None:

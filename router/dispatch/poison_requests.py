@@ -43,7 +43,7 @@ class Suspect:
     losses: int = 0
     works: dict[Work, int] = field(default_factory=dict)
     delivered: int = 0
-    nodes: set[NodeKey] = field(default_factory=set)
+    nodes: frozenset[NodeKey] = frozenset()
 
     def cleared_by(self, delivered: int) -> bool:
         """Return whether `delivered` output tokens clear the request."""
@@ -70,7 +70,7 @@ class PoisonRequests:
             self._there[node].discard(suspect)
             if not self._there[node]:
                 del self._there[node]
-        suspect.nodes = set(nodes) if suspect.losses else set()
+        suspect.nodes = frozenset(nodes if suspect.losses else ())
         for node in suspect.nodes:
             self._there[node].add(suspect)
         self.any = bool(self._there)

@@ -54,7 +54,7 @@ class Remembered:
     def note(self, hashes: Sequence[bytes], nodes: tuple[NodeKey, ...]) -> None:
         """Record that these nodes hold a prompt of these blocks."""
         blocks = hashes[: self._half]
-        if len(self._young) + sum(block not in self._young for block in blocks) > self._half:
+        if len(self._young) + len(set(blocks).difference(self._young)) > self._half:
             self._old, self._young = self._young, {}
         before: tuple[NodeKey, ...] = ()
         for place, block in enumerate(blocks):

@@ -6,7 +6,7 @@ decode (rule 8 of docs/design/rules.md)."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.placement.types import NodeKey, Pair
 from kvferry.protocol.errors import (
@@ -35,8 +35,8 @@ class RetryPolicy:
 
     Nodes that failed before the last progress are left to the circuit breakers, which all requests share."""
 
-    excluded: set[NodeKey] = field(default_factory=set)
-    broken: set[Pair] = field(default_factory=set)
+    excluded: frozenset[NodeKey] = frozenset()
+    broken: frozenset[Pair] = frozenset()
     pinned: NodeKey | None = None
     local_only: bool = False
     _repeated: bool = False
@@ -65,15 +65,14 @@ class RetryPolicy:
             return self._after_pair(keys[0], keys[1])
         if failure.culprits[0].role == "prefill":
             return self._after_prefill(error, keys[0], delivered, prefills)
-        self.excluded.add(keys[0])
+        self.excluded |= {keys[0]}
         if isinstance(error, Draining) and delivered:
             return "drain_timeout"
         return "wait_for_room" if isinstance(error, GrantRefused | Overloaded) else "another_decode"
 
     def forgive(self) -> None:
         """Allow all failed nodes and pairs again, since nothing else is left."""
-        self.excluded.clear()
-        self.broken.clear()
+        self.excluded, self.broken = frozenset(), frozenset()
 
     def _begin_anew(self, delivered: int) -> None:
         self.forgive()
@@ -83,7 +82,7 @@ class RetryPolicy:
 
     def _after_pair(self, prefill: NodeKey, decode: NodeKey) -> str:
         """Avoid the pair, since each node may work with another; after repeated failures prefill on the decode node."""
-        self.broken.add((prefill, decode))
+        self.broken |= {(prefill, decode)}
         self._prefill_failures += 1
         if self._prefill_failures < MAX_PREFILL_FAILURES:
             return "another_pair"
@@ -95,7 +94,7 @@ class RetryPolicy:
         if delivered == 0 and not self._repeated and worth_repeating and key in prefills:
             self._repeated, self.pinned = True, key
             return "same_prefill"
-        self.excluded.add(key)
+        self.excluded |= {key}
         self._prefill_failures += 1
         if self._prefill_failures < MAX_PREFILL_FAILURES and set(prefills) - self.excluded:
             return "another_prefill"

@@ -23,6 +23,9 @@ MAX_ID = 2**31 - 1
 MAX_RETRY_S = 3600.0
 """Largest accepted Retry-After of a node, in seconds."""
 _PLAIN = frozenset((str, bytes, bool, type(None)))
+_INT = frozenset((int,))
+_COUNTS = attrgetter("prompt_len", "reused_prefill", "reused_decode", "fetched", "computed", "written")
+"""Reader of the counts of a `Reuse`."""
 REASONS = (None, "stop", "length", "closed")
 """Valid values of a delta's finish_reason."""
 
@@ -37,7 +40,7 @@ def check_frame(frame: Any) -> StepFrame:
         for delta in frame.deltas:
             _check_delta(delta)
     told = frame.deviations
-    if type(told) is not tuple or not all(isinstance(each, Deviation) and _sound(each) for each in told):
+    if type(told) is not tuple or (told and not all(isinstance(each, Deviation) and _sound(each) for each in told)):
         raise WireError("an invalid Deviation")
     for failure in frame.failed:
         if not isinstance(failure, AttemptFailed) or not _sound(failure):
@@ -49,7 +52,9 @@ def check_answer(message: Any) -> FirstToken | ShipDone | AttemptFailed:
     """Return a validated message of a prefill's answer; raise WireError if it is invalid."""
     if isinstance(message, FirstToken):
         _check_delta(message.delta)
-        if well_typed(message) and _sound((message.queue_s, message.compute_s)):
+        queue_s, compute_s = message.queue_s, message.compute_s
+        are_plain = type(queue_s) is float and type(compute_s) is float and isfinite(queue_s) and isfinite(compute_s)
+        if are_plain or (well_typed(message) and _sound((queue_s, compute_s))):
             return message
     elif isinstance(message, ShipDone | AttemptFailed) and _sound(message):
         return message
@@ -96,7 +101,7 @@ def _check_delta(delta: Any) -> None:
             and delta.finish_reason in REASONS
             and (delta.stop_token is None or type(delta.stop_token) is int)
             and (plain or _sound(delta))
-            and (delta.reuse is None or (type(delta.reuse) is Reuse and _sound(delta.reuse)))
+            and (delta.reuse is None or _is_reuse(delta.reuse))
             and (delta.vector is None or type(delta.vector) is bytes)
         ):
             return
@@ -109,6 +114,15 @@ def _are_ids(tokens: tuple[Any, ...]) -> bool:
         if type(token) is not int or not 0 <= token <= MAX_ID:
             return False
     return True
+
+
+def _is_reuse(value: Any) -> bool:
+    """Return whether a value is a valid account; all but those with misses hold nothing but counts."""
+    if type(value) is not Reuse:
+        return False
+    counts = _COUNTS(value)
+    is_plain = value.missed == () and _INT.issuperset(map(type, counts)) and min(counts) >= 0 and max(counts) <= MAX_ID
+    return is_plain or _sound(value)
 
 
 def _is_pulse(value: Any) -> bool:

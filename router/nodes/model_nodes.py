@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 
 from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, on_tier, owner
 from kvferry.model_files.model_name import ModelName
 from kvferry.placement.types import NodeKey, NodeView, TierPrefix
+from kvferry.protocol.fast_init import replaced
 from kvferry.protocol.labels import OWN_TIERS, ROLES
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.nodes.capacity_summary import CapacitySummary
@@ -150,7 +150,7 @@ def _holding(view: NodeView, held: Mapping[str, int]) -> NodeView:
     )
     if not (cached or kept):
         return view
-    return replace(view, cached_len=cached * lease.block_size, kept=kept)
+    return replaced(view, cached_len=cached * lease.block_size, kept=kept)
 
 
 def tiers(lease: NodeLease) -> Iterator[tuple[str, float]]:

@@ -39,11 +39,13 @@ def detokenizer(
     `prompt` precedes the output and decides about a leading space. `shown` maps special tokens to the text shown for
     them, whether other special tokens are skipped or not."""
     hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    if shown:
+        hidden = hidden.union(shown)
     if tokenizer.byte_level:
-        return ByteDetokenizer(tokenizer, hidden.union(shown), shown)
+        return ByteDetokenizer(tokenizer, hidden, shown)
     if tokenizer.byte_tokens:
-        return FallbackDetokenizer(tokenizer, hidden.union(shown), prompt, shown)
-    return WindowDetokenizer(tokenizer, hidden.union(shown), prompt, shown)
+        return FallbackDetokenizer(tokenizer, hidden, prompt, shown)
+    return WindowDetokenizer(tokenizer, hidden, prompt, shown)
 
 
 class ByteDetokenizer:

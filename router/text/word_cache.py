@@ -55,7 +55,7 @@ class WordCache:
 
     def _learned(self, text: str, words: list[str]) -> list[int]:
         """Return the ids of a text with new words, some of which are kept."""
-        new = {word for word in words if word not in self._known}
+        new = set(words).difference(self._known)
         if len(new) > LEARNED:
             learned = [word for word in new if len(word) <= LONGEST][:LEARNED]
             whole, *apart = self._encode([text, *map(_text, learned)])

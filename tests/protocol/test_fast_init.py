@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.fast_init import fast_init
+from kvferry.protocol.fast_init import fast_init, replaced
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
@@ -108,3 +108,31 @@ def test_classes_that_it_does_not_suit_are_refused() -> None:
         fast_init(dataclass(frozen=True)(type("Open", (), {"__annotations__": {"a": int}})))
     with pytest.raises(TypeError, match="no frozen dataclass"):
         fast_init(dataclass(frozen=True, slots=True)(type("Derived", (Checked,), {"__annotations__": {"e": int}})))
+
+
+@fast_init
+@dataclass(frozen=True, slots=True)
+class Derived:
+    a: int
+    b: int = 1
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        made: Any = self
+        made.total = self.a + self.b
+
+
+def test_copies_with_other_fields_are_those_of_dataclasses() -> None:
+    job = Job("r", 1, (1, 2), 2, Generate(SamplingParams(max_tokens=3)), "router")
+    assert values(replaced(job, attempt=2, prompt_len=1)) == values(replace(job, attempt=2, prompt_len=1))
+    assert values(job) == values(replaced(job))
+    assert type(replaced(job)) is Job
+    with pytest.raises((FrozenInstanceError, AttributeError, TypeError)):
+        replaced(job).attempt = 3  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        replaced(job, unknown=1)
+
+
+def test_derived_fields_are_computed_anew() -> None:
+    assert (Derived(1).total, replaced(Derived(1), b=4).total, replace(Derived(1), b=4).total) == (2, 5, 5)
+    assert pickle.loads(pickle.dumps(Derived(1, 2))).total == 3  # noqa: S301 - own bytes

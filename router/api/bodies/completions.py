@@ -28,7 +28,7 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
 
     prompt_field, output_default = "prompt", 16
 
-    _ends: tuple[int, ...] = PrivateAttr(())
+    _ends: tuple[int, ...] = PrivateAttr(default_factory=tuple)
 
     prompt: Prompts
     suffix: Suffix | None = None

@@ -5,6 +5,7 @@ Unknown fields are ignored. Each body class defines what differs between the API
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Annotated, ClassVar
 
 from pydantic import Field, PrivateAttr, StrictBool
@@ -50,6 +51,8 @@ _SAMPLING = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
     "presence_penalty",
 )  # fmt: skip
+_GIVEN = attrgetter(*_SAMPLING)
+"""Reader of these fields."""
 
 
 class GenerationBody(
@@ -64,12 +67,12 @@ class GenerationBody(
     prompt_field: ClassVar[str]
     output_default: ClassVar[int | None]
 
-    _adaptations: tuple[str, ...] = PrivateAttr(())
+    _adaptations: tuple[str, ...] = PrivateAttr(default_factory=tuple)
 
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    stop: Stops = Field(default=[])
+    stop: Stops = Field(default_factory=list)
     include_stop_str_in_output: StrictBool | None = False
     skip_special_tokens: StrictBool | None = True
     spaces_between_special_tokens: StrictBool | None = True
@@ -129,7 +132,8 @@ class GenerationBody(
         """Return the parameters of a prompt's first choice, with the model's defaults; raise InvalidRequest.
 
         Without a seed it takes the drawn one, so that a retried attempt continues the same text."""
-        top, given = self.top(), {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        top, plain = self.top(), zip(_SAMPLING, _GIVEN(self), strict=True)
+        given = {name: value for name, value in plain if value is not None}
         params = SamplingParams(
             **{**dict(facts.sampling), **given},
             max_tokens=max_tokens,

@@ -71,11 +71,13 @@ class BodyReader:
 
         Raises UnsupportedMedia; RequestTooLarge, already by its header; Overloaded while too many bytes arrive;
         Cancelled if the client leaves."""
-        for name, value in scope["headers"]:
-            if name == b"content-encoding":
-                _check_encoding(value.decode("latin-1"))
-            elif name == b"content-length" and value.isdigit() and int(value) > self._longest:
-                raise self._too_large()
+        headers = dict(scope["headers"])
+        if b"content-encoding" in headers:
+            for given in [value for name, value in scope["headers"] if name == b"content-encoding"]:
+                _check_encoding(given.decode("latin-1"))
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._longest:
+            raise self._too_large()
         arrived, size, more, source = BytesIO(), 0, True, _source(scope)
         try:
             while more:

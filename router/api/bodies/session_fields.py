@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import BaseModel
 
+from kvferry.protocol.fast_init import replaced
 from kvferry.router.api.bodies.fields import Name, told
 from kvferry.router.dispatch.interface import RequestSpec
 
@@ -22,5 +22,6 @@ class SessionFields(BaseModel):
 
     def in_session(self, spec: RequestSpec) -> RequestSpec:
         """Return the request with the session of its call, and the time for which its prompt shall stay cached."""
-        asked = self.prompt_cache_retention or ""
-        return replace(spec, session=spec.call.session, retention=asked if asked in ("1h", "24h") else "")
+        asked, session = self.prompt_cache_retention, spec.call.session
+        retention = asked if asked in ("1h", "24h") else ""
+        return replaced(spec, session=session, retention=retention) if session or retention else spec

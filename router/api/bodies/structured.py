@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StrictBool
@@ -27,6 +28,9 @@ KINDS = {
     "json_schema": "json", "grammar": "grammar",
 }  # fmt: skip
 """Kinds of grammars by the fields of vLLM's older form and of llama.cpp."""
+_GIVEN = attrgetter("response_format", "structured_outputs", "gbnf", *[name for name in KINDS if name != "grammar"])
+"""Reader of all fields that define a grammar."""
+_NONE = (None,) * (len(KINDS) + 2)
 JsonText = Annotated[dict[str, Any] | str | StrictBool | None, Field(description="A JSON schema, or its text")]
 
 
@@ -49,6 +53,8 @@ class StructuredFields(BaseModel):
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
         """Return the grammar for this prompt's output; raise InvalidRequest naming the field."""
+        if _GIVEN(self) == _NONE:
+            return None
         guided = [name for name in KINDS if self._value(name) is not None]
         formatted = format_grammar(self.response_format, "response_format")
         fields = [name for name in ("response_format",) if formatted is not None]

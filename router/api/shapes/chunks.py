@@ -47,7 +47,7 @@ class ChunkAnswer(Answer):
         self._only_text = not (self._running_usage or self._ids)
         self._plain: dict[int, TextEvent | None] = {}
         """Templates of the choices that have begun; None: nothing has needed one."""
-        self._collected = [Collected() for _ in generation.choices]
+        self._collected = [] if self.streams else [Collected() for _ in generation.choices]
 
     def events(self, choice: Choice, piece: Piece) -> bytes:
         if choice.index not in self._plain:
