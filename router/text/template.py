@@ -42,6 +42,7 @@ class ChatTemplate:
     source          text of the tool template if there is one, else of the plain one
     variables       names of variables that the templates read, some of which they set themselves
     knows_tools     the template shows tools
+    knows_calls     it shows calls and their results, whether or not it shows tools
     traits          what the templates expect of messages
     cheap           small prompts are rendered in this process
     """
@@ -63,9 +64,10 @@ class ChatTemplate:
         self.variables = frozenset(name.name for name in names if name.ctx == "load")
         self.knows_tools = "tools" in self.variables
         self.roles = frozenset[str]().union(*map(_roles, trees.values()))
+        self.knows_calls = self.knows_tools or ("tool_calls" in self.source and "tool" in self.roles)
         self.cheap = self.cheap and self._renders_here()
         with RenderChild(self.sources, MAX_PROBING_S) as self._child:
-            self.traits = probed(self._shown, knows_tools=self.knows_tools, takes_effort=EFFORT in self.variables)
+            self.traits = probed(self._shown, knows_calls=self.knows_calls, takes_effort=EFFORT in self.variables)
         self._child = None
 
     @property
@@ -124,9 +126,9 @@ class ChatTemplate:
     @cached_property
     def derived(self) -> Derived:
         """Return the syntax of calls and reasoning that the templates reveal, derived at the first use; blocks."""
-        if not self.knows_tools and "reasoning" not in self.source and "thinking" not in self.source:
+        if not self.knows_calls and "reasoning" not in self.source and "thinking" not in self.source:
             return Derived()
-        return derive(Template(self.render_all, self.special_tokens, self.wants_parts, self.knows_tools))
+        return derive(Template(self.render_all, self.special_tokens, self.traits.content, self.knows_calls))
 
     def _renders_here(self) -> bool:
         with contextlib.suppress(InvalidRequest):

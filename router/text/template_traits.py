@@ -48,6 +48,7 @@ class TemplateTraits:
     wants_tools     without tools, `tools` is an empty list: the template refuses None
     takes_system    it shows a system message
     text_arguments  a call's arguments are JSON text, not an object
+    null_content    calls are shown only beside content that is None, so that other content gets its own message
     ids             form of the ids of calls
     names_results   it shows the name of a result's function
     rules           adaptations that it needs, in their order
@@ -58,6 +59,7 @@ class TemplateTraits:
     wants_tools: bool = False
     takes_system: bool = False
     text_arguments: bool = False
+    null_content: bool = False
     ids: IdForm = IdForm.ANY
     names_results: bool = False
     rules: tuple[Adaptation, ...] = ()
@@ -65,9 +67,11 @@ class TemplateTraits:
 
     def content(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return messages with their content as the template expects it."""
+        if self.null_content:
+            messages = [part for each in messages for part in _calls_apart(each)]
         if not self.wants_parts:
             return list(messages)
-        return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        return [each if each["content"] is None else _in_parts(each) for each in messages]
 
     def tools(self, tools: Sequence[Any] | None) -> Sequence[Any] | None:
         """Return the variable `tools`."""
@@ -79,14 +83,14 @@ class TemplateTraits:
         return list(map(text_arguments if self.text_arguments else object_arguments, shown))
 
 
-def probed(render: Render, *, knows_tools: bool, takes_effort: bool) -> TemplateTraits:
+def probed(render: Render, *, knows_calls: bool, takes_effort: bool) -> TemplateTraits:
     """Return a template's traits."""
     traits = _base(render)
-    if knows_tools:
+    if knows_calls:
         traits = _of_calls(render, traits)
     if takes_effort:
         traits = replace(traits, efforts=_efforts(render, traits))
-    return _with_rules(render, traits, knows_tools=knows_tools)
+    return _with_rules(render, traits, knows_calls=knows_calls)
 
 
 def _base(render: Render) -> TemplateTraits:
@@ -106,16 +110,11 @@ def _efforts(render: Render, traits: TemplateTraits) -> frozenset[str]:
 
 
 def _of_calls(render: Render, traits: TemplateTraits) -> TemplateTraits:
-    cases: dict[str, Messages] = {
-        "object": _conversation(_ID),
-        "text": list(map(text_arguments, _conversation(_ID))),
-        "long id": _conversation(f"call_{_ID}_{_ID}"),
-        "long id, text": list(map(text_arguments, _conversation(f"call_{_ID}_{_ID}"))),
-        "named": _conversation(_ID, name=_NAME),
-        "named, text": list(map(text_arguments, _conversation(_ID, name=_NAME))),
-    }
-    texts = render([_probe(traits, messages, tools=True) for messages in cases.values()])
-    found = {case: _tail(text) for case, text in zip(cases, texts, strict=True)}
+    found, bent = _call_texts(render, traits), replace(traits, null_content=True)
+    if not _takes_object(found["object"]) and not _takes_text(found["text"]):
+        others = _call_texts(render, bent)
+        if _takes_object(others["object"]) or _takes_text(others["text"]):
+            traits, found = bent, others
     takes_text = not _takes_object(found["object"]) and _takes_text(found["text"])
     kind, suffix = ("text", ", text") if takes_text else ("object", "")
     plain, long, named = found[kind], found["long id" + suffix], found["named" + suffix]
@@ -125,6 +124,20 @@ def _of_calls(render: Render, traits: TemplateTraits) -> TemplateTraits:
         ids=_id_form(plain, long),
         names_results=named is not None and named != plain,
     )
+
+
+def _call_texts(render: Render, traits: TemplateTraits) -> dict[str, str | None]:
+    """Return what the template writes for a call and its result, by case."""
+    cases: dict[str, Messages] = {
+        "object": _conversation(_ID),
+        "text": list(map(text_arguments, _conversation(_ID))),
+        "long id": _conversation(f"call_{_ID}_{_ID}"),
+        "long id, text": list(map(text_arguments, _conversation(f"call_{_ID}_{_ID}"))),
+        "named": _conversation(_ID, name=_NAME),
+        "named, text": list(map(text_arguments, _conversation(_ID, name=_NAME))),
+    }
+    texts = render([_probe(traits, messages, tools=True) for messages in cases.values()])
+    return {case: _tail(text) for case, text in zip(cases, texts, strict=True)}
 
 
 def _id_form(plain: str | None, long: str | None) -> IdForm:
@@ -144,14 +157,14 @@ def _takes_text(text: str | None) -> bool:
     return text is not None and _VALUE in text and f'\\"{_KEY}' not in text
 
 
-def _with_rules(render: Render, traits: TemplateTraits, *, knows_tools: bool) -> TemplateTraits:
+def _with_rules(render: Render, traits: TemplateTraits, *, knows_calls: bool) -> TemplateTraits:
     """Add the rules that the template needs: it refuses a sample or drops a part of it, and shows the bent one."""
     asked: dict[str, Messages] = {}
     for place, rule in enumerate(RULES):
         for sample in rule.samples:
             for bent in _variants(sample, place):
                 asked[_key(bent)] = bent
-    cases = {key: each for key, each in asked.items() if knows_tools or not _has_calls(each)}
+    cases = {key: each for key, each in asked.items() if knows_calls or not _has_calls(each)}
     probes = [
         _probe(traits, traits.calls(each, keeps_functions=False), tools=_has_calls(each)) for each in cases.values()
     ]
@@ -206,6 +219,17 @@ def _shows(text: str | None, messages: Messages) -> bool:
 
 def _has_calls(messages: Messages) -> bool:
     return any(each.get("tool_calls") for each in messages)
+
+
+def _calls_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if not message.get("tool_calls"):
+        return [message]
+    content = {key: each for key, each in message.items() if key != "tool_calls"}
+    return [*([content] if content["content"] else []), {**message, "content": None}]
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _key(messages: Messages) -> str:

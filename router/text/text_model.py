@@ -20,7 +20,7 @@ from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.thinking_variables import EFFORT, variables
-from kvferry.router.text.tool_prompt import spelled
+from kvferry.router.text.tool_prompt import introduced, spelled
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of the OpenAI API; models trained on other roles name them in their chat template."""
@@ -145,9 +145,12 @@ class TextModel:
     ) -> tuple[Sequence[Message], Sequence[Any] | None, str]:
         """Return messages and tools in the template's form, and the mark of instructions in mid-conversation."""
         shown = [shaped(message, place) for place, message in enumerate(messages)]
-        if (tools or any(map(has_tools, shown))) and not self.shows_tools:
+        syntax, takes_system = (self.dialect.syntax if self.dialect else None), template.takes_system
+        if not self.shows_tools and syntax is not None:
+            shown = introduced(shown, tools, syntax, takes_system=takes_system) if tools else shown
+        elif (tools or any(map(has_tools, shown))) and not self.shows_tools:
             parsed = list(map(object_arguments, shown))
-            return spelled(parsed, tools, takes_system=template.takes_system), None, ""
+            return spelled(parsed, tools, takes_system=takes_system), None, ""
         if self.channels:
             mark = uuid.uuid4().hex
             return channelled(list(map(object_arguments, shown)), mark), described(tools), mark
