@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ _TOOL = {
         },
     },
 }
+XML_TOOLS = "xml_tools"
+"""Variable in which SmolLM3's templates look for tools."""
 Render = Callable[[Sequence["Probe"]], Sequence[str | None]]
 """Renders probes; None for those that the template refuses."""
 
@@ -45,9 +47,11 @@ class TemplateTraits:
     """What one template expects.
 
     wants_parts     content is a list of parts, not a string
+    takes_xml_tools the tools are also in this variable
     wants_tools     without tools, `tools` is an empty list: the template refuses None
     takes_system    it shows a system message
     text_arguments  a call's arguments are JSON text, not an object
+    drops_calls     calls of earlier answers are not shown
     null_content    calls are shown only beside content that is None, so that other content gets its own message
     ids             form of the ids of calls
     names_results   it shows the name of a result's function
@@ -57,8 +61,10 @@ class TemplateTraits:
 
     wants_parts: bool = False
     wants_tools: bool = False
+    takes_xml_tools: bool = False
     takes_system: bool = False
     text_arguments: bool = False
+    drops_calls: bool = False
     null_content: bool = False
     ids: IdForm = IdForm.ANY
     names_results: bool = False
@@ -73,9 +79,10 @@ class TemplateTraits:
             return list(messages)
         return [each if each["content"] is None else _in_parts(each) for each in messages]
 
-    def tools(self, tools: Sequence[Any] | None) -> Sequence[Any] | None:
-        """Return the variable `tools`."""
-        return tools or ([] if self.wants_tools else None)
+    def tools(self, tools: Sequence[Any] | None) -> dict[str, Any]:
+        """Return the variables that hold the tools."""
+        own = {XML_TOOLS: tools} if tools and self.takes_xml_tools else {}
+        return {"tools": tools or ([] if self.wants_tools else None), **own}
 
     def calls(self, messages: Sequence[Mapping[str, Any]], *, keeps_functions: bool) -> list[dict[str, Any]]:
         """Return messages with calls and results as the template expects them. See `identified`."""
@@ -83,12 +90,12 @@ class TemplateTraits:
         return list(map(text_arguments if self.text_arguments else object_arguments, shown))
 
 
-def probed(render: Render, *, knows_calls: bool, takes_effort: bool) -> TemplateTraits:
-    """Return a template's traits."""
-    traits = _base(render)
+def probed(render: Render, variables: Collection[str], *, knows_calls: bool) -> TemplateTraits:
+    """Return the traits of a template that reads these variables."""
+    traits = replace(_base(render), takes_xml_tools=XML_TOOLS in variables)
     if knows_calls:
         traits = _of_calls(render, traits)
-    if takes_effort:
+    if EFFORT in variables:
         traits = replace(traits, efforts=_efforts(render, traits))
     return _with_rules(render, traits, knows_calls=knows_calls)
 
@@ -121,6 +128,7 @@ def _of_calls(render: Render, traits: TemplateTraits) -> TemplateTraits:
     return replace(
         traits,
         text_arguments=takes_text,
+        drops_calls=plain is not None and not any(_VALUE in (found[each] or "") for each in ("object", "text")),
         ids=_id_form(plain, long),
         names_results=named is not None and named != plain,
     )
@@ -192,7 +200,7 @@ def _probe(traits: TemplateTraits, messages: Sequence[Mapping[str, Any]], *, too
         tools,
         {
             "messages": traits.content(messages),
-            "tools": traits.tools([_TOOL] if tools else None),
+            **traits.tools([_TOOL] if tools else None),
             "documents": None,
             "add_generation_prompt": True,
         },

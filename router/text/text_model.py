@@ -12,9 +12,10 @@ from kvferry.model_files.pooling_config import GENERATES, PoolingConfig
 from kvferry.model_files.source import ModelFacts
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.text.adaptations import adapted
+from kvferry.router.text.adaptations import Adaptation, adapted
 from kvferry.router.text.harmony_history import channelled, described
 from kvferry.router.text.message_shaping import Message, has_tools, object_arguments, shaped
+from kvferry.router.text.parsers.derived.writing import calls_in_content
 from kvferry.router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.rendering import Rendering
@@ -121,7 +122,7 @@ class TextModel:
         self.check(messages, extra)
         traits = template.traits
         shown, tools, mark = self._conversation(template, messages, tools)
-        bent, adaptations = adapted(shown, () if mark or self.strict_templates else traits.rules)
+        bent, adaptations = adapted(shown, () if mark or self.strict_templates else self._rules(template))
         told = variables(extra, template.variables, () if self.strict_templates else traits.efforts)
         if EFFORT in extra and told[EFFORT] != extra[EFFORT]:
             adaptations = (*adaptations, "reasoning-effort-nearest")
@@ -131,7 +132,7 @@ class TextModel:
                 **template.special_tokens,
                 **told,
                 "messages": traits.content(bent),
-                "tools": traits.tools(tools),
+                **traits.tools(tools),
                 "documents": documents or None,
                 "add_generation_prompt": add_generation_prompt,
             },
@@ -155,6 +156,12 @@ class TextModel:
             mark = uuid.uuid4().hex
             return channelled(list(map(object_arguments, shown)), mark), described(tools), mark
         return template.traits.calls(shown, keeps_functions="function" in template.roles), tools, ""
+
+    def _rules(self, template: ChatTemplate) -> Sequence[Adaptation]:
+        """Return the template's rules, after one for calls that it drops."""
+        dialect, rules = self.dialect, template.traits.rules
+        syntax = dialect.written if dialect is not None and template.traits.drops_calls else None
+        return rules if syntax is None else (calls_in_content(syntax), *rules)
 
     @property
     def shows_tools(self) -> bool:

@@ -5,12 +5,14 @@ Calls and results are in Hermes' format, in the text of their messages, unless t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from kvferry.router.text.parsers.derived.syntax import Form, ToolSyntax
+from kvferry.router.text.parsers.derived.writing import written
 from kvferry.router.text.parsers.hermes import BEGIN, END, REPLY
+from kvferry.router.text.parsers.known_syntaxes import HERMES
 
 Message = dict[str, Any]
 
@@ -103,13 +105,5 @@ def _said(message: Message) -> Message:
     """Return a message with its calls as text."""
     if not message.get("tool_calls"):
         return dict(message)
-    lines = [message["content"], *map(_call, message["tool_calls"])]
+    lines = [message["content"], written(HERMES, message["tool_calls"])]
     return {"role": message["role"], "content": "\n".join(filter(None, lines))}
-
-
-def _call(call: Any) -> str:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return ""
-    shown = {"name": function.get("name"), "arguments": function.get("arguments")}
-    return f"{BEGIN}\n{json.dumps(shown, ensure_ascii=False)}\n{END}"

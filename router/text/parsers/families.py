@@ -17,7 +17,7 @@ from kvferry.router.text.parsers.derived.syntax import ToolSyntax
 from kvferry.router.text.parsers.derived.verification import is_read
 from kvferry.router.text.parsers.family_syntax import WRITERS
 from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
-from kvferry.router.text.parsers.known_syntaxes import known_syntax
+from kvferry.router.text.parsers.known_syntaxes import HERMES, known_syntax
 from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
 from kvferry.router.text.parsers.mistral import MistralParser
 from kvferry.router.text.parsers.parsed_output import CallParser
@@ -106,6 +106,11 @@ class Dialect:
         if self.syntax is not None:
             return partial(SyntaxParser, self.syntax)
         return LedHermesParser if self.is_led else CALLS[self.family]
+
+    @property
+    def written(self) -> ToolSyntax | None:
+        """Return the syntax of calls that a template drops from earlier answers; None if it is not known."""
+        return HERMES if self.family == "hermes" else self.syntax
 
     @property
     def writer(self) -> Writer:

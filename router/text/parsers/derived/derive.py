@@ -24,6 +24,7 @@ from kvferry.router.text.parsers.derived.thoughts import derived_thinking
 from kvferry.router.text.parsers.derived.verification import is_proved
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.rendering import Rendering
+from kvferry.router.text.template_traits import TemplateTraits
 
 Write = Callable[[list[Rendering]], list[str | None]]
 """Renders prompts; None for those that the template refuses."""
@@ -50,11 +51,11 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What a derivation needs of a template; `content` returns messages with content as the template expects it."""
+    """What a derivation needs of a template."""
 
     write: Write
     special_tokens: Mapping[str, str]
-    content: Callable[[Sequence[Any]], Sequence[Any]]
+    traits: TemplateTraits
     knows_calls: bool
 
 
@@ -129,8 +130,8 @@ def _prompt(
         {
             **template.special_tokens,
             **(variables or {}),
-            "messages": template.content(messages),
-            "tools": TOOLS if template.knows_calls else None,
+            "messages": template.traits.content(messages),
+            **template.traits.tools(TOOLS if template.knows_calls else None),
             "documents": None,
             "add_generation_prompt": opens,
         },
