@@ -11,6 +11,7 @@ apart  prompts that begin alike do not wait for the one that computes their begi
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 
 from kvferry.cli import main as command
@@ -32,8 +33,8 @@ def _never(*_: object) -> bool:
     return False
 
 
-_REPLACED = {
-    "own": (),
+_REPLACED: Mapping[str, tuple[object, str, object] | None] = {
+    "own": None,
     "lru": (block_pool, "ValueEviction", _lru),
     "slru": (block_pool, "ValueEviction", _slru),
     "apart": (scheduler, "coming", _never),
@@ -49,7 +50,7 @@ def main() -> None:
     name = sys.argv.pop(1)
     if name not in _REPLACED:
         sys.exit(f"the mechanism must be one of {', '.join(_REPLACED)}; got {name!r}")
-    if replaced := _REPLACED[name]:
+    if (replaced := _REPLACED[name]) is not None:
         setattr(*replaced)
     setattr(serve, "serve_cluster", partial(serve.serve_cluster, program=partial(_program, name)))  # noqa: B010
     command.main()

@@ -152,7 +152,7 @@ def test_a_template_without_tools_keeps_its_own_calls() -> None:
     assert (dialect.own, dialect.is_led, dialect.syntax) == (False, False, syntax("numbered"))
     tools = [{"type": "function", "function": {"name": "get", "parameters": SCHEMAS["get"]}}]
     function = {"name": "get", "arguments": '{"days": 3}'}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": "a", "content": "sunny"},
