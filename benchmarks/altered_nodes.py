@@ -17,7 +17,7 @@ from functools import partial
 from kvferry.cli import main as command
 from kvferry.cli import serve
 from kvferry.engine import block_pool, scheduler
-from kvferry.engine.ports import EvictionOrder
+from kvferry.engine.block_interfaces import EvictionOrder
 from kvferry.simulate.segmented_lru import PROTECTED, SegmentedLru
 
 
