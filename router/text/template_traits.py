@@ -128,7 +128,7 @@ def _of_calls(render: Render, traits: TemplateTraits) -> TemplateTraits:
     return replace(
         traits,
         text_arguments=takes_text,
-        drops_calls=plain is not None and not any(_VALUE in (found[each] or "") for each in ("object", "text")),
+        drops_calls=plain is not None and not any(_shows_call(found[each]) for each in ("object", "text")),
         ids=_id_form(plain, long),
         names_results=named is not None and named != plain,
     )
@@ -155,6 +155,10 @@ def _id_form(plain: str | None, long: str | None) -> IdForm:
     if f"functions.{_NAME}:0" in call or (_ID in call and _NAME not in call):
         return IdForm.INDEXED
     return IdForm.ANY
+
+
+def _shows_call(text: str | None) -> bool:
+    return text is not None and (_NAME in text or _VALUE in text)
 
 
 def _takes_object(text: str | None) -> bool:
