@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.protocol.settings import ServeSettings
 from kvferry.router.text.load import load_text_models
-from kvferry.router.text.parsers.derived.syntax import example
+from kvferry.router.text.parsers.derived.syntax import in_one_line
 from kvferry.router.text.text_model import TextModel
 
 
@@ -32,7 +32,8 @@ def _calls(text: TextModel) -> str:
     if dialect is None:
         return "calls no tools"
     if dialect.syntax is not None:
-        return f"calls as the chat template writes them: {dialect.syntax.describe()}"
+        shown = "" if dialect.own else "; it shows no tools, so the prompt describes them"
+        return f"calls as the chat template writes them: {dialect.syntax.describe()}{shown}"
     if dialect.own:
         return f"calls of the family {dialect.family}"
     why = "shows no calls that can be read" if template.knows_tools else "knows no tools"
@@ -43,4 +44,4 @@ def _reasoning(text: TextModel) -> str:
     thinking = text.thinking
     if thinking is None:
         return "no reasoning"
-    return f"reasoning {example(thinking.begins[0])} … {example(thinking.ends[0])}"
+    return f"reasoning {in_one_line(thinking.begins[0])} … {in_one_line(thinking.ends[0])}"

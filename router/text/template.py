@@ -22,8 +22,7 @@ from kvferry.router.text.render_frames import (
     pack,
 )
 from kvferry.router.text.rendering import Rendering
-from kvferry.router.text.template_traits import Probe, probed
-from kvferry.router.text.thinking_variables import EFFORT
+from kvferry.router.text.template_traits import XML_TOOLS, Probe, probed
 
 SMALL = 8 * 1024
 """Largest size of the variables for a rendering in this process, in bytes."""
@@ -42,6 +41,7 @@ class ChatTemplate:
     source          text of the tool template if there is one, else of the plain one
     variables       names of variables that the templates read, some of which they set themselves
     knows_tools     the template shows tools
+    knows_calls     it shows calls and their results, whether or not it shows tools
     traits          what the templates expect of messages
     cheap           small prompts are rendered in this process
     """
@@ -61,11 +61,12 @@ class ChatTemplate:
         self._compiled = {name: compiled[text] for name, text in texts.items()} if compiled else {}
         names = [name for tree in trees.values() for name in tree.find_all(nodes.Name)]
         self.variables = frozenset(name.name for name in names if name.ctx == "load")
-        self.knows_tools = "tools" in self.variables
+        self.knows_tools = bool(self.variables & {"tools", XML_TOOLS})
         self.roles = frozenset[str]().union(*map(_roles, trees.values()))
+        self.knows_calls = self.knows_tools or ("tool_calls" in self.source and "tool" in self.roles)
         self.cheap = self.cheap and self._renders_here()
         with RenderChild(self.sources, MAX_PROBING_S) as self._child:
-            self.traits = probed(self._shown, knows_tools=self.knows_tools, takes_effort=EFFORT in self.variables)
+            self.traits = probed(self._shown, self.variables, knows_calls=self.knows_calls)
         self._child = None
 
     @property
@@ -124,9 +125,9 @@ class ChatTemplate:
     @cached_property
     def derived(self) -> Derived:
         """Return the syntax of calls and reasoning that the templates reveal, derived at the first use; blocks."""
-        if not self.knows_tools and "reasoning" not in self.source and "thinking" not in self.source:
+        if not self.knows_calls and "reasoning" not in self.source and "thinking" not in self.source:
             return Derived()
-        return derive(Template(self.render_all, self.special_tokens, self.wants_parts, self.knows_tools))
+        return derive(Template(self.render_all, self.special_tokens, self.traits, self.knows_calls))
 
     def _renders_here(self) -> bool:
         with contextlib.suppress(InvalidRequest):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ _TOOL = {
         },
     },
 }
+XML_TOOLS = "xml_tools"
+"""Variable in which SmolLM3's templates look for tools."""
 Render = Callable[[Sequence["Probe"]], Sequence[str | None]]
 """Renders probes; None for those that the template refuses."""
 
@@ -45,9 +47,12 @@ class TemplateTraits:
     """What one template expects.
 
     wants_parts     content is a list of parts, not a string
+    takes_xml_tools the tools are also in this variable
     wants_tools     without tools, `tools` is an empty list: the template refuses None
     takes_system    it shows a system message
     text_arguments  a call's arguments are JSON text, not an object
+    drops_calls     calls of earlier answers are not shown
+    null_content    calls are shown only beside content that is None, so that other content gets its own message
     ids             form of the ids of calls
     names_results   it shows the name of a result's function
     rules           adaptations that it needs, in their order
@@ -56,8 +61,11 @@ class TemplateTraits:
 
     wants_parts: bool = False
     wants_tools: bool = False
+    takes_xml_tools: bool = False
     takes_system: bool = False
     text_arguments: bool = False
+    drops_calls: bool = False
+    null_content: bool = False
     ids: IdForm = IdForm.ANY
     names_results: bool = False
     rules: tuple[Adaptation, ...] = ()
@@ -65,13 +73,16 @@ class TemplateTraits:
 
     def content(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return messages with their content as the template expects it."""
+        if self.null_content:
+            messages = [part for each in messages for part in _calls_apart(each)]
         if not self.wants_parts:
             return list(messages)
-        return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        return [each if each["content"] is None else _in_parts(each) for each in messages]
 
-    def tools(self, tools: Sequence[Any] | None) -> Sequence[Any] | None:
-        """Return the variable `tools`."""
-        return tools or ([] if self.wants_tools else None)
+    def tools(self, tools: Sequence[Any] | None) -> dict[str, Any]:
+        """Return the variables that hold the tools."""
+        own = {XML_TOOLS: tools} if tools and self.takes_xml_tools else {}
+        return {"tools": tools or ([] if self.wants_tools else None), **own}
 
     def calls(self, messages: Sequence[Mapping[str, Any]], *, keeps_functions: bool) -> list[dict[str, Any]]:
         """Return messages with calls and results as the template expects them. See `identified`."""
@@ -79,14 +90,14 @@ class TemplateTraits:
         return list(map(text_arguments if self.text_arguments else object_arguments, shown))
 
 
-def probed(render: Render, *, knows_tools: bool, takes_effort: bool) -> TemplateTraits:
-    """Return a template's traits."""
-    traits = _base(render)
-    if knows_tools:
+def probed(render: Render, variables: Collection[str], *, knows_calls: bool) -> TemplateTraits:
+    """Return the traits of a template that reads these variables."""
+    traits = replace(_base(render), takes_xml_tools=XML_TOOLS in variables)
+    if knows_calls:
         traits = _of_calls(render, traits)
-    if takes_effort:
+    if EFFORT in variables:
         traits = replace(traits, efforts=_efforts(render, traits))
-    return _with_rules(render, traits, knows_tools=knows_tools)
+    return _with_rules(render, traits, knows_calls=knows_calls)
 
 
 def _base(render: Render) -> TemplateTraits:
@@ -106,6 +117,25 @@ def _efforts(render: Render, traits: TemplateTraits) -> frozenset[str]:
 
 
 def _of_calls(render: Render, traits: TemplateTraits) -> TemplateTraits:
+    found, bent = _call_texts(render, traits), replace(traits, null_content=True)
+    if not _takes_object(found["object"]) and not _takes_text(found["text"]):
+        others = _call_texts(render, bent)
+        if _takes_object(others["object"]) or _takes_text(others["text"]):
+            traits, found = bent, others
+    takes_text = not _takes_object(found["object"]) and _takes_text(found["text"])
+    kind, suffix = ("text", ", text") if takes_text else ("object", "")
+    plain, long, named = found[kind], found["long id" + suffix], found["named" + suffix]
+    return replace(
+        traits,
+        text_arguments=takes_text,
+        drops_calls=plain is not None and not any(_shows_call(found[each]) for each in ("object", "text")),
+        ids=_id_form(plain, long),
+        names_results=named is not None and named != plain,
+    )
+
+
+def _call_texts(render: Render, traits: TemplateTraits) -> dict[str, str | None]:
+    """Return what the template writes for a call and its result, by case."""
     cases: dict[str, Messages] = {
         "object": _conversation(_ID),
         "text": list(map(text_arguments, _conversation(_ID))),
@@ -115,16 +145,7 @@ def _of_calls(render: Render, traits: TemplateTraits) -> TemplateTraits:
         "named, text": list(map(text_arguments, _conversation(_ID, name=_NAME))),
     }
     texts = render([_probe(traits, messages, tools=True) for messages in cases.values()])
-    found = {case: _tail(text) for case, text in zip(cases, texts, strict=True)}
-    takes_text = not _takes_object(found["object"]) and _takes_text(found["text"])
-    kind, suffix = ("text", ", text") if takes_text else ("object", "")
-    plain, long, named = found[kind], found["long id" + suffix], found["named" + suffix]
-    return replace(
-        traits,
-        text_arguments=takes_text,
-        ids=_id_form(plain, long),
-        names_results=named is not None and named != plain,
-    )
+    return {case: _tail(text) for case, text in zip(cases, texts, strict=True)}
 
 
 def _id_form(plain: str | None, long: str | None) -> IdForm:
@@ -136,6 +157,10 @@ def _id_form(plain: str | None, long: str | None) -> IdForm:
     return IdForm.ANY
 
 
+def _shows_call(text: str | None) -> bool:
+    return text is not None and (_NAME in text or _VALUE in text)
+
+
 def _takes_object(text: str | None) -> bool:
     return text is not None and _VALUE in text and f"{{'{_KEY}'" not in text
 
@@ -144,14 +169,14 @@ def _takes_text(text: str | None) -> bool:
     return text is not None and _VALUE in text and f'\\"{_KEY}' not in text
 
 
-def _with_rules(render: Render, traits: TemplateTraits, *, knows_tools: bool) -> TemplateTraits:
+def _with_rules(render: Render, traits: TemplateTraits, *, knows_calls: bool) -> TemplateTraits:
     """Add the rules that the template needs: it refuses a sample or drops a part of it, and shows the bent one."""
     asked: dict[str, Messages] = {}
     for place, rule in enumerate(RULES):
         for sample in rule.samples:
             for bent in _variants(sample, place):
                 asked[_key(bent)] = bent
-    cases = {key: each for key, each in asked.items() if knows_tools or not _has_calls(each)}
+    cases = {key: each for key, each in asked.items() if knows_calls or not _has_calls(each)}
     probes = [
         _probe(traits, traits.calls(each, keeps_functions=False), tools=_has_calls(each)) for each in cases.values()
     ]
@@ -179,7 +204,7 @@ def _probe(traits: TemplateTraits, messages: Sequence[Mapping[str, Any]], *, too
         tools,
         {
             "messages": traits.content(messages),
-            "tools": traits.tools([_TOOL] if tools else None),
+            **traits.tools([_TOOL] if tools else None),
             "documents": None,
             "add_generation_prompt": True,
         },
@@ -206,6 +231,17 @@ def _shows(text: str | None, messages: Messages) -> bool:
 
 def _has_calls(messages: Messages) -> bool:
     return any(each.get("tool_calls") for each in messages)
+
+
+def _calls_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if not message.get("tool_calls"):
+        return [message]
+    content = {key: each for key, each in message.items() if key != "tool_calls"}
+    return [*([content] if content["content"] else []), {**message, "content": None}]
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _key(messages: Messages) -> str:

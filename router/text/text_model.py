@@ -12,15 +12,16 @@ from kvferry.model_files.pooling_config import GENERATES, PoolingConfig
 from kvferry.model_files.source import ModelFacts
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.text.adaptations import adapted
+from kvferry.router.text.adaptations import Adaptation, adapted
 from kvferry.router.text.harmony_history import channelled, described
 from kvferry.router.text.message_shaping import Message, has_tools, object_arguments, shaped
+from kvferry.router.text.parsers.derived.writing import calls_in_content
 from kvferry.router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.thinking_variables import EFFORT, variables
-from kvferry.router.text.tool_prompt import spelled
+from kvferry.router.text.tool_prompt import introduced, spelled
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of the OpenAI API; models trained on other roles name them in their chat template."""
@@ -121,7 +122,7 @@ class TextModel:
         self.check(messages, extra)
         traits = template.traits
         shown, tools, mark = self._conversation(template, messages, tools)
-        bent, adaptations = adapted(shown, () if mark or self.strict_templates else traits.rules)
+        bent, adaptations = adapted(shown, () if mark or self.strict_templates else self._rules(template))
         told = variables(extra, template.variables, () if self.strict_templates else traits.efforts)
         if EFFORT in extra and told[EFFORT] != extra[EFFORT]:
             adaptations = (*adaptations, "reasoning-effort-nearest")
@@ -131,7 +132,7 @@ class TextModel:
                 **template.special_tokens,
                 **told,
                 "messages": traits.content(bent),
-                "tools": traits.tools(tools),
+                **traits.tools(tools),
                 "documents": documents or None,
                 "add_generation_prompt": add_generation_prompt,
             },
@@ -145,13 +146,22 @@ class TextModel:
     ) -> tuple[Sequence[Message], Sequence[Any] | None, str]:
         """Return messages and tools in the template's form, and the mark of instructions in mid-conversation."""
         shown = [shaped(message, place) for place, message in enumerate(messages)]
-        if (tools or any(map(has_tools, shown))) and not self.shows_tools:
+        syntax, takes_system = (self.dialect.syntax if self.dialect else None), template.takes_system
+        if not self.shows_tools and syntax is not None:
+            shown = introduced(shown, tools, syntax, takes_system=takes_system) if tools else shown
+        elif (tools or any(map(has_tools, shown))) and not self.shows_tools:
             parsed = list(map(object_arguments, shown))
-            return spelled(parsed, tools, takes_system=template.takes_system), None, ""
+            return spelled(parsed, tools, takes_system=takes_system), None, ""
         if self.channels:
             mark = uuid.uuid4().hex
             return channelled(list(map(object_arguments, shown)), mark), described(tools), mark
         return template.traits.calls(shown, keeps_functions="function" in template.roles), tools, ""
+
+    def _rules(self, template: ChatTemplate) -> Sequence[Adaptation]:
+        """Return the template's rules, after one for calls that it drops."""
+        dialect, rules = self.dialect, template.traits.rules
+        syntax = dialect.written if dialect is not None and template.traits.drops_calls else None
+        return rules if syntax is None else (calls_in_content(syntax), *rules)
 
     @property
     def shows_tools(self) -> bool:

@@ -1,15 +1,18 @@
-"""Tool descriptions for models whose chat template has none: in the system message, in Hermes' format.
+"""Tool descriptions for models whose chat template has none: in the system message.
 
-Calls and results are written into the text of their messages."""
+Calls and results are in Hermes' format, in the text of their messages, unless the template shows them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from kvferry.router.text.parsers.derived.syntax import Form, ToolSyntax
+from kvferry.router.text.parsers.derived.writing import written
 from kvferry.router.text.parsers.hermes import BEGIN, END, REPLY
+from kvferry.router.text.parsers.known_syntaxes import HERMES
 
 Message = dict[str, Any]
 
@@ -28,6 +31,21 @@ For each function call, return a json object with function name and arguments wi
 {END}
 
 If no function fits the query, write {REPLY} and then your reply."""
+_OWN_FORMAT = """# Tools
+
+You may call one or more of these functions:
+{tools}
+
+Write a call exactly in this form, with a function's name for NAME and {arguments}:
+{one}"""
+_TOOL = """
+### {name}
+Description: {description}
+
+Parameters: {parameters}"""
+_ARGUMENTS = {Form.JSON: "a JSON object of its arguments for {…}"}
+_OTHER_ARGUMENTS = "each argument's name for KEY and its value for VALUE"
+_SEVERAL = "\n\nSeveral calls in one answer:\n"
 _SYSTEM = "You are a helpful assistant."
 
 
@@ -45,6 +63,27 @@ def spelled(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_s
         _describe(
             shown, _FORMAT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)), takes_system
         )
+    return shown
+
+
+def introduced(
+    messages: Sequence[Message], tools: Sequence[Any], syntax: ToolSyntax, *, takes_system: bool
+) -> list[Message]:
+    """Return the messages with the tools described at the beginning, for a template that shows their calls itself."""
+    listed = [
+        _TOOL.format(
+            name=each["function"]["name"],
+            description=each["function"].get("description") or "",
+            parameters=json.dumps(each["function"].get("parameters") or {}, ensure_ascii=False),
+        )
+        for each in tools
+    ]
+    arguments = _ARGUMENTS.get(syntax.form, _OTHER_ARGUMENTS)
+    text = _OWN_FORMAT.format(tools="\n".join(listed), arguments=arguments, one=syntax.pattern().strip())
+    if syntax.between is not None:
+        text += _SEVERAL + syntax.pattern(calls=2).strip()
+    shown = list(messages)
+    _describe(shown, text, takes_system)
     return shown
 
 
@@ -66,13 +105,5 @@ def _said(message: Message) -> Message:
     """Return a message with its calls as text."""
     if not message.get("tool_calls"):
         return dict(message)
-    lines = [message["content"], *map(_call, message["tool_calls"])]
+    lines = [message["content"], written(HERMES, message["tool_calls"])]
     return {"role": message["role"], "content": "\n".join(filter(None, lines))}
-
-
-def _call(call: Any) -> str:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return ""
-    shown = {"name": function.get("name"), "arguments": function.get("arguments")}
-    return f"{BEGIN}\n{json.dumps(shown, ensure_ascii=False)}\n{END}"

@@ -1,5 +1,7 @@
 // One turn on the page: its text, reasoning, images, calls, figures and what can be done with it.
 
+/** Shortest time from the first token to the last for which a speed is shown, in seconds; calls arrive at once. */
+const MIN_SPAN_S = 0.05;
 const ROLE_NAMES = { user: 'You', tool: 'Tool results' };
 
 class TurnView {
@@ -122,7 +124,8 @@ class TurnView {
       fact(reused, 'prompt tokens reused', 'Tokens of the prompt whose KV was there already');
       const spent = (turn.last - turn.first) / 1000;
       const speed = (output - 1) / spent;
-      if (output > 1 && spent > 0) fact(speed.toFixed(1), `tokens/s, ${output} total`, 'Speed behind the first token');
+      if (output > 1 && spent >= MIN_SPAN_S) fact(speed.toFixed(1), `tokens/s, ${output} total`, 'Speed behind the first token');
+      else if (output > 1) fact(String(output), 'tokens', 'Tokens of the answer');
     }
     if (turn.first) fact(milliseconds(turn.first - turn.sent), 'TTFT', 'Time to first token');
     const end = ENDS[turn.end] ?? turn.end;

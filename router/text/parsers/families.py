@@ -17,7 +17,7 @@ from kvferry.router.text.parsers.derived.syntax import ToolSyntax
 from kvferry.router.text.parsers.derived.verification import is_read
 from kvferry.router.text.parsers.family_syntax import WRITERS
 from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
-from kvferry.router.text.parsers.known_syntaxes import known_syntax
+from kvferry.router.text.parsers.known_syntaxes import HERMES, known_syntax
 from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
 from kvferry.router.text.parsers.mistral import MistralParser
 from kvferry.router.text.parsers.parsed_output import CallParser
@@ -86,12 +86,17 @@ class Dialect:
     """Tool-call dialect of a model.
 
     family  DERIVED, or the family of a parser that is written by hand
-    own     its template shows tools, calls and results; otherwise `tool_prompt` does
+    own     its template shows tools, calls and results; otherwise `tool_prompt` shows those that it does not
     syntax  what its template revealed, of the family DERIVED"""
 
     family: str
     own: bool
     syntax: ToolSyntax | None = None
+
+    @property
+    def is_led(self) -> bool:
+        """Return whether the prompt asks for a mark before an answer without calls."""
+        return not self.own and self.syntax is None
 
     @property
     def parser(self) -> Callable[..., CallParser] | None:
@@ -100,7 +105,12 @@ class Dialect:
             return None
         if self.syntax is not None:
             return partial(SyntaxParser, self.syntax)
-        return CALLS[self.family] if self.own else LedHermesParser
+        return LedHermesParser if self.is_led else CALLS[self.family]
+
+    @property
+    def written(self) -> ToolSyntax | None:
+        """Return the syntax of calls that a template drops from earlier answers; None if it is not known."""
+        return HERMES if self.family == "hermes" else self.syntax
 
     @property
     def writer(self) -> Writer:
@@ -128,8 +138,8 @@ def dialect(name: str, template: str, derived: Derived, *, knows_tools: bool) ->
     family = _detected(template)
     if family == OPENAI:
         return Dialect(OPENAI, own=True) if knows_tools else None
-    if knows_tools and derived.calls is not None and derived.calls.is_marked:
-        return Dialect(DERIVED, own=True, syntax=derived.calls)
+    if derived.calls is not None and derived.calls.is_marked:
+        return Dialect(DERIVED, own=knows_tools, syntax=derived.calls)
     if knows_tools and family is not None and _reads(family, derived):
         return Dialect(family, own=True)
     syntax = derived.calls if derived.shows_calls else known_syntax(template)

@@ -98,7 +98,7 @@ class HarmonyParser:
         found, self._found = self._found, []
         return found
 
-    def finish(self) -> list[Found]:
+    def finish(self, *, is_whole: bool = False) -> list[Found]:
         self._end()
         return self.feed("")
 

@@ -32,7 +32,7 @@ class ObjectParser(CallParser):
         assert call is not None
         end = call.feed(self._held)
         self._held = self._held[end:]
-        broken = call.broken or (self._patient and call.done and not call.valid)
+        broken = call.broken or self._is_malformed(call)
         if call.name and not (broken and self._index < 0) and (not self._patient or call.done or self._ended):
             if self._index < 0:
                 self._index = self._new_call()

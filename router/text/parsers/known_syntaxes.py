@@ -1,9 +1,20 @@
-"""Syntaxes of models whose chat templates show tools but never a call, so that nothing can be derived from them."""
+"""Syntaxes of models whose chat templates show tools but never a call, so that nothing can be derived from them.
+
+HERMES is also what prompts ask of models whose templates know no tools."""
 
 from __future__ import annotations
 
 from kvferry.router.text.parsers.derived.syntax import NAME, Arguments, Envelope, ToolSyntax
+from kvferry.router.text.parsers.hermes import BEGIN, END
 
+HERMES = ToolSyntax(
+    opening="",
+    head=f"{BEGIN}\n",
+    close=f"\n{END}",
+    between="\n",
+    closing="",
+    envelope=Envelope(f'{{"name": "{NAME}", "arguments": ', "}", "name", "arguments"),
+)
 _LFM2 = ToolSyntax(
     opening="<|tool_call_start|>[",
     head=NAME,

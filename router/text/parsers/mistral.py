@@ -59,7 +59,7 @@ class MistralParser(ObjectParser):
         ended = self._end.done or self._ended
         if self._patient:
             fresh = self._value if ended else ""
-        if self._patient and self._end.done and not is_object(self._value):
+        if self._patient and (not is_object(self._value) if self._end.done else self._whole):
             self._say(self._marker + self._value)
         elif fresh:
             if self._index < 0:

@@ -21,8 +21,17 @@ class Parser(Protocol):
     def feed(self, text: str) -> Found:
         """Parse more text and return what was found."""
 
-    def finish(self) -> Found:
-        """End the text and return the rest."""
+    def finish(self, *, is_whole: bool = False) -> Found:
+        """End the text and return the rest. is_whole: the model ended it, so that a call that is open is malformed."""
+
+
+class ReadCall(Protocol):
+    """A call that is being read: whether it is complete, and if so, whether its arguments are a JSON object."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def valid(self) -> bool: ...
 
 
 def held_from(text: str, markers: Collection[str]) -> int:
@@ -69,7 +78,7 @@ class CallParser:
         self._names = frozenset(names)
         self._patient = patient
         self._held = ""
-        self._ended = False
+        self._ended = self._whole = False
         self._inside = False
         self._blank = True
         """True while only blanks were read since the beginning or the last call; they are not shown yet."""
@@ -88,9 +97,9 @@ class CallParser:
             pass
         return self._found()
 
-    def finish(self) -> Found:
+    def finish(self, *, is_whole: bool = False) -> Found:
         """End the text; see Parser.finish."""
-        self._ended = True
+        self._ended, self._whole = True, is_whole
         found = self.feed("")
         if not self._held or (self._count and not self._held.strip()):
             return found
@@ -119,6 +128,10 @@ class CallParser:
         delta = CallDelta(index, new_id(self.id_len) if name else "", name, arguments)
         known = self._calls.get(index)
         self._calls[index] = delta if known is None else known.followed_by(delta)
+
+    def _is_malformed(self, call: ReadCall) -> bool:
+        """Return whether a call becomes text if none of it was shown."""
+        return self._patient and (not call.valid if call.done else self._whole)
 
     def _leave(self) -> None:
         """Return to text; blanks after a call are shown only if text follows."""

@@ -24,8 +24,8 @@ class Reader(Protocol):
     def feed(self, text: str) -> list[Found]:
         """Parse more text and return the parts found."""
 
-    def finish(self) -> list[Found]:
-        """End the text and return the remaining parts."""
+    def finish(self, *, is_whole: bool = False) -> list[Found]:
+        """End the text and return the remaining parts. See Parser.finish."""
 
 
 class Turn:
@@ -53,8 +53,8 @@ class Turn:
             return [Found(text, reasoning)]
         return [replace(self._calls.feed(text), reasoning=reasoning)]
 
-    def finish(self) -> list[Found]:
+    def finish(self, *, is_whole: bool = False) -> list[Found]:
         before = Found() if self._thought is None else self._thought.finish()
         if self._calls is None:
             return [before]
-        return [Found(reasoning=before.reasoning), self._calls.feed(before.text), self._calls.finish()]
+        return [Found(reasoning=before.reasoning), self._calls.feed(before.text), self._calls.finish(is_whole=is_whole)]

@@ -106,7 +106,7 @@ class Stage:
         if thinks or reader.thinks or any(each.reasoning for each in found):
             self.reasoning_tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
-            found += reader.finish()
+            found += reader.finish(is_whole=piece.finish_reason == "stop")
         if not self._shown:
             found = [replace(each, reasoning="") for each in found]
         if self._name:

@@ -32,6 +32,8 @@ TEMPLATES = {
     "Granite 3": "{% if tools %}Respond only with <|tool_call|> followed by a JSON list of tools used."
     "{{ tools | tojson }}{% endif %}" + SHOWS,
 }
+SMOL = "{% if xml_tools %}{% for t in xml_tools[:] %}<tool_call>{{ t.function.name }}{% endfor %}{% endif %}" + SHOWS
+"""Like SmolLM3's: tools have a variable of their own."""
 TEXTS = {
     "LFM2": "<|tool_call_start|>[get(place='São \\'X\\'', days=-3, deep=True), now()]<|tool_call_end|>",
     "LFM2.5": "<|tool_call_start|>[get(place='São \\'X\\'', days=-3, deep=True), now()]<|tool_call_end|>",
@@ -58,6 +60,53 @@ def test_the_template_s_own_prompt_is_shown_and_its_syntax_is_known(model: str) 
     assert (dialect.own, dialect.syntax) == (True, known_syntax(TEMPLATES[model]))
     tools = [{"type": "function", "function": {"name": "get", "parameters": SCHEMA}}]
     assert "You may call" not in text.render([{"role": "user", "content": "Hi"}], tools=tools)
+
+
+def asked(call_args: str, content: str | None = None) -> list[dict[str, Any]]:
+    functions = [{"name": "get", "arguments": call_args}, {"name": "now", "arguments": "{}"}]
+    calls = [{"id": f"c{place}", "type": "function", "function": each} for place, each in enumerate(functions)]
+    return [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c0", "content": "sunny"},
+    ]
+
+
+@pytest.mark.parametrize("model", [*TEMPLATES, "SmolLM3"])
+def test_calls_that_the_template_drops_are_in_the_content_of_their_message(model: str) -> None:
+    """They are written as the model writes them, so that they are read back as those calls."""
+    source = TEMPLATES.get(model) or SMOL
+    text = replace(demo_text(), template=ChatTemplate(source, {}))
+    messages = asked(json.dumps(CALLS[0][1]), "I look.")
+    found = text.rendering(messages)
+    prompt = text.render(messages)
+    assert found.adaptations == ("calls-in-content",)
+    written = prompt.removeprefix("HiI look.\n").removesuffix("sunny")
+    dialect = text.dialect
+    assert dialect is not None
+    assert dialect.parser is not None
+    parser = dialect.parser(SCHEMAS)
+    made = merged([*parser.feed(written).calls, *parser.finish().calls])
+    assert [(call.name, json.loads(call.arguments)) for call in made] == CALLS
+    strict = replace(text, strict_templates=True)
+    assert strict.render(messages) == "HiI look.sunny"
+
+
+@pytest.mark.parametrize("shown", ["m.tool_calls | tojson", "m.tool_calls[0].function.name"])
+def test_a_template_that_shows_calls_gets_no_second_ones(shown: str) -> None:
+    source = SMOL.replace("{{ m.content }}", f"{{{{ m.content }}}}{{{{ {shown} if m.tool_calls }}}}")
+    text = replace(demo_text(), template=ChatTemplate(source, {}))
+    assert text.rendering(asked("{}")).adaptations == ()
+
+
+def test_tools_are_in_the_variable_that_the_template_reads() -> None:
+    """SmolLM3's own template looks for them in `xml_tools`, which clients could only set by chat_template_kwargs."""
+    text = replace(demo_text(), template=ChatTemplate(SMOL, {}))
+    tools = [{"type": "function", "function": {"name": "get", "parameters": SCHEMA}}]
+    messages = [{"role": "user", "content": "Hi"}]
+    assert text.render(messages, tools=tools).startswith("<tool_call>get")
+    assert text.render(messages, extra={"xml_tools": tools}) == text.render(messages, tools=tools)
+    assert text.render(messages) == "Hi"
 
 
 @pytest.mark.parametrize("model", TEMPLATES)

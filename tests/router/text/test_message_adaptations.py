@@ -38,7 +38,8 @@ SINGLE_CALLS = (
 NO_USER_AFTER_RESULTS = (
     "{{ tools | default('', true) | length }}<tool_call>{% for m in messages %}"
     "{% if m.role == 'user' and loop.index0 and messages[loop.index0 - 1].role == 'tool' %}"
-    "{{ raise_exception('no user here') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    "{{ raise_exception('no user here') }}{% endif %}[{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}!{{ c.function.arguments | tojson }}{% endfor %}]{% endfor %}"
 )
 
 
@@ -145,7 +146,7 @@ def test_parallel_calls_become_messages_of_their_own_each_with_its_result() -> N
 def test_what_a_user_says_behind_a_result_joins_it() -> None:
     history = (says("user", "a"), called("f"), says("tool", "F", tool_call_id="f"), says("user", "c"))
     shown, names = adapted(NO_USER_AFTER_RESULTS, *history)
-    assert (shown.endswith("[user:a][assistant:][tool:F\n\nc]"), names) == (True, ("user-in-result",))
+    assert (shown.endswith("[user:a][assistant:!{}][tool:F\n\nc]"), names) == (True, ("user-in-result",))
 
 
 def test_the_longest_conversations_are_adapted_in_linear_time() -> None:

@@ -182,6 +182,19 @@ def test_generators_are_written_as_json_lists() -> None:
     assert text_of(source).render([{"role": "user", "content": "a"}]) == '["a"]'
 
 
+def test_calls_that_are_shown_only_without_content_get_none() -> None:
+    """As in the first templates of DeepSeek R1; content beside calls is a message of its own before them."""
+    shown = "{% if m.content is none %}!{{ c.function.name + c.function.arguments }}{% endif %}"
+    text = text_of(calls(shown))
+    assert text.template is not None
+    assert text.template.traits.null_content
+    made = call("c0", "f", {"a": 1})
+    messages = history(made, results=[{"role": "tool", "tool_call_id": "c0", "content": "r"}])
+    assert '[assistant:None!f{"a": 1}]' in text.render(messages)
+    said = [{**each, "content": "Said."} if each["role"] == "assistant" else each for each in messages]
+    assert '[assistant:Said.][assistant:None!f{"a": 1}]' in text.render(said)
+
+
 def test_traits_of_the_forms() -> None:
     forms = {source: text_of(source).template for source in (OBJECTS, ADDED, NINE, BY_ID, COUNTED, NAMED)}
     found = {source: each.traits for source, each in forms.items() if each is not None}

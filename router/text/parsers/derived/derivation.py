@@ -62,6 +62,8 @@ def _joined(
         return ToolSyntax("", opener, close, None, closing, envelope, form)
     first, second = found[several]
     turn = turns[several]
+    last = _named(_ended(turn[second.end :], turns.get("plain", ""), ends))
+    after = last if last.startswith(after) else after
     middle = _named(turn[first.end : second.start])
     close = middle[: shared_start(middle, after)]
     further = middle[len(close) :]

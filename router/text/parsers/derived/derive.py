@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.router.text.parsers.derived.derivation import derived_syntax
-from kvferry.router.text.parsers.derived.differences import shared_start
+from kvferry.router.text.parsers.derived.differences import last_unit, shared_start
 from kvferry.router.text.parsers.derived.probes import (
     CALLS,
     IDS,
@@ -19,11 +19,12 @@ from kvferry.router.text.parsers.derived.probes import (
     TOOLS,
     USER,
 )
-from kvferry.router.text.parsers.derived.syntax import ToolSyntax
+from kvferry.router.text.parsers.derived.syntax import ToolSyntax, is_mark
 from kvferry.router.text.parsers.derived.thoughts import derived_thinking
 from kvferry.router.text.parsers.derived.verification import is_proved
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.rendering import Rendering
+from kvferry.router.text.template_traits import TemplateTraits
 
 Write = Callable[[list[Rendering]], list[str | None]]
 """Renders prompts; None for those that the template refuses."""
@@ -54,8 +55,8 @@ class Template:
 
     write: Write
     special_tokens: Mapping[str, str]
-    wants_parts: bool
-    knows_tools: bool
+    traits: TemplateTraits
+    knows_calls: bool
 
 
 _Case = tuple[str, str, Rendering]
@@ -68,7 +69,7 @@ def derive(template: Template) -> Derived:
     opening = _prompt(template, [user], opens=True)
     thinking = _prompt(template, [user], opens=True, variables=_THINKS)
     cases = (
-        [*_call_cases(template), *_reasoning_cases(template)] if template.knows_tools else [*_reasoning_cases(template)]
+        [*_call_cases(template), *_reasoning_cases(template)] if template.knows_calls else [*_reasoning_cases(template)]
     )
     texts = template.write([opening, thinking, *(rendering for *_, rendering in cases)])
     prompt, turns = _turn(texts[0] or ""), dict[str, dict[str, str]]()
@@ -88,7 +89,7 @@ def derive(template: Template) -> Derived:
 
 def _with_calls(derived: Derived, template: Template, kind: str, turns: dict[str, str], prompt: str) -> Derived:
     accepts_any = turns.pop(_OPENAI, None) is not None or kind == _NAMED_IDS
-    begun = shared_start(prompt, *(turns[name] for name in ("one", "said") if name in turns))
+    begun = _begun(prompt, [turns[name] for name in ("one", "said") if name in turns])
     texts = tuple((name, turn[begun:]) for name, turn in turns.items() if CALLS[name].calls)
     shows = turns["one"].count(NAMES[0]) > turns.get("plain", "").count(NAMES[0])
     syntax = derived_syntax(turns, begun, [template.special_tokens.get("eos_token", "")])
@@ -97,6 +98,12 @@ def _with_calls(derived: Derived, template: Template, kind: str, turns: dict[str
     if syntax is None or not is_proved(syntax, dict(texts)):
         return derived if derived.shows_calls else Derived(shows_calls=shows, texts=texts if shows else ())
     return Derived(syntax, shows_calls=True, texts=texts)
+
+
+def _begun(prompt: str, turns: Sequence[str]) -> int:
+    """Return the length of what the prompt begins of each turn, also if it says more before the turn's mark."""
+    begun, mark = shared_start(prompt, *turns), last_unit(prompt.rstrip())
+    return begun + len(mark) * (is_mark(mark) and all(turn.startswith(mark, begun) for turn in turns))
 
 
 def _call_cases(template: Template) -> Iterator[_Case]:
@@ -118,15 +125,13 @@ def _reasoning_cases(template: Template) -> Iterator[_Case]:
 def _prompt(
     template: Template, messages: Sequence[Any], *, opens: bool = False, variables: Mapping[str, Any] | None = None
 ) -> Rendering:
-    if template.wants_parts:
-        messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
     return Rendering(
-        "tool_use" if template.knows_tools else "plain",
+        "tool_use" if template.knows_calls else "plain",
         {
             **template.special_tokens,
             **(variables or {}),
-            "messages": messages,
-            "tools": TOOLS if template.knows_tools else None,
+            "messages": template.traits.content(messages),
+            **template.traits.tools(TOOLS if template.knows_calls else None),
             "documents": None,
             "add_generation_prompt": opens,
         },

@@ -66,7 +66,7 @@ class SyntaxParser(CallParser):
         call = self._arguments
         end = call.feed(self._held, ended=self._ended)
         self._held = self._held[end:]
-        broken = call.broken or (self._patient and call.done and not call.valid)
+        broken = call.broken or self._is_malformed(call)
         fresh = "" if self._patient and not (call.done or self._ended) else call.take()
         if call.name and fresh and not (broken and self._index < 0):
             if self._index < 0:
@@ -86,7 +86,7 @@ class SyntaxParser(CallParser):
         return True
 
     def _read_close(self) -> bool:
-        found = match(self._syntax.close, self._held)
+        found = match(self._syntax.close.rstrip(), self._held)
         if found.found:
             self._held, self._state = self._held[found.end :], "next"
         elif found.waits and not self._ended:
@@ -102,7 +102,7 @@ class SyntaxParser(CallParser):
         start = len(self._held) - len(self._held.lstrip())
         following = None if self._further is None else self._further.lstrip()
         further = None if following is None else match(following, self._held, start, self._names)
-        closing = match(self._syntax.closing.lstrip(), self._held, start) if self._syntax.closing.strip() else None
+        closing = match(self._syntax.closing.strip(), self._held, start) if self._syntax.closing.strip() else None
         if further is not None and further.found:
             self._raw = ""
             self._begin(further.end, further.name)

@@ -132,19 +132,24 @@ class ToolSyntax:
             found += [own.separator, *own.wrapped]
         return tuple(filter(None, found))
 
-    def describe(self) -> str:
-        """Describe the syntax in one line, by example."""
-        head, own = self.opening + self.head, self.arguments
+    def pattern(self, calls: int = 1) -> str:
+        """Return the text of calls, with names in capitals for what differs, and {…} for a JSON object of arguments."""
+        own, inner = self.arguments, "{…}"
         if self.envelope is not None:
             inner = f"{self.envelope.before}{{…}}{self.envelope.after}"
-        elif own is None:
-            inner = "{…}"
-        else:
-            inner = f"{own.opening}{own.before_key}KEY{own.before_text}VALUE{own.after_text}"
-        text = f"{head}{inner}{self.close}{self.closing}"
-        ids = "ids in the call" if ID in head + inner else "numbered calls" if INDEX in head + inner else "no ids"
+        elif own is not None:
+            inner = f"{own.opening}{own.before_key}{KEY}{own.before_text}VALUE{own.after_text}"
+        text = self.opening + (self.between or "").join([self.head + inner + self.close] * calls) + self.closing
+        for placeholder, shown in _SHOWN.items():
+            text = text.replace(placeholder, shown)
+        return text
+
+    def describe(self) -> str:
+        """Describe the syntax in one line, by example."""
+        told = (self.head, *(() if self.envelope is None else (self.envelope.before, self.envelope.after)))
+        ids = "ids in the call" if ID in "".join(told) else "numbered calls" if INDEX in "".join(told) else "no ids"
         several = "several calls" if self.between is not None else "one call"
-        return f"{example(text)} ({self.form}, {several}, {ids})"
+        return f"{in_one_line(self.pattern())} ({self.form}, {several}, {ids})"
 
 
 def is_mark(text: str) -> bool:
@@ -152,8 +157,6 @@ def is_mark(text: str) -> bool:
     return re.search(r"[<\[].*\w", text) is not None
 
 
-def example(text: str) -> str:
+def in_one_line(text: str) -> str:
     """Return a text of a description for people."""
-    for placeholder, shown in _SHOWN.items():
-        text = text.replace(placeholder, shown)
     return text.replace("\n", "⏎")

@@ -76,11 +76,11 @@ class TaggedReader:
     def _read_key(self, text: str, at: int, ended: bool) -> int:
         end = text.find(self._key_end, at, at + MAX_KEY)
         if end < 0:
-            waits = len(text) - at < MAX_KEY and "\n" not in text[at:]
+            waits = len(text) - at < MAX_KEY and "\n" not in text[at:].strip()
             return self._step(Match(waits=waits), "", text, ended)
         self._key, self._state = text[at:end].strip(), "mark"
         self.broken = not self._key or "\n" in self._key
-        return end
+        return at if self.broken else end
 
     def _read_mark(self, text: str, at: int, ended: bool) -> int:
         """Read the mark between key and value."""

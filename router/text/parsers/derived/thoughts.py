@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from kvferry.router.text.parsers.derived.differences import first_unit, last_unit, shared_start
@@ -9,6 +10,8 @@ from kvferry.router.text.parsers.derived.probes import CONTENT, REASON
 from kvferry.router.text.parsers.derived.syntax import NAME, ToolSyntax, is_mark
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
 
+_NAMED = re.compile(r"<[^<>\s]+>\w+<[^<>\s]+>$")
+"""A mark that needs the word and the mark before it, because it ends other heads, too (Kimi K3)."""
 MIN_WORDS = 12
 """Shortest mark without brackets, in characters: shorter words stand in answers, too."""
 
@@ -43,7 +46,11 @@ def _begin(before: str, end: str, prompt: str, said: str) -> str:
         return own if own[:1] in ("<", "[") and rest.endswith(own) else rest
     if prompt.startswith(before) and (rest := prompt[len(before) :].strip()) and end not in rest:
         return rest
-    return own or last_unit(before.rstrip())
+    if own:
+        return own
+    mark = last_unit(before := before.rstrip())
+    named = _NAMED.search(before) if before.count(mark) > 1 else None
+    return mark if named is None else named[0]
 
 
 def _is_sure(mark: str) -> bool:

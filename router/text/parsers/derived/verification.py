@@ -28,7 +28,9 @@ def is_read(make: Maker, texts: Mapping[str, str], syntax: ToolSyntax | None) ->
     """Return whether parsers read back the calls of a template, of a syntax that may be less than all of them."""
     several = syntax is None or syntax.between is not None
     marked = syntax is None or syntax.is_marked
-    required = [name for name in REQUIRED if name in texts and (several or len(CALLS[name].calls) < 2)]
+    required = [
+        name for name in REQUIRED if NAMES[0] in texts.get(name, "") and (several or len(CALLS[name].calls) < 2)
+    ]
     required = [name for name in required if marked or not CALLS[name].content]
     return bool(required) and all(reads_back(make, CALLS[name], texts[name]) for name in required)
 

@@ -65,6 +65,8 @@ CALLS: Mapping[str, str] = {
     "single": "{% if m.tool_calls | length > 1 %}{{ raise_exception('one at once') }}{% endif %}" + EACH
     + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}',
 }  # fmt: skip
+UNTOLD = FRAME.replace("CALLS", CALLS["numbered"]) + "{{ '' if messages[-1].role == 'tool' }}"
+"""Template that shows calls and results, but no tools, as DeepSeek V3.1's."""
 SINGLE = "single"
 """The form with one call at most, which nothing but the call itself opens."""
 SCHEMAS: Mapping[str, Any] = {
@@ -113,10 +115,12 @@ def written(form: str, calls: Calls, content: str = "") -> str:
     return text.partition("<|assistant|>")[2].removesuffix("<|end|>")
 
 
-def read(form: str, pieces: Sequence[str], *, patient: bool = False) -> tuple[str, list[tuple[str, Any]]]:
+def read(
+    form: str, pieces: Sequence[str], *, patient: bool = False, is_whole: bool = False
+) -> tuple[str, list[tuple[str, Any]]]:
     """Return text and calls that the form's parser finds."""
     parser = SyntaxParser(syntax(form), SCHEMAS, patient=patient)
-    found = [*map(parser.feed, pieces), parser.finish()]
+    found = [*map(parser.feed, pieces), parser.finish(is_whole=is_whole)]
     calls = merged([delta for each in found for delta in each.calls])
     assert [call.index for call in calls] == list(range(len(calls)))
     return "".join(each.text for each in found), [(call.name, json.loads(call.arguments)) for call in calls]

@@ -43,6 +43,13 @@ CASES = {
         f"{{% endif %}}{{{{ m.content }}}}{PROMPT}{{% endif %}}",
         Thinking(("<think>",), ("</think>",)),
     ),
+    "a mark that ends other heads, too": (
+        "{% for m in messages %}<|open|>{{ m.role }}<|sep|>{% if m.role == 'assistant' %}<|open|>think<|sep|>"
+        "{{ m.reasoning_content }}<|close|>think<|sep|><|open|>response<|sep|>{% endif %}{{ m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|open|>assistant<|sep|>"
+        "<|open|>{{ 'think' if thinking else 'response' }}<|sep|>{% endif %}",
+        Thinking(("<|open|>think<|sep|>",), ("<|close|>think<|sep|><|open|>response<|sep|>",)),
+    ),
     "none": (f"{USER}{{{{ m.content }}}}{PROMPT}{{% endif %}}{{# reasoning #}}", None),
     "no marks": (f"{USER}{{{{ m.reasoning_content }}}} {{{{ m.content }}}}{PROMPT}{{% endif %}}", None),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,21 @@ from kvferry.router.text.parsers.derived.reader import SyntaxParser
 from kvferry.router.text.parsers.derived.syntax import Form
 from kvferry.router.text.parsers.stage import merged
 from kvferry.router.text.template import ChatTemplate
-from tests.router.text.derived.small_templates import CALLS, SCHEMAS, SINGLE, derived, read, syntax, template, written
+from tests.api_parts import demo_text
+from tests.router.text.derived.small_templates import (
+    CALLS,
+    EACH,
+    HEAD,
+    SCHEMAS,
+    SINGLE,
+    TREE,
+    UNTOLD,
+    derived,
+    read,
+    syntax,
+    template,
+    written,
+)
 
 FORMS = {
     **dict.fromkeys(("objects", "listed", "keyed", "numbered", "ids", "single"), Form.JSON),
@@ -127,6 +142,65 @@ def test_a_syntax_that_does_not_read_its_own_calls_is_not_used() -> None:
     source = template("xml").source.replace("{{ v if v is string", "{{ v | replace(' ', '') if v is string")
     found = ChatTemplate(source, {}).derived
     assert (found.calls, found.shows_calls) == (None, True)
+
+
+def test_a_template_without_tools_keeps_its_own_calls() -> None:
+    """The prompt describes the tools in that syntax; calls and results are the template's."""
+    text = replace(demo_text(), template=ChatTemplate(UNTOLD, {"eos_token": "<|end|>"}))
+    dialect = text.dialect
+    assert dialect is not None
+    assert (dialect.own, dialect.is_led, dialect.syntax) == (False, False, syntax("numbered"))
+    tools = [{"type": "function", "function": {"name": "get", "parameters": SCHEMAS["get"]}}]
+    function = {"name": "get", "arguments": '{"days": 3}'}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+    ]
+    prompt = text.render(messages, tools=tools)
+    assert "### get" in prompt
+    assert "<|section|><|call|>functions.NAME:0<|with|>{…}<|call_end|><|section_end|>" in prompt
+    assert prompt.partition("<|user|>")[2] == text.render(messages).partition("<|user|>")[2]
+    assert '<|call|>functions.get:0<|with|>{"days": 3}<|call_end|>' in prompt
+    assert "<|tool|>sunny" in prompt
+
+
+def test_a_reminder_behind_the_user_does_not_hide_where_answers_begin() -> None:
+    """Command-R+'s template ends each prompt with one, and its answers begin with words instead of a mark."""
+    source = (
+        TREE
+        + HEAD
+        + (
+            "{% for m in messages %}<|turn|><|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}\nAction:\n```json\n["
+            + EACH
+            + '{{ ", " if not loop.first }}{"tool": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+            "{% endfor %}]```{% endif %}<|end|>{% endfor %}<|turn|><|system|>Write Action: and a list.<|end|>"
+            "{% if add_generation_prompt %}<|turn|><|assistant|>{% endif %}"
+        )
+    )
+    found = ChatTemplate(source, {"eos_token": "<|end|>"}).derived.calls
+    assert found is not None
+    assert found.opening.startswith("Action:")
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_malformed_calls_are_the_same_at_every_cut(form: str) -> None:
+    """They are text, or the calls that are still there; an answer that the model ended has no open call."""
+    text = written(form, [("get", {"place": "Oslo", "days": 7})]).lstrip()
+    for at in range(len(text) // 2, len(text) - 1, 3):
+        for broken in (text[:at], text[:at] + text[at + 2 :], text[:at] + '"' + text[at:]):
+            whole = read(form, [broken], patient=True, is_whole=True)
+            assert whole[1] or whole[0] == broken
+            for cut in range(1, len(broken)):
+                assert read(form, [broken[:cut], broken[cut:]], patient=True, is_whole=True) == whole, broken
+
+
+def test_an_answer_that_ends_in_mid_call_is_text_and_one_that_is_cut_a_call() -> None:
+    text = written("xml", [("get", {"place": "Oslo"})]).lstrip().partition("lo\n")[0]
+    assert read("xml", [text], patient=True, is_whole=True) == (text, [])
+    parser = SyntaxParser(syntax("xml"), SCHEMAS, patient=True)
+    (call,) = merged([*parser.feed(text).calls, *parser.finish().calls])
+    assert (call.name, call.arguments) == ("get", '{"place": "Os')
 
 
 def test_a_template_that_hides_calls_reveals_nothing() -> None:
