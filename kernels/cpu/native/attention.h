@@ -114,7 +114,7 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
   constexpr bool kPaired = kBf16Products && std::is_same_v<T, bf16> && std::is_same_v<S, bf16> && Dim > 0;
   using Number = std::conditional_t<kPaired, bf16, float>;
   const int64_t dim = kv.dim, v_dim = kv.v_dim;
-  const auto power = [](Floats x) { return kPaired ? power_of_two(x * kLog2E) : exponential(x); };
+  const auto power = [](Floats x) { return kPaired ? rough_power_of_two(x * kLog2E) : exponential(x); };
   Tile<S> tiles[2];
   alignas(64) float k_scales[kTile], v_scales[kTile];
   alignas(64) float scores[4 * kTile];

@@ -12,7 +12,7 @@ constexpr float kLog2E = 1.44269504088896341f;
 
 // 2^x within 9e-5 of itself, a twentieth of what rounding weights to bfloat16 costs; exactly 1 of 0, and 0 of -infinity.
 // x: to 126.
-KVF_INLINE Floats power_of_two(Floats x) {
+KVF_INLINE Floats rough_power_of_two(Floats x) {
 #if defined(__AVX512F__)
   const Floats rest = (Floats)_mm512_reduce_ps((__m512)x, 1);  // above the integer below x
 #else
@@ -89,7 +89,7 @@ KVF_INLINE void weigh_rows(const float* scores, int64_t step, int64_t count, int
   }
   const Floats before = load(state.highest), higher = larger(maxima(lanes) * scale, before);
   const Floats finite = larger(higher, splat(-1e38f));  // rows that have seen nothing so far
-  const Floats origin = finite * kLog2E, kept = power_of_two((before - finite) * kLog2E);
+  const Floats origin = finite * kLog2E, kept = rough_power_of_two((before - finite) * kLog2E);
   alignas(64) float origins[kLanes];
   store(origins, origin);
   for (int64_t i = 0; i < count; ++i) {
@@ -98,7 +98,7 @@ KVF_INLINE void weigh_rows(const float* scores, int64_t step, int64_t count, int
     Floats added{};
 #pragma GCC unroll 2
     for (int64_t j = 0; j < width; j += kLanes) {
-      const Floats e = power_of_two(load(row + j) * (scale * kLog2E) - origins[i]);
+      const Floats e = rough_power_of_two(load(row + j) * (scale * kLog2E) - origins[i]);
       added = added + e;
       store(to + j, Scaled ? e * load(v_scales + j) : e);
     }
