@@ -1,4 +1,4 @@
-"""Validated fields of a config.json."""
+"""Reads numbers from a config.json and checks their type and range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory needs of a model, from its config and file headers; no weight is read or downloaded."""
+"""Counts a model's weights, layers and K/V, for memory and speed estimates, from its config and file headers."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class ModelNeeds:
 
 
 def model_needs(source: ModelSource) -> ModelNeeds:
-    """Return the needs of a model. Raises ConfigError if its files do not tell."""
+    """Return the needs of a model. Raises ConfigError if its files do not show them."""
     with naming(source.name):
         return gguf_needs(read_gguf(source.path)) if source.kind == "gguf" else _hf_needs(source)
 

@@ -1,4 +1,4 @@
-"""Name of a model: from its files, or as the operator serves it."""
+"""Names of a model: own, from its files, and served, from --served-model-name; checks that models' names differ."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class ModelName:
 
     @property
     def first(self) -> str:
-        """Return the one that answers carry."""
+        """Return the name used in answers."""
         return self.all[0]
 
     def shares(self, other: ModelName) -> bool:
-        """Return whether clients may mean both by one name."""
+        """Return whether the two have a client-visible name in common."""
         return not set(self.all).isdisjoint(other.all)
 
     def resembles(self, other: ModelName) -> bool:
-        """Return whether both are called alike after their files, and not each by names of its own."""
+        """Return whether both have the same own name, and not each served names of its own."""
         return self.own == other.own and not (self.served and other.served)
 
 

@@ -1,4 +1,4 @@
-"""Parts of multimodal checkpoints: the text's section of config.json and its tensors, and whose towers run."""
+"""Multimodal checkpoints: the text part of config.json, names of its tensors, and model types whose towers run."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class PoolingConfig:
 
     @property
     def told(self) -> str:
-        """Return the kind of model in words, for errors."""
+        """Return a description of the kind of model, for errors."""
         if self.kind == "generate":
             return "it is a decoder, which generates and embeds"
         if self.kind == "transcribe":

@@ -1,4 +1,4 @@
-"""Sizes of recurrent layers from a config.json."""
+"""Reads the sizes of recurrent layers (model_files.recurrent) from a config.json, by model family."""
 
 from __future__ import annotations
 

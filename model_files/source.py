@@ -1,4 +1,4 @@
-"""Resolution of the model that a process serves: files, name, revision and basic facts, without torch."""
+"""Finds the model that a process serves (path, hub id or demo): files, name, revision and facts, without torch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ QUEUE_METHODS = frozenset(("append", "pop"))
 
 
 class Budget:
-    """What one rendering may still spend."""
+    """Remaining budget of one rendering."""
 
     def __init__(self, turns: int = MAX_TURNS) -> None:
         self.left = turns

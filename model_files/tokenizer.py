@@ -1,4 +1,4 @@
-"""Tokenizer on the `tokenizers` library, without transformers."""
+"""Reads a model's tokenizer with the `tokenizers` library, and turns token ids into text and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that no worker can run, rejected by config before any weight is read."""
+"""Rejects, by config and before any weight is read, models that no worker can run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resolve_runnable(model: str, load_format: str = "auto") -> ModelSource:
 
 
 def require_runnable(source: ModelSource) -> None:
-    """Raise ConfigError naming the model and the reason, if its config already tells that it cannot run."""
+    """Raise ConfigError naming the model and the reason, if its config already shows that it cannot run."""
     with naming(source.name):
         kind, reason = _kind_and_reason(source)
     if reason is not None:
