@@ -1,4 +1,4 @@
-"""Messages between the adapters of two engines of which one computes prompts and the other decodes.
+"""Messages between two adapters, by which the engine of one computes a prompt and the engine of the other decodes.
 
 The engines transfer the blocks themselves; the adapters pass on where they are. Durations are seconds."""
 
@@ -19,7 +19,7 @@ IN_ROOM = -1
 class HandoverOffer:
     """Prefill → decode, `POST /attempts/handover/offer`, while the prompt is computed; answered by a HandoverTicket.
 
-    sender: the prefill node. decode_epoch: of the process that is meant."""
+    sender: the prefill node. decode_epoch: of the process that the offer is for."""
 
     request_id: str
     attempt: int

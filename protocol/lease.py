@@ -1,4 +1,4 @@
-"""Lease of a node in the registry: address, role, capacity, load and rates. Durations are in seconds."""
+"""Lease of a node in the registry (`NodeLease`): address, role, capacity, load and rates; durations in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control messages of the link between two nodes: grants, commits, fetches, copies and aborts.
+"""Control messages of the link between two nodes that transfers KV: grants, commits, fetches, copies and aborts.
 
 `transfer` numbers one ship; the sending process never reuses it."""
 
@@ -149,7 +149,7 @@ class CommitAck:
 @message(35, checked=True)
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Prefill → decode: the ship will not be completed; free the grant once its receives are quiet."""
+    """Prefill → decode: the ship will not be completed; free the grant once its receives have ended."""
 
     transfer: int
     reason: str

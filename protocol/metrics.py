@@ -71,7 +71,7 @@ class RouterMetrics:
         self.reuse = ReuseMetrics(r)
         self.account_violations = Counter(
             "kvferry_received_account_violations",
-            "First tokens whose reuse accounting the router found wrong: a bug of the node named in the log.",
+            "First tokens whose reuse accounting the router found wrong: a bug in the node named in the log.",
             registry=r,
         )
         self.placements = QuickCounter(
@@ -135,7 +135,7 @@ class RouterMetrics:
         self.errors = Counter(
             "kvferry_error_answers",
             "Requests answered 429 or 5xx, by status and the error's code: overloaded, no_nodes, "
-            "registry_unavailable and others; kvferry_requests_refused_total details the 429 of the router itself.",
+            "registry_unavailable and others; kvferry_requests_refused_total breaks down the router's own 429 answers.",
             ["status", "code"],
             registry=r,
         )
@@ -148,14 +148,15 @@ class RouterMetrics:
         )
         self.ttft_targets = Counter(
             "kvferry_ttft_targets",
-            "Requests of tenants with ttft_ms, by outcome: met, missed, rejected (at once: it would have been missed).",
+            "Requests of tenants with ttft_ms, by outcome: met, missed, rejected (on arrival, since the target would "
+            "have been missed).",
             ["tenant", "outcome"],
             registry=r,
         )
         self.itl_targets = Counter(
             "kvferry_itl_targets",
             "Requests of tenants with itl_ms, by outcome: met or missed by the mean time between the tokens of the "
-            "slowest sequence, rejected (at once: it would have been missed).",
+            "slowest sequence, rejected (on arrival, since the target would have been missed).",
             ["tenant", "outcome"],
             registry=r,
         )
