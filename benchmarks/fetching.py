@@ -1,4 +1,4 @@
-"""Measures the time to first token of prompts that a node computes, and of prompts that it fetches from another node.
+"""Measures time to first token when a node computes a prompt's KV, and when it fetches it from another node.
 
     python -m benchmarks.fetching [--model smollm2] [--tokens 256 512 1024 2048 4096] [--rounds 5] [--threads 1]
 
@@ -49,7 +49,7 @@ class Node:
 def nodes(model: str, folder: Path, *options: str, names: Sequence[str] = NODES) -> Iterator[list[Node]]:
     """Start prefill processes with a Valkey of their own; they end at exit.
 
-    By default, one asks and one holds. Raises TimeoutError if they do not start."""
+    By default one node that fetches and one that holds the KV. Raises TimeoutError if they do not start."""
     with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
         url = f"redis://127.0.0.1:{valkey.port}/0"
         command = [*kvferry(), "prefill", "--model", model, "--redis-url", url, "--log-level", "error", *options]
@@ -109,7 +109,7 @@ def compare(asked: Asked, asks: Node, holds: Node, tokens: int, rounds: int) -> 
         _, there = asked.first(holds, tokens, seed + 1)
         took_s, here = asked.first(asks, tokens, seed + 1, holder)
         if here.token_ids != there.token_ids:
-            raise RuntimeError("what was fetched gives another token than what was computed")
+            raise RuntimeError("the fetched KV gives a different token from the computed KV")
         assert here.reuse is not None
         fetched.append(took_s)
         brought = here.reuse.fetched
@@ -125,7 +125,7 @@ def main() -> None:
     given = parser.parse_args()
     threads = ("--threads", str(given.threads))
     with tempfile.TemporaryDirectory() as folder, nodes(given.model, Path(folder), *threads) as (asks, holds):
-        print("| prompt | computed | fetched | of it came | times as fast |")
+        print("| prompt | computed | fetched | fetched share | speed-up |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
             asked = Asked(client, 1000)

@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path)
     chosen = parser.parse_args(arguments)
     if not chosen.tiny and not torch.cuda.is_available():
-        sys.exit("gpu_kernels measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
+        sys.exit("gpu_kernels needs a CUDA device, but PyTorch finds none; nothing was measured.")
     if chosen.tiny:
         device, sizes, shape = torch.device("cpu"), SMALL, (4, 2, 64, torch.float32)
         ops: Ops = ReferenceOps()

@@ -1,4 +1,4 @@
-"""A router of this checkout in front of mock nodes, with a Valkey of its own."""
+"""Runs a router of this checkout in front of mock nodes, with its own Valkey, for router benchmarks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvferry.protocol.work import Generate
 
 ROLES = ("prefill", "decode")
 NODES_S = 20.0
-"""Longest time until nodes are seen, in seconds."""
+"""Maximum time until nodes are seen, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

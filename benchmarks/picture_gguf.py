@@ -1,4 +1,4 @@
-"""Writers of a vision model's GGUF files: its text, and its tower with the connector."""
+"""Writes the GGUF files of the picture benchmark's vision model: its text, and its tower with the connector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures placement alone: what choosing the nodes for one request costs, and what it asks of Redis.
+"""Measures placement alone: the CPU time of choosing one request's nodes, and its commands to Redis.
 
     python -m benchmarks.placing [--nodes 1000 --rows 1000000]
 

@@ -1,4 +1,4 @@
-"""GGUF files of recurrent models with random weights in Q8_0, which kvferry and llama.cpp both read.
+"""Writes GGUF files of recurrent models with random weights in Q8_0, which kvferry and llama.cpp both read.
 
 `recurrent_shapes` has their sizes; the demo model lends its tokens, followed by names that no text has."""
 

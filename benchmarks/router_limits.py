@@ -1,4 +1,4 @@
-"""Measures what open streams take of a router's memory, and for how long large bodies hold its event loop.
+"""Measures a router's memory per open stream, and how long large bodies block its event loop.
 
     python -m benchmarks.router_limits [--streams 5000]
 

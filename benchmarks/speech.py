@@ -1,4 +1,4 @@
-"""Measures transcription: seconds for each second of audio, against transformers, in turns, with the same weights.
+"""Measures transcription: seconds per second of audio, alternately with transformers, on the same weights.
 
     python -m benchmarks.speech --model DIRECTORY FILE [FILE ...] [--dtype auto float32] [--rounds 3]
 
