@@ -75,7 +75,7 @@ async def _leases(url: str, count: int) -> list[NodeLease]:
         await store.close()
 
 
-class Asked:
+class PromptClient:
     """Requests for prompts by seed, each with a request id of its own."""
 
     def __init__(self, client: httpx.Client, vocab: int):
@@ -99,7 +99,7 @@ class Asked:
         raise RuntimeError("the node ended its response early")
 
 
-def compare(asked: Asked, asks: Node, holds: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
+def compare(asked: PromptClient, asks: Node, holds: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
     """Return median seconds of computing and of fetching, and the fetched tokens; the first round does not count."""
     holder = Holder(holds.lease.target, (tokens - 1) // holds.lease.block_size)
     computed, fetched, brought = [], [], 0
@@ -128,7 +128,7 @@ def main() -> None:
         print("| prompt | computed | fetched | fetched share | speed-up |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
-            asked = Asked(client, 1000)
+            asked = PromptClient(client, 1000)
             for tokens in given.tokens:
                 computed_s, fetched_s, brought = compare(asked, asks, holds, tokens, given.rounds)
                 figures = f"{1e3 * computed_s:.0f} ms | {1e3 * fetched_s:.0f} ms | {brought / tokens:.0%}"

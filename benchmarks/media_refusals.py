@@ -28,7 +28,7 @@ from kvferry.router.media.parts import media_parts
 GOAL_MS = 50.0
 """CPU time that a refusal should take at most, in milliseconds."""
 LONGEST_S = 4 * 3600.0
-"""Longest file to transcribe, in seconds: a worker's default."""
+"""Maximum length of a file to transcribe, in seconds: a worker's default."""
 Case = tuple[str, Callable[[], Awaitable[object]]]
 
 

@@ -21,7 +21,7 @@ SPREAD = 0.02
 BLOCK, BLOCK_BYTES = 32, 34
 """Numbers of a Q8_0 block, and its bytes: a float16 scale, then a code of eight bits each."""
 CONTEXT = 32768
-"""Longest sequence that the headers promise, in tokens."""
+"""Maximum sequence length that the headers promise, in tokens."""
 EPS = 1e-5
 """Added to the mean of squares in norms."""
 

@@ -20,7 +20,7 @@ from tests.router.page.chat_tab import ENDED, ask, opened, press_button, set_fie
 
 FOLDER = Path(__file__).resolve().parent
 MAX_BYTES = 150_000
-"""Largest size of a screenshot, in bytes."""
+"""Maximum size of a screenshot, in bytes."""
 ANSWER_S = 120.0
 """Maximum time for an answer of the demo model, in seconds."""
 LOAD_S, TALKERS = 60.0, 3

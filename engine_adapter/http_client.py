@@ -30,13 +30,13 @@ log = logging.getLogger("kvferry.adapter")
 CONNECT_S, ANSWER_S = 2.0, 10.0
 """Maximum time to connect, and to wait for a short answer, in seconds."""
 HEALTH_S = 2.0
-"""Longest silence of a health check, in seconds."""
+"""Maximum time to wait for a health check, in seconds."""
 MAX_IDLE = 64
-"""Largest number of idle connections."""
+"""Maximum number of idle connections."""
 LARGE_BYTES = 2**20
 """Length in bytes from which an answer is read by a parser that is faster for long texts."""
 MAX_EVENT_BYTES = 64 * 2**20
-"""Longest event or answer in bytes."""
+"""Maximum size of an event or answer, in bytes."""
 
 
 class EventDecoder:

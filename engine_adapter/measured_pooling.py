@@ -20,7 +20,7 @@ LENGTHS = (5, 24)
 GUARANTEES: dict[PoolingTask, str] = {"embed": "embeds", "classify": "classifies"}
 """Names of the tasks among `protocol.lease.GUARANTEES`."""
 UNIT = 1e-3
-"""Largest deviation from 1 of the length of a vector that was scaled to it: bfloat16 has no more digits."""
+"""Maximum deviation from 1 of the length of a vector that was scaled to it: bfloat16 has no more digits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvferry.protocol.errors import ConfigError
 MAX_QUEUED_BATCHES = 20_000
 """Maximum number of batches that wait in a socket: more than an engine keeps, so that none is dropped."""
 MAX_BATCH_BYTES = 64 << 20
-"""Largest payload; ZeroMQ ends the connection of a larger one."""
+"""Maximum size of a payload, in bytes; ZeroMQ ends the connection of a larger one."""
 END = (1 << 64) - 1
 """Sequence number of the end of an answer."""
 Numbered = tuple[int, bytes]

@@ -23,9 +23,9 @@ STRING, ARRAY = 8, 9
 MAX_NESTING, MAX_DIMS = 4, 8
 """Maximum levels of arrays in arrays, and maximum dimensions of a tensor; ggml itself allows four."""
 MAX_NUMBERS = 1 << 24
-"""Largest number of entries of an array of numbers: four times the largest vocabulary supported."""
+"""Maximum number of entries of an array of numbers: four times the largest vocabulary supported."""
 MAX_ALIGNMENT = 1 << 20
-"""Largest alignment of tensors, in bytes; files use 32."""
+"""Maximum alignment of tensors, in bytes; files use 32."""
 LARGEST_WEIGHT, MAX_PADDING = 8, 1 << 20
 """Bytes of a weight in ggml's largest format, and maximum bytes after the tensors: files are read whole."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")

@@ -13,15 +13,15 @@ from kvferry.model_files.config_fields import LAYER_FIELDS, whole_or
 from kvferry.model_files.expert_fields import common_names, experts_in
 from kvferry.model_files.gguf import GGUFFile, GGUFTensor, read_gguf
 from kvferry.model_files.gguf_experts import expert_fields, layers_of, runs
+from kvferry.model_files.gguf_gemma import shape_fields
 from kvferry.model_files.gguf_hybrid import hybrid_header
 from kvferry.model_files.gguf_latent import latent_fields
-from kvferry.model_files.gguf_shapes import shape_fields
 from kvferry.model_files.hybrid import GATED, hybrid_layers
 from kvferry.model_files.latent import latent_sizes
 from kvferry.model_files.layer_shapes import SHAPED, layer_shapes
-from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import is_multimodal, is_text, media_taken, text_config
 from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.safetensors_headers import Tensor, safetensors_header, weights_of
 from kvferry.model_files.source import ModelSource, read_facts, read_json, weight_files
 from kvferry.model_files.supported_decoders import DECODERS, LATENT, gguf_family

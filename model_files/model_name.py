@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.protocol.errors import ConfigError, reason
-
-MAX_REFUSAL = 800
-"""Longest error about a model's files, in characters: they may quote a field that is as long as the file."""
+from kvferry.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +66,3 @@ def require_distinct(names: Sequence[ModelName]) -> None:
             f"two models have the name {twice[0]!r}; give each its own --served-model-name",
             param="served_model_name",
         )
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Turn any exception from reading the model's files into a ConfigError that names the model, in a short line.
-
-    Files can be damaged in more ways than their readers expect."""
-    try:
-        yield
-    except ConfigError as error:
-        message = error.message if name in error.message else f"{name}: {error.message}"
-        if len(message) > MAX_REFUSAL:
-            message = message[: MAX_REFUSAL - 1] + "…"
-        if error.param not in ("model", "chat_template") or message == error.message:
-            raise
-        raise ConfigError(message, param=error.param) from error
-    except MemoryError as error:
-        raise ConfigError(
-            f"{name}: the model that its files describe does not fit into memory", param="model"
-        ) from error
-    except Exception as error:
-        raise ConfigError(f"{name} cannot be read: {reason(error)}", param="model") from error

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.model_files.gguf import read_gguf
-from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import text_config
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.source import ModelSource, read_json, read_list
 from kvferry.model_files.speech_config import SPEECH
 from kvferry.model_files.supported_encoders import is_encoder

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.model_files.gguf import read_gguf
-from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
 from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.source import ModelSource, read_json, resolve, unweighted
 from kvferry.model_files.speech_config import SPEECH
 from kvferry.model_files.supported_decoders import LATENT

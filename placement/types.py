@@ -38,32 +38,32 @@ class TierPrefix(NamedTuple):
 class NodeView:
     """State of a live node for one placement: its lease, with the router's own dispatched requests added.
 
-    cached_len      leading tokens of this request that the node holds
-    waiting_tokens  prompt tokens queued there, not computed yet
-    streams         requests that run there or will run
-    pending_blocks  blocks granted to or requested for requests that do not run yet
-    kept            prefixes of this request in the node's own tiers, the fastest first
-    placed          increasing count at which the node was last chosen; equal nodes take turns by it
+    cached_len        leading tokens of this request that the node holds
+    waiting_tokens    prompt tokens queued there, not computed yet
+    streams           requests that run there or will run
+    pending_blocks    blocks granted to or requested for requests that do not run yet
+    kept              prefixes of this request in the node's own tiers, the fastest first
+    placed            increasing count at which the node was last chosen; equal nodes take turns by it
 
     Derived once per view, because each placement reads them for every node:
 
-    key             node id and epoch
-    role            of the node if it is ready, else empty
-    bare_size       tokens of a block if the node holds nothing of this request, else 0
-    turn            order of equal nodes; the lowest comes first
-    counted         counts that equal nodes have in common, besides cached_len
-    rate            prompt tokens computed per second
-    queue_s         seconds until the queued prompt tokens are computed
-    step_s          seconds of a decode step, stretched by the streams
-    next_itl_s      seconds between tokens with one more stream; 0 on an idle node, infinite without a free seat
-    block_s         seconds to ship a block from there
-    gain_s          seconds saved per token by reading from the shared store instead of computing; 0 if none
-    total_blocks    of the pool
-    pool_tokens     capacity of the pool in tokens
-    free_blocks     free and not promised to other requests
-    unasked_blocks  free and not needed by queued prompts
-    ready_blocks    available at once to a request with nothing cached there
-    spare_blocks    for which a decode node still accepts requests; negative beyond its limit
+    key               node id and epoch
+    role              of the node if it is ready, else empty
+    bare_size         tokens of a block if the node holds nothing of this request, else 0
+    turn              order of equal nodes; the lowest comes first
+    counted           counts that equal nodes have in common, besides cached_len
+    rate              prompt tokens computed per second
+    queue_s           seconds until the queued prompt tokens are computed
+    step_s            seconds of a decode step, stretched by the streams
+    next_itl_s        seconds between tokens with one more stream; 0 on an idle node, infinite without a free seat
+    block_s           seconds to ship a block from there
+    gain_s            seconds saved per token by reading from the shared store instead of computing; 0 if none
+    total_blocks      of the pool
+    pool_tokens       capacity of the pool in tokens
+    free_blocks       free and not promised to other requests
+    unclaimed_blocks  free and not needed by queued prompts
+    ready_blocks      available at once to a request with nothing cached there
+    spare_blocks      for which a decode node still accepts requests; negative beyond its limit
     """
 
     lease: NodeLease
@@ -87,7 +87,7 @@ class NodeView:
     total_blocks: int = field(init=False, repr=False, compare=False)
     pool_tokens: int = field(init=False, repr=False, compare=False)
     free_blocks: int = field(init=False, repr=False, compare=False)
-    unasked_blocks: int = field(init=False, repr=False, compare=False)
+    unclaimed_blocks: int = field(init=False, repr=False, compare=False)
     ready_blocks: int = field(init=False, repr=False, compare=False)
     spare_blocks: int = field(init=False, repr=False, compare=False)
 
@@ -111,7 +111,7 @@ class NodeView:
         made.total_blocks = total
         made.pool_tokens = total * lease.block_size
         made.free_blocks = free
-        made.unasked_blocks = max(0, load.free_blocks - self.waiting_tokens // lease.block_size)
+        made.unclaimed_blocks = max(0, load.free_blocks - self.waiting_tokens // lease.block_size)
         made.ready_blocks = free + load.cached_blocks if load.total_blocks else UNKNOWN_BLOCKS
         made.spare_blocks = BACKLOG * total - load.active_blocks - self.pending_blocks
 

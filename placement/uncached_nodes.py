@@ -117,7 +117,7 @@ def displaced(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
     fresh = blocks_for(demand.total_len, size)
     return [
         0.0
-        if fresh <= node.unasked_blocks
-        else worth * (min(fresh - node.unasked_blocks, node.lease.load.cached_blocks) * size) / node.rate
+        if fresh <= node.unclaimed_blocks
+        else worth * (min(fresh - node.unclaimed_blocks, node.lease.load.cached_blocks) * size) / node.rate
         for node in plain
     ]

@@ -44,7 +44,7 @@ from __future__ import annotations
 from typing import Any
 
 LONGEST = 2000
-"""Longest message in characters; a message may quote a client's input of any length."""
+"""Maximum length of a message, in characters; a message may quote a client's input of any length."""
 
 
 class KvferryError(Exception):

@@ -19,7 +19,7 @@ COMPRESSED_AUDIO = "compressed_audio"
 MAX_ITEMS, MAX_ITEM_BYTES = 64, 48 * 2**20
 """Maximum number of media of a prompt, and of their total bytes, which travel in one message."""
 MAX_PIXELS = 2**25
-"""Largest number of pixels of one image: 33.5 million."""
+"""Maximum number of pixels of one image: 33.5 million."""
 
 
 _BYTES, _BIN_32 = struct.Struct(">BI"), 0xC6

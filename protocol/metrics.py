@@ -167,21 +167,21 @@ class RouterMetrics:
         self.batches = BatchMetrics(r)
         self.scaling = RouterScaling(r)
         self.e2e.labels()
-        _exist(self.requests, labels.ENDPOINTS, ("200",))
-        _exist(self.placements, labels.PLACEMENT_KINDS)
-        _exist(self.retries, labels.RETRY_STEPS)
-        _exist(self.refused, labels.REFUSALS)
+        _create_children(self.requests, labels.ENDPOINTS, ("200",))
+        _create_children(self.placements, labels.PLACEMENT_KINDS)
+        _create_children(self.retries, labels.RETRY_STEPS)
+        _create_children(self.refused, labels.REFUSALS)
         for status, code in labels.ERROR_ANSWERS:
             self.errors.labels(status, code)
-        _exist(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
+        _create_children(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
         for targets in (self.ttft_targets, self.itl_targets):
-            _exist(targets, ("",), labels.TARGET_OUTCOMES)
+            _create_children(targets, ("",), labels.TARGET_OUTCOMES)
 
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of one model."""
         self.scaling.exist(model)
         self.reuse.of(model)
-        _exist(self.nodes, labels.NODE_ROLES, labels.NODE_STATES, (model,))
+        _create_children(self.nodes, labels.NODE_ROLES, labels.NODE_STATES, (model,))
         return ModelMetrics(
             ttft=self.ttft.labels(model),
             itl=self.itl.labels(model),
@@ -190,7 +190,7 @@ class RouterMetrics:
         )
 
 
-def _exist(metric: Counter | Gauge | Histogram, *values: tuple[str, ...]) -> None:
+def _create_children(metric: Counter | Gauge | Histogram, *values: tuple[str, ...]) -> None:
     """Create the children of all combinations of these label values."""
     for combination in product(*values):
         metric.labels(*combination)

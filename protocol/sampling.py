@@ -16,7 +16,7 @@ MAX_ALLOWED = 2**15
 MAX_BAD_WORDS = 256
 """Maximum number of sequences in bad_words."""
 MAX_COUNT = 2**31 - 1
-"""Largest value of any count of tokens."""
+"""Maximum value of any count of tokens."""
 REPETITION = (0.01, 100.0)
 """Bounds of the repetition penalty, with which logits divided or multiplied by it stay finite."""
 

@@ -18,7 +18,7 @@ from kvferry.protocol.setting import setting
 CPU_POOL_GIB = 1.0
 """Default size of a worker's KV pool on a CPU, in GiB."""
 MOST_GIB = 2**20
-"""Largest size of any memory setting in GiB, a PiB; it rejects infinity."""
+"""Maximum size of any memory setting in GiB, a PiB; it rejects infinity."""
 DEMO = "smollm2"
 MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
 QUEUE_TIMEOUT = "seconds a request waits while no node can take it; then 503 if there is no node, 429 if all are full"

@@ -19,7 +19,7 @@ from kvferry.protocol.fast_init import fast_init
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""Largest buffered part of a stream, in bytes."""
+"""Maximum buffered part of a stream, in bytes."""
 MAX_ITEMS = 2**22
 """Maximum number of items of one list or map, since one byte on the wire may become a hundred in memory."""
 MAX_DEPTH = 8
