@@ -38,7 +38,7 @@ NODES_S = 20.0
 class LoneRouter:
     """The running router.
 
-    direct_s: returns the seconds until the first token of a prompt of so many tokens when its node is asked directly.
+    direct_s: returns the seconds until the first token of a prompt of that length when its node is asked directly.
     """
 
     target: Target

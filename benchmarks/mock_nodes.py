@@ -104,7 +104,7 @@ class MockPrefill:
         background_call.add_done_callback(self._background_calls.discard)
 
     async def run(self) -> None:
-        """Send heartbeats for ever."""
+        """Send heartbeats until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._streams.beat()
@@ -150,7 +150,7 @@ class MockDecode:
         self._add(job, 1)
 
     async def run(self) -> None:
-        """Run steps for ever, and send heartbeats while there is nothing to do."""
+        """Run steps until cancelled, and send heartbeats while there is nothing to do."""
         while True:
             try:
                 await asyncio.wait_for(self._arrived.wait(), HEARTBEAT_S)

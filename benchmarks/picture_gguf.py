@@ -20,7 +20,7 @@ _TOWER = ("model.vision_model.", "model.connector.")
 def write_text(
     path: Path, weights: Mapping[str, torch.Tensor], config: Any, demo: Path, special: Iterable[str], template: str
 ) -> None:
-    """Write the decoder with the demo model's tokens and `special` ones behind them."""
+    """Write the decoder with the demo model's tokens followed by `special` ones."""
     import gguf
 
     writer = gguf.GGUFWriter(str(path), "llama")

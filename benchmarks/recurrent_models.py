@@ -78,7 +78,7 @@ def _add_header(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 
 def add_tokens(writer: gguf.GGUFWriter, demo: GGUFFile, more: Iterable[str], kind: int) -> None:
-    """Write the demo model's vocabulary, with tokens of a kind behind it."""
+    """Write the demo model's vocabulary, followed by tokens of a kind."""
     tokens, kinds = (list(demo.metadata[f"tokenizer.ggml.{part}"]) for part in ("tokens", "token_type"))
     tokens += more
     writer.add_tokenizer_model(demo.metadata["tokenizer.ggml.model"])

@@ -50,7 +50,7 @@ class FramePacing:
         left = self._sent_at + turn_s(self._streams()) - self._clock()
         loop = asyncio.get_running_loop()
         if left <= 0:
-            loop.call_soon(self._now)  # behind the sockets that are ready now
+            loop.call_soon(self._now)  # after the sockets that are ready now
         else:
             loop.call_later(left, self._now)
 

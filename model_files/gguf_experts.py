@@ -14,7 +14,7 @@ CHUNK = 8192
 
 
 def layers_of(file: GGUFFile) -> Any:
-    """Return the number of layers without those behind them that predict further tokens."""
+    """Return the number of layers without those after them that predict further tokens."""
     count, further = file.get("block_count"), file.get("nextn_predict_layers", 0)
     return count - further if isinstance(count, int) and isinstance(further, int) else count
 

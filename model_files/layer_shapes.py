@@ -59,7 +59,7 @@ class LayerShapes:
         return dims.pop() if dims else otherwise
 
     def attention_weights(self, hidden: int, heads: int) -> int:
-        """Return the number of weights of all layers' attention, for so many query heads."""
+        """Return the number of weights of all layers' attention, for `heads` query heads."""
         of_queries = sum(2 * heads * dim for dim in self.head_dims)
         writing = ((self.kv_heads[i] * self.head_dims[i], 1 + self.own_values[i]) for i in self._writing)
         return hidden * (of_queries + sum(width * parts for width, parts in writing))

@@ -55,7 +55,7 @@ def media_taken(config: dict[str, Any]) -> str | None:
 
 
 def text_name(name: str) -> str:
-    """Return a tensor's name in a text-only checkpoint; unchanged if it is no part of the text."""
+    """Return a tensor's name in a text-only checkpoint; unchanged if it is not part of the text."""
     for prefix, plain in _NESTED.items():
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)

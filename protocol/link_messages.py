@@ -17,7 +17,7 @@ from kvferry.protocol.wire import message
 class Copy:
     """Request to a stream's buddy to keep the KV of these tokens, in full blocks.
 
-    most: it takes at most so many of the blocks that it lacks. namespace, adapter: parts of the root of their hashes,
+    most: maximum number of missing blocks to take. namespace, adapter: parts of the root of their hashes,
     as in a Job. media: of the tokens, without data. With recurrent layers, the tokens end at a checkpoint, whose blocks
     follow theirs."""
 

@@ -66,7 +66,7 @@ class RenderRequest:
 class RenderedPrompt:
     """Node → router: a prompt's tokens and its media in order of their offsets.
 
-    rope_offset: what is added to the places of tokens behind the last medium to get their rotary positions; 0 unless
+    rope_offset: what is added to the places of tokens after the last medium to get their rotary positions; 0 unless
     media take fewer positions than tokens."""
 
     token_ids: tuple[int, ...]
