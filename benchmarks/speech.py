@@ -2,7 +2,7 @@
 
     python -m benchmarks.speech --model DIRECTORY FILE [FILE ...] [--dtype auto float32] [--rounds 3]
 
-The model is a Whisper checkpoint. Our engine transcribes all files together, transformers one after the other, in float32."""
+The model is a Whisper checkpoint. Our engine takes all files together, transformers one after the other, in float32."""
 
 from __future__ import annotations
 

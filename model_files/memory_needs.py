@@ -118,7 +118,7 @@ class ModelNeeds:
         return round(text + self.tower * itemsize)
 
     def step_bytes(self, itemsize: float, stored: str = NOWHERE) -> float:
-        """Return the bytes of weights that a step with one token reads: nearly none of an embedding that is not the head."""
+        """Return the bytes of weights that a one-token step reads: nearly none of an embedding that is not the head."""
         head = self.head if self.head.weights else self.embedding
         share = self.dense.active / self.dense.weights if self.dense.weights else 1.0
         return share * self.dense.bytes(itemsize, stored) + head.bytes(itemsize, stored)
