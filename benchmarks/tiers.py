@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.path) as folder:
         cached, direct = raw(Path(folder))
         print(f"reads of the disk: {cached:.1f} GiB/s through the system's cache, {direct:.1f} past it\n")
-        print("| prompt | computed | read | of it from there | times as fast |")
+        print("| prompt | computed | read | read share | speed-up |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         for tokens in given.tokens:
             place = Path(folder) / str(tokens)
